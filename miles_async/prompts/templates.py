@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles_async.errors import ConfigurationError, TrajectoryError
 from miles_async.runtime.texts import shortened
@@ -19,8 +21,10 @@ if TYPE_CHECKING:  # imported when a tokenizer is loaded
     from transformers import PreTrainedTokenizerBase
 
 RENDER_SECONDS = 10.0  # that a template may take for a short conversation, which is thousands of times what it needs
+CONVERSATION_SECONDS = 15.0  # that a template may take for any conversation
 
 _PROBE = "a message that no template has"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})  # of OpenAI's API, which templates follow
 
 
@@ -206,10 +210,14 @@ class ChatTemplate:
         *,
         generation_prompt: bool,
     ) -> str:
-        """Render a conversation. Raises TrajectoryError when the template refuses it."""
+        """Render a conversation. ``options``: more of the template's variables; of a request only ``variables``.
+
+        Raises TrajectoryError when the template refuses it, or takes more than ``CONVERSATION_SECONDS``.
+        """
+        deadline = time.monotonic() + CONVERSATION_SECONDS
         try:
             text: str = self._tokenizer.apply_chat_template(
-                self._in_known_roles(messages),
+                [_TimedMessage(message, deadline) for message in self._in_known_roles(messages)],
                 tools=list(tools) or None,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
@@ -218,6 +226,24 @@ class ChatTemplate:
         except Exception as error:  # supervision point: a template is code of others, and raises what it likes
             raise TrajectoryError(f"the chat template refuses this conversation: {shortened(str(error))}") from error
         return text
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Variables of the template that a request may set: all but those that the run and the tokenizer fill in."""
+        import jinja2
+        import jinja2.meta
+
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
+        read: set[str] = set()
+        for tools in (None, list[JsonObject]()):  # a tokenizer may have another template for conversations with tools
+            source = self._tokenizer.get_chat_template(tools=tools)
+            source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)  # a tag of transformers' own
+            read |= jinja2.meta.find_undeclared_variables(environment.parse(source))
+        filled = {
+            *inspect.signature(self._tokenizer.apply_chat_template).parameters,
+            *self._tokenizer.special_tokens_map,
+        }
+        return frozenset(read - filled - {"messages", "raise_exception", *self._clock, *_SPECIAL_TOKENS})
 
     def _in_known_roles(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
         """Map the role developer to system if the template doesn't know it."""
@@ -252,6 +278,24 @@ class ChatTemplate:
             [int(token) for token in token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+
+class _TimedMessage(dict[str, Any]):
+    """A message that can be read until a deadline, since a template can take quadratic time for many messages.
+
+    Every loop over a conversation reads messages, and a thread cannot be stopped from outside.
+    """
+
+    __slots__ = ("_deadline",)
+
+    def __init__(self, message: JsonObject, deadline: float) -> None:
+        super().__init__(message)
+        self._deadline = deadline
+
+    def __getitem__(self, key: str) -> Any:
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"it takes more than {CONVERSATION_SECONDS:g} s; send fewer messages")
+        return super().__getitem__(key)
 
 
 def _messages(content: str | Sequence[JsonObject]) -> Sequence[JsonObject]:

@@ -11,6 +11,7 @@ from miles_async.trajectory.constraints import Constraint
 from miles_async.types import JsonObject
 
 _MOST_CHOICES = 128  # OpenAI's limit of n
+_MOST_STOPS, _LONGEST_STOP = 16, 256  # engines look for every stop after each token; OpenAI's limit is 4 of them
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +97,8 @@ def read_request(body: bytes) -> ChatRequest:
         f"n = {request.n}: from 1 to {_MOST_CHOICES}": not 1 <= request.choices <= _MOST_CHOICES,
         f"top_logprobs = {request.top_logprobs}: only the sampled token's is known": bool(request.top_logprobs),
         f"max_tokens = {request.limit}: at least 1": request.limit is not None and request.limit < 1,
+        f"stop: at most {_MOST_STOPS} texts of at most {_LONGEST_STOP} characters": len(request.stops) > _MOST_STOPS
+        or any(len(stop) > _LONGEST_STOP for stop in request.stops),
         "tools: each needs a function with a name": not all(
             isinstance(_name(tool), str) for tool in request.tools or []
         ),

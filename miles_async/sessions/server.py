@@ -242,6 +242,7 @@ class SessionServer:
         body = await self._body(request, session)
         short = len(body) <= _SHORT_BYTES
         asked = read_request(body) if short else await self._in_thread(read_request, body)
+        session.check_options(asked)
         constraint = session.constraint(asked)
         self._counts["requests"] += 1
         completion_id = f"chatcmpl-{self.instance_id}-{self._counts['requests']}"

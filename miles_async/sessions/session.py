@@ -10,6 +10,8 @@ from miles_async.errors import MilesAsyncError, NoRoomError, RequestRejectedErro
 from miles_async.runtime.clock import now
 from miles_async.sessions.chat_request import ChatRequest
 from miles_async.trajectory.constraints import Constraint
+from miles_async.trajectory.rendering import check_options
+from miles_async.trajectory.schema_bounds import check_bounds
 from miles_async.trajectory.taker import TurnTaker
 from miles_async.types import SessionEnding
 
@@ -63,12 +65,20 @@ class Session:
         for task in self._tasks:
             task.cancel()
 
+    def check_options(self, asked: ChatRequest) -> None:
+        """Check a request's ``chat_template_kwargs``. Raises TrajectoryError if one may not be set."""
+        check_options(asked.chat_template_kwargs, self.taker.trajectory.renderer.chat.variables)
+
     def constraint(self, asked: ChatRequest) -> Constraint | None:
-        """Constraint of a request. Raises TrajectoryError if the run's loss does not correct for constraints."""
+        """Constraint of a request. Raises TrajectoryError if the run's loss does not correct for constraints, or if one
+        could take an engine's time.
+        """
         constraint = asked.constraint
         if constraint is not None and not self._may_constrain:
             raise TrajectoryError(
                 "response_format and tool_choice other than auto and none change what is sampled from, and this run "
                 "does not correct for that: add --use-rollout-logprobs or --use-tis"
             )
+        if constraint is not None:
+            check_bounds(constraint.schemas)
         return constraint

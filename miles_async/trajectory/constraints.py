@@ -30,6 +30,12 @@ class Constraint:
     tools: Tools = ()  # calls of these functions, one at least
     parallel: bool = True  # several calls are allowed
 
+    @property
+    def schemas(self) -> list[object]:
+        """JSON Schemas of all alternatives."""
+        parameters = [tool.get("function", {}).get("parameters") for tool in self.tools]
+        return [schema for schema in (self.schema, *parameters) if schema is not None]
+
 
 def grammar(constraint: Constraint, before: str, *, call_style: str | None, splits_reasoning: bool) -> str:
     """Build the value of ``GRAMMAR``.

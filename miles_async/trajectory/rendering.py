@@ -9,7 +9,6 @@ Changes that a template makes inside of a turn, such as dropping earlier reasoni
 
 from __future__ import annotations
 
-import difflib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,9 @@ from miles_async.types import JsonObject
 
 _MARK = secrets.token_hex(8)  # in no conversation
 
+_LONGEST_OPTION = 256  # characters of an option's text
+_LARGEST_OPTION = 1_000_000  # of numbers, with which a template might repeat something; budgets of thinking are tokens
+
 
 class ChatFormat(Protocol):
     """A tokenizer and its chat template (``prompts.templates.ChatTemplate``)."""
@@ -28,6 +30,11 @@ class ChatFormat(Protocol):
     @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a turn."""
+        ...
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Variables of the template that a request may set."""
         ...
 
     def render(
@@ -145,6 +152,30 @@ def check_unchanged(before: str, now: str) -> None:
 
 
 def text_diff(expected: str, found: str) -> str:
-    """Return the differing lines of two texts."""
-    lines = difflib.ndiff(expected.splitlines(keepends=True), found.splitlines(keepends=True))
-    return "\n".join(repr(line) for line in lines if not line.startswith("  "))
+    """Return where two texts begin to differ. Linear: those of an agent may have megabytes."""
+    pairs = enumerate(zip(expected, found, strict=False))
+    at = next((at for at, (one, other) in pairs if one != other), min(len(expected), len(found)))
+    around = slice(max(0, at - 80), at + 160)
+    return f"expected ...{expected[around]!r}\nfound    ...{found[around]!r}"
+
+
+def check_options(options: JsonObject | None, variables: frozenset[str]) -> None:
+    """Check the ``chat_template_kwargs`` of a request. Raises TrajectoryError naming the one that is not allowed.
+
+    ``variables``: those of the template that requests may set. Everything else could replace the template, or what the
+    run fills in.
+    """
+    for name, value in (options or {}).items():
+        if name not in variables:
+            known = ", ".join(sorted(variables)) or "none"
+            raise TrajectoryError(
+                f"chat_template_kwargs: {name[:100]} is no option of the chat template, which has {known}"
+            )
+        if isinstance(value, str) and len(value) <= _LONGEST_OPTION:
+            continue
+        if value is None or (isinstance(value, (bool, int, float)) and abs(value) <= _LARGEST_OPTION):
+            continue
+        raise TrajectoryError(
+            f"chat_template_kwargs: {name}: expected a boolean, a number of at most {_LARGEST_OPTION:,}, or a text of "
+            f"at most {_LONGEST_OPTION} characters"
+        )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,11 +18,14 @@ import pytest
 import xgrammar
 from xgrammar.testing import _is_grammar_accept_string
 
-from miles_async.errors import TransientEngineError
+from miles_async.errors import TrajectoryError, TransientEngineError
+from miles_async.prompts import templates
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.rollout.sample_guard import check_sample
 from miles_async.trajectory.constraints import CALL_STYLES, GRAMMAR, Constraint, grammar
+from miles_async.trajectory.rendering import check_unchanged
 from miles_async.trajectory.replies import PARSERS
+from miles_async.trajectory.schema_bounds import copies
 from miles_async.types import GenerateRequest
 from tests.fakes.chat_formats import STOPS, TOOLS, chat_format
 from tests.fakes.scripted_model import ScriptedModel
@@ -263,6 +267,8 @@ async def test_a_run_whose_loss_does_not_know_of_it_refuses_to_constrain() -> No
         ({"tool_choice": "always", "tools": TOOLS}, "expected auto, none, required"),
         ({"response_format": {"type": "yaml"}}, "expected type text, json_object, or json_schema"),
         ({"tools": [{"type": "function"}]}, "each needs a function with a name"),
+        ({"stop": ["a"] * 17}, "stop: at most 16 texts of at most 256 characters"),
+        ({"stop": "a" * 257}, "stop: at most 16 texts"),
     ],
 )
 async def test_unsupported_options_are_refused_by_name(options: dict, words: str) -> None:
@@ -271,7 +277,94 @@ async def test_unsupported_options_are_refused_by_name(options: dict, words: str
             await agent.chat(QUESTION, **options)
 
 
+def kwargs(**options: object) -> dict:
+    return {"extra_body": {"chat_template_kwargs": options}}
+
+
+def nested(schema: dict, levels: int) -> dict:
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template", "tokenize", "return_dict", "messages", "tools", "eos_token", "strftime_now", "unknown"]
+)
+async def test_an_option_that_is_not_the_templates_own_is_refused(name: str) -> None:
+    model = ScriptedModel(says("x"))
+    async with agent_of(model) as agent:
+        with pytest.raises(openai.BadRequestError, match=f"{name} is no option of the .* which has .*enable_thinking"):
+            await agent.chat(QUESTION, **kwargs(**{name: "{% for i in range(99999) %}{{ i }}{% endfor %}"}))
+        assert not model.requests
+        assert (await agent.chat(QUESTION, **kwargs(enable_thinking=False))).choices[0].message.content == "x"
+
+
+@pytest.mark.parametrize("value", ["a" * 257, 10**7, -(10**7), ["a"], {"a": 1}])
+async def test_options_of_the_template_are_short(value: object) -> None:
+    async with agent_of(ScriptedModel(says("x"))) as agent:
+        with pytest.raises(openai.BadRequestError, match="enable_thinking: expected a boolean, a number of at most"):
+            await agent.chat(QUESTION, **kwargs(enable_thinking=value))
+        for short in (True, None, "low", 4096, 0.5):
+            await agent.chat(QUESTION, **kwargs(enable_thinking=short))
+
+
+async def test_a_conversation_that_takes_the_template_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with agent_of(ScriptedModel(says("x"))) as agent:
+        monkeypatch.setattr(templates, "CONVERSATION_SECONDS", -1.0)
+        with pytest.raises(openai.BadRequestError, match="refuses this conversation: it takes more than"):
+            await agent.chat(QUESTION)
+        monkeypatch.undo()
+        assert (await agent.chat(QUESTION)).choices[0].message.content == "x"
+
+
+async def test_an_edit_of_a_long_conversation_is_answered_soon() -> None:
+    before, now = ("\n".join(f"{word} {n % 7} {n % 11}" for n in range(20_000)) for word in ("line", "lime"))
+    begun = time.process_time()
+    with pytest.raises(TrajectoryError, match="renders earlier messages differently"):
+        check_unchanged(f"x{before}", f"x{now}")
+    assert time.process_time() - begun < 5  # a comparison line by line took minutes
+
+
+TOO_MUCH = {
+    "nested repeats": ({"type": "string", "pattern": "^(a{1,1000}){1,1000}$"}, "once its repeats are written out"),
+    "a pattern of names": ({"patternProperties": {"(a{99}){99}": {}}}, "once its repeats are written out"),
+    "many items": ({"type": "array", "minItems": 100_000}, "minItems of a JSON Schema is 100000: at most 10,000"),
+    "long texts": ({"properties": {"a": {"maxLength": 1e9}}}, "maxLength of a JSON Schema"),
+    "depth": (nested({"type": "string"}, 200), "nested more than 64 levels deep"),
+    "size": ({"enum": ["a" * 100] * 1000}, "more than 65,536 characters"),
+    "many lengths": (
+        {"properties": {f"p{n}": {"maxLength": n} for n in range(100)}},
+        "more than 32 different patterns and text lengths",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", sorted(TOO_MUCH))
+async def test_a_schema_that_could_stall_an_engine_is_refused_with_the_bound(case: str) -> None:
+    schema, words = TOO_MUCH[case]
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    model = ScriptedModel(says("x"))
+    async with agent_of(model, max_total=9000) as agent:
+        for options in (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}},
+            {"tools": [tool], "tool_choice": "required"},
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                await agent.chat(QUESTION, **options)
+    assert not model.requests
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [("", 0), ("^abc$", 3), (r"\d{4}-\d{2}", 7), ("[a-z{9}]{1,20}", 20), ("(a|b){3}", 6), ("((a{2}){3,}){4}", 24),
+     ("(a*){5}", 5), (r"\(a{2}", 3), ("(?:ab){ 2 , 3 }c", 10), ("a{0}", 1), (")a{2}", 3)],
+)  # fmt: skip
+def test_repeats_of_a_pattern_are_counted_written_out(pattern: str, count: int) -> None:
+    assert copies(pattern) == count
+
+
 MALFORMED = {
+    "deep nesting": b'{"messages": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
     "not JSON": b"{",
     "invalid UTF-8": b'{"messages": [{"role": "user", "content": "\xff"}]}',
     "a lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',

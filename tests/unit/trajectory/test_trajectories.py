@@ -118,8 +118,8 @@ def test_a_template_that_changes_what_is_in_the_tokens_is_an_error_with_the_diff
         episode.turn([user("second")], Say(text="d"))
     message = str(caught.value)
     assert "renders earlier messages differently now" in message
-    assert "- <s>[AVAILABLE_TOOLS]" in message
-    assert "+ <s>[INST]first" in message
+    assert "expected ...'<s>[AVAILABLE_TOOLS]" in message
+    assert "found    ...'<s>[INST]first" in message
 
 
 def test_a_conversation_that_the_template_refuses_is_an_error_with_its_words() -> None:
