@@ -246,7 +246,9 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
 
 
 def check_tokenizer(arguments: Arguments) -> list[str]:
-    """Return notes on prompt lengths. Raises ConfigurationError, or DataError if all prompts of a file are too long.
+    """Return notes on prompt lengths and on the end of turns.
+
+    Raises ConfigurationError, or DataError if all prompts of a file are too long.
 
     For the dry run: in a run the rollout process does this before it starts an engine, and importing transformers
     takes seconds.
@@ -254,6 +256,7 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
     from miles_async.prompts.source import FilePromptSource
     from miles_async.wiring.generation import run_template
     from miles_async.wiring.prompt_lengths import length_notes
+    from miles_async.wiring.turn_end import turn_end_notes
 
     if arguments.algorithm.supervised:
         from miles_async.wiring.supervised_batches import example_source
@@ -261,7 +264,7 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
         example_source(arguments).take(1)
         return []
     template = run_template(arguments)
-    notes: list[str] = []
+    notes = list(turn_end_notes(arguments, template))
     for data in _prompt_files(arguments):
         held_out = data.prompt_data != arguments.data.prompt_data
         limit = prompt_limit(arguments, evaluation=held_out)

@@ -245,6 +245,17 @@ class ChatTemplate:
         }
         return frozenset(read - filled - {"messages", "raise_exception", *self._clock, *_SPECIAL_TOKENS})
 
+    def after_answer(self) -> str:
+        """Text that the template writes after an answer, up to the next question; empty if it refuses to."""
+        answer, question = "a plain answer", "the next question"
+        asked = {"role": "user", "content": "a question"}
+        messages = [asked, {"role": "assistant", "content": answer}, {**asked, "content": question}]
+        try:
+            text = self.render(messages, (), {}, generation_prompt=False)
+        except TrajectoryError:
+            return ""
+        return text.partition(answer)[2].partition(question)[0]
+
     def _in_known_roles(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
         """Map the role developer to system if the template doesn't know it."""
         if all(message["role"] != "developer" for message in messages) or self._writes_developer:

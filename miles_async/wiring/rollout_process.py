@@ -50,6 +50,7 @@ from miles_async.wiring.hook_keys import hook_keys
 from miles_async.wiring.placement import RunPlacement
 from miles_async.wiring.prompt_lengths import length_notes
 from miles_async.wiring.teacher import make_teacher
+from miles_async.wiring.turn_end import turn_end_notes
 
 log = structlog.get_logger(__name__)
 
@@ -84,6 +85,8 @@ async def build_rollout(
     source.require_usable()
     for note in length_notes(arguments, source, limit):
         log.warning("length of prompts", note=note)
+    for note in turn_end_notes(arguments, template):
+        log.warning("end of turns", note=note)
     services = run_services(arguments)
     reward = resolve_run_reward(arguments, services)
     engines = RunEngines(

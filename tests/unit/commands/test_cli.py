@@ -373,6 +373,30 @@ def test_a_dry_run_refuses_a_template_that_does_not_end(
     assert "the chat template refuses this conversation: Range too big" in capsys.readouterr().err
 
 
+def test_a_dry_run_tells_of_turns_that_nothing_ends(flags: list[str], capsys: pytest.CaptureFixture[str]):
+    model = change_config(flags)
+    assert main([*flags, "--dry-run"]) == 0
+    assert "ends the assistant's turn" not in capsys.readouterr().out
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    end, end_id = tokenizer["eos_token"], load_tokenizer(model).eos_token_id
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{{ eos_token }}", end))
+    (model / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "eos_token": tokenizer["pad_token"]}))
+    for name in ("generation_config.json", "config.json"):
+        if (path := model / name).exists():
+            path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": None}))
+    load_tokenizer.cache_clear()
+    assert main([*flags, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert f"ends the assistant's turn with {end!r}, and engines stop at {tokenizer['pad_token']!r}: a response" in told
+    assert f"add {end_id} to eos_token_id in generation_config.json, or give --rollout-stop '{end}'" in told
+    assert main([*flags, "--rollout-stop", end, "--dry-run"]) == 0
+    assert "ends the assistant's turn" not in capsys.readouterr().out
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [end_id]}))
+    assert main([*flags, "--dry-run"]) == 0
+    assert "ends the assistant's turn" not in capsys.readouterr().out
+
+
 def test_a_dry_run_refuses_a_model_without_tokenizer_or_template(flags: list[str], capsys: pytest.CaptureFixture[str]):
     model = change_config(flags)
     (model / "chat_template.jinja").unlink()
