@@ -65,7 +65,7 @@ class EngineSupervisor:
         """Start nothing yet."""
         self._registry = registry
         self._router = router
-        self._health = EngineHealth(server)
+        self._health = EngineHealth(server, registry)
         self.routing = Routing(registry, router)
         self.groups = {group.name: group for group in groups}
         self._max_restarts = max_restarts
@@ -219,10 +219,11 @@ class EngineSupervisor:
             await self._registry.wait_until(lambda: record.incarnation != incarnation)
             return record.reason
 
+        handle = self.handle(record.engine_id)
         return await first_of(
-            self.handle(record.engine_id).wait_exit(),
-            self._health.until_unusable(record),
-            self._health.until_stuck(record),
+            handle.wait_exit(),
+            self._health.until_unusable(record, handle.on_host),
+            self._health.until_stuck(record, handle.on_host),
             fenced(),
         )
 

@@ -735,5 +735,78 @@ async def test_an_engine_that_answers_and_generates_nothing_is_restarted(monkeyp
         await setup.fleet.resume((E0, E1))
         setup.servers[0][0].engine.stuck = True
         await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
-        assert setup.registry.engines["engine-0"].reason == "generated nothing 3 times in a row"
+        assert setup.registry.engines["engine-0"].reason == "generated nothing 5 times in a row"
         assert setup.registry.engines["engine-1"].restarts == 0
+
+
+class TestSilentEngines:
+    """An engine that stops answering is fenced long before its deadlines, if others answer what it does not."""
+
+    @pytest.fixture(autouse=True)
+    def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        health = "miles_async.engines.health"
+        for name, seconds in {
+            "_PROBE_INTERVAL": 0.01,
+            "_PROGRESS_INTERVAL": 0.01,
+            "_PROBE_PATIENCE": 0.3,
+            "_PROGRESS_PATIENCE": 0.3,
+            "_LOOK_SECONDS": 0.02,
+            "_PATIENCE_FACTOR": 0.0,
+        }.items():
+            monkeypatch.setattr(f"{health}.{name}", seconds)
+
+    @pytest.mark.parametrize(
+        ("path", "reason"),
+        [
+            ("/model_info", "did not answer within 0.3 s what others did"),
+            ("/health_generate", "generated nothing for longer than ever, while others did"),
+        ],
+    )
+    async def test_it_is_restarted(self, path: str, reason: str) -> None:  # covers: C10
+        async with started(2) as setup:
+            await setup.publish((E0, E1), 3)
+            await asyncio.sleep(0.3)
+            setup.servers[0][0].engine.silent.add(path)
+            await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
+            assert setup.registry.engines["engine-0"].reason == reason
+            assert setup.registry.engines["engine-1"].restarts == 0
+
+    @pytest.mark.parametrize("path", ["/model_info", "/health_generate"])
+    async def test_it_is_left_alone_while_nobody_answers(self, path: str) -> None:
+        async with started(2) as setup:
+            await setup.publish((E0, E1), 3)
+            await asyncio.sleep(0.3)
+            for (server,) in setup.servers:
+                server.engine.silent.add(path)
+            await asyncio.sleep(1.0)
+            assert [len(started) for started in setup.servers] == [1, 1]
+
+    async def test_it_is_left_alone_if_it_was_always_slow(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("miles_async.engines.health._PATIENCE_FACTOR", 1000.0)
+        async with started(2) as setup:
+            await setup.publish((E0, E1), 3)
+            await asyncio.sleep(0.3)
+            setup.servers[0][0].engine.silent.add("/model_info")
+            await asyncio.sleep(1.0)
+            assert [len(started) for started in setup.servers] == [1, 1]
+
+    async def test_it_is_left_alone_while_its_host_is_out_of_reach(self) -> None:
+        class OutOfReach(FakeServer):
+            async def on_host(self, *_: object) -> None:
+                raise EngineError("its actor does not answer")
+
+        async with started(2, make=lambda *_: OutOfReach(FakeEngine())) as setup:
+            await setup.publish((E0, E1), 3)
+            await asyncio.sleep(0.3)
+            setup.servers[0][0].engine.silent |= {"/model_info", "/health_generate"}
+            await asyncio.sleep(1.0)
+            assert [len(started) for started in setup.servers] == [1, 1]
+
+    async def test_it_is_left_alone_in_a_pause(self) -> None:
+        async with started(2) as setup:
+            await setup.publish((E0, E1), 3)
+            await asyncio.sleep(0.3)
+            setup.servers[0][0].engine.silent.add("/health_generate")
+            await setup.fleet.pause((E0,), "retract")
+            await asyncio.sleep(1.0)
+            assert [len(started) for started in setup.servers] == [1, 1]
