@@ -85,8 +85,8 @@ class SavedSide(Protocol):
         """Keep the current state for :meth:`save`. Quick: nothing is copied or written."""
         ...
 
-    async def save(self, directory: Path) -> None:
-        """Write the last snapshot while everything else goes on."""
+    async def save(self, directory: Path) -> Mapping[str, str]:
+        """Write the last snapshot while everything else goes on. Return digests of its files (``digests.py``)."""
         ...
 
     async def load(
@@ -196,21 +196,34 @@ class TrainerSide(WeightSenders, Protocol):
         """Write the latest copy to files on the sending ranks. Training goes on meanwhile."""
         ...
 
-    async def save(self, directory: Path) -> None: ...
+    async def save(self, directory: Path) -> Mapping[str, str]:
+        """Return digests by path below ``directory``: of the files that were digested while they were written."""
+        ...
 
     async def stage_save(self, directory: Path) -> None:
         """Copy what :meth:`save` would write, for :meth:`write_save`; return once training may go on."""
         ...
 
-    async def write_save(self) -> None:
-        """Write the staged copy while training goes on. Raises CheckpointError, which leaves the ranks as they are."""
+    async def write_save(self) -> Mapping[str, str]:
+        """Write the staged copy while training goes on; return as :meth:`save`. Raises CheckpointError, which leaves
+        the ranks as they are.
+        """
         ...
 
     async def save_hf(self, directory: Path) -> None:
         """Export weights, config and tokenizer as Hugging Face files."""
         ...
 
-    async def load(self, directory: Path) -> None: ...
+    async def load(self, directory: Path, *, step: int) -> None:
+        """Restore what was saved after ``step`` trained steps. Raises CheckpointError."""
+        ...
+
+    async def digests(self, directory: Path, sizes: Mapping[str, int]) -> Mapping[str, str]:
+        """Digests of files below ``directory``, read by all ranks side by side. ``sizes``: their bytes, by path.
+
+        Raises CheckpointError.
+        """
+        ...
 
     async def stop(self) -> None: ...
 

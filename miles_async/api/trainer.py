@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -69,7 +69,11 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def save(self, directory: Path) -> None: ...
+    def save(self, directory: Path) -> Mapping[str, str] | None:
+        """May return digests of files that it made while it wrote them (``runtime/files/digests.py``), by their path
+        below ``directory``. Files without one are read again by the driver.
+        """
+        ...
 
     def load(self, directory: Path) -> None:
         """Restore what :meth:`save` wrote, in this layout of ranks or another. Optimizer settings come from the flags,
@@ -115,9 +119,10 @@ class SavesInBackground(Protocol):
         """
         ...
 
-    def finish_save(self, parts: Sequence[bytes]) -> None:
+    def finish_save(self, parts: Sequence[bytes]) -> Mapping[str, str] | None:
         """Make the checkpoint loadable: on rank 0, in the same thread, once all ranks have written. ``parts``: what
-        each rank returned, in rank order. Raises CheckpointError.
+        each rank returned, in rank order. May return digests as :meth:`TrainBackend.save` does, of all ranks.
+        Raises CheckpointError.
         """
         ...
 

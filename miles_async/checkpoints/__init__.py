@@ -5,7 +5,7 @@
     SAVE/iter_0000040/trainer/       weights, optimizer, scheduler, RNG (the backend's format)
     SAVE/iter_0000040/rollout.json   and groups.msgpack: the rollout side (``rollout/checkpoint.py``)
     SAVE/iter_0000040/position.json  step and weight version, and the run that saved them
-    SAVE/iter_0000040/manifest.json  the size of each of these files, the model, the layout of ranks
+    SAVE/iter_0000040/manifest.json  size and digest of each of these files, the model, the layout of ranks
     SAVE/readmit.json                prompts that get another budget at the next load (``ledger/readmission.py``)
 
 A checkpoint is written to ``iter_0000040.partial`` and renamed when everything is on disk, so a directory with

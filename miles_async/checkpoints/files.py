@@ -128,18 +128,10 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(_existing(path)).free
 
 
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and sync it to disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _checkpoint(match: re.Match[str], directory: Path) -> Checkpoint:
     try:
         run = msgspec.json.decode((directory / POSITION_FILE).read_bytes(), type=_Owner).run
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         run = None
     return Checkpoint(int(match[1]), directory, run)
 

@@ -1,6 +1,7 @@
 """``manifest.json``: the files of a complete checkpoint, its model, and the layout of ranks that saved it.
 
-Read before anything starts: a truncated file or another model's checkpoint costs milliseconds instead of a start.
+Read before anything starts: a truncated file or another model's checkpoint costs milliseconds instead of a start. The
+digests of the trainer's files are compared when its ranks are up, which read them side by side.
 """
 
 from __future__ import annotations
@@ -8,21 +9,24 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from xxhash import xxh3_128
 
 from miles_async.arguments.adapters import target_layers
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import read_config
-from miles_async.checkpoints.files import Checkpoint, list_checkpoints, write_synced
+from miles_async.checkpoints.files import Checkpoint, list_checkpoints
 from miles_async.checkpoints.model_function import differing, model_function
+from miles_async.checkpoints.positions import MANIFEST_FILE, TRAINER_FILE, position_problems
 from miles_async.errors import CheckpointError
+from miles_async.runtime.files.digests import digest_file, digest_pieces, split, write_digested
 from miles_async.types import JsonObject
 
-MANIFEST_FILE = "manifest.json"
+EARLIER_FIELDS = ("model", "ranks", "files")  # all that a manifest without digests has
 SHOWN = 3  # files in one error
 
 # Fields of config.json that decide which tensors there are, and their shapes.
@@ -70,6 +74,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model: JsonObject
     ranks: dict[str, int]
     files: dict[str, int]  # path below the checkpoint → bytes; all files but the manifest itself
+    step: int | None = None
+    digests: dict[str, str] = {}  # of the same files (runtime/files/digests.py); none in earlier versions
+    seal: str = ""  # digest of all the rest
+
+    def select(self, *, trainer: bool) -> dict[str, int]:
+        """Bytes of the files whose digests the trainer's ranks compare, or of the others, which the driver reads."""
+        large = {name for name in self.digests if name.startswith("trainer/") and name != TRAINER_FILE}
+        return {name: size for name, size in self.files.items() if name in self.digests and (name in large) is trainer}
 
 
 def new_run_name(run_dir: Path) -> str:
@@ -110,15 +122,27 @@ def least_bytes(model: ModelArguments) -> int:
     return 3 * sum(path.stat().st_size for path in hf_checkpoint.glob("*.safetensors"))
 
 
-def write_manifest(directory: Path, identity: RunIdentity) -> None:
-    """Write the manifest of all files in ``directory`` and sync it to disk."""
+def write_manifest(directory: Path, identity: RunIdentity, step: int, digests: Mapping[str, str]) -> None:
+    """Write the manifest of all files in ``directory`` and sync it to disk.
+
+    ``digests``: of files that were digested while they were written; the others are read again.
+    """
     files = {
         str(path.relative_to(directory)): path.stat().st_size
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path != directory / MANIFEST_FILE
     }
-    manifest = Manifest(model=dict(identity.model), ranks=dict(identity.ranks), files=files)
-    write_synced(directory / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest)))
+    manifest = Manifest(
+        model=dict(identity.model),
+        ranks=dict(identity.ranks),
+        files=files,
+        step=step,
+        digests={name: digests.get(name) or digest_file(directory / name) for name in files},
+    )
+    content = msgspec.to_builtins(manifest)
+    write_digested(
+        directory / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(content | {"seal": _seal(content)}))
+    )
 
 
 def check_whole(checkpoint: Checkpoint, model: JsonObject, anyway: Collection[str] = ()) -> Manifest:
@@ -127,26 +151,65 @@ def check_whole(checkpoint: Checkpoint, model: JsonObject, anyway: Collection[st
     ``anyway``: names of ``model["function"]`` that may differ (``--load-anyway``).
     """
     manifest = _read(checkpoint)
-    problems = [*_broken_files(checkpoint.directory, manifest), *_differences(manifest.model, model, anyway)]
+    problems = _shortened(_broken_files(checkpoint.directory, manifest))
+    problems = problems or _shortened(_changed_files(checkpoint.directory, manifest))
+    problems += position_problems(checkpoint, manifest.step)
+    problems += _differences(manifest.model, model, anyway)
     if problems:
-        raise CheckpointError(f"--load {checkpoint.directory}: {'; '.join(problems)}{_advice(checkpoint)}")
+        raise _refusal(checkpoint, problems)
     return manifest
+
+
+def check_trainer_files(checkpoint: Checkpoint, manifest: Manifest, found: Mapping[str, str]) -> None:
+    """Compare the digests of the trainer's files with the manifest. Raises CheckpointError."""
+    if problems := _shortened(_changed(manifest, found)):
+        raise _refusal(checkpoint, problems)
 
 
 def _read(checkpoint: Checkpoint) -> Manifest:
     path = checkpoint.directory / MANIFEST_FILE
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        content = path.read_bytes()
+        manifest = msgspec.json.decode(content, type=Manifest)
+        fields = msgspec.json.decode(content)
     except FileNotFoundError:
         raise CheckpointError(
             f"--load {checkpoint.directory}: expected a {MANIFEST_FILE}, found none: it is not whole, or of an earlier "
             f"version{_advice(checkpoint)}"
         ) from None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"--load {path}: {error}{_advice(checkpoint)}") from error
+    if fields.keys() - set(EARLIER_FIELDS) and manifest.seal != _seal(fields):
+        raise _refusal(checkpoint, [f"{MANIFEST_FILE} is not as it was saved: its own digest, seal, is another one"])
     if checkpoint.run is None:
         raise CheckpointError(f"--load {checkpoint.directory}: position.json names no run{_advice(checkpoint)}")
     return manifest
+
+
+def _refusal(checkpoint: Checkpoint, problems: Sequence[str]) -> CheckpointError:
+    return CheckpointError(f"--load {checkpoint.directory}: {'; '.join(problems)}{_advice(checkpoint)}")
+
+
+def _seal(fields: Mapping[str, object]) -> str:
+    """Digest of a manifest's fields but for the seal."""
+    rest = {name: value for name, value in fields.items() if name != "seal"}
+    return xxh3_128(msgspec.json.encode(rest, order="sorted")).hexdigest()
+
+
+def _changed_files(directory: Path, manifest: Manifest) -> list[str]:
+    """Files of the rollout side and the loop whose contents are not those that were saved."""
+    try:
+        return _changed(manifest, digest_pieces(directory, split(manifest.select(trainer=False))))
+    except OSError as error:
+        return [f"cannot be read: {error}"]
+
+
+def _changed(manifest: Manifest, found: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name} is not as it was saved: its digest is {digest}, expected {manifest.digests[name]}"
+        for name, digest in found.items()
+        if digest != manifest.digests[name]
+    ]
 
 
 def _broken_files(directory: Path, manifest: Manifest) -> list[str]:
@@ -157,6 +220,10 @@ def _broken_files(directory: Path, manifest: Manifest) -> list[str]:
             problems.append(f"{name} is missing")
         elif (found := path.stat().st_size) != expected:
             problems.append(f"{name} has {found} bytes, expected {expected}")
+    return problems
+
+
+def _shortened(problems: list[str]) -> list[str]:
     more = [f"{len(problems) - SHOWN} more files are broken"] if len(problems) > SHOWN else []
     return problems[:SHOWN] + more
 

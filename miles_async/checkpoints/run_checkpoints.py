@@ -23,19 +23,21 @@ from miles_async.checkpoints.files import (
     put_in_place,
     remove,
     start_partial,
-    write_synced,
 )
-from miles_async.checkpoints.manifest import Manifest, RunIdentity, check_whole, write_manifest
+from miles_async.checkpoints.manifest import Manifest, RunIdentity, check_trainer_files, check_whole, write_manifest
 from miles_async.checkpoints.model_function import differing
+from miles_async.checkpoints.positions import position_problems
 from miles_async.checkpoints.start import continues
 from miles_async.controller import Position
 from miles_async.errors import CheckpointError
 from miles_async.ledger.readmission import read_readmissions
 from miles_async.runtime.clock import Stopwatch
+from miles_async.runtime.files.digests import write_digested
 from miles_async.seams import SavedSide, TrainerSide
 
 log = structlog.get_logger(__name__)
 
+TRAINER = "trainer"  # directory of the trainer's part
 SEEDED_BY = ("DP", "TP", "PP", "CP")  # sizes of the grid of ranks whose random generators are saved
 
 
@@ -62,6 +64,7 @@ class RunCheckpoints:
         self._finishing = asyncio.Lock()
         self._position: Position | None = None  # of the last save, until it is whole
         self._watch = Stopwatch()  # of the last save
+        self._digests: dict[str, str] = {}  # of its files, by path
         self._replaces = arguments.save_overwrite  # until this run's first checkpoint is there
 
     async def save(self, position: Position) -> None:
@@ -80,8 +83,11 @@ class RunCheckpoints:
             try:
                 partial = await asyncio.to_thread(start_partial, final)
                 await self._rollout.snapshot()
-                stage = self._trainer.stage_save if self._arguments.async_save else self._trainer.save
-                await stage(partial / "trainer")
+                self._digests = {}
+                if self._arguments.async_save:
+                    await self._trainer.stage_save(partial / TRAINER)
+                else:
+                    self._digests = _below(TRAINER, await self._trainer.save(partial / TRAINER))
             except (OSError, CheckpointError) as error:
                 raise await self._failure(final, error) from error
         self._position, self._watch = position, watch
@@ -95,9 +101,9 @@ class RunCheckpoints:
             with self._watch.timed("write"):
                 try:
                     assert self._rollout is not None
-                    await self._rollout.save(final.with_suffix(".partial"))
+                    self._digests |= await self._rollout.save(final.with_suffix(".partial"))
                     if self._arguments.async_save:
-                        await self._trainer.write_save()
+                        self._digests |= _below(TRAINER, await self._trainer.write_save())
                     await asyncio.to_thread(self._complete, position, final)
                 except (OSError, CheckpointError) as error:
                     raise await self._failure(final, error) from error
@@ -112,7 +118,8 @@ class RunCheckpoints:
         loaded, manifest, position = await asyncio.to_thread(self._read, load)
         readmissions = await asyncio.to_thread(read_readmissions, loaded.directory.parent)
         try:
-            await self._trainer.load(loaded.directory / "trainer")
+            await self._check_trainer_files(loaded, manifest)
+            await self._trainer.load(loaded.directory / TRAINER, step=position.step)
         except CheckpointError as error:
             raise CheckpointError(f"--load {load}: {error}") from error
         if self._rollout is not None:
@@ -135,9 +142,22 @@ class RunCheckpoints:
             log.warning("resumed with another model than was saved, by --load-anyway", changed=list(changed.values()))
         try:
             position = msgspec.json.decode((loaded.directory / POSITION_FILE).read_bytes(), type=SavedPosition)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CheckpointError(f"--load {loaded.directory}: {POSITION_FILE}: {error}") from error
         return loaded, manifest, position.resumed()
+
+    async def _check_trainer_files(self, loaded: Checkpoint, manifest: Manifest) -> None:
+        """Compare digests; the ranks read the files side by side. Raises CheckpointError."""
+        if not manifest.digests:
+            log.warning(
+                "checkpoint without digests: only sizes of its files were compared", directory=str(loaded.directory)
+            )
+            return
+        watch = Stopwatch()
+        with watch.timed("check"):
+            found = await self._trainer.digests(loaded.directory, manifest.select(trainer=True))
+        check_trainer_files(loaded, manifest, found)
+        log.info("digests of the trainer's files compared", seconds=round(watch.seconds["check"], 1))
 
     def _note_layout(self, manifest: Manifest) -> None:
         saved, ours = manifest.ranks, dict(self._identity.ranks)
@@ -150,8 +170,10 @@ class RunCheckpoints:
         """Write the last files, rename, and remove what is no longer kept."""
         run, partial = self._identity.run, final.with_suffix(".partial")
         saved = SavedPosition(**msgspec.structs.asdict(position), run=run)
-        write_synced(partial / POSITION_FILE, msgspec.json.encode(saved))
-        write_manifest(partial, self._identity)
+        digests = self._digests | {POSITION_FILE: write_digested(partial / POSITION_FILE, msgspec.json.encode(saved))}
+        if problems := list(position_problems(Checkpoint(position.step, partial, run), None)):
+            raise CheckpointError("; ".join(problems))
+        write_manifest(partial, self._identity, position.step, digests)
         replaced = in_the_way(final.parent, run, position.step)
         if replaced and not self._replaces:
             raise CheckpointError(f"{replaced[-1].directory} is of the run {replaced[-1].run}: two runs save there")
@@ -171,3 +193,7 @@ class RunCheckpoints:
     def _final(self, position: Position) -> Path:
         assert self._arguments.save is not None
         return checkpoint_directory(self._arguments.save, position.step)
+
+
+def _below(directory: str, digests: Mapping[str, str]) -> dict[str, str]:
+    return {f"{directory}/{name}": digest for name, digest in digests.items()}

@@ -8,12 +8,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from miles_async.errors import CheckpointError
+from miles_async.runtime.files.digests import DigestedFile, write_digested
 from miles_async.runtime.serialization import read_frames, write_frames
 from miles_async.staleness.pool import PoolSnapshot, PoolState
 from miles_async.types import Group, JsonObject
@@ -36,18 +36,14 @@ class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     pool: PoolSnapshot
 
 
-def write_snapshot(directory: Path, snapshot: RolloutSnapshot) -> None:
-    """Write the snapshot and sync it to disk. Raises CheckpointError."""
+def write_snapshot(directory: Path, snapshot: RolloutSnapshot) -> dict[str, str]:
+    """Write the snapshot and sync it to disk. Return digests of its files. Raises CheckpointError."""
     state = SavedState(source=snapshot.source, pool=snapshot.pool.state)
     try:
-        with (directory / STATE_FILE).open("wb") as file:
-            file.write(msgspec.json.encode(state))
-            file.flush()
-            os.fsync(file.fileno())
-        with (directory / GROUPS_FILE).open("wb") as file:
+        digest = write_digested(directory / STATE_FILE, msgspec.json.encode(state))
+        with DigestedFile(directory / GROUPS_FILE) as file:
             write_frames(file, snapshot.pool.groups)
-            file.flush()
-            os.fsync(file.fileno())
+            return {STATE_FILE: digest, GROUPS_FILE: file.finish()}
     except OSError as error:
         raise CheckpointError(f"cannot write {directory}: {error}") from error
     except TypeError as error:
@@ -62,7 +58,7 @@ def read_snapshot(directory: Path) -> RolloutSnapshot:
         state = read_state(directory)
         with (directory / GROUPS_FILE).open("rb") as file:
             groups = tuple(read_frames(file, Group))
-    except (OSError, EOFError, msgspec.MsgspecError) as error:
+    except (OSError, EOFError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"--load: {directory} is no whole checkpoint: {error}") from error
     return RolloutSnapshot(source=state.source, pool=PoolSnapshot(state=state.pool, groups=groups))
 

@@ -260,11 +260,14 @@ class RolloutManager:
         """Keep what :meth:`save` will write: prompt cursor, owed attempts, finished groups, of this moment."""
         self._snapshot = await self._dispatcher.snapshot()
 
-    async def save(self, directory: Path) -> None:
-        """Write the last snapshot, while rollouts and training go on. Raises CheckpointError."""
+    async def save(self, directory: Path) -> Mapping[str, str]:
+        """Write the last snapshot, while rollouts and training go on. Return digests of its files.
+
+        Raises CheckpointError.
+        """
         snapshot, self._snapshot = self._snapshot, None
         assert snapshot is not None, "snapshot() comes first"
-        await asyncio.to_thread(write_snapshot, directory, snapshot)
+        return await asyncio.to_thread(write_snapshot, directory, snapshot)
 
     async def load(
         self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, cast
 
+import msgspec
+
 from miles_async.errors import ProcessLostError
+from miles_async.runtime.files.digests import digest_pieces, split, write_digested
 from miles_async.simulation.engine import TENSORS, canary_logprobs, simulated_digest
 from miles_async.simulation.events import EventLog
 from miles_async.simulation.settings import SimulationSettings
@@ -17,6 +20,7 @@ from miles_async.types import StagedWeights, TensorMeta, TrainShard
 from miles_async.weights.transports.distributed.driver import Broadcasts
 
 CANARY = (1, 2, 3)
+POSITION_FILE = "position.json"  # its part of a checkpoint
 
 Ts = TypeVarTuple("Ts")
 Answer = TypeVar("Answer")
@@ -75,24 +79,29 @@ class SimulatedTrainer:
     async def _send(self) -> None:
         await asyncio.sleep(self._settings.publish_seconds.draw(self._publish_times))
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path) -> Mapping[str, str]:
         await self.stage_save(directory)
-        await self.write_save()
+        return await self.write_save()
 
     async def stage_save(self, directory: Path) -> None:
         await asyncio.sleep(self._settings.copy_seconds)  # about as long
         self._staged = directory, self._steps
 
-    async def write_save(self) -> None:
+    async def write_save(self) -> Mapping[str, str]:
         directory, steps = self._staged
         await asyncio.sleep(self._settings.copy_seconds)
         await asyncio.to_thread(directory.mkdir)
-        await asyncio.to_thread((directory / "steps").write_text, str(steps))
+        content = msgspec.json.encode({"step": steps})
+        return {POSITION_FILE: await asyncio.to_thread(write_digested, directory / POSITION_FILE, content)}
 
     async def save_hf(self, directory: Path) -> None: ...
 
-    async def load(self, directory: Path) -> None:
-        self._steps = int(await asyncio.to_thread((directory / "steps").read_text))
+    async def load(self, directory: Path, *, step: int) -> None:
+        content = await asyncio.to_thread((directory / POSITION_FILE).read_bytes)
+        self._steps = msgspec.json.decode(content, type=dict[str, int])["step"]
+
+    async def digests(self, directory: Path, sizes: Mapping[str, int]) -> Mapping[str, str]:
+        return await asyncio.to_thread(digest_pieces, directory, split(sizes))
 
     async def stop(self) -> None: ...
 

@@ -25,8 +25,9 @@ import msgspec
 import ray
 
 from miles_async.api import LeavesDevice, SavesInBackground, TrainBackend
-from miles_async.errors import ConfigurationError
+from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.runtime.cluster.call_once import CallId, CallOnce
+from miles_async.runtime.files.digests import Piece, read_pieces, write_digested
 from miles_async.runtime.network.addresses import Network
 from miles_async.seams import WeightSender
 from miles_async.types import StagedWeights, TrainShard
@@ -44,6 +45,8 @@ SenderFactory = Callable[..., WeightSender]
 
 Thread = Literal["weights", "repairs", "saves", "pings"]
 """A rank's threads beside the main one. repairs: of engines, beside deliveries of weights to the others."""
+
+POSITION_FILE = "position.json"  # in the trainer's part of a checkpoint; checkpoints/positions.py compares it
 
 THREADS: tuple[Thread, ...] = get_args(Thread)
 
@@ -86,6 +89,8 @@ class TrainerActor:
         self._backend: TrainBackend | None = None
         self._sender: WeightSender | None = None
         self._canary = _Canary()
+        self._steps = 0  # rollout steps that the weights have been trained for
+        self._staged: tuple[Path, int] | None = None  # where the last staged save goes, and its steps
         self._once = CallOnce()
 
     def perform(self, call: CallId, method: Callable[..., Answer], *arguments: object) -> Answer:
@@ -138,7 +143,9 @@ class TrainerActor:
         )
 
     def train(self, shard: TrainShard) -> dict[str, float]:
-        return self._ready.train(shard)
+        metrics = self._ready.train(shard)
+        self._steps += 1
+        return metrics
 
     def copy_weights(self, version: int, canary_tokens: tuple[int, ...]) -> None:
         """Copy its share of the weights to host memory, on a sending rank, and score the canary with them."""
@@ -179,30 +186,50 @@ class TrainerActor:
     def onload(self) -> None:
         self._leaving.onload()
 
-    def save(self, directory: Path) -> None:
-        self._ready.save(directory)
+    def save(self, directory: Path) -> dict[str, str]:
+        """Return the digests that the backend made."""
+        digests = dict(self._ready.save(directory) or {})
+        return digests | self._save_position(directory, self._steps) if self._rank == 0 else digests
 
-    def stage_save(self, directory: Path) -> None:
-        if isinstance(self._ready, SavesInBackground):
-            self._ready.stage_save(directory)
-        else:
-            self._ready.save(directory)
+    def stage_save(self, directory: Path) -> dict[str, str]:
+        """Return what :meth:`save` does if the backend cannot write later."""
+        if not isinstance(self._ready, SavesInBackground):
+            return self.save(directory)
+        self._ready.stage_save(directory)
+        self._staged = directory, self._steps
+        return {}
 
     def write_save(self) -> bytes:
         """Runs in the save thread."""
         return self._ready.write_save() if isinstance(self._ready, SavesInBackground) else b""
 
-    def finish_save(self, parts: Sequence[bytes]) -> None:
-        """Runs on rank 0, in the save thread."""
-        if isinstance(self._ready, SavesInBackground):
-            self._ready.finish_save(parts)
+    def finish_save(self, parts: Sequence[bytes]) -> dict[str, str]:
+        """Runs on rank 0, in the save thread. Returns the digests that the backends made."""
+        if not isinstance(self._ready, SavesInBackground):
+            return {}
+        assert self._staged is not None, "stage_save() comes first"
+        return {**(self._ready.finish_save(parts) or {}), **self._save_position(*self._staged)}
+
+    def _save_position(self, directory: Path, steps: int) -> dict[str, str]:
+        try:
+            return {POSITION_FILE: write_digested(directory / POSITION_FILE, msgspec.json.encode({"step": steps}))}
+        except OSError as error:
+            raise CheckpointError(f"cannot write {directory}: {error}") from error
 
     def save_hf(self, directory: Path) -> None:
         self._ready.save_hf(directory)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, step: int) -> None:
         self._ready.load(directory)
+        self._steps = step
         self._canary = _Canary()
+
+    def read_pieces(self, directory: Path, pieces: Sequence[Piece]) -> list[bytes]:
+        """Digests of this rank's share of a checkpoint's files."""
+        try:
+            return read_pieces(directory, pieces)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {directory}: {error}") from error
 
     def call_sender(self, method: Callable[..., Answer], arguments: Sequence[object]) -> Answer:
         """Call the method of this rank's sender that implements ``method`` of its protocol."""

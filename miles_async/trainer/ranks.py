@@ -13,6 +13,7 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -25,6 +26,7 @@ from miles_async.api import Metrics
 from miles_async.errors import MilesAsyncError, ProcessLostError, StalledError, TrainerError
 from miles_async.runtime.cluster.actor_link import ActorLink
 from miles_async.runtime.cluster.ray_errors import why_gone
+from miles_async.runtime.files.digests import joined, split
 from miles_async.runtime.network.addresses import LOCAL, Network
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.seams import WeightSender
@@ -89,6 +91,7 @@ class TrainerRanks:
         self._links: list[ActorLink] = []
         self._ranks: list[RankInfo] = []
         self._staged_in: Path | None = None  # the first sender's directory
+        self._saved: dict[str, str] = {}  # digests of a staged save that was written at once
         self._calls = 0  # on all ranks, under way
 
     async def start(self) -> None:
@@ -176,19 +179,19 @@ class TrainerRanks:
     async def onload(self) -> None:
         await self._on_all(TrainerActor.onload)
 
-    async def save(self, directory: Path) -> None:
-        await self._on_all(TrainerActor.save, directory)
+    async def save(self, directory: Path) -> Mapping[str, str]:
+        return dict(ChainMap(*await self._on_all(TrainerActor.save, directory)))
 
     async def stage_save(self, directory: Path) -> None:
-        await self._on_all(TrainerActor.stage_save, directory)
+        self._saved = dict(ChainMap(*await self._on_all(TrainerActor.stage_save, directory)))
 
-    async def write_save(self) -> None:
+    async def write_save(self) -> Mapping[str, str]:
         try:
             async with asyncio.timeout(self._step_timeout):
                 parts = await gathered(
                     *(self._call_one(rank, "saves", TrainerActor.write_save) for rank in range(self._world_size))
                 )
-                await self._call_one(0, "saves", TrainerActor.finish_save, parts)
+                return {**self._saved, **await self._call_one(0, "saves", TrainerActor.finish_save, parts)}
         except TimeoutError:
             self._kill()
             raise StalledError(
@@ -205,8 +208,15 @@ class TrainerRanks:
     async def save_hf(self, directory: Path) -> None:
         await self._on_all(TrainerActor.save_hf, directory)
 
-    async def load(self, directory: Path) -> None:
-        await self._on_all(TrainerActor.load, directory)
+    async def load(self, directory: Path, *, step: int) -> None:
+        await self._on_all(TrainerActor.load, directory, step)
+
+    async def digests(self, directory: Path, sizes: Mapping[str, int]) -> Mapping[str, str]:
+        pieces = split(sizes)
+        share = -(-len(pieces) // self._world_size)
+        shares = [(directory, pieces[share * rank : share * (rank + 1)]) for rank in range(self._world_size)]
+        read = await self._call(TrainerActor.read_pieces, shares, self._step_timeout)
+        return joined(pieces, chain.from_iterable(read))
 
     async def stop(self) -> None:
         """End all processes; idempotent. What isn't saved is lost, and the sender's files are removed."""

@@ -12,11 +12,11 @@ import ray
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.model_files import read_config
-from miles_async.checkpoints.files import write_synced
 from miles_async.errors import CheckpointError
 from miles_async.prompts.conversations import Answered
 from miles_async.prompts.examples import Example, ExampleSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.runtime.files.digests import write_digested
 from miles_async.staleness.versions import group_of
 from miles_async.train_data.work import quadratic_work
 from miles_async.types import NO_VERSION, Attempt, Branch, Group, JsonObject, PreparedBatch, Sample
@@ -59,9 +59,10 @@ class SupervisedBatches:
         """Keep what :meth:`save` will write."""
         self._snapshot = self._source.state()
 
-    async def save(self, directory: Path) -> None:
-        """Write the last snapshot. Raises OSError."""
-        await asyncio.to_thread(write_synced, directory / CURSOR_FILE, msgspec.json.encode(self._snapshot))
+    async def save(self, directory: Path) -> Mapping[str, str]:
+        """Write the last snapshot; return the digest of its file. Raises OSError."""
+        content = msgspec.json.encode(self._snapshot)
+        return {CURSOR_FILE: await asyncio.to_thread(write_digested, directory / CURSOR_FILE, content)}
 
     async def load(
         self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]

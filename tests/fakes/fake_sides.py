@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from miles_async.errors import EngineError
+from miles_async.runtime.files.digests import digest_pieces, split
 from miles_async.types import (
     CanaryScore,
     EngineLoad,
@@ -104,15 +105,20 @@ class FakeTrainer:
     def sender(self, index: int, *, repair: bool = False) -> Any:
         return InProcess(FakeBroadcaster(self.events, f" by {index}" if self.senders > 1 else ""))
 
-    async def save(self, directory: Any) -> None: ...
+    async def save(self, directory: Any) -> Mapping[str, str]:
+        return {}
 
     async def stage_save(self, directory: Any) -> None: ...
 
-    async def write_save(self) -> None: ...
+    async def write_save(self) -> Mapping[str, str]:
+        return {}
 
     async def save_hf(self, directory: Any) -> None: ...
 
-    async def load(self, directory: Any) -> None: ...
+    async def load(self, directory: Any, *, step: int) -> None: ...
+
+    async def digests(self, directory: Any, sizes: Mapping[str, int]) -> Mapping[str, str]:
+        return digest_pieces(directory, split(sizes))
 
     async def stop(self) -> None: ...
 
@@ -398,8 +404,9 @@ class FakeRollout:
     async def snapshot(self) -> None:
         self.events.append("snapshot")
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path) -> Mapping[str, str]:
         self.events.append(f"rollout saved {directory.name}")
+        return {}
 
     async def load(
         self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import signal
@@ -234,10 +235,14 @@ async def test_only_the_newest_versions_stay_staged(trainer: TrainerRanks) -> No
 
 
 async def test_checkpoint_and_hf_export(trainer: TrainerRanks, tmp_path: Path) -> None:  # covers: C9
-    await trainer.save(tmp_path / "trainer")
+    made = await trainer.save(tmp_path / "trainer")
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "trainer").iterdir()}
+    found = await trainer.digests(tmp_path / "trainer", sizes)  # by both ranks
+    assert {"__0_0.distcp", "__1_0.distcp", "position.json"} <= made.keys() <= found.keys() == sizes.keys()
+    assert made == {name: found[name] for name in made}
     before = await stage(trainer, 20)
     first = [await trainer.train(references(seed)) for seed in (1, 2)]
-    await trainer.load(tmp_path / "trainer")
+    await trainer.load(tmp_path / "trainer", step=0)
     assert (await stage(trainer, 21)).canary_logprobs == before.canary_logprobs
     again = [await trainer.train(references(seed)) for seed in (1, 2)]
     assert [m["loss"] for m in again] == [m["loss"] for m in first]
@@ -258,10 +263,15 @@ async def test_training_goes_on_while_a_checkpoint_is_written(trainer: TrainerRa
     await trainer.stage_save(tmp_path / "whole")  # a save that failed ends nobody
     await trainer.save(tmp_path / "waited")
     first = [await trainer.train(references(seed)) for seed in (1, 2)]
-    await trainer.write_save()
+    made = await trainer.write_save()
+    sizes = {name: (tmp_path / "whole" / name).stat().st_size for name in made}
+    assert {"__0_0.distcp", "__1_0.distcp"} <= made.keys()
+    assert made == await trainer.digests(tmp_path / "whole", sizes)
+    steps = [json.loads((tmp_path / name / "position.json").read_text())["step"] for name in ("whole", "waited")]
+    assert steps[0] == steps[1] > 0  # as they were when it was staged
     for file in (tmp_path / "waited").glob("*.distcp"):
         assert (tmp_path / "whole" / file.name).read_bytes() == file.read_bytes()
-    await trainer.load(tmp_path / "whole")
+    await trainer.load(tmp_path / "whole", step=0)
     again = [await trainer.train(references(seed)) for seed in (1, 2)]
     assert [m["loss"] for m in again] == [m["loss"] for m in first]
 
@@ -431,5 +441,5 @@ async def test_loading_what_is_no_checkpoint_is_a_checkpoint_error(
     running = trainer_ranks(model, resources, world_size=1)
     await running.start()
     with pytest.raises(CheckpointError, match="holds no trainer checkpoint"):
-        await running.load(tmp_path)
+        await running.load(tmp_path, step=0)
     await running.stop()

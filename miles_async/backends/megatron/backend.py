@@ -231,17 +231,20 @@ class MegatronBackend:
         self._on_host.restore()
         self._on_host = None
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> dict[str, str]:
         from miles_async.backends.megatron.checkpoints import checkpoint
 
+        digests: dict[str, str] = {}
         for name, learner in self._learners.items():
-            checkpoint.save(
+            of_files = checkpoint.save(
                 directory / name,
                 learner.model.modules,
                 learner.optimizer,
                 learner.scheduler,
                 self._per_rollout if name == POLICY else None,
             )
+            digests |= {str(Path(name, file)): digest for file, digest in of_files.items()}
+        return digests
 
     def stage_save(self, directory: Path) -> None:
         """Copy what :meth:`save` writes to the host, for :meth:`write_save`."""
@@ -265,12 +268,14 @@ class MegatronBackend:
         assert self._staged is not None, "stage_save() comes first"
         return encode([staged.write() for staged in self._staged])
 
-    def finish_save(self, parts: Sequence[bytes]) -> None:
-        """Complete the save on rank 0; not collective, any thread."""
+    def finish_save(self, parts: Sequence[bytes]) -> dict[str, str]:
+        """Complete the save on rank 0; not collective, any thread. Return digests of all ranks' files."""
         assert self._staged is not None, "stage_save() comes first"
         written = [decode(part, list[bytes]) for part in parts]
-        for staged, of_ranks in zip(self._staged, zip(*written, strict=True), strict=True):
-            staged.finish(of_ranks)
+        digests: dict[str, str] = {}
+        for name, staged, of_ranks in zip(self._learners, self._staged, zip(*written, strict=True), strict=True):
+            digests |= {str(Path(name, file)): digest for file, digest in staged.finish(of_ranks).items()}
+        return digests
 
     def load(self, directory: Path) -> None:
         from miles_async.backends.megatron.checkpoints import checkpoint

@@ -26,6 +26,7 @@ from miles_async.checkpoints.start import checkpoint_problems
 from miles_async.controller import Position
 from miles_async.errors import CheckpointError
 from miles_async.runtime import clock
+from miles_async.runtime.files.digests import digest_pieces, split, write_digested
 
 MODEL = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2}
 RANKS = {"DP": 2, "TP": 1, "PP": 1, "EP": 1}
@@ -40,17 +41,20 @@ class Side:
 
     async def snapshot(self) -> None: ...
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path) -> dict[str, str]:
         if self.fails is not None:
             raise self.fails
         await asyncio.to_thread(directory.mkdir, exist_ok=True)
-        await asyncio.to_thread((directory / "state").write_bytes, b"x" * 100)
+        return {"state": await asyncio.to_thread(write_digested, directory / "state", b"x" * 100)}
 
     async def stage_save(self, directory: Path) -> None:
         self.staged = directory
 
-    async def write_save(self) -> None:
-        await self.save(self.staged)
+    async def write_save(self) -> dict[str, str]:
+        return await self.save(self.staged)
+
+    async def digests(self, directory: Path, sizes: dict[str, int]) -> dict[str, str]:
+        return await asyncio.to_thread(digest_pieces, directory, split(sizes))
 
     async def load(self, directory: Path, **_: Any) -> None:
         if self.fails is not None:
@@ -213,7 +217,7 @@ async def test_a_checkpoint_of_adapters_is_that_of_their_flags_and_of_one_model(
     assert least_bytes(adapted) == 0 < least_bytes(ModelArguments(hf_checkpoint=tmp_path))
 
     await save("mine", 10, save=tmp_path / "saved")
-    write_manifest(tmp_path / "saved" / "iter_0000010", RunIdentity(run="mine", model=saved, ranks={}))
+    write_manifest(tmp_path / "saved" / "iter_0000010", RunIdentity(run="mine", model=saved, ranks={}), 10, {})
 
     def refusal(**changes: Any) -> str:
         return "; ".join(problems(fingerprint(dataclasses.replace(adapted, **changes)), load=tmp_path / "saved"))
@@ -304,10 +308,11 @@ class Disk(Side):
     async def stage_save(self, directory: Path) -> None:
         self.staged, self.copy = directory, self.state
 
-    async def write_save(self) -> None:
+    async def write_save(self) -> dict[str, str]:
         await self.may_write.wait()
         await asyncio.to_thread(self.staged.mkdir)
         await asyncio.to_thread((self.staged / "state").write_text, str(self.copy))
+        return {}
 
 
 def saving_in_background(save: Path) -> tuple[Disk, RunCheckpoints]:

@@ -76,7 +76,7 @@ async def test_another_model_of_the_same_shapes_is_refused(
     # covers: C12
     await save("mine", 10, save=tmp_path / "saved")
     identity = RunIdentity(run="mine", model=fingerprint(ModelArguments(hf_checkpoint=model)), ranks={})
-    write_manifest(tmp_path / "saved" / "iter_0000010", identity)
+    write_manifest(tmp_path / "saved" / "iter_0000010", identity, 10, {})
     assert await resumed(model, tmp_path / "saved") == ""
     change(model, file, **fields)
     refusal = await resumed(model, tmp_path / "saved")
@@ -116,7 +116,7 @@ async def test_checkpoints_of_earlier_versions_are_taken(model: Path, tmp_path: 
     await save("mine", 10, save=tmp_path / "saved")
     now = fingerprint(ModelArguments(hf_checkpoint=model))
     before = {name: value for name, value in now.items() if name != "function"}
-    write_manifest(tmp_path / "saved" / "iter_0000010", RunIdentity(run="mine", model=before, ranks={}))
+    write_manifest(tmp_path / "saved" / "iter_0000010", RunIdentity(run="mine", model=before, ranks={}), 10, {})
     change(model, "config.json", rope_theta=500.0)
     assert await resumed(model, tmp_path / "saved") == ""
 

@@ -199,10 +199,10 @@ def test_checkpoints_are_checked_before_anything_starts(
     save = tmp_path / "checkpoints"
     checkpoint = save / "iter_0000003"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "position.json").write_text('{"run": "earlier"}')
+    (checkpoint / "position.json").write_text('{"run": "earlier", "step": 3}')
     (checkpoint / "groups.msgpack").write_bytes(b"12345")
     model = fingerprint(ModelArguments(hf_checkpoint=Path(flags[flags.index("--hf-checkpoint") + 1])))
-    write_manifest(checkpoint, RunIdentity(run="earlier", model=model, ranks={}))
+    write_manifest(checkpoint, RunIdentity(run="earlier", model=model, ranks={}), 3, {})
 
     def refusal(*extra: str) -> str:
         assert main([*flags, *extra, *mode]) == 2
@@ -214,7 +214,7 @@ def test_checkpoints_are_checked_before_anything_starts(
     assert f"resumes from   {checkpoint}\n" in capsys.readouterr().out
     (checkpoint / "groups.msgpack").write_bytes(b"123")
     assert "groups.msgpack has 3 bytes, expected 5" in refusal("--load", str(save))
-    write_manifest(checkpoint, RunIdentity(run="earlier", model={**model, "num_attention_heads": 7}, ranks={}))
+    write_manifest(checkpoint, RunIdentity(run="earlier", model={**model, "num_attention_heads": 7}, ranks={}), 3, {})
     assert "another model than --hf-checkpoint: expected what was saved, num_attention_heads 7" in refusal(
         "--load", str(save)
     )

@@ -191,8 +191,12 @@ class Rollout:
 
     async def snapshot(self) -> None: ...
 
-    async def save(self, directory: Path) -> None:
-        write_snapshot(directory, RolloutSnapshot(source={}, pool=self.pool.snapshot()))
+    async def save(self, directory: Path) -> dict[str, str]:
+        snapshot = self.pool.snapshot()
+        state = msgspec.structs.replace(snapshot.state, steps=int(directory.stem.removeprefix("iter_")))
+        return write_snapshot(
+            directory, RolloutSnapshot(source={}, pool=msgspec.structs.replace(snapshot, state=state))
+        )
 
     async def load(self, directory: Path, *, step: int, version: int, readmissions: Any) -> None:
         self.pool.restore(read_snapshot(directory).pool, version=version, readmissions=readmissions)

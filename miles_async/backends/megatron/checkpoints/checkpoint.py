@@ -101,10 +101,12 @@ class StagedSave:
         with _as_checkpoint_error(self._failure):
             return self._planned.write()
 
-    def finish(self, parts: Sequence[bytes]) -> None:
-        """Complete the checkpoint with the parts of all ranks, in their order; on rank 0."""
+    def finish(self, parts: Sequence[bytes]) -> dict[str, str]:
+        """Complete the checkpoint with the parts of all ranks, in their order; on rank 0. Return the digests of all
+        ranks' files, by name.
+        """
         with _as_checkpoint_error(self._failure):
-            self._planned.finish(parts)
+            return self._planned.finish(parts)
 
 
 def save(
@@ -113,11 +115,14 @@ def save(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     per_rollout: PerRollout | None,
-) -> None:
-    """Write into ``directory``, which must be absent or empty. Collective. Raises CheckpointError."""
+) -> dict[str, str]:
+    """Write into ``directory``, which must be absent or empty. Collective. Raises CheckpointError.
+
+    Returns the digests of all ranks' files on rank 0, nothing on the others.
+    """
     staged = StagedSave(directory, modules, optimizer, scheduler, per_rollout)
     parts = gather_records(together(staged.write), bytes)
-    together(lambda: staged.finish(parts) if dist.get_rank() == 0 else None)
+    return together(lambda: staged.finish(parts) if dist.get_rank() == 0 else {})
 
 
 def load(

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import queue
 import weakref
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -26,9 +27,11 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo, _write_item
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
+
+from miles_async.runtime.files.digests import DigestedFile
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
@@ -96,25 +99,31 @@ class PlannedSave:
             self._buckets = _copied(buckets, copies)
 
     def write(self) -> bytes:
-        """Write this rank's files, in any thread. Return its part of the index."""
+        """Write this rank's files, in any thread. Return its part of the index, and digests of the files."""
         written: list[WriteResult] = []
-        for index, bucket in enumerate(self._buckets):
-            results: queue.Queue[tuple[int, Any]] = queue.Queue()
-            pending: queue.Queue[int] = queue.Queue()
-            pending.put(index)
-            self._writer.write_preloaded_data(
-                [self._writer.transforms], index, bucket, results, pending, use_fsync=True
-            )
-            _, outcome = results.get_nowait()
-            if isinstance(outcome, Exception):
-                raise _reason(outcome)
-            written += outcome
-        return _encode(written)
+        digests: dict[str, str] = {}
+        for path, name, (objects, tensors) in self._buckets:
+            try:
+                with DigestedFile(Path(path)) as file:
+                    for item, data in (*objects, *tensors):
+                        result = _write_item(
+                            self._writer.transforms, file, data, item, name, SerializationFormat.TORCH_SAVE
+                        )
+                        written.append(result)
+                    digests[name] = file.finish()
+            except Exception as error:
+                raise _reason(error) from error
+        return _encode(written, digests)
 
-    def finish(self, parts: Sequence[bytes]) -> None:
-        """Write the index, on rank 0, once all ranks have written. ``parts``: what each has returned."""
-        self._writer.finish(self._metadata, [_decode(part) for part in parts])
+    def finish(self, parts: Sequence[bytes]) -> dict[str, str]:
+        """Write the index, on rank 0, once all ranks have written. ``parts``: what each has returned.
+
+        Returns digests of the ranks' files, by name.
+        """
+        decoded = [_decode(part) for part in parts]
+        self._writer.finish(self._metadata, [written for written, _ in decoded])
         save_config(CheckpointingConfig(FORMAT, VERSION), str(self._directory))
+        return dict(ChainMap(*(digests for _, digests in decoded)))
 
 
 class _Planner(TorchDistSaveShardedStrategy):
@@ -130,17 +139,18 @@ class _Planner(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
-def _encode(written: Sequence[WriteResult]) -> bytes:
-    return msgspec.msgpack.encode([(each.index, each.size_in_bytes, each.storage_data) for each in written])
+def _encode(written: Sequence[WriteResult], digests: Mapping[str, str]) -> bytes:
+    entries = [(each.index, each.size_in_bytes, each.storage_data) for each in written]
+    return msgspec.msgpack.encode((entries, digests))
 
 
-def _decode(part: bytes) -> list[WriteResult]:
-    entries = msgspec.msgpack.decode(
+def _decode(part: bytes) -> tuple[list[WriteResult], dict[str, str]]:
+    entries, digests = msgspec.msgpack.decode(
         part,
-        type=list[tuple[MetadataIndex, int, _StorageInfo]],
+        type=tuple[list[tuple[MetadataIndex, int, _StorageInfo]], dict[str, str]],
         dec_hook=lambda kind, numbers: kind(numbers),  # torch.Size
     )
-    return [WriteResult(*entry) for entry in entries]
+    return [WriteResult(*entry) for entry in entries], digests
 
 
 def _copied(buckets: list[WriteBucket], copies: HostBuffer) -> list[WriteBucket]:

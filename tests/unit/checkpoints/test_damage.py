@@ -1,0 +1,168 @@
+"""A checkpoint whose files are not those that were saved is refused, and so is one whose parts are at different steps.
+
+# covers: C9
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from miles_async.arguments.checkpoint import CheckpointArguments
+from miles_async.checkpoints.files import find_checkpoint, list_checkpoints
+from miles_async.checkpoints.manifest import RunIdentity, check_whole
+from miles_async.checkpoints.run_checkpoints import RunCheckpoints
+from miles_async.controller import Position
+from miles_async.errors import CheckpointError
+from miles_async.runtime.files.digests import digest_pieces, split, write_digested
+
+MODEL = {"model_type": "qwen3", "hidden_size": 64}
+
+
+class Trainer:
+    """Writes weights and the step that it counts; the driver digests the weights."""
+
+    def __init__(self, step: int = 10) -> None:
+        self.step = step
+        self.loaded: list[int] = []
+
+    async def stage_save(self, directory: Path) -> None:
+        self.directory = directory
+
+    async def write_save(self) -> dict[str, str]:
+        return await asyncio.to_thread(self._write)
+
+    def _write(self) -> dict[str, str]:
+        self.directory.mkdir()
+        (self.directory / "weights").write_bytes(bytes(1000))
+        digest = write_digested(self.directory / "position.json", msgspec.json.encode({"step": self.step}))
+        return {"position.json": digest}
+
+    async def digests(self, directory: Path, sizes: dict[str, int]) -> dict[str, str]:
+        assert all(name.startswith("trainer/") for name in sizes)
+        return await asyncio.to_thread(digest_pieces, directory, split(sizes))
+
+    async def load(self, directory: Path, *, step: int) -> None:
+        self.loaded.append(step)
+
+
+class Rollout:
+    async def snapshot(self) -> None: ...
+
+    async def save(self, directory: Path) -> dict[str, str]:
+        return await asyncio.to_thread(self._write, directory)
+
+    def _write(self, directory: Path) -> dict[str, str]:
+        state = msgspec.json.encode({"source": {"epoch": 1}, "pool": {"steps": 10}})
+        return {
+            "rollout.json": write_digested(directory / "rollout.json", state),
+            "groups.msgpack": write_digested(directory / "groups.msgpack", b"groups"),
+        }
+
+    async def load(self, directory: Path, **_: Any) -> None: ...
+
+
+def run_checkpoints(trainer: Trainer, **flags: Any) -> RunCheckpoints:
+    identity = RunIdentity(run="mine", model=MODEL, ranks={"DP": 1})
+    return RunCheckpoints(trainer, Rollout(), CheckpointArguments(**flags), identity)  # type: ignore[arg-type]
+
+
+async def save(directory: Path, trainer: Trainer | None = None) -> Path:
+    """Directory of the checkpoint of step 10, version 7."""
+    checkpoints = run_checkpoints(trainer or Trainer(), save=directory)
+    await checkpoints.save(Position(step=10, version=7))
+    await checkpoints.finish()
+    return directory / "iter_0000010"
+
+
+async def load(directory: Path) -> Position | None:
+    trainer = Trainer()
+    try:
+        return await run_checkpoints(trainer, load=directory).load()
+    except CheckpointError:
+        assert trainer.loaded == []  # refused before anything is restored
+        raise
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    content = json.loads(path.read_bytes())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def as_an_earlier_version_saved(checkpoint: Path) -> None:
+    def leave_out(manifest: Any) -> None:
+        for name in ("digests", "seal", "step"):
+            del manifest[name]
+        del manifest["files"]["trainer/position.json"]
+
+    edit(checkpoint / "manifest.json", leave_out)
+    (checkpoint / "trainer" / "position.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "name", ["trainer/weights", "trainer/position.json", "rollout.json", "groups.msgpack", "position.json"]
+)
+async def test_one_flipped_bit_is_refused_with_the_files_name(tmp_path: Path, name: str) -> None:
+    checkpoint = await save(tmp_path)
+    assert await load(checkpoint) == Position(step=10, version=7)
+    content = bytearray((checkpoint / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"--load .*{name} is not as it was saved: its digest is .*, expected"):
+        await load(checkpoint)
+
+
+async def test_no_bit_of_the_manifest_can_flip(tmp_path: Path) -> None:
+    checkpoint = await save(tmp_path)
+    path = checkpoint / "manifest.json"
+    content = path.read_bytes()
+    for place in range(len(content)):
+        for bit in range(8):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+            with pytest.raises(CheckpointError, match=r"manifest\.json"):
+                check_whole(find_checkpoint(checkpoint), MODEL)
+    path.write_bytes(content)
+    assert check_whole(find_checkpoint(checkpoint), MODEL).step == 10
+
+
+async def test_an_edited_step_is_refused_with_both_files(tmp_path: Path) -> None:
+    checkpoint = await save(tmp_path)
+    edit(checkpoint / "position.json", lambda position: position.update(step=11))
+    with pytest.raises(CheckpointError) as caught:
+        await load(checkpoint)
+    for other in ("manifest.json", "rollout.json", "trainer/position.json", "the directory's name, iter_0000010,"):
+        assert f"position.json says step 11, and {other} says 10" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["position.json", "rollout.json"])
+async def test_steps_are_compared_without_digests_too(tmp_path: Path, name: str) -> None:
+    checkpoint = await save(tmp_path)
+    as_an_earlier_version_saved(checkpoint)
+    path = checkpoint / name
+    path.write_bytes(path.read_bytes().replace(b":10", b":19"))
+    with pytest.raises(CheckpointError, match=r"position\.json says step 1\d, and rollout\.json says 1\d"):
+        await load(checkpoint)
+
+
+async def test_a_trainer_at_another_step_makes_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"position\.json says step 10, and trainer/position\.json says 9"):
+        await save(tmp_path, Trainer(step=9))
+    assert list_checkpoints(tmp_path) == []
+
+
+async def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = await save(tmp_path)
+    assert await load(checkpoint) == Position(step=10, version=7)
+    assert "without digests" not in capsys.readouterr().out
+    as_an_earlier_version_saved(checkpoint)
+    assert await load(checkpoint) == Position(step=10, version=7)
+    assert "checkpoint without digests: only sizes of its files were compared" in capsys.readouterr().out
