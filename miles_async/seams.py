@@ -86,7 +86,7 @@ class SavedSide(Protocol):
         ...
 
     async def save(self, directory: Path) -> Mapping[str, str]:
-        """Write the last snapshot while everything else goes on. Return digests of its files (``digests.py``)."""
+        """Write the last snapshot while everything else goes on. Return digests of its files, by path."""
         ...
 
     async def load(

@@ -6,6 +6,7 @@
     SAVE/iter_0000040/rollout.json   and groups.msgpack: the rollout side (``rollout/checkpoint.py``)
     SAVE/iter_0000040/position.json  step and weight version, and the run that saved them
     SAVE/iter_0000040/manifest.json  size and digest of each of these files, the model, the layout of ranks
+    SAVE/save_lock.json              which run saves here now (``save_lock.py``)
     SAVE/readmit.json                prompts that get another budget at the next load (``ledger/readmission.py``)
 
 A checkpoint is written to ``iter_0000040.partial`` and renamed when everything is on disk, so a directory with

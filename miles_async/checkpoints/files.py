@@ -86,11 +86,16 @@ def start_partial(final: Path) -> Path:
     """Make an empty directory for writing the checkpoint ``final``; remove what killed runs left beside it."""
     partial = final.with_suffix(".partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
-    for path in final.parent.iterdir():
-        if LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path)
+    sweep_leftovers(final.parent)
     partial.mkdir()
     return partial
+
+
+def sweep_leftovers(save: Path) -> None:
+    """Remove what killed runs left half written or half removed in ``save``."""
+    for path in save.iterdir():
+        if LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path)
 
 
 def put_in_place(partial: Path, final: Path, replaced: Sequence[Checkpoint]) -> None:

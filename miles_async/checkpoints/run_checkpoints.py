@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,7 @@ from miles_async.checkpoints.files import (
 from miles_async.checkpoints.manifest import Manifest, RunIdentity, check_trainer_files, check_whole, write_manifest
 from miles_async.checkpoints.model_function import differing
 from miles_async.checkpoints.positions import position_problems
+from miles_async.checkpoints.save_lock import SaveLock
 from miles_async.checkpoints.start import continues
 from miles_async.controller import Position
 from miles_async.errors import CheckpointError
@@ -51,16 +53,23 @@ class RunCheckpoints:
     """Saves to ``--save``, loads from ``--load``, removes what ``--save-keep-last`` and the like don't keep."""
 
     def __init__(
-        self, trainer: TrainerSide, rollout: SavedSide | None, arguments: CheckpointArguments, identity: RunIdentity
+        self,
+        trainer: TrainerSide,
+        rollout: SavedSide | None,
+        arguments: CheckpointArguments,
+        identity: RunIdentity,
+        lock: SaveLock | None = None,
     ) -> None:
         """``rollout``: the rollout side, or what stands for it; None if nothing is saved.
 
-        ``identity``: of this run, unless it continues in the directory that it resumes from.
+        ``identity``: of this run, unless it continues in the directory that it resumes from. ``lock``: of ``--save``,
+        without which nothing is written there; None where no other run can be.
         """
         self._trainer = trainer
         self._rollout = rollout
         self._arguments = arguments
         self._identity = identity
+        self._lock = lock
         self._finishing = asyncio.Lock()
         self._position: Position | None = None  # of the last save, until it is whole
         self._watch = Stopwatch()  # of the last save
@@ -81,6 +90,7 @@ class RunCheckpoints:
                 with watch.timed("previous"):
                     await self.finish()
             try:
+                await asyncio.to_thread(self._check_lock)
                 partial = await asyncio.to_thread(start_partial, final)
                 await self._rollout.snapshot()
                 self._digests = {}
@@ -177,6 +187,7 @@ class RunCheckpoints:
         replaced = in_the_way(final.parent, run, position.step)
         if replaced and not self._replaces:
             raise CheckpointError(f"{replaced[-1].directory} is of the run {replaced[-1].run}: two runs save there")
+        self._check_lock()
         put_in_place(partial, final, replaced)
         self._replaces = False
         checkpoints = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(final.parent)}
@@ -187,8 +198,14 @@ class RunCheckpoints:
         """Return ``error`` with flag, directory and disk. Removes the partial files, which waste a full disk."""
         self._position = None
         disk = await asyncio.to_thread(describe_disk, final)
-        await asyncio.to_thread(shutil.rmtree, final.with_suffix(".partial"), ignore_errors=True)
+        with suppress(OSError, CheckpointError):
+            await asyncio.to_thread(self._check_lock)  # else it is another run's by now
+            await asyncio.to_thread(shutil.rmtree, final.with_suffix(".partial"), ignore_errors=True)
         return CheckpointError(f"--save {self._arguments.save}: {final.name} was not saved: {error}; {disk}")
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
     def _final(self, position: Position) -> Path:
         assert self._arguments.save is not None

@@ -18,6 +18,7 @@ from miles_async.checkpoints.files import (
     readable_size,
 )
 from miles_async.checkpoints.manifest import check_whole
+from miles_async.checkpoints.save_lock import lock_problem
 from miles_async.errors import CheckpointError
 from miles_async.types import JsonObject
 
@@ -55,6 +56,13 @@ def checkpoint_problems(
             yield str(error)
             return
     if save is None:
+        return
+    try:
+        if (problem := lock_problem(save)) is not None:
+            yield problem
+            return
+    except OSError as error:
+        yield f"--save {save}: cannot tell whether a run saves there: {error}"
         return
     if not overwrite:
         yield from _used_directory(save, loaded)

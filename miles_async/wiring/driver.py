@@ -29,6 +29,7 @@ from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.bad_steps import BadSteps
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, new_run_name
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
+from miles_async.checkpoints.save_lock import SaveLock, save_lock
 from miles_async.controller import Controller, Position
 from miles_async.errors import (
     ConfigurationError,
@@ -105,11 +106,16 @@ def run(arguments: Arguments, imports: ForkServers) -> int:
     except OSError as error:
         raise ConfigurationError(f"the run has no place for temporary files (TMPDIR): {error}") from error
     try:
-        with claimed(run_dir, temporary.path / "control") as claim:
+        with (
+            save_lock(arguments.checkpoint.save, run_dir) as lock,
+            claimed(run_dir, temporary.path / "control") as claim,
+        ):
             configure_logging(run_dir, arguments.observability.log_level)
+            if lock is not None and lock.taken_from is not None:
+                log.warning("--save was locked by a run that is over", owner=str(lock.taken_from))
             write_config(arguments, run_dir)
             _note_restarts(run_dir)
-            return _to_the_end(Run(arguments, imports, run_dir, temporary.path), claim)
+            return _to_the_end(Run(arguments, imports, run_dir, temporary.path, lock), claim)
     finally:
         temporary.remove()
         sweep_temporary(arguments.weights.weight_staging_dir)  # of engines and ranks that were killed
@@ -166,8 +172,11 @@ def _note_restarts(run_dir: Path) -> None:
 class Run:
     """One run: its parts, in the order in which they start and, reversed, stop."""
 
-    def __init__(self, arguments: Arguments, imports: ForkServers, run_dir: Path, sockets: Path) -> None:
-        """``sockets``: directory for those that this process and its children listen on."""
+    def __init__(
+        self, arguments: Arguments, imports: ForkServers, run_dir: Path, sockets: Path, lock: SaveLock | None = None
+    ) -> None:
+        """``sockets``: directory for those that this process and its children listen on. ``lock``: of ``--save``."""
+        self._lock = lock
         self._arguments = arguments
         self._imports = imports
         self._run_dir = run_dir
@@ -270,7 +279,7 @@ class Run:
             rollout=manager,
             trainer=trainer,
             publisher=publisher,
-            checkpoints=RunCheckpoints(trainer, manager, arguments.checkpoint, self._identity()),
+            checkpoints=RunCheckpoints(trainer, manager, arguments.checkpoint, self._identity(), self._lock),
             recorder=recorder,
             gpus=gpus,
             rollout_arguments=arguments.rollout,
@@ -293,7 +302,7 @@ class Run:
     async def _training_alone(self, trainer: TrainerRanks, recorder: RunRecorder) -> None:
         arguments = self._arguments
         supervised = SupervisedBatches(arguments) if arguments.algorithm.supervised else None
-        checkpoints = RunCheckpoints(trainer, supervised, arguments.checkpoint, self._identity())
+        checkpoints = RunCheckpoints(trainer, supervised, arguments.checkpoint, self._identity(), self._lock)
 
         async def save(step: int) -> None:
             if arguments.checkpoint.due(step, last=step == arguments.rollout.num_rollout):

@@ -47,7 +47,7 @@ def note_run_process(run_dir: Path, control: Path) -> None:
     record = RunProcess(
         pid=this.pid,
         started=this.create_time(),
-        start_ticks=_start_ticks(this.pid),
+        start_ticks=start_ticks(this.pid),
         host=socket.gethostname(),
         mark=os.environ[MARK],
         control=str(control),
@@ -84,7 +84,7 @@ def find_driver(run: RunProcess) -> psutil.Process | None:
     """Return the driver, or None if it is dead."""
     try:
         process = psutil.Process(run.pid)
-        same = _start_ticks(run.pid) == run.start_ticks and process.status() != psutil.STATUS_ZOMBIE
+        same = start_ticks(run.pid) == run.start_ticks and process.status() != psutil.STATUS_ZOMBIE
         return process if same else None
     except (psutil.Error, OSError):
         return None
@@ -105,7 +105,7 @@ def kill_marked(run: RunProcess) -> list[str]:
     return killed
 
 
-def _start_ticks(pid: int) -> int:
+def start_ticks(pid: int) -> int:
     """When the process started, in clock ticks since boot (proc(5)). Raises OSError if there is none."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     return int(after_name.split()[19])
