@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.data import DataArguments
@@ -17,8 +18,9 @@ from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.prompt_limit import prompt_limit
 from miles_async.arguments.server_groups import of_role, server_groups
-from miles_async.errors import ConfigurationError
+from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.machine.finding import Finding
+from miles_async.types import JsonObject
 
 LOG_IN = "run `wandb login` or set WANDB_API_KEY, or stay offline: --wandb-mode offline, or WANDB_MODE=offline"
 
@@ -228,9 +230,12 @@ def transport_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
-    """Check every row, its reward too; path → number of prompts, and notes. Raises DataError naming file and line."""
+    """Check every row, its reward too; path → number of prompts, and notes.
+
+    Raises DataError naming file and line, ConfigurationError if ``--load`` would continue among other prompts.
+    """
     from miles_async.prompts.keys import lacking
-    from miles_async.prompts.source import open_prompts
+    from miles_async.prompts.source import open_prompts, require_same_prompts
     from miles_async.rewards.row_check import RewardOfRow
 
     rewarded = arguments.rewards.rm_type is not None and not arguments.algorithm.supervised
@@ -239,6 +244,11 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
     for data in _prompt_files(arguments):
         rows = open_prompts(data, check)
         counts[str(data.prompt_data)] = len(rows)
+        if data.prompt_data == arguments.data.prompt_data and (cursor := _saved_cursor(arguments.checkpoint.load)):
+            try:
+                require_same_prompts(cursor, rows, data)
+            except CheckpointError as error:
+                raise ConfigurationError(f"--load {arguments.checkpoint.load}: {error}") from None
         for flag, key in {"--metadata-key": data.metadata_key, "--tool-key": data.tool_key}.items():
             if key is not None and (number := lacking(rows, key)):
                 notes.append(f"{data.prompt_data}: {number} of {len(rows)} rows have no {key!r} ({flag})")
@@ -349,6 +359,21 @@ def check_hooks(arguments: Arguments) -> None:
     registry.check_own(arguments.algorithm)
     if arguments.rollout.custom_generate_function_path:
         load_object(arguments.rollout.custom_generate_function_path, Generate, "--custom-generate-function-path")
+
+
+def _saved_cursor(load: Path | None) -> JsonObject | None:
+    """The prompt cursor of the checkpoint to resume from; None if there is none, as in supervised runs."""
+    import msgspec
+
+    from miles_async.checkpoints.files import find_checkpoint
+    from miles_async.rollout.checkpoint import read_cursor
+
+    if load is None:
+        return None
+    try:
+        return read_cursor(find_checkpoint(load).directory)
+    except (OSError, msgspec.MsgspecError):  # the load says what is wrong with it
+        return None
 
 
 def _prompt_files(arguments: Arguments) -> Iterator[DataArguments]:

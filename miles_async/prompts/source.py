@@ -41,6 +41,28 @@ CheckRow = Callable[[Label | None, JsonObject, str], None]
 """Check of a row by its label, metadata and location; raises DataError that begins with the location."""
 
 
+def require_same_prompts(state: JsonObject, rows: RowFile, arguments: DataArguments) -> None:
+    """Check that ``state``, a cursor, points into these rows in this order. Raises CheckpointError."""
+    flags = {"digest": "--prompt-data", "shuffle": "--rollout-shuffle", "seed": "--rollout-seed"}
+    for key, value in _identity(rows, arguments).items():
+        if state.get(key) != value:
+            raise CheckpointError(
+                f"{rows.path}: cannot continue in the middle of other prompts: {key} was {state.get(key)!r} when the "
+                f"checkpoint was written and is {value!r} now. Restore {flags.get(key, '--prompt-data')}, or start a "
+                "new run without --load"
+            )
+
+
+def _identity(rows: RowFile, arguments: DataArguments) -> JsonObject:
+    return {
+        "file": rows.path.name,
+        "rows": len(rows),
+        "digest": rows.digest,
+        "shuffle": arguments.rollout_shuffle,
+        "seed": arguments.rollout_seed,
+    }
+
+
 def open_prompts(arguments: DataArguments, check: CheckRow | None = None) -> RowFile:
     """Open ``--prompt-data`` and check every row: 20,000 rows take well under a second.
 
@@ -190,33 +212,17 @@ class FilePromptSource:
 
     def state(self) -> JsonObject:
         """Return the cursor, with the identity of the file it points into."""
-        return {"epoch": self._epoch, "position": self._position, **self._identity()}
+        return {"epoch": self._epoch, "position": self._position, **_identity(self._rows, self._arguments)}
 
     def restore(self, state: JsonObject) -> None:
         """Continue where :meth:`state` was taken. Raises CheckpointError if the prompts have changed."""
-        flags = {"digest": "--prompt-data", "shuffle": "--rollout-shuffle", "seed": "--rollout-seed"}
-        for key, value in self._identity().items():
-            if state.get(key) != value:
-                raise CheckpointError(
-                    f"{self._rows.path}: cannot continue in the middle of other prompts: {key} was "
-                    f"{state.get(key)!r} when the checkpoint was written and is {value!r} now. "
-                    f"Restore {flags.get(key, '--prompt-data')}, or start a new run without --load"
-                )
+        require_same_prompts(state, self._rows, self._arguments)
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position <= len(self._rows):
             raise CheckpointError(f"{self._rows.path}: cursor out of range: epoch {epoch}, position {position}")
         self._epoch, self._position = epoch, position
         self._order = self._epoch_order(epoch)
         self._usable_in_epoch, self._began_at = 0, position
-
-    def _identity(self) -> JsonObject:
-        return {
-            "file": self._rows.path.name,
-            "rows": len(self._rows),
-            "digest": self._rows.digest,
-            "shuffle": self._arguments.rollout_shuffle,
-            "seed": self._arguments.rollout_seed,
-        }
 
     def _epoch_order(self, epoch: int) -> Int64:
         """[rows] row indices in the order of this epoch."""

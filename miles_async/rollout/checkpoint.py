@@ -63,6 +63,15 @@ def read_snapshot(directory: Path) -> RolloutSnapshot:
     return RolloutSnapshot(source=state.source, pool=PoolSnapshot(state=state.pool, groups=groups))
 
 
+class _SavedCursor(msgspec.Struct, frozen=True, kw_only=True):
+    source: JsonObject
+
+
+def read_cursor(directory: Path) -> JsonObject:
+    """Read the prompt cursor alone. Raises OSError and MsgspecError."""
+    return msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=_SavedCursor).source
+
+
 def read_state(directory: Path) -> SavedState:
     """Read the snapshot, but for its groups. Raises OSError and MsgspecError."""
     return msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=SavedState)

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 
 from miles_async import __version__
+from miles_async.arguments.data import DataArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.parser import EPILOG
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, write_manifest
 from miles_async.cli import COMMANDS, main
 from miles_async.errors import ConfigurationError, ContractViolation, TrainerError
+from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import load_tokenizer
 from miles_async.runtime.processes.run_process import MARK
 from miles_async.wiring import early_imports
@@ -212,6 +214,15 @@ def test_checkpoints_are_checked_before_anything_starts(
     assert "holds iter_0000003 of the run earlier: resume it with --load" in refusal("--save", str(save))
     assert main([*flags, "--save", str(save), "--load", str(checkpoint), "--dry-run"]) == 0
     assert f"resumes from   {checkpoint}\n" in capsys.readouterr().out
+    data = DataArguments(prompt_data=Path(flags[flags.index("--prompt-data") + 1]))
+    cursor = FilePromptSource(data, lambda *_: ()).state()
+    (checkpoint / "rollout.json").write_text(json.dumps({"source": cursor, "pool": {"steps": 3}}))
+    write_manifest(checkpoint, RunIdentity(run="earlier", model=model, ranks={}), 3, {})
+    assert main([*flags, "--load", str(save), "--dry-run"]) == 0
+    capsys.readouterr()
+    assert "seed was 42 when the checkpoint was written and is 7 now. Restore --rollout-seed" in refusal(
+        "--load", str(save), "--rollout-seed", "7"
+    )
     (checkpoint / "groups.msgpack").write_bytes(b"123")
     assert "groups.msgpack has 3 bytes, expected 5" in refusal("--load", str(save))
     write_manifest(checkpoint, RunIdentity(run="earlier", model={**model, "num_attention_heads": 7}, ranks={}), 3, {})
