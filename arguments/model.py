@@ -31,6 +31,9 @@ class ModelArguments:
     """Model"""
 
     hf_checkpoint: Path | None = flag(None, "Hugging Face directory: initial weights, config and tokenizer (required)")
+    trust_remote_code: bool = flag(
+        False, "run code that --hf-checkpoint brings for its tokenizer; a note at the start says which files"
+    )
     train_backend: str = flag("megatron", "training backend, a name in the entry point group miles_async.backends")
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices")
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers")

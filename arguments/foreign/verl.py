@@ -81,7 +81,8 @@ KEYS: tuple[VerlKey, ...] = (
     _noted("data.reward_fn_key", "the reward is --rm-type for all rows, or rm_type in the metadata of one"),
     *(_noted(f"data.{key}", "prompts are read when they are needed") for key in
       ("return_raw_chat", "return_full_prompt", "val_batch_size", "gen_batch_size", "dataloader_num_workers",
-       "trust_remote_code", "use_shm")),
+       "use_shm")),
+    _switch("data.trust_remote_code", "--trust-remote-code"),
     _refused("data.apply_chat_template_kwargs.*", "set their defaults in chat_template.jinja of --hf-checkpoint"),
     _refused("data.custom_cls.*", "write the prompts to a file first: --prompt-data, .jsonl or .parquet"),
     _refused("data.sampler.*", "prompts come in the order of the file, or shuffled"),
@@ -105,8 +106,9 @@ KEYS: tuple[VerlKey, ...] = (
             note="True is `--recompute-granularity full`"),
     _noted(f"{_MODEL}.enable_activation_offload", _MEMORY, "False"),
     *(_noted(f"{_MODEL}.{key}", "Megatron's layers take packed samples, and log-probs come in chunks") for key in
-      ("use_remove_padding", "use_fused_kernels", "fused_kernel_options.*", "use_liger", "use_shm", "trust_remote_code",
+      ("use_remove_padding", "use_fused_kernels", "fused_kernel_options.*", "use_liger", "use_shm",
        "external_lib")),
+    _switch(f"{_MODEL}.trust_remote_code", "--trust-remote-code"),
     _noted(f"{_MODEL}.override_config.*", "config.json of --hf-checkpoint describes the model"),
     _noted(f"{_MODEL}.mtp.*", "--enable-mtp-training trains layers for multi-token prediction"),
     # The trainer's ranks.

@@ -293,6 +293,7 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
     from miles_async.arguments.needs import need_notes
     from miles_async.backends.megatron.attention_kernels import FLASH_NOTE, FP32_NOTE, usable_backend
     from miles_async.backends.megatron.host.limits import ignored_on_cpu
+    from miles_async.prompts.tokenizer_code import digests
     from miles_async.runtime.device import choose_device
 
     algorithm = arguments.algorithm
@@ -325,6 +326,12 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
             )
             + ". Engines that speculate with them (--sglang-speculative-algorithm) sample the same, and accept fewer "
             "proposals the longer training goes on"
+        )
+    if model.hf_checkpoint is not None and model.trust_remote_code:
+        files = ", ".join(f"{name} (sha256 {digest})" for name, digest in digests(model.hf_checkpoint).items())
+        yield (
+            f"--trust-remote-code: processes that load the tokenizer, and engines, run Python files of --hf-checkpoint "
+            f"{model.hf_checkpoint}: {files or 'it has none'}. The trained model is Megatron's all the same"
         )
     settings = megatron_settings(arguments.model.megatron_extra)
     ignored = ignored_on_cpu({**settings.provider, **settings.optimizer, **settings.ddp})

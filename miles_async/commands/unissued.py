@@ -35,6 +35,7 @@ def _source(run_dir: Path) -> tuple[FilePromptSource, PromptLimit | None]:
     arguments = parse_arguments(["--config", str(run_dir / CONFIG_FILE)]).arguments
     if (model := arguments.model.hf_checkpoint) is None:
         raise ConfigurationError(f"{run_dir / CONFIG_FILE} names no --hf-checkpoint")
-    template = ChatTemplate(load_tokenizer(model), arguments.data.apply_chat_template)
+    tokenizer = load_tokenizer(model, arguments.model.trust_remote_code)
+    template = ChatTemplate(tokenizer, arguments.data.apply_chat_template)
     limit = prompt_limit(arguments)
     return FilePromptSource(arguments.data, template.encode, limit), limit

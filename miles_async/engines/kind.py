@@ -39,6 +39,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     group: str = "engine"
     model_path: str
+    trust_remote_code: bool = False  # of the tokenizer in it
     device: Device
     dtype: str  # "float32", "bfloat16", ...; must be the trainer's for log-probs to agree
     tensor_parallel_size: int = 1  # GPUs, or on CPU processes, per engine

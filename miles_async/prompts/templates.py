@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_async.errors import ConfigurationError, TrajectoryError
+from miles_async.prompts.tokenizer_code import check_code, refusal
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.time_limit import within
 from miles_async.types import JsonObject
@@ -29,18 +30,22 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})  # of O
 
 
 @lru_cache(maxsize=8)
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the Hugging Face tokenizer in ``path``, once per process, from local files only (M22).
 
-    Raises ConfigurationError naming the directory.
+    ``trust_remote_code``: run code of its own. Raises ConfigurationError naming the directory.
     """
     from transformers import AutoTokenizer
 
     if not path.is_dir():
         raise ConfigurationError(f"--hf-checkpoint {path}: there is no such directory")
+    has_code = check_code(path, trusted=trust_remote_code)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        # None, the default, would ask on the terminal.
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
+        if not trust_remote_code and (has_code or "trust_remote_code" in str(error)):
+            raise ConfigurationError(refusal(path)) from error
         raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: {error}") from error
     if tokenizer.vocab_size <= 1:  # by config.json transformers makes one without a vocabulary
         raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: expected tokenizer.json")

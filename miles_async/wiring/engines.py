@@ -206,6 +206,7 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
     return ServerSpec(
         group=group.name,
         model_path=group.model or str(arguments.model.hf_checkpoint),
+        trust_remote_code=arguments.model.trust_remote_code and group.model is None,
         device=device,
         dtype="bfloat16" if arguments.model.bf16 else "float32",
         tensor_parallel_size=group.gpus_per_engine,

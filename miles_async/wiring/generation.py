@@ -108,6 +108,7 @@ class Episodes:
         arguments, network = self._arguments, Network.of_run(self._arguments.cluster)
         settings = ServerSettings(
             hf_checkpoint=str(arguments.model.hf_checkpoint),
+            trust_remote_code=arguments.model.trust_remote_code,
             host=network.entrance(),
             ports=(network.ports.start, network.ports.stop) if network.ports else None,
             tls=network.tls,
@@ -176,7 +177,7 @@ def run_template(arguments: Arguments) -> ChatTemplate:
     """The tokenizer and chat template of this run's prompts. Raises ConfigurationError."""
     assert arguments.model.hf_checkpoint is not None
     return ChatTemplate(
-        load_tokenizer(arguments.model.hf_checkpoint),
+        load_tokenizer(arguments.model.hf_checkpoint, arguments.model.trust_remote_code),
         arguments.data.apply_chat_template,
         continues_answers=arguments.sessions.environment_path is None,
     )

@@ -31,6 +31,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the session server's processes."""
 
     hf_checkpoint: str
+    trust_remote_code: bool = False  # of its tokenizer
     host: str  # address of this node at which agents reach it
     ports: tuple[int, int] | None = None  # of which to choose one: range(*ports)
     tls: Tls | None = None
@@ -46,7 +47,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 async def serve(settings: ServerSettings, keys: SessionKeys, socket_path: Path) -> None:
     """Serve until the rollout process is gone."""
-    template = ChatTemplate(load_tokenizer(Path(settings.hf_checkpoint)), apply_chat_template=True)
+    tokenizer = load_tokenizer(Path(settings.hf_checkpoint), settings.trust_remote_code)
+    template = ChatTemplate(tokenizer, apply_chat_template=True)
     make = trajectory_factory(
         template, settings.tool_call_parser, settings.reasoning_parser, turn_history=settings.turn_history
     )

@@ -30,7 +30,8 @@ def example_source(arguments: Arguments) -> ExampleSource:
     """The examples of a run. Raises ConfigurationError, DataError."""
     model = arguments.model.hf_checkpoint
     assert model is not None
-    template = ChatTemplate(load_tokenizer(model), arguments.data.apply_chat_template)
+    tokenizer = load_tokenizer(model, arguments.model.trust_remote_code)
+    template = ChatTemplate(tokenizer, arguments.data.apply_chat_template)
     positions = read_config(model).get("max_position_embeddings")
     most = arguments.micro_batch_tokens
     return ExampleSource(arguments.data, template, min(most, positions) if isinstance(positions, int) else most)

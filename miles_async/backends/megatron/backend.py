@@ -31,19 +31,6 @@ if TYPE_CHECKING:
     from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer
     from miles_async.backends.megatron.offload import HostStorages
 
-# Files of the source checkpoint that an export copies byte by byte: all that inference needs besides weights and
-# config. The bridge would save transformers' rewritten versions (and a tokenizer even if there was none).
-COMPANION_FILES = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "vocab.*",
-    "merges.txt",
-    "*.py",
-)
-
 ADAPTER_DIRECTORY = "adapter"  # of an export: transformers would take files beside the weights for all there is
 
 
@@ -318,9 +305,11 @@ class MegatronBackend:
             raise CheckpointError(f"--save-hf {directory}: cannot export: {error}") from error
 
     def _write_hf_config(self, directory: Path) -> None:
+        from miles_async.backends.megatron.checkpoints.companions import copy_companions
+
         if dist.get_rank() == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            _copy_companions(self._directory, directory)
+            copy_companions(self._directory, directory)
             config = hf_config.with_dtype(hf_config.read_config(self._directory), self._dtype)
             (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -361,10 +350,3 @@ def _checked(model: ModelArguments, world_size: int, temperature: float) -> Path
     hf_config.check_model(config, model.hf_checkpoint)
     hf_config.check_layout(config, model, world_size)
     return model.hf_checkpoint
-
-
-def _copy_companions(source: Path, target: Path) -> None:
-    for pattern in COMPANION_FILES:
-        for path in source.glob(pattern):
-            if path.is_file():
-                shutil.copyfile(path, target / path.name)

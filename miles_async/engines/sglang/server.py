@@ -55,6 +55,8 @@ def server_command(
         "--sleep-on-idle",  # else each scheduler spins on a core
         "--log-level=warning",
     ]
+    if spec.trust_remote_code:
+        command.append("--trust-remote-code")
     address, rendezvous_port = rendezvous
     if spec.nodes > 1:
         command += [f"--nnodes={spec.nodes}", f"--node-rank={node}", f"--dist-init-addr={address}:{rendezvous_port}"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.arguments import Arguments, ClusterArguments, WeightsArguments
+from miles_async.arguments import Arguments, ClusterArguments, ModelArguments, WeightsArguments
 from miles_async.arguments.server_groups import ServerGroup
 from miles_async.engines.stack import EngineStack
 from miles_async.runtime.network.keys import EngineKeys, Secret
@@ -82,3 +82,10 @@ def test_the_vocabulary_is_that_of_the_text_model(
     maker = replace(maker_of(tmp_path), arguments=replace(Arguments(), model=model))
     assert maker(EngineStack, "router", [ServerGroup(name="group", role="train")]).client._vocabulary == vocabulary
     assert maker(EngineStack, "router", [ServerGroup(name="group", role="frozen")]).client._vocabulary is None
+
+
+def test_the_flag_for_a_tokenizers_code_reaches_engines_of_the_trained_model_alone(tmp_path: Path) -> None:
+    arguments = Arguments(model=ModelArguments(hf_checkpoint=tmp_path, trust_remote_code=True))
+    own = server_spec(arguments, ServerGroup(name="own", role="train"), tmp_path, "cpu")
+    judge = server_spec(arguments, ServerGroup(name="judge", role="frozen", model="other"), tmp_path, "cpu")
+    assert (own.trust_remote_code, judge.trust_remote_code) == (True, False)

@@ -33,6 +33,12 @@ def test_engines_tell_experts_where_they_are_replayed() -> None:  # covers: M19
     assert flag not in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
 
 
+def test_engines_run_code_of_the_tokenizer_only_if_the_run_does() -> None:
+    trusting = ServerSpec(model_path="m", device="cpu", dtype="float32", trust_remote_code=True)
+    assert "--trust-remote-code" in server_command(trusting, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+    assert "--trust-remote-code" not in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+
+
 def test_a_server_that_lost_a_process_ends_without_a_minute_of_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
     # covers: C10
     package = importlib.util.find_spec("sglang")

@@ -1,0 +1,172 @@
+"""What an export copies from its source, with the files that each family publishes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miles_async.backends.megatron.checkpoints import companions
+from miles_async.backends.megatron.families.known import FAMILIES
+from miles_async.errors import ConfigurationError
+from miles_async.prompts.templates import load_tokenizer
+from tests.fakes.chat_formats import chat_format
+
+FAST = "tokenizer.json tokenizer_config.json special_tokens_map.json"
+BPE = "tokenizer.json tokenizer_config.json vocab.json merges.txt LICENSE"
+SENTENCES = f"{FAST} tokenizer.model added_tokens.json"
+
+PUBLISHED = {
+    "llama": f"{FAST} LICENSE USE_POLICY.md",
+    "mistral": f"{FAST} tokenizer.model tokenizer.model.v3 tekken.json params.json SYSTEM_PROMPT.txt",
+    "qwen2": BPE,
+    "qwen3": BPE,
+    "gemma": SENTENCES,
+    "gemma2": SENTENCES,
+    "gemma3_text": f"{SENTENCES} chat_template.jinja preprocessor_config.json",
+    "glm4": f"{FAST} chat_template.jinja LICENSE",
+    "qwen3_moe": BPE,
+    "glm4_moe": "tokenizer.json tokenizer_config.json chat_template.jinja",
+    "olmoe": FAST,
+    "gpt_oss": f"{FAST} chat_template.jinja LICENSE USAGE_POLICY",
+    "deepseek_v3": "tokenizer.json tokenizer_config.json configuration_deepseek.py modeling_deepseek.py "
+    "inference/model.py inference/configs/config_671B.json figures/benchmark.png LICENSE-MODEL",
+    "kimi_k2": "tiktoken.model tokenizer_config.json tokenization_kimi.py tool_declaration_ts.py chat_template.jinja "
+    "configuration_deepseek.py modeling_deepseek.py docs/tool_call_guidance.md THIRD_PARTY_NOTICES.md",
+    "with SentencePiece": "spiece.model tokenizer_config.json",
+    "with several templates": f"{FAST} chat_template.jinja additional_chat_templates/tool_use.jinja",
+}
+"""Companions by ``model_type``, as of the published models of these families."""
+
+LEFT = (
+    "model-00001-of-00002.safetensors model.safetensors.index.json pytorch_model.bin pytorch_model.bin.index.json "
+    "consolidated.safetensors original/consolidated.00.pth original/params.json original/tokenizer.model "
+    "metal/model.bin onnx/model.onnx onnx/config.json adapter/adapter_model.safetensors adapter/adapter_config.json "
+    ".gitattributes .cache/huggingface/download.metadata config.json README.md"
+)
+
+
+def write(folder: Path, names: str) -> None:
+    for name in names.split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_family_has_its_files_here() -> None:
+    assert FAMILIES.keys() <= PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_all_but_weights_is_copied(family: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "model", tmp_path / "model" / "exports" / "12"
+    write(source, f"{PUBLISHED[family]} {LEFT} exports/6/model.safetensors")
+    (source / "generation_config.json").write_text("{}")
+    target.mkdir(parents=True)
+    companions.copy_companions(source, target)
+    assert files(target) == {*PUBLISHED[family].split(), "generation_config.json"}
+    assert all((target / name).read_text() == name for name in PUBLISHED[family].split())
+
+
+def test_what_is_too_large_for_a_vocabulary_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(companions, "MOST_BYTES", 100)
+    write(tmp_path / "model", "tokenizer.json")
+    (tmp_path / "model" / "weights.unknown").write_bytes(bytes(101))
+    (tmp_path / "copy").mkdir()
+    companions.copy_companions(tmp_path / "model", tmp_path / "copy")
+    assert files(tmp_path / "copy") == {"tokenizer.json"}
+
+
+def own_tokenizer(folder: Path) -> Path:
+    """A model directory laid out like Kimi-K2's: a vocabulary and a tokenizer in a file of its own."""
+    (folder / "model").mkdir()
+    (folder / "model" / "tokenization_own.py").write_text(OWN_TOKENIZER)
+    (folder / "model" / "words.py").write_text("def words(text):\n    return text.split()\n")
+    (folder / "model" / "own.model").write_text("<end> one two three")
+    (folder / "model" / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "OwnTokenizer",
+                "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]},
+                "eos_token": "<end>",
+            }
+        )
+    )
+    config = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    (folder / "model" / "configuration_own.py").write_text(
+        "from transformers import DeepseekV3Config\n\n\n"
+        "class OwnConfig(DeepseekV3Config):\n    model_type = 'kimi_k2'\n"
+    )
+    return folder / "model"
+
+
+OWN_TOKENIZER = """
+import os
+from transformers import PreTrainedTokenizer
+from .words import words
+
+class OwnTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "own.model"}
+
+    def __init__(self, vocab_file, **options):
+        self.all = open(vocab_file).read().split()
+        super().__init__(**options)
+
+    @property
+    def vocab_size(self):
+        return len(self.all)
+
+    def get_vocab(self):
+        return {word: number for number, word in enumerate(self.all)}
+
+    def _tokenize(self, text):
+        return words(text)
+
+    def _convert_token_to_id(self, token):
+        return self.all.index(token)
+
+    def _convert_id_to_token(self, index):
+        return self.all[index]
+"""
+
+
+def test_code_of_a_tokenizer_runs_with_the_flag_alone_and_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail("a question on the terminal"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = own_tokenizer(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"tokenization_own\.py .sha256 .*--trust-remote-code"):
+        load_tokenizer(model)
+    (tmp_path / "copy").mkdir()
+    companions.copy_companions(model, tmp_path / "copy")
+    (tmp_path / "copy" / "config.json").write_text((model / "config.json").read_text())
+    for path in (model, tmp_path / "copy"):
+        assert load_tokenizer(path, trust_remote_code=True).encode("two three one") == [2, 3, 1]
+
+
+def test_code_of_another_repository_is_refused(tmp_path: Path) -> None:
+    model = own_tokenizer(tmp_path)
+    path = model / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("tokenization_own.Own", "org/repo--tokenization_own.Own"))
+    with pytest.raises(ConfigurationError, match="code of another repository"):
+        load_tokenizer(model, trust_remote_code=True)
+    path.write_text(path.read_text().replace("org/repo--tokenization_own.Own", "tokenization_gone.Own"))
+    with pytest.raises(ConfigurationError, match="there is no such file"):
+        load_tokenizer(model, trust_remote_code=True)
+
+
+def test_a_tokenizer_is_loaded_from_what_was_copied(tmp_path: Path) -> None:
+    chat = chat_format("qwen3")
+    chat._tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "copy").mkdir()
+    companions.copy_companions(tmp_path / "model", tmp_path / "copy")
+    (tmp_path / "copy" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    copied = load_tokenizer(tmp_path / "copy")
+    assert copied.chat_template == chat._tokenizer.chat_template
+    assert copied.encode("17 times 4") == chat._tokenizer.encode("17 times 4")
