@@ -25,7 +25,7 @@ from miles_async.rollout.sample_guard import check_sample
 from miles_async.trajectory.constraints import CALL_STYLES, GRAMMAR, Constraint, grammar
 from miles_async.trajectory.rendering import check_unchanged
 from miles_async.trajectory.replies import PARSERS
-from miles_async.trajectory.schema_bounds import copies
+from miles_async.trajectory.schema_bounds import MOST_WAYS, check_bounds, copies, ways
 from miles_async.types import GenerateRequest
 from tests.fakes.chat_formats import STOPS, TOOLS, chat_format
 from tests.fakes.scripted_model import ScriptedModel
@@ -334,7 +334,14 @@ TOO_MUCH = {
     "size": ({"enum": ["a" * 100] * 1000}, "more than 65,536 characters"),
     "many lengths": (
         {"properties": {f"p{n}": {"maxLength": n} for n in range(100)}},
-        "more than 32 different patterns and text lengths",
+        "the different minLength and maxLength .* add up to more than 1,024",
+    ),
+    "many patterns": ({"anyOf": [{"pattern": "a" * n} for n in range(40)]}, "more than 32 different patterns"),
+    "many properties": ({"properties": {f"p{n}": {} for n in range(257)}}, "more than 256 properties"),
+    "many ways": ({"pattern": "^([a-z]{1,10} ?){1,10}$"}, "more than 1,000 ways to choose the counts"),
+    "many ways in all": (
+        {"anyOf": [{"pattern": f"[a-z]{{1,{n}}}"} for n in range(300, 320)]},
+        "more than 1,000 ways to choose the counts",
     ),
 }
 
@@ -357,10 +364,25 @@ async def test_a_schema_that_could_stall_an_engine_is_refused_with_the_bound(cas
 @pytest.mark.parametrize(
     ("pattern", "count"),
     [("", 0), ("^abc$", 3), (r"\d{4}-\d{2}", 7), ("[a-z{9}]{1,20}", 20), ("(a|b){3}", 6), ("((a{2}){3,}){4}", 24),
-     ("(a*){5}", 5), (r"\(a{2}", 3), ("(?:ab){ 2 , 3 }c", 10), ("a{0}", 1), (")a{2}", 3)],
+     ("(a*){5}", 5), (r"\(a{2}", 3), ("(?:ab){ 2 , 3 }c", 7), ("a{0}", 1), (")a{2}", 3)],
 )  # fmt: skip
 def test_repeats_of_a_pattern_are_counted_written_out(pattern: str, count: int) -> None:
     assert copies(pattern) == count
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [("", 1), ("abc", 1), ("[a-z]+", 1), ("a?", 2), ("a{3}", 1), ("a{1,9}", 9), ("(a{1,9}b){2}", 81), ("(?:a?b){3}", 8),
+     ("a{1,3}|b{1,5}|c", 5), ("(a{1,3}){1,2}", 12), ("(a?){2,}", 8), (r"\(a{1,2}", 2), ("(a?", 2), (")a?", 2),
+     ("[0-9a-f]{8}-[0-9a-f]{4}", 1), ("(25[0-5]|2[0-4]\\d|1?\\d?\\d)(\\.(25[0-5]|1?\\d?\\d)){3}", 256)],
+)  # fmt: skip
+def test_ways_to_choose_the_counts_of_repeats(pattern: str, count: int) -> None:
+    assert ways(pattern) == count
+    assert ways(f"({pattern}a?){{1,900}}") > MOST_WAYS
+
+
+def test_lengths_beyond_256_cost_no_more() -> None:
+    check_bounds([{"properties": {f"p{n}": {"maxLength": 300 + n} for n in range(50)}, "minLength": 255}])
 
 
 MALFORMED = {
