@@ -48,7 +48,7 @@ class CheckpointArguments:
     load_anyway: tuple[str, ...] = flag(
         (),
         "what may differ between --hf-checkpoint and the model that was saved: names that the refusal gives, such as "
-        "rope_theta, generation.eos_token_id, tokenizer or chat_template",
+        "rope_theta, eos_token_id, tokenizer or chat_template",
         metavar="NAME",
         needs=("load",),
     )

@@ -18,7 +18,7 @@ from miles_async.types import JsonObject
 WITHOUT_EFFECT = frozenset(
     {
         # what it is called, and who wrote the file
-        *("_name_or_path", "architectures", "auto_map", "transformers_version", "tokenizer_class", "model_type"),
+        *("_name_or_path", "auto_map", "transformers_version", "tokenizer_class", "model_type"),
         # how a library runs it: we choose that by flags
         *("torch_dtype", "dtype", "use_cache", "_attn_implementation", "attn_implementation", "pretraining_tp"),
         *("output_attentions", "output_hidden_states", "return_dict", "gradient_checkpointing", "torchscript"),
@@ -32,13 +32,22 @@ WITHOUT_EFFECT = frozenset(
 # Fields of generation_config.json that requests say themselves, or that generation here has no use for.
 GENERATION_WITHOUT_EFFECT = frozenset(
     {
-        *("_from_model_config", "transformers_version", "do_sample", "temperature", "top_p", "top_k", "max_length"),
+        *(
+            "_from_model_config",
+            "eos_token_id",
+            "transformers_version",
+            "do_sample",
+            "temperature",
+            "top_p",
+            "top_k",
+            "max_length",
+        ),
         *("max_new_tokens", "pad_token_id", "bos_token_id", "use_cache", "trust_remote_code"),
     }
 )
 # Parts of tokenizer.json that users of it set as they please, and fields of tokenizer_config.json that add tokens.
 _TOKENIZER_WITHOUT_EFFECT = ("version", "truncation", "padding")
-_TOKENIZER_SETTINGS = ("add_bos_token", "add_eos_token", "bos_token", "eos_token", "added_tokens_decoder")
+_TOKENIZER_SETTINGS = ("add_bos_token", "add_eos_token", "bos_token", "eos_token")
 _VOCABULARIES = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json", "vocab.json", "merges.txt")
 
 
@@ -47,7 +56,7 @@ def model_function(directory: Path) -> JsonObject:
 
     Names are those of fields of config.json, those of generation_config.json after "generation.", tokenizer and
     chat_template. The latter two are
-    digests; JSON files are compared by their content. What is absent, null, false, 0 or empty is left out.
+    digests; JSON files are compared by their content. What is absent, null or empty is left out.
     """
     config = _flat_rope(read_config(directory))
     generation = read_json(directory / "generation_config.json")
@@ -55,8 +64,9 @@ def model_function(directory: Path) -> JsonObject:
     found |= {
         f"generation.{name}": value for name, value in generation.items() if name not in GENERATION_WITHOUT_EFFECT
     }
+    found["eos_token_id"] = sorted({*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))})
     found |= {"tokenizer": _tokenizer(directory), "chat_template": _chat_template(directory)}
-    return {name: value for name, value in found.items() if value not in (None, False, 0, "", [], {})}
+    return {name: value for name, value in found.items() if value not in (None, "", [], {})}
 
 
 def differing(saved: Mapping[str, object], now: Mapping[str, object], anyway: Collection[str] = ()) -> dict[str, str]:
@@ -66,6 +76,11 @@ def differing(saved: Mapping[str, object], now: Mapping[str, object], anyway: Co
         for name in sorted(saved.keys() | now.keys())
         if name not in anyway and saved.get(name) != now.get(name)
     }
+
+
+def _ids(value: object) -> list[int]:
+    """Engines stop at the end tokens of both files."""
+    return value if isinstance(value, list) else [value] if isinstance(value, int) else []
 
 
 def _flat_rope(config: JsonObject) -> JsonObject:
@@ -90,6 +105,7 @@ def _tokenizer(directory: Path) -> str:
         for path in (directory / name for name in _VOCABULARIES):
             if path.is_file():
                 digest.update(path.read_bytes())
+        digest.update(json.dumps(settings.get("added_tokens_decoder"), sort_keys=True).encode())
     return digest.hexdigest()
 
 

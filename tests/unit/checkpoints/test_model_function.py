@@ -63,7 +63,10 @@ async def resumed(model: Path, saved: Path, *anyway: str) -> str:
         ("config.json", {"rms_norm_eps": 1e-5}, "rms_norm_eps", "was 1e-06 and is 1e-05"),
         ("config.json", {"sliding_window": 64}, "sliding_window", "was absent and is 64"),
         ("config.json", {"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling", "was absent"),
-        ("generation_config.json", {"eos_token_id": [1]}, "generation.eos_token_id", "was [1, 2] and is [1]"),
+        ("config.json", {"architectures": ["Other"]}, "architectures", 'was absent and is ["Other"]'),
+        ("config.json", {"rope_interleave": False}, "rope_interleave", "was absent and is false"),
+        ("config.json", {"eos_token_id": 3}, "eos_token_id", "was [1, 2] and is [1, 2, 3]"),
+        ("generation_config.json", {"eos_token_id": [1]}, "eos_token_id", "was [1, 2] and is [1]"),
         ("generation_config.json", {"repetition_penalty": 1.2}, "generation.repetition_penalty", "is 1.2"),
         ("tokenizer.json", {"model": {"vocab": {"a": 1, "b": 0}}}, "tokenizer", "tokenizer was"),
         ("tokenizer_config.json", {"eos_token": "<f>"}, "tokenizer", "tokenizer was"),
@@ -90,10 +93,10 @@ async def test_another_model_of_the_same_shapes_is_refused(
     ("file", "fields"),
     [
         ("config.json", {"torch_dtype": "bfloat16", "transformers_version": "5.0.0", "use_cache": False}),
-        ("config.json", {"rope_scaling": None, "use_sliding_window": False}),
-        ("generation_config.json", {"temperature": 1.0, "do_sample": True}),
+        ("config.json", {"rope_scaling": None, "eos_token_id": 2}),
+        ("generation_config.json", {"temperature": 1.0, "do_sample": True, "eos_token_id": [2, 1]}),
         ("tokenizer.json", {"padding": {"strategy": "BatchLongest"}}),
-        ("tokenizer_config.json", {"model_max_length": 10}),
+        ("tokenizer_config.json", {"model_max_length": 10, "added_tokens_decoder": {"2": {"content": "<e>"}}}),
     ],
 )
 def test_what_changes_nothing_is_not_compared(model: Path, file: str, fields: dict[str, Any]) -> None:
