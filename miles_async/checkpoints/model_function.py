@@ -32,17 +32,9 @@ WITHOUT_EFFECT = frozenset(
 # Fields of generation_config.json that requests say themselves, or that generation here has no use for.
 GENERATION_WITHOUT_EFFECT = frozenset(
     {
-        *(
-            "_from_model_config",
-            "eos_token_id",
-            "transformers_version",
-            "do_sample",
-            "temperature",
-            "top_p",
-            "top_k",
-            "max_length",
-        ),
-        *("max_new_tokens", "pad_token_id", "bos_token_id", "use_cache", "trust_remote_code"),
+        *("_from_model_config", "transformers_version", "do_sample", "temperature", "top_p", "top_k", "use_cache"),
+        *("max_length", "max_new_tokens", "pad_token_id", "bos_token_id", "trust_remote_code"),
+        "eos_token_id",  # compared together with that of config.json
     }
 )
 # Parts of tokenizer.json that users of it set as they please, and fields of tokenizer_config.json that add tokens.
@@ -55,8 +47,8 @@ def model_function(directory: Path) -> JsonObject:
     """Name → value of everything in ``directory`` that changes what is computed or sampled, but the weights.
 
     Names are those of fields of config.json, those of generation_config.json after "generation.", tokenizer and
-    chat_template. The latter two are
-    digests; JSON files are compared by their content. What is absent, null or empty is left out.
+    chat_template. The latter two are digests; JSON files are compared by their content. What is absent, null or empty
+    is left out; end tokens are those of both files.
     """
     config = _flat_rope(read_config(directory))
     generation = read_json(directory / "generation_config.json")
