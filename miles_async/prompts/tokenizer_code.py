@@ -14,21 +14,26 @@ def check_code(path: Path, *, trusted: bool) -> bool:
 
     Named code need not be needed: without trust a class of transformers takes its place if there is one.
     """
-    named = read_json(path / "tokenizer_config.json").get("auto_map")
-    classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
-    classes = classes if isinstance(classes, list) else [classes]
-    references = [str(reference) for reference in classes if reference]
-    for reference in references:
+    references = _references(path, "tokenizer_config.json", "AutoTokenizer")
+    named = [("tokenizer_config.json", reference) for reference in references]
+    # With trust, transformers and engines look there as well.
+    for part in ("AutoTokenizer", "AutoConfig"):
+        named += [("config.json", reference) for reference in _references(path, "config.json", part)]
+    for file, reference in named:
         if trusted and "--" in reference:
             raise ConfigurationError(
-                f"--hf-checkpoint {path}: tokenizer_config.json names {reference}, code of another repository, and "
-                "nothing is downloaded: copy its files into the directory, and leave the name in front of -- out"
+                f"--hf-checkpoint {path}: {file} names {reference}, code of another repository, and nothing is "
+                "downloaded: copy its files into the directory, and leave the name in front of -- out"
             )
         if trusted and not (path / f"{reference.rpartition('.')[0]}.py").is_file():
-            raise ConfigurationError(
-                f"--hf-checkpoint {path}: tokenizer_config.json names {reference}, and there is no such file"
-            )
+            raise ConfigurationError(f"--hf-checkpoint {path}: {file} names {reference}, and there is no such file")
     return bool(references)
+
+
+def _references(path: Path, file: str, part: str) -> list[str]:
+    named = read_json(path / file).get("auto_map")
+    classes = named.get(part) if isinstance(named, dict) else named if part == "AutoTokenizer" else None
+    return [str(reference) for reference in (classes if isinstance(classes, list) else [classes]) if reference]
 
 
 def digests(path: Path) -> dict[str, str]:

@@ -161,6 +161,14 @@ def test_code_of_another_repository_is_refused(tmp_path: Path) -> None:
         load_tokenizer(model, trust_remote_code=True)
 
 
+@pytest.mark.parametrize("part", ["AutoConfig", "AutoTokenizer"])
+def test_code_of_another_repository_is_refused_in_config_json_as_well(part: str, tmp_path: Path) -> None:
+    model = own_tokenizer(tmp_path)
+    (model / "config.json").write_text(json.dumps({"auto_map": {part: "org/repo--tokenization_own.OwnTokenizer"}}))
+    with pytest.raises(ConfigurationError, match=r"config\.json names org/repo--.*, code of another repository"):
+        load_tokenizer(model, trust_remote_code=True)
+
+
 def test_a_tokenizer_is_loaded_from_what_was_copied(tmp_path: Path) -> None:
     chat = chat_format("qwen3")
     chat._tokenizer.save_pretrained(tmp_path / "model")
