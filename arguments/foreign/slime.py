@@ -130,7 +130,7 @@ _REASONS = (
     _Reason("refused", "a run that resumes (--load) knows its step: remove it", one="start-rollout-id"),
     _Reason("refused", "use --rollout-max-prompt-len and --rollout-max-response-len, which add up to it",
             one="rollout-max-context-len"),
-    _Reason("noted", "samples keep the tokens as they were sampled, rewards see their text without special ones",
+    _Reason("noted", "samples keep the tokens as they were sampled; their text lacks only special tokens that bound it",
             switches="rollout-skip-special-tokens"),
     _Reason("refused", "use --max-token-age: it masks tokens of older weights",
             switches="mask-offpolicy-in-partial-rollout"),

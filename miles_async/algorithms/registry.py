@@ -75,12 +75,12 @@ SAMPLE_TRANSFORMS: Switched = (
         f"{WHOLE}.optimal_baseline:OptimalBaseline",
     ),
 )
-"""What looks at a whole rollout batch and changes the advantages of samples: before ``--token-advantages``."""
+"""Transforms of a whole rollout batch that change advantages of samples, before ``--token-advantages``."""
 TOKEN_TRANSFORMS: Switched = (
     ("--normalize-advantages", lambda given: given.normalize_advantages, f"{WHOLE}.whiten:Whiten"),
     ("--m2-threshold", lambda given: given.m2_threshold is not None, f"{WHOLE}.second_moment:WithinSecondMoment"),
 )
-"""The same for advantages of tokens: after ``--token-advantages``, in this order."""
+"""Transforms that change advantages of tokens, after ``--token-advantages``, in this order."""
 KL_ESTIMATORS = {
     "k1": f"{HERE}.kl:k1",
     "k2": f"{HERE}.kl:k2",

@@ -1,4 +1,4 @@
-"""What decides what a model computes and samples besides its weights, so that a resumed run goes on with that model.
+"""Compares the model of a resumed run with the one that was saved: config, end tokens, tokenizer, chat template.
 
 Engine and trainer read the same directory: if somebody changes ``rope_theta`` in it, both are wrong alike, and no
 comparison of them would notice.
@@ -44,7 +44,7 @@ _VOCABULARIES = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.js
 
 
 def model_function(directory: Path) -> JsonObject:
-    """Name → value of everything in ``directory`` that changes what is computed or sampled, but the weights.
+    """Return name → value of everything in ``directory`` but the weights that changes what is computed or sampled.
 
     Names are those of fields of config.json, those of generation_config.json after "generation.", tokenizer and
     chat_template. The latter two are digests; JSON files are compared by their content. What is absent, null or empty

@@ -31,7 +31,7 @@ PLACE = "run-dir"  # the flag that always differs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What is compared."""
+    """One of the runs that are compared, as its files have it."""
 
     name: str
     flags: Mapping[str, object]  # without dashes → value as TOML has it

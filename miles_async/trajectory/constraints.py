@@ -116,6 +116,8 @@ def _glm_call(name: str, parameters: JsonObject) -> Format:
 
 
 def _object(parameters: JsonObject) -> JsonObject:
+    if not isinstance(parameters, Mapping):  # of an agent
+        raise TrajectoryError(f"parameters of a tool: expected a JSON Schema, found {str(parameters)[:80]}")
     return {"type": "object", **parameters}
 
 

@@ -1,4 +1,4 @@
-"""What a rollout batch gets before its first optimizer step, by looking at all of it: the seam of such methods.
+"""The seam for methods that look at a whole rollout batch before its first optimizer step.
 
 A method is a class of this kind, made from the flags, and a row of ``registry.SAMPLE_TRANSFORMS`` or
 ``registry.TOKEN_TRANSFORMS``.
@@ -29,7 +29,7 @@ class Trajectories:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeBatch:
-    """What there is of a rollout batch besides the micro-batches of this rank."""
+    """The rest of a rollout batch: other ranks' tokens, and gradients of trajectories."""
 
     gather: Gather
     trajectories: Trajectories | None = None  # some of the batch, if a transform weighs them: a pass for each
@@ -60,7 +60,7 @@ class Surveys(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """What a policy loss finds in the whole batch."""
+    """Adds the array that a policy loss computes from the whole batch, ``TokenBatch.surveyed``."""
 
     loss: Surveys
     needs: tuple[Need, ...] = ("old_logprobs",)

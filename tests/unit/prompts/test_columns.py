@@ -16,7 +16,7 @@ import pytest
 from miles_async.arguments import Arguments
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.evaluation import parse_data_sets
-from miles_async.commands.checks import check_prompts
+from miles_async.commands.prompt_checks import check_prompts
 from miles_async.errors import CheckpointError, ConfigurationError, DataError
 from miles_async.prompts.examples import ExampleSource
 from miles_async.prompts.source import FilePromptSource

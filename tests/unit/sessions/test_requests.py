@@ -361,6 +361,14 @@ async def test_a_schema_that_could_stall_an_engine_is_refused_with_the_bound(cas
     assert not model.requests
 
 
+@pytest.mark.parametrize("parameters", [[1], 7, "x"])
+async def test_parameters_of_a_tool_that_are_no_schema_are_refused(parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    async with agent_of(ScriptedModel(says("x"))) as agent:
+        with pytest.raises(openai.BadRequestError, match="expected a JSON Schema"):
+            await agent.chat(QUESTION, tools=[tool], tool_choice="required")
+
+
 @pytest.mark.parametrize(
     ("pattern", "count"),
     [("", 0), ("^abc$", 3), (r"\d{4}-\d{2}", 7), ("[a-z{9}]{1,20}", 20), ("(a|b){3}", 6), ("((a{2}){3,}){4}", 24),

@@ -1,4 +1,4 @@
-"""What an SGLang server on a CPU needs besides; on GPUs nothing of this is used.
+"""Additions to an SGLang server on a CPU. On GPUs only the stand-ins are looked at, and find nothing to do.
 
 ``stand_ins`` for packages that only GPUs have, ``memory`` for machines that engines share, ``prefills`` and
 ``attention`` for speed, ``expert_buffers`` for routing replay.

@@ -1,0 +1,93 @@
+"""Checks of prompt files before a run starts: rows, rewards, lengths, and that a resumed run goes on with the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.data import DataArguments
+from miles_async.arguments.evaluation import parse_data_sets
+from miles_async.arguments.prompt_limit import prompt_limit
+from miles_async.errors import CheckpointError, ConfigurationError
+from miles_async.types import JsonObject
+
+
+def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
+    """Check every row, its reward too; path → number of prompts, and notes.
+
+    Raises DataError naming file and line, ConfigurationError if ``--load`` would continue among other prompts.
+    """
+    from miles_async.prompts.keys import lacking
+    from miles_async.prompts.source import open_prompts, require_same_prompts
+    from miles_async.rewards.row_check import RewardOfRow
+
+    rewarded = arguments.rewards.rm_type is not None and not arguments.algorithm.supervised
+    check = RewardOfRow(arguments.rewards) if rewarded else None
+    counts, notes = dict[str, int](), list[str]()
+    for data in _prompt_files(arguments):
+        rows = open_prompts(data, check)
+        counts[str(data.prompt_data)] = len(rows)
+        if data.prompt_data == arguments.data.prompt_data and (cursor := _saved_cursor(arguments.checkpoint.load)):
+            try:
+                require_same_prompts(cursor, rows, data)
+            except CheckpointError as error:
+                raise ConfigurationError(f"--load {arguments.checkpoint.load}: {error}") from None
+        for flag, key in {"--metadata-key": data.metadata_key, "--tool-key": data.tool_key}.items():
+            if key is not None and (number := lacking(rows, key)):
+                notes.append(f"{data.prompt_data}: {number} of {len(rows)} rows have no {key!r} ({flag})")
+    return counts, notes
+
+
+def check_tokenizer(arguments: Arguments) -> list[str]:
+    """Return notes on prompt lengths and on the end of turns.
+
+    Raises ConfigurationError, or DataError if all prompts of a file are too long.
+
+    For the dry run: in a run the rollout process does this before it starts an engine, and importing transformers
+    takes seconds.
+    """
+    from miles_async.prompts.source import FilePromptSource
+    from miles_async.wiring.generation import run_template
+    from miles_async.wiring.prompt_lengths import length_notes
+    from miles_async.wiring.turn_end import turn_end_notes
+
+    if arguments.algorithm.supervised:
+        from miles_async.wiring.supervised_batches import example_source
+
+        example_source(arguments).take(1)
+        return []
+    template = run_template(arguments)
+    notes = list(turn_end_notes(arguments, template))
+    for data in _prompt_files(arguments):
+        held_out = data.prompt_data != arguments.data.prompt_data
+        limit = prompt_limit(arguments, evaluation=held_out)
+        source = FilePromptSource(data, template.encode, limit)
+        source.require_rendered(template.check)
+        source.require_usable()
+        if not held_out:
+            notes += length_notes(arguments, source, limit)
+    return notes
+
+
+def _saved_cursor(load: Path | None) -> JsonObject | None:
+    """The prompt cursor of the checkpoint to resume from; None if there is none, as in supervised runs."""
+    import msgspec
+
+    from miles_async.checkpoints.files import find_checkpoint
+    from miles_async.rollout.checkpoint import read_cursor
+
+    if load is None:
+        return None
+    try:
+        return read_cursor(find_checkpoint(load).directory)
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError):  # the load says what is wrong with it
+        return None
+
+
+def _prompt_files(arguments: Arguments) -> Iterator[DataArguments]:
+    held_out = parse_data_sets(arguments.evaluation.eval_prompt_data or ())
+    for path in (arguments.data.prompt_data, *held_out.values()):
+        if path is not None:
+            yield replace(arguments.data, prompt_data=path)
