@@ -719,6 +719,20 @@ async def test_a_generate_or_filter_that_returns_something_else_is_told_what_was
     assert "group filter returned True, expected None or the reason, a text" in reasons
 
 
+@pytest.mark.parametrize("name", ["tokens", "rollout_logprobs", "loss_mask", "weight_versions"])
+async def test_a_filter_cannot_change_what_is_trained_on(name: str) -> None:
+    # covers: C6
+    def changes(group: Group) -> None:
+        if group.attempt.prompt.prompt_id == "p0":
+            getattr(group.samples[0], name)[-1:] = 0
+
+    bench = Bench(group_filter=changes)
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+        await until(lambda: bench.balance()["quarantined"] == 1)
+    assert "group filter raised ValueError" in str(bench.dispatcher.pool.dead_letters)
+
+
 @pytest.mark.parametrize("error", [ValueError, RewardError])
 async def test_reasons_are_bounded_whatever_the_length_of_an_error_or_a_filter_s_reason(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
