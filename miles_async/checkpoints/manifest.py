@@ -20,7 +20,7 @@ from miles_async.arguments.adapters import target_layers
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import read_config
 from miles_async.checkpoints.files import Checkpoint, list_checkpoints
-from miles_async.checkpoints.model_function import differing, model_function
+from miles_async.checkpoints.model_function import critic_function, differing, model_function
 from miles_async.checkpoints.positions import MANIFEST_FILE, TRAINER_FILE, position_problems
 from miles_async.errors import CheckpointError
 from miles_async.runtime.files.digests import digest_file, digest_pieces, split, write_digested
@@ -89,9 +89,9 @@ def new_run_name(run_dir: Path) -> str:
     return f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def fingerprint(model: ModelArguments) -> JsonObject:
+def fingerprint(model: ModelArguments, critic: Path | None = None) -> JsonObject:
     """Return fields of config.json and flags of adapters that differ between models with different tensors, and as
-    ``function`` what else decides what the model computes (``model_function.py``).
+    ``function`` what else decides what the model computes (``model_function.py``), a ``critic`` of its own included.
 
     A checkpoint of adapters holds no other weights, so it also says which weights they belong to.
     """
@@ -99,7 +99,7 @@ def fingerprint(model: ModelArguments) -> JsonObject:
     assert directory is not None
     config = read_config(directory)
     shape = {name: config[name] for name in SHAPING if config.get(name) is not None}
-    shape = {**shape, "function": model_function(directory)}
+    shape["function"] = {**model_function(directory), **(critic_function(critic) if critic is not None else {})}
     if not model.lora_rank:
         return {**shape, "lora_rank": 0}
     return {
@@ -251,7 +251,7 @@ def _differences(saved: JsonObject, model: JsonObject, anyway: Collection[str]) 
         return [f"it is of another model than --hf-checkpoint: expected what was saved, {', '.join(differ)}"]
     if not isinstance(saved.get("function"), dict):  # of an earlier version
         return []
-    others = differing(saved["function"], model.get("function", {}), anyway)
+    others = differing(saved, model, anyway)
     if not others:
         return []
     return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from miles_async.arguments.model_files import read_config, read_json
@@ -40,6 +40,14 @@ GENERATION_WITHOUT_EFFECT = frozenset(
 # Parts of tokenizer.json that users of it set as they please, and fields of tokenizer_config.json that add tokens.
 _TOKENIZER_WITHOUT_EFFECT = ("version", "truncation", "padding")
 _TOKENIZER_SETTINGS = ("add_bos_token", "add_eos_token", "bos_token", "eos_token")
+# Entries of a fingerprint that are no fields of config.json.
+_NO_FIELDS = (
+    "function",
+    "tokenizer",
+    "chat_template",
+    *("lora_rank", "lora_type", "lora_alpha", "target_modules"),
+    "weights",
+)
 _VOCABULARIES = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json", "vocab.json", "merges.txt")
 
 
@@ -57,17 +65,47 @@ def model_function(directory: Path) -> JsonObject:
         f"generation.{name}": value for name, value in generation.items() if name not in GENERATION_WITHOUT_EFFECT
     }
     found["eos_token_id"] = sorted({*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))})
-    found |= {"tokenizer": _tokenizer(directory), "chat_template": _chat_template(directory)}
-    return {name: value for name, value in found.items() if value not in (None, "", [], {})}
+    return _present(found | {"tokenizer": _tokenizer(directory), "chat_template": _chat_template(directory)})
 
 
-def differing(saved: Mapping[str, object], now: Mapping[str, object], anyway: Collection[str] = ()) -> dict[str, str]:
-    """Name → what was saved and what there is now, of what differs; ``anyway``: names that may."""
+def critic_function(directory: Path) -> JsonObject:
+    """Fields of the critic's config.json that change its values, each after "critic."."""
+    config = _present(_flat_rope(read_config(directory)))
+    return {f"critic.{name}": value for name, value in config.items() if name not in WITHOUT_EFFECT}
+
+
+def differing(saved: JsonObject, now: JsonObject, anyway: Collection[str] = ()) -> dict[str, str]:
+    """Compare two fingerprints' ``function``. Returns name → saved and present value, for each name that differs.
+
+    ``anyway``: names that may differ. A field that one config leaves to transformers' default is equal to that default:
+    releases differ in which of them they write.
+    """
+    before, after = (fingerprint.get("function") or {} for fingerprint in (saved, now))
+    names = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
+    if any(name not in before or name not in after for name in names):
+        full_before, full_after = _with_defaults(saved, before), _with_defaults(now, after)
+        names = [name for name in names if full_before.get(name) != full_after.get(name)]
     return {
-        name: f"{name} was {_shown(saved.get(name))} and is {_shown(now.get(name))}"
-        for name in sorted(saved.keys() | now.keys())
-        if name not in anyway and saved.get(name) != now.get(name)
+        name: f"{name} was {_shown(before.get(name))} and is {_shown(after.get(name))}"
+        for name in names
+        if name not in anyway
     }
+
+
+def _with_defaults(fingerprint: JsonObject, function: JsonObject) -> JsonObject:
+    """``function`` with the fields that transformers' config class of this model adds to it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    fields = {name: value for name, value in {**fingerprint, **function}.items() if name not in _NO_FIELDS}
+    try:
+        defaults = CONFIG_MAPPING[fields.pop("model_type")](**fields).to_dict()
+    except Exception:  # a config class may raise anything; its defaults are not known then
+        return function
+    return {**_present(_flat_rope(defaults)), **function}
+
+
+def _present(fields: JsonObject) -> JsonObject:
+    return {name: value for name, value in fields.items() if value not in (None, "", [], {})}
 
 
 def _ids(value: object) -> list[int]:
@@ -91,7 +129,7 @@ def _tokenizer(directory: Path) -> str:
     whole = read_json(directory / "tokenizer.json")
     settings = read_json(directory / "tokenizer_config.json")
     parts: list[object] = [{name: settings.get(name) for name in _TOKENIZER_SETTINGS}]
-    parts.append({name: value for name, value in whole.items() if name not in _TOKENIZER_WITHOUT_EFFECT})
+    parts.append(_plain({name: value for name, value in whole.items() if name not in _TOKENIZER_WITHOUT_EFFECT}))
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8)
     if not whole:  # else the same in another form
         for path in (directory / name for name in _VOCABULARIES):
@@ -99,6 +137,15 @@ def _tokenizer(directory: Path) -> str:
                 digest.update(path.read_bytes())
         digest.update(json.dumps(settings.get("added_tokens_decoder"), sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _plain(tokenizer: JsonObject) -> JsonObject:
+    """tokenizer.json in one form: releases of ``tokenizers`` differ in how they write merges and in unset fields."""
+    model = tokenizer.get("model")
+    if not isinstance(model, dict):
+        return tokenizer
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or []]
+    return {**tokenizer, "model": {name: value for name, value in model.items() if value} | {"merges": merges}}
 
 
 def _chat_template(directory: Path) -> str:

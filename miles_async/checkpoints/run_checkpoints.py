@@ -147,8 +147,7 @@ class RunCheckpoints:
         loaded = find_checkpoint(load)
         anyway = self._arguments.load_anyway
         manifest = check_whole(loaded, self._identity.model, anyway)
-        changed = differing(manifest.model.get("function", {}), self._identity.model.get("function", {}))
-        if anyway and changed:
+        if anyway and (changed := differing(manifest.model, self._identity.model)):
             log.warning("resumed with another model than was saved, by --load-anyway", changed=list(changed.values()))
         try:
             position = msgspec.json.decode((loaded.directory / POSITION_FILE).read_bytes(), type=SavedPosition)

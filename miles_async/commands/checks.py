@@ -101,7 +101,7 @@ def checkpoint_problems(arguments: Arguments) -> Iterator[str]:
         save=checkpoint.save,
         load=checkpoint.load,
         overwrite=checkpoint.save_overwrite,
-        model=fingerprint(model),
+        model=fingerprint(model, arguments.critic.critic_hf_checkpoint),
         least_bytes=least_bytes(model),
         anyway=checkpoint.load_anyway,
     )

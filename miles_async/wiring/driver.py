@@ -345,7 +345,7 @@ class Run:
         assert self._arguments.model.hf_checkpoint is not None
         return RunIdentity(
             run=new_run_name(self._run_dir),
-            model=fingerprint(self._arguments.model),
+            model=fingerprint(self._arguments.model, self._arguments.critic.critic_hf_checkpoint),
             ranks=self._arguments.layout,
         )
 

@@ -47,10 +47,16 @@ def change(directory: Path, file: str, **fields: Any) -> None:
     (directory / file).write_text(json.dumps({**FILES[file], **fields}, indent=2))
 
 
-async def resumed(model: Path, saved: Path, *anyway: str) -> str:
+async def save_as(model: Path, saved: Path, critic: Path | None = None) -> None:
+    await save("mine", 10, save=saved)
+    identity = RunIdentity(run="mine", model=fingerprint(ModelArguments(hf_checkpoint=model), critic), ranks={})
+    write_manifest(saved / "iter_0000010", identity, 10, {})
+
+
+async def resumed(model: Path, saved: Path, *anyway: str, critic: Path | None = None) -> str:
     """Why a run of ``model`` does not resume from what was saved; empty if it does."""
     try:
-        check_whole(find_checkpoint(saved), fingerprint(ModelArguments(hf_checkpoint=model)), anyway)
+        check_whole(find_checkpoint(saved), fingerprint(ModelArguments(hf_checkpoint=model), critic), anyway)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -77,9 +83,7 @@ async def test_another_model_of_the_same_shapes_is_refused(
     model: Path, tmp_path: Path, file: str, fields: dict[str, Any], name: str, said: str
 ) -> None:
     # covers: C12
-    await save("mine", 10, save=tmp_path / "saved")
-    identity = RunIdentity(run="mine", model=fingerprint(ModelArguments(hf_checkpoint=model)), ranks={})
-    write_manifest(tmp_path / "saved" / "iter_0000010", identity, 10, {})
+    await save_as(model, tmp_path / "saved")
     assert await resumed(model, tmp_path / "saved") == ""
     change(model, file, **fields)
     refusal = await resumed(model, tmp_path / "saved")
@@ -113,6 +117,35 @@ def test_the_same_model_in_the_form_of_a_newer_library(model: Path) -> None:
     change(model, "tokenizer_config.json", chat_template=None)
     (model / "chat_template.jinja").write_text("{{ messages }}\n")
     assert model_function(model) == before
+
+
+async def test_a_field_that_is_left_to_its_default_may_be_written_out(model: Path, tmp_path: Path) -> None:
+    await save_as(model, tmp_path / "saved")
+    defaults = {"hidden_act": "silu", "sliding_window": None, "layer_types": ["full_attention"] * 32}
+    change(model, "config.json", **defaults)
+    assert await resumed(model, tmp_path / "saved") == ""
+    change(model, "config.json", **{**defaults, "hidden_act": "gelu"})
+    assert 'hidden_act was absent and is "gelu"' in await resumed(model, tmp_path / "saved")
+
+
+async def test_a_critic_of_its_own_is_compared(model: Path, tmp_path: Path) -> None:
+    critic = tmp_path / "critic"
+    shutil.copytree(model, critic)
+    await save_as(model, tmp_path / "saved", critic)
+    assert await resumed(model, tmp_path / "saved", critic=critic) == ""
+    change(critic, "config.json", rope_theta=500.0)
+    assert "critic.rope_theta was 10000.0 and is 500.0" in await resumed(model, tmp_path / "saved", critic=critic)
+    assert await resumed(model, tmp_path / "saved", "critic.rope_theta", critic=critic) == ""
+
+
+def test_merges_in_the_form_of_a_newer_library(model: Path) -> None:
+    change(model, "tokenizer.json", model={"vocab": {"a": 0, "b": 1}, "merges": ["a b"]})
+    before = model_function(model)
+    newer = {"vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]], "ignore_merges": False, "dropout": None}
+    change(model, "tokenizer.json", model=newer)
+    assert model_function(model) == before
+    change(model, "tokenizer.json", model={**newer, "merges": [["b", "a"]]})
+    assert model_function(model) != before
 
 
 async def test_checkpoints_of_earlier_versions_are_taken(model: Path, tmp_path: Path) -> None:
