@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test test-long test-gpu test-image lint typecheck mutate lock check-lock bench study clean
+.PHONY: help setup quickstart smollm test test-long test-gpu test-image lint typecheck docs mutate lock check-lock bench study clean
 
 BIN := .venv/bin
 EXTRAS ?=
@@ -49,6 +49,9 @@ lint: setup ## style (ruff), layers (import-linter), Dockerfiles (hadolint), wor
 
 typecheck: setup ## types (mypy; strict on the pure packages)
 	$(BIN)/mypy
+
+docs: setup ## the site of the pages, with search and all flags, in build/site/; a broken link fails
+	$(BIN)/python -m scripts.docs_site
 
 mutate: setup ## do the fast tests notice small mistakes in the core? 100 random ones (MUTATE_ARGS="--only PATH --count 30 --seed 7")
 	$(BIN)/python scripts/mutate.py $(MUTATE_ARGS)

@@ -1,4 +1,4 @@
-"""Resolve requirements/*.in into requirements.lock, for CPU, and gpu.lock. Run by `make lock`.
+"""Resolve requirements/*.in into requirements.lock, for CPU, gpu.lock and docs.lock. Run by `make lock`.
 
 Pins that are in a lock stay where they are unless ``--upgrade`` names them (or says ``all``), so that adding one
 package moves nothing else. gpu.lock has the pins of requirements.lock except where gpu.in replaces them. ``--check``
@@ -17,14 +17,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from setup_env import LOCKS, canonical, platform_version, read_pins
+import setup_env
+from setup_env import canonical, platform_version, read_pins
 
-REQUIREMENTS = LOCKS[""].parent
+REQUIREMENTS = setup_env.LOCKS[""].parent
+LOCKS = setup_env.LOCKS | {"docs": REQUIREMENTS / "docs.lock"}  # docs.lock is for `make docs` alone
 WITHOUT_DEPENDENCIES = REQUIREMENTS / "nodeps.in"
 GPU = REQUIREMENTS / "gpu.in"
 HEADER = """\
 # Complete and exact, for Python {python} on {platform}. Made by `make lock` from {sources}:
-# edit those. `make setup{extras}` installs it with `--no-deps`.
+# edit those. `make {target}` installs it with `--no-deps`.
 """
 # Next to a CPU torch these break the imports of transformers and sglang, or are gigabytes of no use.
 REFUSED_ON_CPU = re.compile(r"torchvision|torchaudio|triton|nvidia-.*|cuda-.*")
@@ -36,24 +38,27 @@ Pins = Mapping[str, str]  # canonical name → "name==version"
 class Sources:
     """The files that are resolved to one lock, and the platform they are resolved for."""
 
-    extras: str  # as in `make setup EXTRAS=`
+    target: str  # of make, that installs the lock
     platform: str
-    files: tuple[str, ...]  # resolved; nodeps.in is added to each
+    files: tuple[str, ...]
 
     @property
     def paths(self) -> list[str]:
-        return [str(REQUIREMENTS / name) for name in self.files]
+        """The files to resolve; packages of nodeps.in are added as they are."""
+        return [str(REQUIREMENTS / name) for name in self.files if name != WITHOUT_DEPENDENCIES.name]
 
     def text(self, pins: Pins) -> str:
-        sources = ", ".join(self.files) + " and nodeps.in"
-        extras = f" EXTRAS={self.extras}" if self.extras else ""
         python = platform_version("PYTHON_VERSION")
-        header = HEADER.format(python=python, platform=self.platform, sources=sources, extras=extras)
+        sources = " and ".join(", ".join(self.files).rsplit(", ", 1))
+        header = HEADER.format(python=python, platform=self.platform, sources=sources, target=self.target)
         return header + "".join(f"{pin}\n" for pin in sorted(pins.values(), key=str.lower))
 
 
-CPU_SOURCES = Sources(extras="", platform="CPU", files=("base.in", "cpu.in", "dev.in"))
-GPU_SOURCES = Sources(extras="gpu", platform="x86-64 Linux with CUDA", files=("base.in", "gpu.in", "dev.in"))
+SOURCES = {
+    "": Sources("setup", "CPU", ("base.in", "cpu.in", "dev.in", "nodeps.in")),
+    "gpu": Sources("setup EXTRAS=gpu", "x86-64 Linux with CUDA", ("base.in", "gpu.in", "dev.in", "nodeps.in")),
+    "docs": Sources("docs", "any platform", ("docs.in",)),
+}
 
 
 def by_name(pins: Iterable[str]) -> dict[str, str]:
@@ -65,7 +70,7 @@ def resolve_for_cpu(constraints: Path) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
         command += ["--report", report.name, "--constraint", str(constraints)]
-        command += [word for path in CPU_SOURCES.paths for word in ("--requirement", path)]
+        command += [word for path in SOURCES[""].paths for word in ("--requirement", path)]
         if subprocess.run(command).returncode:
             sys.exit("error: pip found no solution (see above): `make lock UPGRADE=name,name` lets pins move.")
         packages = [item["metadata"] for item in json.load(report)["install"]]
@@ -77,12 +82,20 @@ def resolve_for_cpu(constraints: Path) -> list[str]:
 
 
 def resolve_for_gpus(constraints: Path) -> list[str]:
-    """Ask uv, which needs metadata only (requirements/uv.toml), and not pip's settings: those may be for CPU builds."""
     glibc = platform_version("GLIBC_VERSION").replace(".", "_")
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
-    command += ["--config-file", str(REQUIREMENTS / "uv.toml"), "--python-version", platform_version("PYTHON_VERSION")]
-    command += ["--python-platform", f"x86_64-manylinux_{glibc}", "--constraints", str(constraints)]
-    done = subprocess.run([*command, *GPU_SOURCES.paths], stdout=subprocess.PIPE, text=True)
+    platform = ["--python-platform", f"x86_64-manylinux_{glibc}", "--config-file", str(REQUIREMENTS / "uv.toml")]
+    return resolve_with_uv(SOURCES["gpu"], constraints, *platform)
+
+
+def resolve_for_docs(constraints: Path) -> list[str]:
+    return resolve_with_uv(SOURCES["docs"], constraints)
+
+
+def resolve_with_uv(sources: Sources, constraints: Path, *options: str) -> list[str]:
+    """Ask uv, which needs metadata only (requirements/uv.toml), and not pip's settings: those may be for CPU builds."""
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", *options]
+    command += ["--python-version", platform_version("PYTHON_VERSION"), "--constraints", str(constraints)]
+    done = subprocess.run([*command, *sources.paths], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit("error: uv found no solution (see above): `make lock UPGRADE=name,name` lets pins move.")
     return [line for line in done.stdout.splitlines() if "==" in line]
@@ -108,17 +121,18 @@ def main() -> None:
         shared = {name: pin for name, pin in cpu.items() if name not in replaced}
         constraints.write_text("\n".join((kept(before["gpu"]) | shared).values()))
         gpu = without_dependencies | by_name(resolve_for_gpus(constraints))
+        constraints.write_text("\n".join(kept(before["docs"]).values()))
+        docs = by_name(resolve_for_docs(constraints))
 
     changed = False
-    for sources, pins in ((CPU_SOURCES, cpu), (GPU_SOURCES, gpu)):
-        lock = LOCKS[sources.extras]
-        was = before[sources.extras]
-        for name in sorted(was.keys() | pins.keys()):
-            if was.get(name) != pins.get(name):
+    for name, pins in {"": cpu, "gpu": gpu, "docs": docs}.items():
+        lock, was = LOCKS[name], before[name]
+        for package in sorted(was.keys() | pins.keys()):
+            if was.get(package) != pins.get(package):
                 changed = True
-                print(f"{lock.name}: {was.get(name, 'absent')} → {pins.get(name, 'absent')}")
+                print(f"{lock.name}: {was.get(package, 'absent')} → {pins.get(package, 'absent')}")
         if not parsed.check:
-            lock.write_text(sources.text(pins))
+            lock.write_text(SOURCES[name].text(pins))
         print(f"{lock.name}: {len(pins)} pins")
     if parsed.check and changed:
         sys.exit("error: expected the locks to stay as they are, found the changes above: run `make lock`.")

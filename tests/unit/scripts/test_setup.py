@@ -24,7 +24,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = ROOT / "requirements"
-CPU_LOCK, GPU_LOCK = "requirements.lock", "gpu.lock"
+CPU_LOCK, GPU_LOCK, DOCS_LOCK = "requirements.lock", "gpu.lock", "docs.lock"
 CUDA_PACKAGE = re.compile(r"triton.*|nvidia-.*|cuda-.*")
 
 
@@ -109,6 +109,7 @@ def site_packages() -> list[Path]:
     [
         (CPU_LOCK, ("base.in", "cpu.in", "dev.in", "nodeps.in")),
         (GPU_LOCK, ("base.in", "gpu.in", "dev.in", "nodeps.in")),
+        (DOCS_LOCK, ("docs.in",)),
     ],
 )
 def test_lock_satisfies_every_source(lock: str, sources: Sequence[str]) -> None:
@@ -168,18 +169,19 @@ def test_gpu_extras_have_the_engine_of_the_lock() -> None:
 
 @pytest.fixture
 def make_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """scripts/make_lock.py with two small locks; its resolvers answer with the constraints that they are given."""
+    """scripts/make_lock.py with three small locks; its resolvers answer with the constraints that they are given."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.delitem(sys.modules, "make_lock", raising=False)
     import make_lock as module
 
-    locks = {"": tmp_path / CPU_LOCK, "gpu": tmp_path / GPU_LOCK}
+    locks = {"": tmp_path / CPU_LOCK, "gpu": tmp_path / GPU_LOCK, "docs": tmp_path / DOCS_LOCK}
     locks[""].write_text("numpy==2.4.6\nrich==15.0.0\n")
     locks["gpu"].write_text("numpy==2.3.5\nrich==14.0.0\ntriton==3.8.0\n")
+    locks["docs"].write_text("mkdocs==1.6.1\n")
     (tmp_path / "none.in").touch()
     monkeypatch.setattr(module, "LOCKS", locks)
     monkeypatch.setattr(module, "WITHOUT_DEPENDENCIES", tmp_path / "none.in")
-    for resolver in ("resolve_for_cpu", "resolve_for_gpus"):
+    for resolver in ("resolve_for_cpu", "resolve_for_gpus", "resolve_for_docs"):
         monkeypatch.setattr(module, resolver, lambda constraints: constraints.read_text().split())
     return module
 
