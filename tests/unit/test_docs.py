@@ -106,7 +106,9 @@ def anchor(heading: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    return {anchor(heading) for heading in re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)}
+    text = page.read_text()
+    headings = {anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)}
+    return headings | set(re.findall(r'<a id="([\w-]+)"></a>', text))
 
 
 def named_paths(text: str) -> Iterator[str]:
