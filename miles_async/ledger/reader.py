@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 
 from miles_async.errors import LedgerError
-from miles_async.ledger.store import SCHEMA_VERSION, Carried, read_balance, read_carried
+from miles_async.ledger.store import SCHEMA_VERSION, read_balance, read_carried
 from miles_async.staleness.attempts import DeadLetter
+from miles_async.staleness.events import Restored
 from miles_async.staleness.ledger import Balance, Outcome, Stage
 
 STEPS_FROM_ZERO = 2
@@ -69,7 +70,7 @@ class LedgerReader:
         """Balance as of the last flush; in a resumed run, with the attempts of earlier processes."""
         return read_balance(self._connection)
 
-    def carried(self) -> Carried | None:
+    def carried(self) -> Restored | None:
         """State that a resumed run took over; None for one that started fresh."""
         return read_carried(self._connection)
 

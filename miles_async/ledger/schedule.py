@@ -1,18 +1,29 @@
-"""The schedule of a run: each call of the pool, in order, with its decisions, for a replay (``replay.py``)."""
+"""The schedule of a run: each call of the pool, in order, with its decisions, for a replay (``wiring/replay.py``).
+
+``schedule.msgpack`` has a frame (``serialization.py``) for each call of the pool with its decisions, and for the
+digests of each batch, in order.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import msgspec
 
-from miles_async.staleness.attempts import DeadLetter, RetryPolicy
-from miles_async.staleness.ledger import Balance, Outcome, Stage
-from miles_async.staleness.observer import PoolObserver
+from miles_async.errors import ScheduleError
+from miles_async.ledger.queued_writer import FLUSH_SECONDS, QueuedWriter
+from miles_async.runtime.serialization import write_frames
+from miles_async.staleness import events
+from miles_async.staleness.attempts import RetryPolicy
+from miles_async.staleness.events import PoolEvent, PoolObserver
+from miles_async.staleness.ledger import Balance, Outcome
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool, PoolSnapshot
-from miles_async.types import Attempt, Group, Prompt
+from miles_async.train_data.digests import digests
+from miles_async.types import Attempt, Group, Prompt, TrainShard
 
 
 # ------------------------------------------------------------------------------------------------ calls
@@ -106,6 +117,20 @@ class Decisions(msgspec.Struct, kw_only=True):
     error: str = ""  # the error that the call raised, which ends the run
     room: int = 0  # attempts that may be issued afterwards
 
+    def note(self, event: PoolEvent) -> None:
+        """Add what an event of the pool says."""
+        match event:
+            case events.Restored(balance):
+                self.restored = balance
+            case events.Issued(attempt):
+                self.admitted.append(attempt)
+            case events.Trimmed(group, left_out):
+                self.trimmed.append(Trimmed(group.attempt.attempt_id, left_out))
+            case events.Ended(attempt_id, outcome, reason):
+                self.ended.append(Ended(attempt_id, outcome, reason))
+            case events.Cut(attempt_ids):
+                self.batch = attempt_ids
+
 
 # ---------------------------------------------------------------------------------------------- frames of the file
 class PoolFrame(msgspec.Struct, frozen=True, kw_only=True, tag="pool"):
@@ -142,11 +167,11 @@ class RecordedPool(Pool):
         *,
         record: Record,
         total_groups: int | None = None,
-        observer: PoolObserver | None = None,
+        observers: Sequence[PoolObserver] = (),
     ) -> None:
         self._record = record
-        self._decisions = DecisionObserver(observer or PoolObserver())
-        super().__init__(policy, retries, total_groups=total_groups, observer=self._decisions)
+        self._decisions = Decisions()  # of the call that is running
+        super().__init__(policy, retries, total_groups=total_groups, observers=(self._note, *observers))
 
     def offer(self, epoch: int, prompt: Prompt) -> None:
         with self._recorded(Offered(epoch=epoch, prompt=prompt)):
@@ -172,7 +197,7 @@ class RecordedPool(Pool):
         call = Reviewed(attempt_id=attempt_id, versions=dict(versions), target_version=target_version)
         with self._recorded(call):
             aborted = super().review(attempt_id, versions, target_version)
-            self._decisions.taken.aborted = tuple(sorted(aborted))
+            self._decisions.aborted = tuple(sorted(aborted))
             return aborted
 
     def cut(self, target_version: int) -> tuple[Group, ...] | None:
@@ -204,9 +229,12 @@ class RecordedPool(Pool):
         with self._recorded(call):
             super().restore(snapshot, version=version, total_groups=total_groups, readmissions=readmissions)
 
+    def _note(self, event: PoolEvent) -> None:
+        self._decisions.note(event)
+
     @contextmanager
     def _recorded(self, call: AnyCall) -> Iterator[None]:
-        self._decisions.taken = decisions = Decisions()
+        self._decisions = decisions = Decisions()
         try:
             yield
         except Exception as error:
@@ -217,46 +245,48 @@ class RecordedPool(Pool):
             self._record(call, decisions)
 
 
-class DecisionObserver(PoolObserver):
-    """Collects what the pool decides, and passes everything on."""
+# ------------------------------------------------------------------------------------------------------- on disk
+class ScheduleWriter(QueuedWriter[Frame]):
+    """Holds groups until they are written, a quarter of a second later. Raises ScheduleError."""
 
-    def __init__(self, observer: PoolObserver) -> None:
-        self.taken = Decisions()
-        self._next = observer
+    failures = (OSError, TypeError)  # a disk that is full, gone, or hangs; metadata that msgpack does not know
 
-    def restored(self, balance: Balance, quarantined: Sequence[DeadLetter]) -> None:
-        self.taken.restored = balance
-        self._next.restored(balance, quarantined)
-
-    def issued(self, attempt: Attempt) -> None:
-        self.taken.admitted.append(attempt)
-        self._next.issued(attempt)
-
-    def finished(self, group: Group) -> None:
-        self._next.finished(group)
-
-    def trimmed(self, group: Group, left_out: int) -> None:
-        self.taken.trimmed.append(Trimmed(group.attempt.attempt_id, left_out))
-        self._next.trimmed(group, left_out)
-
-    def cut(self, attempt_ids: Sequence[int], target_version: int) -> None:
-        self.taken.batch = tuple(attempt_ids)
-        self._next.cut(attempt_ids, target_version)
-
-    def ended(
-        self,
-        attempt_id: int,
-        outcome: Outcome,
-        reason: str = "",
-        *,
-        target_version: int | None = None,
-        step: int | None = None,
+    def __init__(
+        self, path: Path, *, clock: Callable[[], float] = time.time, flush_seconds: float = FLUSH_SECONDS
     ) -> None:
-        self.taken.ended.append(Ended(attempt_id, outcome, reason))
-        self._next.ended(attempt_id, outcome, reason, target_version=target_version, step=step)
+        """Creates the file. Raises ScheduleError."""
+        super().__init__(path, flush_seconds=flush_seconds)
+        self._clock = clock
+        try:
+            self._file = path.open("xb")
+        except OSError as error:
+            raise self._error(error) from error
 
-    def checked(self, issued: int, live: Mapping[int, Stage]) -> None:
-        self._next.checked(issued, live)
+    def pool(self, call: AnyCall, decisions: Decisions) -> None:
+        """Record a call of ``RecordedPool``."""
+        self.add(PoolFrame(at=self._clock(), call=call, decisions=decisions))
+
+    def batch(self, groups: Sequence[Group], shards: Sequence[TrainShard], quadratic_work: float) -> None:
+        """Record a batch; called by ``BatchMaker``, in its thread."""
+        self.add(
+            BatchFrame(
+                at=self._clock(),
+                attempt_ids=attempt_ids(groups),
+                digests=digests(shards),
+                quadratic_work=quadratic_work,
+            )
+        )
+
+    def _put(self, items: Sequence[Frame]) -> None:
+        write_frames(self._file, items)
+        self._file.flush()
+
+    def _close(self) -> None:
+        with suppress(OSError):  # from what an earlier, failed write left in the buffer
+            self._file.close()
+
+    def _error(self, problem: object) -> ScheduleError:
+        return ScheduleError(f"{self._path}: cannot write the schedule: {problem}; see --run-dir and --record")
 
 
 def attempt_ids(groups: Sequence[Group]) -> tuple[int, ...]:

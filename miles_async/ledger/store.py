@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from miles_async.errors import ContractViolation
-from miles_async.staleness.attempts import DeadLetter
+from miles_async.runtime.texts import shortened
+from miles_async.staleness.events import Checked, Cut, Ended, Finished, Issued, PoolEvent, Restored, Trimmed
 from miles_async.staleness.ledger import ENDS_FROM, STALE, Balance, Outcome, Stage
 from miles_async.staleness.versions import is_mixed
-from miles_async.types import Attempt, Group, JsonObject
+from miles_async.types import Group, JsonObject
 
 SCHEMA_VERSION = 3
 SCHEMA = """
@@ -57,52 +57,8 @@ CREATE INDEX live_attempts ON attempts (attempt_id, stage) WHERE outcome IS NULL
 """
 
 
-class Carried(msgspec.Struct, frozen=True, kw_only=True):
-    """State that a resumed run took over: attempts of earlier processes, whose rows are in their run directories."""
-
-    balance: Balance
-    quarantined: tuple[DeadLetter, ...] = ()  # get no more attempts
-
-
-class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Something that happened at ``at``, in seconds since 1970."""
-
-    at: float
-
-
-class RestoredEvent(LedgerEvent, frozen=True, kw_only=True):
-    carried: Carried
-
-
-class IssuedEvent(LedgerEvent, frozen=True, kw_only=True):
-    attempt: Attempt
-
-
-class FinishedEvent(LedgerEvent, frozen=True, kw_only=True):
-    group: Group
-
-
-class TrimmedEvent(LedgerEvent, frozen=True, kw_only=True):
-    group: Group  # the rest
-    left_out: int
-
-
-class CutEvent(LedgerEvent, frozen=True, kw_only=True):
-    attempt_ids: tuple[int, ...]
-    target_version: int
-
-
-class EndedEvent(LedgerEvent, frozen=True, kw_only=True):
-    attempt_id: int
-    outcome: Outcome
-    reason: str = ""
-    target_version: int | None = None
-    step: int | None = None
-
-
-class CheckedEvent(LedgerEvent, frozen=True, kw_only=True):
-    issued: int
-    live: Mapping[int, Stage]
+TimedEvent = tuple[float, PoolEvent]
+"""When it happened, in seconds since 1970, and the event."""
 
 
 class LedgerStore:
@@ -118,7 +74,7 @@ class LedgerStore:
         self._put("schema_version", SCHEMA_VERSION)
         self._carried_issued = 0
 
-    def write(self, events: Sequence[LedgerEvent]) -> None:
+    def write(self, events: Sequence[TimedEvent]) -> None:
         """Write events in order, in one transaction; none if one fails.
 
         Raises:
@@ -126,8 +82,8 @@ class LedgerStore:
         """
         self._connection.execute("BEGIN IMMEDIATE")
         try:
-            for event in events:
-                WRITE[type(event)](self, event)
+            for at, event in events:
+                self._apply(at, event)
         except BaseException:
             with suppress(sqlite3.Error):  # on a full disk sqlite has rolled back by itself
                 self._connection.execute("ROLLBACK")
@@ -144,54 +100,44 @@ class LedgerStore:
         """Close the file; it is then one file, without WAL beside it."""
         self._connection.close()
 
-    # -------------------------------------------------------------------------------------------- one per event
-    def _restored(self, event: RestoredEvent) -> None:
-        self._put("carried", msgspec.to_builtins(event.carried))
-        self._carried_issued = event.carried.balance.issued
+    # --------------------------------------------------------------------------------------------------- events
+    def _apply(self, at: float, event: PoolEvent) -> None:
+        match event:
+            case Restored():
+                self._put("carried", msgspec.to_builtins(event))
+                self._carried_issued = event.balance.issued
+            case Issued(attempt):
+                self._connection.execute(
+                    "INSERT INTO attempts (attempt_id, prompt_id, epoch, issued_version, history, stage, issued_at) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (
+                        attempt.attempt_id,
+                        attempt.prompt.prompt_id,
+                        attempt.epoch,
+                        attempt.issued_version,
+                        json.dumps(attempt.history),
+                        Stage.IN_FLIGHT,
+                        at,
+                    ),
+                )
+            case Finished(group):
+                columns = {"stage": Stage.BUFFERED, "finished_at": at, "left_out": group.aborted}
+                self._move([group.attempt.attempt_id], [Stage.IN_FLIGHT], **columns, **_described(group))
+            case Trimmed(group, left_out):
+                attempt_id = group.attempt.attempt_id
+                self._move([attempt_id], [Stage.BUFFERED], **_described(group))
+                self._connection.execute(
+                    "UPDATE attempts SET left_out = left_out + ? WHERE attempt_id = ?", (left_out, attempt_id)
+                )
+            case Cut(attempt_ids, target_version):
+                columns = {"stage": Stage.CUT, "target_version": target_version, "cut_at": at}
+                self._move(attempt_ids, [Stage.BUFFERED], **columns)
+            case Ended():
+                self._end(at, event)
+            case Checked():
+                self._check(event)
 
-    def _issued(self, event: IssuedEvent) -> None:
-        attempt = event.attempt
-        self._connection.execute(
-            "INSERT INTO attempts (attempt_id, prompt_id, epoch, issued_version, history, stage, issued_at) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                attempt.attempt_id,
-                attempt.prompt.prompt_id,
-                attempt.epoch,
-                attempt.issued_version,
-                json.dumps(attempt.history),
-                Stage.IN_FLIGHT,
-                event.at,
-            ),
-        )
-
-    def _finished(self, event: FinishedEvent) -> None:
-        self._move(
-            [event.group.attempt.attempt_id],
-            [Stage.IN_FLIGHT],
-            stage=Stage.BUFFERED,
-            finished_at=event.at,
-            left_out=event.group.aborted,
-            **_described(event.group),
-        )
-
-    def _trimmed(self, event: TrimmedEvent) -> None:
-        attempt_id = event.group.attempt.attempt_id
-        self._move([attempt_id], [Stage.BUFFERED], **_described(event.group))
-        self._connection.execute(
-            "UPDATE attempts SET left_out = left_out + ? WHERE attempt_id = ?", (event.left_out, attempt_id)
-        )
-
-    def _cut(self, event: CutEvent) -> None:
-        self._move(
-            event.attempt_ids,
-            [Stage.BUFFERED],
-            stage=Stage.CUT,
-            target_version=event.target_version,
-            cut_at=event.at,
-        )
-
-    def _ended(self, event: EndedEvent) -> None:
+    def _end(self, at: float, event: Ended) -> None:
         stages = {*ENDS_FROM[event.outcome]}
         if event.outcome is Outcome.FILTERED:
             stages.add(Stage.BUFFERED)  # what a filter judges is finished, though it never enters the buffer
@@ -200,12 +146,12 @@ class LedgerStore:
             [event.attempt_id],
             stages,
             outcome=event.outcome,
-            reason=event.reason or None,
-            ended_at=event.at,
+            reason=shortened(event.reason) or None,
+            ended_at=at,
             **{column: value for column, value in known.items() if value is not None},
         )
 
-    def _checked(self, event: CheckedEvent) -> None:
+    def _check(self, event: Checked) -> None:
         rows = self._connection.execute("SELECT attempt_id, stage FROM attempts WHERE outcome IS NULL")
         found = {attempt_id: Stage(stage) for attempt_id, stage in rows}
         if wrong := found.keys() ^ event.live.keys() | {i for i in found if found[i] is not event.live.get(i)}:
@@ -242,21 +188,10 @@ class LedgerStore:
         self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
 
-WRITE: Mapping[type[LedgerEvent], Callable[[LedgerStore, Any], None]] = {
-    RestoredEvent: LedgerStore._restored,
-    IssuedEvent: LedgerStore._issued,
-    FinishedEvent: LedgerStore._finished,
-    TrimmedEvent: LedgerStore._trimmed,
-    CutEvent: LedgerStore._cut,
-    EndedEvent: LedgerStore._ended,
-    CheckedEvent: LedgerStore._checked,
-}
-
-
-def read_carried(connection: sqlite3.Connection) -> Carried | None:
+def read_carried(connection: sqlite3.Connection) -> Restored | None:
     """Read the state that a resumed run took over; None for a run that started fresh."""
     row = connection.execute("SELECT value FROM meta WHERE key = 'carried'").fetchone()
-    return msgspec.json.decode(row[0], type=Carried) if row else None
+    return msgspec.json.decode(row[0], type=Restored) if row else None
 
 
 def read_balance(connection: sqlite3.Connection) -> Balance:

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from miles_async.errors import LedgerError
 from miles_async.ledger.queued_writer import FLUSH_SECONDS, QueuedWriter
-from miles_async.ledger.store import (
-    Carried,
-    CheckedEvent,
-    CutEvent,
-    EndedEvent,
-    FinishedEvent,
-    IssuedEvent,
-    LedgerEvent,
-    LedgerStore,
-    RestoredEvent,
-    TrimmedEvent,
-)
-from miles_async.runtime.texts import shortened
-from miles_async.staleness.attempts import DeadLetter
-from miles_async.staleness.ledger import Balance, Outcome, Stage
-from miles_async.staleness.observer import PoolObserver
-from miles_async.types import Attempt, Group
+from miles_async.ledger.store import LedgerStore, TimedEvent
+from miles_async.staleness.events import PoolEvent
+from miles_async.staleness.ledger import Balance
 
 
-class LedgerWriter(QueuedWriter[LedgerEvent], PoolObserver):
+class LedgerWriter(QueuedWriter[TimedEvent]):
     """Queues events of the pool. Raises LedgerError if the disk is full, gone, or hangs, and ContractViolation if the
     ledger on disk contradicts the pool (C2).
     """
@@ -46,46 +32,10 @@ class LedgerWriter(QueuedWriter[LedgerEvent], PoolObserver):
         except sqlite3.Error as error:
             raise self._error(error) from error
 
-    # --------------------------------------------------------------------------------------------- the pool's side
-    def restored(self, balance: Balance, quarantined: Sequence[DeadLetter]) -> None:
-        self.add(RestoredEvent(at=self._clock(), carried=Carried(balance=balance, quarantined=tuple(quarantined))))
+    def note(self, event: PoolEvent) -> None:
+        """Queue an event of the pool; a ``PoolObserver``."""
+        self.add((self._clock(), event))
 
-    def issued(self, attempt: Attempt) -> None:
-        self.add(IssuedEvent(at=self._clock(), attempt=attempt))
-
-    def finished(self, group: Group) -> None:
-        self.add(FinishedEvent(at=self._clock(), group=group))
-
-    def trimmed(self, group: Group, left_out: int) -> None:
-        self.add(TrimmedEvent(at=self._clock(), group=group, left_out=left_out))
-
-    def cut(self, attempt_ids: Sequence[int], target_version: int) -> None:
-        self.add(CutEvent(at=self._clock(), attempt_ids=tuple(attempt_ids), target_version=target_version))
-
-    def ended(
-        self,
-        attempt_id: int,
-        outcome: Outcome,
-        reason: str = "",
-        *,
-        target_version: int | None = None,
-        step: int | None = None,
-    ) -> None:
-        self.add(
-            EndedEvent(
-                at=self._clock(),
-                attempt_id=attempt_id,
-                outcome=outcome,
-                reason=shortened(reason),
-                target_version=target_version,
-                step=step,
-            )
-        )
-
-    def checked(self, issued: int, live: Mapping[int, Stage]) -> None:
-        self.add(CheckedEvent(at=self._clock(), issued=issued, live=live))
-
-    # --------------------------------------------------------------------------------------------- the disk's side
     async def settle(self, balance: Balance) -> None:
         """Write the remaining events and compare the ledger with the pool's balance."""
 
@@ -95,7 +45,7 @@ class LedgerWriter(QueuedWriter[LedgerEvent], PoolObserver):
 
         await self._in_thread(work)
 
-    def _put(self, items: Sequence[LedgerEvent]) -> None:
+    def _put(self, items: Sequence[TimedEvent]) -> None:
         self._store.write(items)
 
     def _close(self) -> None:

@@ -18,8 +18,8 @@ import msgspec
 
 from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, fingerprint, write_report
 from miles_async.simulation.distributions import Distribution
-from miles_async.simulation.events import EventLog
 from miles_async.simulation.network import Response
+from miles_async.simulation.recording import EventLog
 from miles_async.simulation.settings import FaultAction
 from miles_async.types import HeldPart, HeldWeights, JsonObject
 

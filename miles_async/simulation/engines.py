@@ -23,8 +23,8 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.simulation.engine import Meter, SimulatedEngine
-from miles_async.simulation.events import EventLog
 from miles_async.simulation.network import Host, Network, Response, SimulatedHttp
+from miles_async.simulation.recording import EventLog
 from miles_async.simulation.settings import CallFault, FaultAction, SimulationSettings
 from miles_async.staleness.versions import parse_spans
 from miles_async.types import EngineStats

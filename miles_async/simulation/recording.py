@@ -1,17 +1,34 @@
-"""Records of a simulation: pool events, steps, and the fate of tokens."""
+"""Records of a simulation: its event log, steps, and the fate of tokens."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from miles_async.simulation.events import EventLog
-from miles_async.staleness.ledger import Outcome, Stage
-from miles_async.staleness.observer import PoolObserver
+from miles_async.staleness.events import Cut, Ended, Finished, Issued, PoolEvent, Trimmed
+from miles_async.staleness.ledger import Outcome
 from miles_async.staleness.pool import Pool
-from miles_async.types import Attempt, Group, Publication
+from miles_async.types import Group, Publication
+
+
+class EventLog:
+    """Lines "SECONDS KIND name=value ...", in virtual seconds: same settings and seed, same bytes."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self.lines: list[str] = []
+        self._enabled = enabled
+
+    def add(self, kind: str, **fields: object) -> None:
+        """Log one event at the current time."""
+        if self._enabled:
+            values = "".join(f" {name}={value}" for name, value in fields.items())
+            self.lines.append(f"{asyncio.get_running_loop().time():.6f} {kind}{values}")
+
+    def text(self) -> bytes:
+        """The whole log."""
+        return "".join(line + "\n" for line in self.lines).encode()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,56 +54,41 @@ class Lengths:
     trained: Counter[int] = field(default_factory=Counter)
 
 
-class PoolRecorder(PoolObserver):
-    """Records pool events and passes them on to the ledger on disk, if there is one."""
+class PoolRecorder:
+    """Logs pool events, and follows the lengths of responses until their attempts end."""
 
-    def __init__(self, log: EventLog, lead: Callable[[], int], ledger: PoolObserver | None) -> None:
+    def __init__(self, log: EventLog, lead: Callable[[], int]) -> None:
         """``lead``: returns the current lead of the pool."""
         self.lengths = Lengths()
         self.max_lead = 0
         self._log = log
         self._lead = lead
-        self._ledger = ledger or PoolObserver()
         self._waiting: dict[int, list[int]] = {}  # attempt → lengths of its group, until it ends
 
-    def issued(self, attempt: Attempt) -> None:
-        self._ledger.issued(attempt)
-        self.max_lead = max(self.max_lead, self._lead())
-        self._log.add("issued", attempt=attempt.attempt_id, prompt=attempt.prompt.prompt_id, lead=self._lead())
+    def note(self, event: PoolEvent) -> None:
+        """Record an event; a ``PoolObserver``."""
+        match event:
+            case Issued(attempt):
+                self.max_lead = max(self.max_lead, self._lead())
+                self._log.add("issued", attempt=attempt.attempt_id, prompt=attempt.prompt.prompt_id, lead=self._lead())
+            case Finished(group):
+                self.lengths.generated.update(self._wait(group))
+                self._log.add("finished", attempt=group.attempt.attempt_id, oldest=group.oldest_version)
+            case Trimmed(group, left_out):
+                self._wait(group)
+                self._log.add("trimmed", attempt=group.attempt.attempt_id, left_out=left_out)
+            case Cut(attempt_ids, target_version):
+                self._log.add("cut", version=target_version, attempts=",".join(map(str, attempt_ids)))
+            case Ended(attempt_id, outcome):
+                lengths = self._waiting.pop(attempt_id, [])
+                if outcome is Outcome.TRAINED:
+                    self.lengths.trained.update(lengths)
+                self._log.add("ended", attempt=attempt_id, outcome=outcome)
 
-    def finished(self, group: Group) -> None:
-        self._ledger.finished(group)
+    def _wait(self, group: Group) -> list[int]:
         lengths = [sample.response_length for sample in group.samples]
         self._waiting[group.attempt.attempt_id] = lengths
-        self.lengths.generated.update(lengths)
-        self._log.add("finished", attempt=group.attempt.attempt_id, oldest=group.oldest_version)
-
-    def trimmed(self, group: Group, left_out: int) -> None:
-        self._ledger.trimmed(group, left_out)
-        self._waiting[group.attempt.attempt_id] = [s.response_length for s in group.samples]
-        self._log.add("trimmed", attempt=group.attempt.attempt_id, left_out=left_out)
-
-    def cut(self, attempt_ids: Sequence[int], target_version: int) -> None:
-        self._ledger.cut(attempt_ids, target_version)
-        self._log.add("cut", version=target_version, attempts=",".join(map(str, attempt_ids)))
-
-    def ended(
-        self,
-        attempt_id: int,
-        outcome: Outcome,
-        reason: str = "",
-        *,
-        target_version: int | None = None,
-        step: int | None = None,
-    ) -> None:
-        self._ledger.ended(attempt_id, outcome, reason, target_version=target_version, step=step)
-        lengths = self._waiting.pop(attempt_id, [])
-        if outcome is Outcome.TRAINED:
-            self.lengths.trained.update(lengths)
-        self._log.add("ended", attempt=attempt_id, outcome=outcome)
-
-    def checked(self, issued: int, live: Mapping[int, Stage]) -> None:
-        self._ledger.checked(issued, live)
+        return lengths
 
 
 class Recording:

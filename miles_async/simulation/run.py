@@ -18,7 +18,7 @@ from miles_async.checkpoints.manifest import RunIdentity
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.controller import Controller
 from miles_async.errors import first_error
-from miles_async.ledger.schedule_writer import ScheduleWriter
+from miles_async.ledger.schedule import ScheduleWriter
 from miles_async.ledger.writer import LedgerWriter
 from miles_async.rewards.guard import GuardedReward
 from miles_async.rollout.batches import BatchMaker, RecordBatch
@@ -29,9 +29,8 @@ from miles_async.rollout.manager import RolloutManager
 from miles_async.runtime.garbage import rare_collections
 from miles_async.runtime.services import Services
 from miles_async.simulation.engines import SimulatedEngines
-from miles_async.simulation.events import EventLog
 from miles_async.simulation.hooks import SimulatedEpisode, SimulatedPrompts, SimulatedReward
-from miles_async.simulation.recording import PoolRecorder, Recording
+from miles_async.simulation.recording import EventLog, PoolRecorder, Recording
 from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.rollout_process import RolloutProcess
 from miles_async.simulation.settings import SimulationSettings
@@ -86,8 +85,13 @@ class Simulation:
         self.services = Services(
             outage_timeout=rollout.service_outage_timeout, max_failures=rollout.max_sample_failures
         )
-        self.observer = PoolRecorder(self.log, lambda: self.pool.lead(), ledger)
-        self.pool = make_pool(rollout, staleness, observer=self.observer, record=schedule.pool if schedule else None)
+        self.observer = PoolRecorder(self.log, lambda: self.pool.lead())
+        self.pool = make_pool(
+            rollout,
+            staleness,
+            observers=[self.observer.note, *([ledger.note] if ledger else [])],
+            record=schedule.pool if schedule else None,
+        )
         self.recording = Recording(self.pool, self.log)
         beginnings = Beginnings(self.engines.traffic.dispatched)
         self.manager = RolloutManager(

@@ -14,7 +14,7 @@ import msgspec
 from miles_async.errors import ProcessLostError
 from miles_async.runtime.files.digests import digest_pieces, split, write_digested
 from miles_async.simulation.engine import TENSORS, canary_logprobs, simulated_digest
-from miles_async.simulation.events import EventLog
+from miles_async.simulation.recording import EventLog
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.types import StagedWeights, TensorMeta, TrainShard
 from miles_async.weights.transports.distributed.driver import Broadcasts

@@ -11,6 +11,6 @@ docs/architecture.md promises in C1–C6 can be checked here by property tests a
          └──── AttemptBook.ended: retry, or a fresh prompt ◄────────────┴─── Admission.leave               │
                                                    Admission.trained, then .commit ◄───────────────────────┘
 
-``Ledger`` sees every arrow and refuses an attempt that ends twice or never; a ``PoolObserver`` is told of it, and
-brings it to disk (``ledger.writer``).
+``Ledger`` sees every arrow and refuses an attempt that ends twice or never. Each arrow is also an event (``events``),
+which observers of the pool write to disk (``ledger.writer``, ``ledger.schedule``).
 """

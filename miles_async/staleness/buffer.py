@@ -11,16 +11,10 @@ import msgspec
 
 from miles_async.arguments.staleness import BatchOrder
 from miles_async.errors import ContractViolation, VersionUnknownError
+from miles_async.staleness.events import Trimmed
 from miles_async.staleness.policy import is_stale
 from miles_async.staleness.versions import group_of, oldest_version
 from miles_async.types import Group
-
-
-class Trimmed(msgspec.Struct, frozen=True):
-    """A group that goes on with its fresh samples."""
-
-    group: Group
-    left_out: int  # samples that were too old
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from miles_async.errors import ContractViolation
+from miles_async.staleness import events
 from miles_async.staleness.admission import Admission
 from miles_async.staleness.attempts import AttemptBook, BookState, Cause, DeadLetter, Retry, RetryPolicy
 from miles_async.staleness.buffer import StalenessBuffer
+from miles_async.staleness.events import PoolEvent, PoolObserver
 from miles_async.staleness.ledger import Balance, Ledger, LedgerState, Outcome, Row, Stage
-from miles_async.staleness.observer import PoolObserver
 from miles_async.staleness.policy import StalenessPolicy, is_stale
 from miles_async.types import Attempt, Group, Prompt
 
@@ -47,12 +48,12 @@ class Pool:
         retries: RetryPolicy,
         *,
         total_groups: int | None = None,
-        observer: PoolObserver | None = None,
+        observers: Sequence[PoolObserver] = (),
     ) -> None:
         """``total_groups``: groups left to train; nothing is generated beyond them (R5, P6). None: no limit.
-        ``observer`` receives every event; the ledger on disk is one.
+        ``observers`` receive every event, such as the ledger on disk.
         """
-        self._observer = observer or PoolObserver()
+        self._observers = observers
         self._admission = Admission(policy.capacity)
         self._policy = policy
         self._buffer = StalenessBuffer(
@@ -104,7 +105,7 @@ class Pool:
         attempt = self._book.issue(self._fresh.popleft, visible_version)
         self._ledger.issue(attempt)
         self._live[attempt.attempt_id] = attempt
-        self._observer.issued(attempt)
+        self._emit(events.Issued(attempt))
         return attempt
 
     # ------------------------------------------------------------------------------------------ endings
@@ -112,7 +113,7 @@ class Pool:
         """Put a generated and rewarded group into the buffer."""
         self._buffer.put(group)
         self._ledger.buffered(group.attempt.attempt_id)
-        self._observer.finished(group)
+        self._emit(events.Finished(group))
 
     def failed(self, attempt: Attempt, reason: str, *, infrastructure: bool) -> None:
         """End an attempt that produced no group. Raises DataError past ``--max-quarantined-prompts``."""
@@ -121,7 +122,7 @@ class Pool:
     def filtered(self, attempt: Attempt, reason: str, group: Group | None = None) -> None:
         """End an attempt whose group a filter turned down."""
         if group is not None:
-            self._observer.finished(group)
+            self._emit(events.Finished(group))
         self._end_untrained(attempt, Cause.FILTERED, reason)
 
     def review(self, attempt_id: int, versions: Mapping[int, int | None], target_version: int) -> frozenset[int]:
@@ -161,16 +162,16 @@ class Pool:
             )
         cut = self._buffer.cut(target_version)
         for trimmed in cut.trimmed:
-            self._observer.trimmed(trimmed.group, trimmed.left_out)
+            self._emit(trimmed)
         for group in cut.stale:
             age = target_version - group.oldest_version
             self._end_untrained(group.attempt, Cause.STALE, f"age {age}", target_version=target_version)
         if not cut.groups:
             return None
-        attempt_ids = [group.attempt.attempt_id for group in cut.groups]
+        attempt_ids = tuple(group.attempt.attempt_id for group in cut.groups)
         self._ledger.cut(attempt_ids, target_version)
         self._cut.update(zip(attempt_ids, cut.groups, strict=True))
-        self._observer.cut(attempt_ids, target_version)
+        self._emit(events.Cut(attempt_ids, target_version))
         self.check()
         return cut.groups
 
@@ -180,7 +181,7 @@ class Pool:
         for group in groups:
             self._ledger.end(group.attempt.attempt_id, Outcome.TRAINED)
             del self._live[group.attempt.attempt_id], self._cut[group.attempt.attempt_id]
-            self._observer.ended(group.attempt.attempt_id, Outcome.TRAINED, step=self._steps)
+            self._emit(events.Ended(group.attempt.attempt_id, Outcome.TRAINED, step=self._steps))
         self._admission.trained(len(groups), leads_to=target_version + 1)
 
     def commit(self, version: int) -> None:
@@ -207,7 +208,7 @@ class Pool:
         """End everything that is live as cancelled."""
         for attempt_id in list(self._live):
             self._ledger.end(attempt_id, Outcome.CANCELLED)
-            self._observer.ended(attempt_id, Outcome.CANCELLED)
+            self._emit(events.Ended(attempt_id, Outcome.CANCELLED))
         self._admission.leave(len(self._live))
         self._live.clear()
 
@@ -219,7 +220,7 @@ class Pool:
         if live != self._live.keys():
             raise ContractViolation(f"the ledger and the pool disagree about {sorted(live ^ self._live.keys())}")
         stages = {row.attempt_id: row.stage for row in self._ledger.live()}
-        self._observer.checked(self._ledger.balance().issued, stages)
+        self._emit(events.Checked(self._ledger.balance().issued, stages))
 
     def balance(self) -> Balance:
         """Attempts by stage and outcome."""
@@ -287,18 +288,22 @@ class Pool:
             self._book.readmit(request_id, prompt_ids)
         balance = self.balance()
         earlier = msgspec.structs.replace(balance, issued=balance.issued - len(kept), buffered=0)
-        self._observer.restored(earlier, self._book.dead_letters)
+        self._emit(events.Restored(earlier, self._book.dead_letters))
         self._admission.resume(len(kept))
         for group in kept:
             self._live[group.attempt.attempt_id] = group.attempt
             self._buffer.put(group)
-            self._observer.issued(group.attempt)
-            self._observer.finished(group)
+            self._emit(events.Issued(group.attempt))
+            self._emit(events.Finished(group))
+
+    def _emit(self, event: PoolEvent) -> None:
+        for observe in self._observers:
+            observe(event)
 
     def _end_untrained(self, attempt: Attempt, cause: Cause, reason: str, *, target_version: int | None = None) -> None:
         verdict = self._book.ended(attempt, cause, reason)
         self._ledger.end(attempt.attempt_id, verdict.outcome, verdict.reason)
-        self._observer.ended(attempt.attempt_id, verdict.outcome, verdict.reason, target_version=target_version)
+        self._emit(events.Ended(attempt.attempt_id, verdict.outcome, verdict.reason, target_version))
         del self._live[attempt.attempt_id]
         self._admission.leave()
         if verdict.dead_letter:

@@ -13,7 +13,7 @@ import uvloop
 
 import miles_async.engines.stack
 import miles_async.evaluation.evaluator
-import miles_async.ledger.schedule_writer
+import miles_async.ledger.schedule
 import miles_async.ledger.writer
 import miles_async.observability.logs
 import miles_async.prompts.source

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from miles_async.algorithms.advantages.overlong import with_length_penalty
 from miles_async.algorithms.registry import advantage_estimator
 from miles_async.arguments import Arguments, RolloutArguments, StalenessArguments
 from miles_async.ledger.schedule import Record, RecordedPool
 from miles_async.rollout.batches import BatchMaker, RecordBatch
 from miles_async.staleness.attempts import RetryPolicy
-from miles_async.staleness.observer import PoolObserver
+from miles_async.staleness.events import PoolObserver
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 
@@ -17,10 +19,10 @@ def make_pool(
     rollout: RolloutArguments,
     staleness: StalenessArguments,
     *,
-    observer: PoolObserver | None = None,
+    observers: Sequence[PoolObserver] = (),
     record: Record | None = None,
 ) -> Pool:
-    """Make the pool of a run of ``--num-rollout`` steps. ``record`` is told every call and its result."""
+    """Make the pool of a run of ``--num-rollout`` steps. ``record`` is called with every call and its decisions."""
     policy = StalenessPolicy.from_arguments(staleness, rollout)
     retries = RetryPolicy(
         max_prompt_attempts=rollout.max_prompt_attempts,
@@ -29,8 +31,8 @@ def make_pool(
     )
     total_groups = rollout.num_rollout * rollout.rollout_batch_size
     if record is None:
-        return Pool(policy, retries, total_groups=total_groups, observer=observer)
-    return RecordedPool(policy, retries, total_groups=total_groups, observer=observer, record=record)
+        return Pool(policy, retries, total_groups=total_groups, observers=observers)
+    return RecordedPool(policy, retries, total_groups=total_groups, observers=observers, record=record)
 
 
 def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: RecordBatch | None = None) -> BatchMaker:

@@ -2,7 +2,7 @@
 a batch got and in which order, what was swept, trimmed or given up, and the batches themselves, to the last bit.
 
 What a run was told from outside (prompts, finished groups with their tokens, failures, commits) is read from its
-schedule (``ledger/schedule_writer.py``), and takes no engine, no trainer and no clock to happen again.
+schedule (``ledger/schedule.py``), and takes no engine, no trainer and no clock to happen again.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from miles_async.arguments.prompt_limit import prompt_limit, response_length
 from miles_async.arguments.server_groups import context_lengths
 from miles_async.engines.stack import EngineStack
 from miles_async.evaluation.evaluator import Evaluator
-from miles_async.ledger.schedule_writer import ScheduleWriter
+from miles_async.ledger.schedule import ScheduleWriter
 from miles_async.ledger.writer import LedgerWriter
 from miles_async.observability.logs import configure_logging
 from miles_async.prompts.source import FilePromptSource
@@ -107,7 +107,7 @@ async def build_rollout(
     ledger = LedgerWriter(run_dir / LEDGER_FILE)
     schedule = ScheduleWriter(run_dir / SCHEDULE_FILE) if arguments.observability.record else None
     pool = make_pool(
-        arguments.rollout, arguments.staleness, observer=ledger, record=schedule.pool if schedule else None
+        arguments.rollout, arguments.staleness, observers=[ledger.note], record=schedule.pool if schedule else None
     )
     assert arguments.model.hf_checkpoint is not None
     manager = RolloutManager(

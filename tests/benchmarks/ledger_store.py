@@ -15,15 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from miles_async.ledger.store import (
-    CheckedEvent,
-    CutEvent,
-    EndedEvent,
-    FinishedEvent,
-    IssuedEvent,
-    LedgerEvent,
-    LedgerStore,
-)
+from miles_async.ledger.store import LedgerStore, TimedEvent
+from miles_async.staleness.events import Checked, Cut, Ended, Finished, Issued
 from miles_async.staleness.ledger import Outcome, Stage
 from miles_async.staleness.versions import group_of
 from miles_async.types import Attempt, Prompt, Sample
@@ -50,7 +43,7 @@ def sample(versions: list[int]) -> Sample:
     )
 
 
-def lives(count: int) -> Iterator[list[LedgerEvent]]:
+def lives(count: int) -> Iterator[list[TimedEvent]]:
     """All events of one rollout step at a time; three lists of events per step, as flushes would cut them."""
     chance = random.Random(0)
     next_id = 0
@@ -67,21 +60,20 @@ def lives(count: int) -> Iterator[list[LedgerEvent]]:
         ]
         next_id += BATCH_SIZE
         ids = [attempt.attempt_id for attempt in attempts]
-        yield [IssuedEvent(at=step, attempt=attempt) for attempt in attempts]
+        yield [(step, Issued(attempt=attempt)) for attempt in attempts]
         yield [
-            FinishedEvent(at=step, group=group_of(a, [mixed if chance.random() < 0.3 else pure] * SAMPLES))
-            for a in attempts
+            (step, Finished(group=group_of(a, [mixed if chance.random() < 0.3 else pure] * SAMPLES))) for a in attempts
         ]
         stale = {i for i in ids if chance.random() < 0.05}
         fresh = tuple(i for i in ids if i not in stale)
         yield [
             *(
-                EndedEvent(at=step, attempt_id=i, outcome=Outcome.STALE_RECYCLED, reason="age 3", target_version=step)
+                (step, Ended(attempt_id=i, outcome=Outcome.STALE_RECYCLED, reason="age 3", target_version=step))
                 for i in stale
             ),
-            CutEvent(at=step, attempt_ids=fresh, target_version=step + 1),
-            CheckedEvent(at=step, issued=next_id, live=dict.fromkeys(fresh, Stage.CUT)),
-            *(EndedEvent(at=step, attempt_id=i, outcome=Outcome.TRAINED, step=step) for i in fresh),
+            (step, Cut(attempt_ids=fresh, target_version=step + 1)),
+            (step, Checked(issued=next_id, live=dict.fromkeys(fresh, Stage.CUT))),
+            *((step, Ended(attempt_id=i, outcome=Outcome.TRAINED, step=step)) for i in fresh),
         ]
 
 

@@ -39,7 +39,7 @@ from miles_async.runtime import garbage
 from miles_async.simulation.distributions import Fixed
 from miles_async.simulation.engine import canary_logprobs
 from miles_async.simulation.engines import SimulatedEngines
-from miles_async.simulation.events import EventLog
+from miles_async.simulation.recording import EventLog
 from miles_async.simulation.run import Simulation, quiet_logs
 from miles_async.simulation.settings import SimulationSettings
 from tests.benchmarks.report import Row

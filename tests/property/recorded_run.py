@@ -18,8 +18,7 @@ from miles_async.arguments import (
 )
 from miles_async.arguments.config_file import to_toml
 from miles_async.errors import DataError
-from miles_async.ledger.schedule import Frame
-from miles_async.ledger.schedule_writer import ScheduleWriter
+from miles_async.ledger.schedule import Frame, ScheduleWriter
 from miles_async.runtime.files.run_directory import CONFIG_FILE, SCHEDULE_FILE
 from miles_async.runtime.serialization import read_frames, write_frames
 from miles_async.staleness.pool import PoolSnapshot

@@ -41,7 +41,7 @@ class Traffic:
         self.pool = Pool(
             StalenessPolicy(bound=1, lead_batches=2, batch_size=2, action="recycle"),
             RetryPolicy(max_prompt_attempts=2, max_quarantined_prompts=10**6, recycle_stale=True),
-            observer=self.writer,
+            observers=[self.writer.note],
         )
         if self.state is not None:
             self.pool.restore(self.state, version=self.version)

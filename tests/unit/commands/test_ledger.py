@@ -40,7 +40,7 @@ class Story:
         self.pool = Pool(
             StalenessPolicy(bound=2, lead_batches=3, batch_size=1, action="recycle"),
             RetryPolicy(max_prompt_attempts=2, max_quarantined_prompts=9, recycle_stale=True),
-            observer=self.writer,
+            observers=[self.writer.note],
         )
         self.pool.commit(0)
 

@@ -12,7 +12,8 @@ from miles_async.arguments.parser import parse_arguments
 from miles_async.commands.measured import measured
 from miles_async.commands.plan import plan
 from miles_async.errors import ConfigurationError
-from miles_async.ledger.store import FinishedEvent, IssuedEvent, LedgerStore
+from miles_async.ledger.store import LedgerStore
+from miles_async.staleness.events import Finished, Issued
 from tests.property.builders import make_attempt, make_group
 
 
@@ -25,7 +26,7 @@ def run_dir(tmp_path: Path) -> Path:
     for number, seconds, lengths in ((0, 8.0, (40, 10)), (1, 4.0, (20, 20))):
         attempt = make_attempt(number)
         group = make_group(attempt, [(0,) * length for length in lengths])
-        store.write([IssuedEvent(at=100.0, attempt=attempt), FinishedEvent(at=100.0 + seconds, group=group)])
+        store.write([(100.0, Issued(attempt=attempt)), (100.0 + seconds, Finished(group=group))])
     store.close()
     rows = [
         {"step": step, "time/train_seconds": train, "publish/pause_seconds": pause, "publish/copy_seconds": 0.5}

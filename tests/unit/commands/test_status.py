@@ -10,8 +10,9 @@ import pytest
 from miles_async.arguments import Arguments
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.cli import main
-from miles_async.ledger.store import EndedEvent, IssuedEvent, LedgerStore
+from miles_async.ledger.store import LedgerStore
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
+from miles_async.staleness.events import Ended, Issued
 from miles_async.staleness.ledger import Outcome
 from tests.property.builders import make_attempt
 from tests.unit.commands.run_directories import write_run
@@ -26,8 +27,8 @@ def run_dir(tmp_path: Path) -> Path:
     file.log({"checkpoint/write_seconds": 1.5}, step=2)
     file.finish()
     store = LedgerStore(run_dir / "ledger.sqlite")
-    store.write([IssuedEvent(at=1.0, attempt=make_attempt(number)) for number in (1, 2, 3)])
-    ends = [EndedEvent(at=2.0, attempt_id=n, outcome=Outcome.FILTERED, reason="zero_std") for n in (1, 2)]
+    store.write([(1.0, Issued(attempt=make_attempt(number))) for number in (1, 2, 3)])
+    ends = [(2.0, Ended(attempt_id=n, outcome=Outcome.FILTERED, reason="zero_std")) for n in (1, 2)]
     store.write(ends)
     store.close()
     warnings = [

@@ -14,8 +14,9 @@ import pytest
 
 from miles_async.errors import LedgerError
 from miles_async.ledger.reader import LedgerReader, Lengths, open_ledger
-from miles_async.ledger.store import CutEvent, EndedEvent, FinishedEvent, IssuedEvent, LedgerStore
+from miles_async.ledger.store import LedgerStore
 from miles_async.staleness.attempts import DeadLetter
+from miles_async.staleness.events import Cut, Ended, Finished, Issued
 from miles_async.staleness.ledger import Outcome
 from tests.property.builders import make_attempt, make_group
 
@@ -43,7 +44,7 @@ def test_an_empty_ledger_has_nothing_to_tell(reader: LedgerReader) -> None:
 
 def test_attempts_prompts_and_the_begin_of_the_run(store: LedgerStore, reader: LedgerReader) -> None:
     first, again, other = make_attempt(4), make_attempt(6, "prompts.jsonl:4"), make_attempt(5)
-    store.write([IssuedEvent(at=at, attempt=each) for at, each in ((50.0, first), (51.0, other), (52.0, again))])
+    store.write([(at, Issued(attempt=each)) for at, each in ((50.0, first), (51.0, other), (52.0, again))])
     assert reader.started_at() == 50.0
     assert reader.attempt_range() == (4, 6)
     assert reader.prompts_issued() == 2
@@ -55,13 +56,13 @@ def test_attempts_prompts_and_the_begin_of_the_run(store: LedgerStore, reader: L
 
 
 def test_a_number_that_no_attempt_can_have_is_looked_for_as_a_prompt(store: LedgerStore, reader: LedgerReader) -> None:
-    store.write([IssuedEvent(at=1.0, attempt=make_attempt(0))])
+    store.write([(1.0, Issued(attempt=make_attempt(0)))])
     assert reader.find("9" * 18) == ()
     assert reader.find("9" * 19) == ()  # SQLite has no integer of that size
 
 
 def test_the_nearest_prompt_contains_the_text_or_is_spelt_like_it(store: LedgerStore, reader: LedgerReader) -> None:
-    store.write([IssuedEvent(at=1.0, attempt=make_attempt(12))])
+    store.write([(1.0, Issued(attempt=make_attempt(12)))])
     assert reader.nearest_prompt("jsonl:1") == "prompts.jsonl:12"
     assert reader.nearest_prompt("promtps.jsnol:12") == "prompts.jsonl:12"
     assert reader.nearest_prompt("z") is None
@@ -71,11 +72,11 @@ def test_response_lengths_by_where_their_attempts_ended(store: LedgerStore, read
     one, two = make_attempt(0), make_attempt(1)
     store.write(
         [
-            IssuedEvent(at=0.0, attempt=one),
-            IssuedEvent(at=0.0, attempt=two),
-            FinishedEvent(at=1.0, group=make_group(one, [[0], [0, 0, 0]])),
-            FinishedEvent(at=1.0, group=make_group(two, [[0, 0]])),
-            EndedEvent(at=2.0, attempt_id=0, outcome=Outcome.FILTERED, reason="zero_variance"),
+            (0.0, Issued(attempt=one)),
+            (0.0, Issued(attempt=two)),
+            (1.0, Finished(group=make_group(one, [[0], [0, 0, 0]]))),
+            (1.0, Finished(group=make_group(two, [[0, 0]]))),
+            (2.0, Ended(attempt_id=0, outcome=Outcome.FILTERED, reason="zero_variance")),
         ]
     )
     assert reader.response_lengths() == (
@@ -88,8 +89,8 @@ def test_quarantined_prompts_with_every_reason(store: LedgerStore, reader: Ledge
     attempt = msgspec.structs.replace(make_attempt(3), history=("data: first",))
     store.write(
         [
-            IssuedEvent(at=0.0, attempt=attempt),
-            EndedEvent(at=1.0, attempt_id=3, outcome=Outcome.QUARANTINED, reason="data: second"),
+            (0.0, Issued(attempt=attempt)),
+            (1.0, Ended(attempt_id=3, outcome=Outcome.QUARANTINED, reason="data: second")),
         ]
     )
     prompt_id = attempt.prompt.prompt_id
@@ -105,9 +106,9 @@ def test_nothing_is_held_open_after_the_block(store: LedgerStore, tmp_path: Path
 
 def test_a_ledger_of_the_format_before_counts_its_steps_from_0(store: LedgerStore, tmp_path: Path) -> None:
     attempt = make_attempt(1)
-    store.write([IssuedEvent(at=1.0, attempt=attempt), FinishedEvent(at=2.0, group=make_group(attempt))])
-    store.write([CutEvent(at=3.0, attempt_ids=(1,), target_version=0)])
-    store.write([EndedEvent(at=4.0, attempt_id=1, outcome=Outcome.TRAINED, step=4)])
+    store.write([(1.0, Issued(attempt=attempt)), (2.0, Finished(group=make_group(attempt)))])
+    store.write([(3.0, Cut(attempt_ids=(1,), target_version=0))])
+    store.write([(4.0, Ended(attempt_id=1, outcome=Outcome.TRAINED, step=4))])
     steps = []
     for version in ("2", "3"):
         store._connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (version,))

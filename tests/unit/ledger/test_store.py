@@ -16,18 +16,10 @@ import pytest
 
 from miles_async.errors import ContractViolation, LedgerError
 from miles_async.ledger.reader import open_ledger
-from miles_async.ledger.store import (
-    Carried,
-    CheckedEvent,
-    CutEvent,
-    EndedEvent,
-    FinishedEvent,
-    IssuedEvent,
-    LedgerStore,
-    RestoredEvent,
-)
+from miles_async.ledger.store import LedgerStore
 from miles_async.ledger.story import tell
 from miles_async.staleness.attempts import DeadLetter
+from miles_async.staleness.events import Checked, Cut, Ended, Finished, Issued, Restored
 from miles_async.staleness.ledger import Ledger, Outcome, Stage
 from tests.property.builders import make_attempt, make_group
 
@@ -48,14 +40,14 @@ def life(attempt_id: int, *, issued_version: int = 3) -> list:
     group = make_group(attempt, [[3, 3, 4], [4, 4]])
     noted = [msgspec.structs.replace(s, metadata={"engines": ["engine-1"], "chunks": 2}) for s in group.samples]
     return [
-        IssuedEvent(at=10.0, attempt=attempt),
-        FinishedEvent(at=12.0, group=msgspec.structs.replace(group, samples=tuple(noted))),
-        CutEvent(at=15.0, attempt_ids=(attempt_id,), target_version=5),
+        (10.0, Issued(attempt=attempt)),
+        (12.0, Finished(group=msgspec.structs.replace(group, samples=tuple(noted)))),
+        (15.0, Cut(attempt_ids=(attempt_id,), target_version=5)),
     ]
 
 
 def test_a_row_holds_the_whole_life(store: LedgerStore, path: Path) -> None:
-    store.write([*life(7), EndedEvent(at=16.0, attempt_id=7, outcome=Outcome.TRAINED, step=4)])
+    store.write([*life(7), (16.0, Ended(attempt_id=7, outcome=Outcome.TRAINED, step=4))])
     with open_ledger(path) as reader:
         (record,) = reader.find("7")
     assert msgspec.structs.asdict(record) == {
@@ -72,10 +64,10 @@ def test_attempts_aborted_in_flight_are_told_apart(store: LedgerStore, path: Pat
     reason = "aborted at age 3"
     store.write(
         [
-            IssuedEvent(at=10.0, attempt=attempt),
-            IssuedEvent(at=10.0, attempt=other),
-            EndedEvent(at=12.0, attempt_id=7, outcome=Outcome.STALE_RECYCLED, reason=reason, target_version=6),
-            FinishedEvent(at=12.0, group=msgspec.structs.replace(make_group(other), aborted=2)),
+            (10.0, Issued(attempt=attempt)),
+            (10.0, Issued(attempt=other)),
+            (12.0, Ended(attempt_id=7, outcome=Outcome.STALE_RECYCLED, reason=reason, target_version=6)),
+            (12.0, Finished(group=msgspec.structs.replace(make_group(other), aborted=2))),
         ]
     )
     with open_ledger(path) as reader:
@@ -89,23 +81,23 @@ def test_attempts_aborted_in_flight_are_told_apart(store: LedgerStore, path: Pat
 @pytest.mark.parametrize(
     "event",
     [
-        EndedEvent(at=0.0, attempt_id=0, outcome=Outcome.TRAINED),  # it has ended
-        CutEvent(at=0.0, attempt_ids=(1,), target_version=0),  # it is being generated
-        EndedEvent(at=0.0, attempt_id=1, outcome=Outcome.TRAINED),  # only what was cut is trained
-        EndedEvent(at=0.0, attempt_id=2, outcome=Outcome.FAILED),  # it was never issued
-        CheckedEvent(at=0.0, issued=2, live={}),  # the pool has lost one
-        CheckedEvent(at=0.0, issued=2, live={1: Stage.BUFFERED}),
-        CheckedEvent(at=0.0, issued=3, live={1: Stage.IN_FLIGHT}),
+        (0.0, Ended(attempt_id=0, outcome=Outcome.TRAINED)),  # it has ended
+        (0.0, Cut(attempt_ids=(1,), target_version=0)),  # it is being generated
+        (0.0, Ended(attempt_id=1, outcome=Outcome.TRAINED)),  # only what was cut is trained
+        (0.0, Ended(attempt_id=2, outcome=Outcome.FAILED)),  # it was never issued
+        (0.0, Checked(issued=2, live={})),  # the pool has lost one
+        (0.0, Checked(issued=2, live={1: Stage.BUFFERED})),
+        (0.0, Checked(issued=3, live={1: Stage.IN_FLIGHT})),
     ],
 )
 def test_an_impossible_event_is_refused_and_nothing_of_its_batch_is_written(
     store: LedgerStore, path: Path, event: object
 ) -> None:
-    ended = EndedEvent(at=0.0, attempt_id=0, outcome=Outcome.TRAINED)
-    store.write([*life(0), ended, IssuedEvent(at=0.0, attempt=make_attempt(1))])
-    store.write([CheckedEvent(at=0.0, issued=2, live={1: Stage.IN_FLIGHT})])
+    ended = (0.0, Ended(attempt_id=0, outcome=Outcome.TRAINED))
+    store.write([*life(0), ended, (0.0, Issued(attempt=make_attempt(1)))])
+    store.write([(0.0, Checked(issued=2, live={1: Stage.IN_FLIGHT}))])
     with pytest.raises(ContractViolation, match="attempt"):
-        store.write([IssuedEvent(at=0.0, attempt=make_attempt(3)), event])
+        store.write([(0.0, Issued(attempt=make_attempt(3))), event])
     with open_ledger(path) as reader:
         assert reader.balance().issued == 2
 
@@ -122,17 +114,15 @@ def test_an_impossible_event_is_refused_and_nothing_of_its_batch_is_written(
 def test_a_pool_that_disagrees_is_told_in_what(
     store: LedgerStore, issued: int, live: dict[int, Stage], difference: str
 ) -> None:
-    store.write(
-        [IssuedEvent(at=0.0, attempt=make_attempt(0)), CheckedEvent(at=0.0, issued=1, live={0: Stage.IN_FLIGHT})]
-    )
+    store.write([(0.0, Issued(attempt=make_attempt(0))), (0.0, Checked(issued=1, live={0: Stage.IN_FLIGHT}))])
     with pytest.raises(ContractViolation, match=difference):
-        store.write([CheckedEvent(at=1.0, issued=issued, live=live)])
+        store.write([(1.0, Checked(issued=issued, live=live))])
 
 
 def test_the_balance_on_disk_is_compared_with_the_pools(store: LedgerStore) -> None:
     ledger = Ledger()
     ledger.issue(make_attempt(0))
-    store.write([IssuedEvent(at=0.0, attempt=make_attempt(0))])
+    store.write([(0.0, Issued(attempt=make_attempt(0)))])
     store.compare(ledger.balance())
     ledger.end(0, Outcome.FAILED, "data: no reward")
     with pytest.raises(ContractViolation, match="the ledger on disk has"):
@@ -148,11 +138,11 @@ def test_a_resumed_run_starts_with_the_balance_it_brings_along(store: LedgerStor
     ledger = Ledger()
     ledger.restore(earlier.state())
     letter = DeadLetter(prompt_id="p9", epoch=0, reasons=("data: no reward",))
-    store.write([RestoredEvent(at=0.0, carried=Carried(balance=ledger.balance(), quarantined=(letter,)))])
+    store.write([(0.0, Restored(ledger.balance(), quarantined=(letter,)))])
     store.compare(ledger.balance())
     ledger.issue(make_attempt(3))
-    store.write([IssuedEvent(at=0.0, attempt=make_attempt(3)),
-                 CheckedEvent(at=0.0, issued=4, live={3: Stage.IN_FLIGHT})])  # fmt: skip
+    store.write([(0.0, Issued(attempt=make_attempt(3))),
+                 (0.0, Checked(issued=4, live={3: Stage.IN_FLIGHT}))])  # fmt: skip
     store.compare(ledger.balance())
     with open_ledger(path) as reader:
         assert reader.balance().summary() == ledger.balance().summary()
@@ -161,10 +151,10 @@ def test_a_resumed_run_starts_with_the_balance_it_brings_along(store: LedgerStor
 
 
 def test_metadata_of_a_users_generate_may_be_anything(store: LedgerStore, path: Path) -> None:
-    issued, finished, _ = life(0)
+    issued, (_, finished), _ = life(0)
     odd = ({}, {"engines": "engine-0", "chunks": "many"})
     samples = [msgspec.structs.replace(s, metadata=m) for s, m in zip(finished.group.samples, odd, strict=True)]
-    store.write([issued, FinishedEvent(at=1.0, group=msgspec.structs.replace(finished.group, samples=tuple(samples)))])
+    store.write([issued, (1.0, Finished(group=msgspec.structs.replace(finished.group, samples=tuple(samples))))])
     with open_ledger(path) as reader:
         (record,) = reader.find("0")
     assert (record.engines, record.chunks) == ((), 2)
@@ -191,7 +181,7 @@ def test_a_full_disk_is_the_error_that_surfaces(store: LedgerStore) -> None:
     pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
     store._connection.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(sqlite3.OperationalError, match="full"):
-        store.write([IssuedEvent(at=0.0, attempt=make_attempt(number)) for number in range(1000)])
+        store.write([(0.0, Issued(attempt=make_attempt(number))) for number in range(1000)])
 
 
 def test_a_killed_writer_leaves_all_it_had_written(path: Path) -> None:

@@ -26,6 +26,7 @@ from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.rollout.manager import RolloutManager
 from miles_async.runtime.services import Services
 from miles_async.staleness.attempts import RetryPolicy
+from miles_async.staleness.events import Ended, Issued
 from miles_async.staleness.ledger import Outcome
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
@@ -114,7 +115,7 @@ class Run:
         self.pool = Pool(
             StalenessPolicy(bound=1, lead_batches=2, batch_size=BATCH, action="recycle"),
             RetryPolicy(max_prompt_attempts=2, max_quarantined_prompts=5, recycle_stale=True),
-            observer=self.ledger,
+            observers=[self.ledger.note],
         )
         self.dispatcher = Dispatcher(
             pool=self.pool,
@@ -190,8 +191,8 @@ async def test_after_a_run_the_disk_has_what_the_pool_counted(tmp_path: Path) ->
 async def test_a_reason_of_any_length_is_bounded_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     writer = LedgerWriter(path)
-    writer.issued(make_attempt(1))
-    writer.ended(1, Outcome.FAILED, "x" * 1_000_000)
+    writer.note(Issued(make_attempt(1)))
+    writer.note(Ended(1, Outcome.FAILED, "x" * 1_000_000))
     await writer.close()
     assert path.stat().st_size < 200_000
 
@@ -261,7 +262,7 @@ async def test_a_disk_error_ends_the_run_once_and_never_reaches_the_dispatcher(
         error = await running
     assert "disk is full" in str(error)
     assert "--run-dir" in str(error)
-    run.ledger.issued(make_attempt(10**6))  # what comes later is not kept, and raises nothing
+    run.ledger.note(Issued(make_attempt(10**6)))  # what comes later is not kept, and raises nothing
     assert not run.ledger._waiting
 
 

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
-from miles_async.ledger.store import EndedEvent, IssuedEvent, LedgerStore
+from miles_async.ledger.store import LedgerStore
 from miles_async.observability.heartbeat import heartbeat
 from miles_async.observability.progress import PlainProgress
 from miles_async.observability.progress_state import ProgressState
@@ -14,6 +14,7 @@ from miles_async.observability.recorder import RunRecorder
 from miles_async.observability.standing import LONGEST_REASON, commonest_reason, read_balance, standing_line
 from miles_async.observability.summary import RunSummary
 from miles_async.observability.tracker import CompositeTracker
+from miles_async.staleness.events import Ended, Issued
 from miles_async.staleness.ledger import Outcome
 from tests.property.builders import make_attempt
 
@@ -21,10 +22,10 @@ from tests.property.builders import make_attempt
 def _ledger(path: Path, reasons: list[str], in_flight: int = 1) -> None:
     store = LedgerStore(path)
     count = len(reasons) + in_flight
-    store.write([IssuedEvent(at=1.0, attempt=make_attempt(number)) for number in range(1, count + 1)])
+    store.write([(1.0, Issued(attempt=make_attempt(number))) for number in range(1, count + 1)])
     store.write(
         [
-            EndedEvent(at=2.0, attempt_id=number, outcome=Outcome.FILTERED, reason=reason)
+            (2.0, Ended(attempt_id=number, outcome=Outcome.FILTERED, reason=reason))
             for number, reason in enumerate(reasons, start=1)
         ]
     )

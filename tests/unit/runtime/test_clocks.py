@@ -11,9 +11,10 @@ import psutil
 import pytest
 
 from miles_async.ledger.reader import open_ledger
-from miles_async.ledger.store import EndedEvent, IssuedEvent, LedgerStore
+from miles_async.ledger.store import LedgerStore
 from miles_async.ledger.story import tell
 from miles_async.runtime.processes.run_process import find_driver, note_run_process, read_run_process
+from miles_async.staleness.events import Ended, Issued
 from miles_async.staleness.ledger import Outcome
 from miles_async.types import Attempt, Prompt
 
@@ -26,7 +27,7 @@ WALL_CLOCKS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("dat
 TELLERS = {
     "commands/keep_running.py",
     "commands/status.py",
-    "ledger/schedule_writer.py",
+    "ledger/schedule.py",
     "ledger/writer.py",
     "observability/metrics_file.py",
     "prompts/templates.py",
@@ -64,8 +65,8 @@ def test_a_driver_is_found_though_the_clock_was_set_since(tmp_path: Path, monkey
 def test_a_ledger_is_whole_though_the_clock_was_set_back(tmp_path: Path) -> None:
     store = LedgerStore(tmp_path / "ledger.sqlite")
     attempt = Attempt(attempt_id=1, prompt=Prompt(prompt_id="p", token_ids=(1,), text="p"), epoch=0, issued_version=0)
-    store.write([IssuedEvent(at=10_000.0, attempt=attempt)])
-    store.write([EndedEvent(at=9_400.0, attempt_id=1, outcome=Outcome.CANCELLED)])
+    store.write([(10_000.0, Issued(attempt=attempt))])
+    store.write([(9_400.0, Ended(attempt_id=1, outcome=Outcome.CANCELLED))])
     store.close()
     with open_ledger(tmp_path / "ledger.sqlite") as ledger:
         assert ledger.balance().summary()["cancelled"] == 1
