@@ -32,12 +32,12 @@ Switched = tuple[tuple[str, Callable[[AlgorithmArguments], bool], str], ...]
 """Parts of which any number may be there: flag, whether the flags ask for it, row."""
 
 ADVANTAGE_ESTIMATORS = {
-    "grpo": f"{HERE}.advantages.grpo:Grpo",
-    "rloo": f"{HERE}.advantages.rloo:Rloo",
-    "opob": f"{HERE}.advantages.grpo:Grpo",  # from which the trainer takes another mean: SAMPLE_TRANSFORMS
-    "reinforce": f"{HERE}.advantages.reinforce:Reinforce",
-    "token_rewards": f"{HERE}.advantages.token_rewards:RewardPerToken",
-    "on_policy_distillation": f"{HERE}.advantages.on_policy_distillation:OnPolicyDistillation",
+    "grpo": f"{HERE}.advantages.estimators:Grpo",
+    "rloo": f"{HERE}.advantages.estimators:make_rloo",
+    "opob": f"{HERE}.advantages.estimators:Grpo",  # from which the trainer takes another mean: SAMPLE_TRANSFORMS
+    "reinforce": f"{HERE}.advantages.estimators:make_reinforce",
+    "token_rewards": f"{HERE}.advantages.estimators:make_token_rewards",
+    "on_policy_distillation": f"{HERE}.advantages.estimators:make_on_policy_distillation",
 }
 TOKEN_ADVANTAGES = {
     "gae": f"{HERE}.token_advantages.gae:Gae",
@@ -46,16 +46,16 @@ TOKEN_ADVANTAGES = {
 POLICY_LOSSES = {
     "ppo_clip": f"{HERE}.losses.ppo_clip:PpoClip",
     "gspo": f"{HERE}.losses.gspo:Gspo",
-    "cispo": f"{HERE}.losses.cispo:Cispo",
+    "cispo": f"{HERE}.losses.weighted_reinforce:Cispo",
     "sapo": f"{HERE}.losses.sapo:Sapo",
     "gmpo": f"{HERE}.losses.gmpo:Gmpo",
     "dppo_tv": f"{HERE}.losses.dppo:DppoTv",
     "dppo_kl": f"{HERE}.losses.dppo:DppoKl",
-    "clip_cov": f"{HERE}.losses.clip_cov:ClipCov",
-    "kl_cov": f"{HERE}.losses.kl_cov:KlCov",
+    "clip_cov": f"{HERE}.losses.covariance:ClipCov",
+    "kl_cov": f"{HERE}.losses.covariance:KlCov",
     "sat": f"{HERE}.losses.sat:Sat",
     "sat_gspo": f"{HERE}.losses.sat:SatGspo",
-    "dis": f"{HERE}.losses.dis:Dis",
+    "dis": f"{HERE}.losses.weighted_reinforce:Dis",
 }
 SFT_LOSS = f"{HERE}.losses.sft:SftLoss"
 CORRECTIONS = {

@@ -6,11 +6,23 @@ import torch
 from torch import Tensor
 
 from miles_async.api import TokenBatch
+from miles_async.arguments.algorithm import CorrectionLevel
 
 
 def mean_per_sequence(values: Tensor, batch: TokenBatch) -> Tensor:
     """[N] → [N]: at each token the mean over the tokens of its sequence that carry loss, 0 if none does."""
     return per_token(sum_of_loss_tokens(values, batch) / loss_tokens(batch).clamp(min=1), batch.offsets)
+
+
+def at_level(values: Tensor, level: CorrectionLevel, batch: TokenBatch) -> Tensor:
+    """[N] → [N]: values of tokens as they are (token), or at each token of a sequence their sum (sequence) or mean
+    (geometric: of log-ratios, so that their exponential is a geometric mean) over its tokens that carry loss.
+    """
+    if level == "token":
+        return values
+    if level == "geometric":
+        return mean_per_sequence(values, batch)
+    return per_token(sum_of_loss_tokens(values, batch), batch.offsets)
 
 
 def sum_of_loss_tokens(values: Tensor, batch: TokenBatch) -> Tensor:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import structlog
 
-from miles_async.algorithms.advantages.grpo import Grpo
+from miles_async.algorithms.advantages.estimators import Grpo
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.checkpoints.manifest import RunIdentity

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from miles_async.algorithms import mismatch
-from miles_async.algorithms.losses import surrogate as surrogate_source
+from miles_async.algorithms.losses import ppo_clip
 from miles_async.algorithms.step_scale import StepScale
 from miles_async.backends.megatron import metrics
 from miles_async.errors import ContractViolation, VersionUnknownError
@@ -418,7 +418,7 @@ MUTANTS = (
     ),
     Mutant(
         name="dual clip of positive advantages",
-        function=surrogate_source.dual_clip,
+        function=ppo_clip.dual_clip,
         old="advantages < 0, cap * advantages.abs()",
         new="advantages > 0, -cap * advantages",
         caught_by=surrogate,
@@ -426,7 +426,7 @@ MUTANTS = (
     ),
     Mutant(
         name="dual clip of the ratio, not of the loss",
-        function=surrogate_source.dual_clip,
+        function=ppo_clip.dual_clip,
         old="cap * advantages.abs()",
         new="cap",
         caught_by=surrogate,
@@ -434,7 +434,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a token past the dual clip counts for nothing",
-        function=surrogate_source.dual_clip,
+        function=ppo_clip.dual_clip,
         old="torch.minimum(loss, most)",
         new="torch.where(loss > most, 0.0, loss)",
         caught_by=surrogate,
@@ -442,7 +442,7 @@ MUTANTS = (
     ),
     Mutant(
         name="no dual clip",
-        function=surrogate_source.dual_clip,
+        function=ppo_clip.dual_clip,
         old="torch.minimum(loss, most)",
         new="loss",
         caught_by=surrogate,
@@ -450,7 +450,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the clip is optimistic",
-        function=surrogate_source.clipped_surrogate,
+        function=ppo_clip.clipped_surrogate,
         old="torch.minimum(plain, clipped)",
         new="torch.maximum(plain, clipped)",
         caught_by=surrogate,
@@ -458,7 +458,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the clip ignores clip-higher",
-        function=surrogate_source.ClipRange.bounded,
+        function=ppo_clip.ClipRange.bounded,
         old="ratio.clamp(self.low, self.high)",
         new="ratio.clamp(self.low, 2 - self.low)",
         caught_by=surrogate,

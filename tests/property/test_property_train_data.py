@@ -12,8 +12,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from miles_async.algorithms.advantages.grpo import grpo
-from miles_async.algorithms.advantages.rloo import rloo
+from miles_async.algorithms.advantages.estimators import grpo, rloo
 from miles_async.staleness.versions import group_of
 from miles_async.train_data.batch import BranchTable, part, tabulate, token_advantages
 from miles_async.train_data.dp_split import FILLER, split

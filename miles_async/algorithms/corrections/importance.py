@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from miles_async.algorithms.corrections.levels import at_level
 from miles_async.algorithms.ratio import bounded_exp
+from miles_async.algorithms.sequences import at_level
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 

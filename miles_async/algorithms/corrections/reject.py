@@ -21,8 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from miles_async.algorithms.corrections.levels import at_level
 from miles_async.algorithms.ratio import bounded_exp
+from miles_async.algorithms.sequences import at_level
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments, RejectionStatistic
 

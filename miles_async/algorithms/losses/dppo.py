@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from miles_async.algorithms.losses.surrogate import epsilons
+from miles_async.algorithms.losses.ppo_clip import epsilons
 from miles_async.algorithms.ratio import importance_ratio
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments

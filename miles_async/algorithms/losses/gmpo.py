@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from miles_async.algorithms.losses.surrogate import epsilons
+from miles_async.algorithms.losses.ppo_clip import epsilons
 from miles_async.algorithms.ratio import bounded_difference
 from miles_async.algorithms.sequences import mean_per_sequence
 from miles_async.api import TokenBatch

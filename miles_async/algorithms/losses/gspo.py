@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from miles_async.algorithms.losses.surrogate import ClipRange, surrogate_loss
+from miles_async.algorithms.losses.ppo_clip import ClipRange, surrogate_loss
 from miles_async.algorithms.ratio import bounded_difference
 from miles_async.algorithms.sequences import mean_per_sequence
 from miles_async.api import TokenBatch

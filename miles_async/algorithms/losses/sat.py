@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from miles_async.algorithms.losses.gspo import sequence_log_ratio
-from miles_async.algorithms.losses.surrogate import epsilons, surrogate_loss
+from miles_async.algorithms.losses.ppo_clip import epsilons, surrogate_loss
 from miles_async.algorithms.ratio import bounded_difference
-from miles_async.algorithms.whole_batch.gather import Gather
+from miles_async.algorithms.whole_batch.transform import Gather
 from miles_async.api import Need, TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from miles_async.algorithms.sequences import per_token
-from miles_async.algorithms.whole_batch.gather import Gather
-from miles_async.algorithms.whole_batch.transform import Trajectories, WholeBatch, with_advantages
+from miles_async.algorithms.whole_batch.transform import Gather, Trajectories, WholeBatch, with_advantages
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 

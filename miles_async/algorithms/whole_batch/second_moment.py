@@ -19,8 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from miles_async.algorithms.whole_batch.gather import Gather
-from miles_async.algorithms.whole_batch.transform import WholeBatch, with_advantages
+from miles_async.algorithms.whole_batch.transform import Gather, WholeBatch, with_advantages
 from miles_async.api import Need, TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 

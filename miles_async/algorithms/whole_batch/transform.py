@@ -6,15 +6,17 @@ A method is a class of this kind, made from the flags, and a row of ``registry.S
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from miles_async.algorithms.whole_batch.gather import Gather
 from miles_async.api import Need, TokenAdvantages, TokenBatch
 from miles_async.errors import ContractViolation
+
+Gather = Callable[[Tensor], Tensor]
+"""[n] of this rank → concatenation over all data-parallel ranks; n may differ between ranks. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,4 +104,9 @@ def per_token_of(values: Tensor, batch: TokenBatch, flag: str) -> Tensor:
         raise ContractViolation(
             f"{flag}: expected one number per token, shape {list(batch.loss_mask.shape)}, found {list(values.shape)}"
         )
+    return values
+
+
+def alone(values: Tensor) -> Tensor:
+    """Gather where there is one rank."""
     return values

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from miles_async.algorithms.whole_batch.gather import Gather
+from miles_async.algorithms.whole_batch.transform import Gather
 
 T = TypeVar("T")
 

@@ -11,9 +11,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from miles_async.algorithms.advantages.grpo import grpo
+from miles_async.algorithms.advantages.estimators import grpo, rloo
 from miles_async.algorithms.advantages.rewards import LARGEST_REWARD, check_reward
-from miles_async.algorithms.advantages.rloo import rloo
 from miles_async.algorithms.registry import advantage_estimator
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.errors import RewardError

@@ -19,30 +19,24 @@ MODULES = (
     "aggregation",
     "corrections.age",
     "corrections.importance",
-    "corrections.levels",
     "corrections.opsm",
     "corrections.reject",
     "distillation",
     "kl",
-    "proximal",
     "ratio",
     "sequences",
-    "losses.cispo",
-    "losses.clip_cov",
-    "losses.dis",
+    "losses.covariance",
     "losses.dppo",
     "losses.gmpo",
     "losses.gspo",
-    "losses.kl_cov",
     "losses.ppo_clip",
     "losses.sapo",
     "losses.sat",
     "losses.sft",
-    "losses.surrogate",
+    "losses.weighted_reinforce",
     "token_advantages.gae",
     "token_advantages.kl_in_reward",
     "value_loss",
-    "whole_batch.covariance",
     "whole_batch.second_moment",
     "whole_batch.whiten",
 )
@@ -63,7 +57,7 @@ HARMLESS = {
         **dict.fromkeys(("total", "clipped", "returns"), METRIC),
     },
     "losses.dppo": {**dict.fromkeys(("now", "old"), "only which is larger counts"), "TINY": "far below 1 - p"},
-    "whole_batch.covariance": {
+    "losses.covariance": {
         **dict.fromkeys(
             (
                 "count",
@@ -123,7 +117,7 @@ HARMLESS = {
         ),
         "EPSILON": "far below the variance",
     },
-    "losses.surrogate": {
+    "losses.ppo_clip": {
         **dict.fromkeys(("clipped", "plain", "loss", "most"), METRIC),
         **dict.fromkeys(("(clipped < plain).float()", "(loss > most).float()"), METRIC),
     },

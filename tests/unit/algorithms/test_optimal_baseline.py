@@ -17,9 +17,8 @@ from torch import Tensor
 
 from miles_async.algorithms.objective import make_objective
 from miles_async.algorithms.whole_batch import optimal_baseline
-from miles_async.algorithms.whole_batch.gather import Gather, alone
 from miles_async.algorithms.whole_batch.optimal_baseline import optimal_baselines
-from miles_async.algorithms.whole_batch.transform import Trajectories, WholeBatch
+from miles_async.algorithms.whole_batch.transform import Gather, Trajectories, WholeBatch, alone
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.fakes.token_batches import token_batch

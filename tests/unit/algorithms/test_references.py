@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from miles_async.algorithms import registry
-from miles_async.algorithms.whole_batch.gather import alone
-from miles_async.algorithms.whole_batch.transform import WholeBatch
+from miles_async.algorithms.whole_batch.transform import WholeBatch, alone
 from tests.unit.algorithms.cases import (
     CASES,
     SEEDS,

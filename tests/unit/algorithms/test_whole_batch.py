@@ -13,8 +13,7 @@ from torch import Tensor
 
 from miles_async.algorithms import registry
 from miles_async.algorithms.objective import Objective
-from miles_async.algorithms.whole_batch.gather import Gather, alone
-from miles_async.algorithms.whole_batch.transform import WholeBatch, with_advantages
+from miles_async.algorithms.whole_batch.transform import Gather, WholeBatch, alone, with_advantages
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.unit.algorithms.cases import CASES, Case, objective_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from miles_async.algorithms.advantages.grpo import Grpo
+from miles_async.algorithms.advantages.estimators import Grpo
 from miles_async.arguments import AlgorithmArguments
 from miles_async.errors import ConfigurationError, ContractViolation
 from miles_async.rollout.batches import BatchMaker

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from miles_async.algorithms.advantages.grpo import Grpo
+from miles_async.algorithms.advantages.estimators import Grpo
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.errors import ConfigurationError, ContractViolation, VersionUnknownError
 from miles_async.staleness.versions import group_of

@@ -1,13 +1,23 @@
-"""Tokens that take most of the policy's entropy, by the covariance of their log-prob and advantage.
+"""Clip-Cov and KL-Cov: less gradient for the tokens that take most of the policy's entropy.
 
-Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv 2505.22617). For each
-of the N tokens of a rollout batch that carry loss (eq. 10)::
+Cui et al., "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv 2505.22617). These
+are found by the covariance of log-prob and advantage: for each of the N tokens of a rollout batch that carry loss
+(eq. 10)::
 
     C = (log π_old - mean of log π_old) · (A - mean of A)
 
-Clip-Cov (eq. 11, 12) draws max(1, floor(ratio · N)) of the tokens with low < C < high, each with the same chance.
-KL-Cov (eq. 13) takes the max(1, floor(ratio · N)) tokens of the largest C, as far as it is above 0; tokens of equal C
-together.
+Clip-Cov (eq. 11, 12) draws max(1, floor(clip_cov_ratio · N)) of the tokens with clip_cov_lb < C < clip_cov_ub, each
+with the same chance. Their loss is 0, without gradient; that of the others is ``ppo_clip``'s. The paper's equation has
+no PPO clip; its code has.
+
+KL-Cov (eq. 13, 14) takes the max(1, floor(kl_cov_ratio · N)) tokens of the largest C, as far as it is above 0; tokens
+of equal C together. With log-ratio d = log π - log π_old::
+
+    L = -A · exp(d) + ppo_kl_coef · |d|    for these
+    L = -A · exp(d)                        for the others
+
+The paper's penalty is KL(π_old ‖ π); |d| is the estimate of it in its authors' code. There is no clip: eps_clip has no
+effect.
 
 The authors' code, and verl's, looks at a micro-batch, and at π instead of π_old in later optimizer steps. Here it is
 the rollout batch before its first optimizer step, so that packing and ranks don't change the choice. Nor do they change
@@ -21,9 +31,50 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from miles_async.algorithms.losses.ppo_clip import PpoClip
+from miles_async.algorithms.ratio import bounded_difference
 from miles_async.algorithms.sequences import sequence_of_token
-from miles_async.algorithms.whole_batch.gather import Gather
-from miles_async.api import TokenBatch
+from miles_async.algorithms.whole_batch.transform import Gather
+from miles_async.api import Need, TokenBatch
+from miles_async.arguments.algorithm import AlgorithmArguments
+
+
+class ClipCov(PpoClip):
+    """``--policy-loss clip_cov``."""
+
+    needs: tuple[Need, ...] = ("old_logprobs", "surveyed")
+
+    def __init__(self, arguments: AlgorithmArguments) -> None:
+        super().__init__(arguments)
+        self._ratio = arguments.clip_cov_ratio
+        self._low, self._high = arguments.clip_cov_lb, arguments.clip_cov_ub
+
+    def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
+        """1 at the chosen tokens, else 0; see ``whole_batch.transform.Surveys``."""
+        return drawn_between(batches, self._ratio, self._low, self._high, gather)
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = super().__call__(logprobs, batch)
+        return loss * (1.0 - batch.surveyed), {**metrics, "cov_chosen_fraction": batch.surveyed}
+
+
+class KlCov:
+    """``--policy-loss kl_cov``."""
+
+    needs: tuple[Need, ...] = ("old_logprobs", "surveyed")
+
+    def __init__(self, arguments: AlgorithmArguments) -> None:
+        self._ratio, self._coefficient = arguments.kl_cov_ratio, arguments.ppo_kl_coef
+
+    def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
+        """1 at the chosen tokens, else 0; see ``whole_batch.transform.Surveys``."""
+        return largest(batches, self._ratio, gather)
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        difference = bounded_difference(logprobs, batch.old_logprobs)
+        ratio, penalty = difference.exp(), self._coefficient * difference.abs()
+        metrics = {"ratio_mean": ratio, "ratio_max": ratio, "cov_chosen_fraction": batch.surveyed}
+        return batch.surveyed * penalty - batch.advantages * ratio, metrics
 
 
 def drawn_between(batches: Sequence[TokenBatch], ratio: float, low: float, high: float, gather: Gather) -> list[Tensor]:
