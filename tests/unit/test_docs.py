@@ -55,6 +55,7 @@ SUFFIXES = (
 MADE_LATER = {
     *("summary.json", "metrics.jsonl", "reward.png", "config.toml", "dead_letters.jsonl", "restarts.json"),  # by a run
     *("ledger.sqlite", "readmit.json", "schedule.msgpack", "run.json", "stall.txt"),
+    ".venv/docs",  # by make docs
     *("logs/", "wandb/", "hf/", "runs/", "runs/latest", "runs/quickstart", "runs/quickstart/", "runs/bench/NAME.json"),
     *("logs/driver.log", "logs/rollout.log", "logs/engine-0.0.log", "logs/engine-0.1.log"),
     *(
