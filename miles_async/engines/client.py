@@ -16,22 +16,23 @@ import uuid
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
+import msgspec
 import structlog
 
 from miles_async.arguments.routing import RouterShape
-from miles_async.engines.answer_guard import check_answer
+from miles_async.engines.answer_guard import check_answer, experts_of
 from miles_async.engines.http import ERROR_TEXT, Http
 from miles_async.engines.kind import InferenceServer
 from miles_async.engines.registry import EngineRegistry
-from miles_async.engines.routed_experts import experts_of
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, RequestRejectedError, StalledError, TransientEngineError
 from miles_async.runtime.clock import now
 from miles_async.runtime.loop_turns import LoopTurns
-from miles_async.types import GenerateRequest, Generation, VersionSpan
+from miles_async.staleness.versions import token_versions
+from miles_async.types import GenerateRequest, Generation
 
 log = structlog.get_logger(__name__)
 
@@ -46,22 +47,6 @@ _WARNING_SECONDS = 10.0  # between warnings that requests fail
 _READ_AT_ONCE = 3  # answers of hundreds of tokens per turn of the event loop
 
 
-ParseVersions = Callable[[object, object, int, int, int], tuple[VersionSpan, ...]]
-"""``staleness.versions.parse_spans``: (reported spans or None, reported label or None, number of output tokens, version
-at dispatch, tokens that the engine may have in flight) → spans. Raises VersionUnknownError.
-"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """HTTP answer of any status."""
-
-    status: int
-    content_type: str
-    engine_url: str  # of the engine that answered, which the router names
-    body: bytes
-
-
 class RouterClient:
     """Implements ``api.EngineClient``. One per run, on one event loop."""
 
@@ -73,7 +58,6 @@ class RouterClient:
         traffic: Traffic,
         *,
         router_url: Callable[[], str],
-        parse_versions: ParseVersions,
         request_timeout: float,
         retries: int,
         gate_timeout: float,
@@ -94,7 +78,6 @@ class RouterClient:
         self._registry = registry
         self._server = server
         self._router_url = router_url
-        self._parse_versions = parse_versions
         self._request_timeout = request_timeout
         self._retries = retries
         self._gate_timeout = gate_timeout
@@ -140,13 +123,13 @@ class RouterClient:
         for _ in range(_ABORTS):
             await self._wait_until(self._registry.may_dispatch, "requests waited {} for engines")
             version = self._registry.version
-            answer = await self._request(request, version, tried)
+            body, content_type, url = await self._request(request, version, tried)
             await self._answers_read.turn()  # a publication that aborts makes all engines answer at once
-            await self._verified(answer.engine_url)
-            generation = self._generation(answer, request, version)
+            await self._verified(url)
+            generation = self._read(body, content_type, url, request, version)
             if self._keep_aborted or generation.finish_reason != "abort":
                 return generation
-        raise TransientEngineError(f"{generation.engine_id} aborted a request {_ABORTS} times in a row")
+        raise TransientEngineError(f"{generation.engines[0]} aborted a request {_ABORTS} times in a row")
 
     async def _wait_until(self, condition: Callable[[], bool], complaint: str) -> None:
         """Raise StalledError with ``complaint`` past the gate's deadline."""
@@ -159,7 +142,8 @@ class RouterClient:
             waited = complaint.format(f"{self._gate_timeout:g} s")
             raise StalledError(f"{waited}: {self._registry.describe()}") from None
 
-    async def _request(self, request: GenerateRequest, version: int, tried: int) -> Answer:
+    async def _request(self, request: GenerateRequest, version: int, tried: int) -> tuple[bytes, str, str]:
+        """Return (body, content type, URL of the engine that answered)."""
         request_id = uuid.uuid4().hex
         experts = self._routers is not None
         body = self._server.encode(request, request_id=request_id, version=version, experts=experts)
@@ -169,7 +153,7 @@ class RouterClient:
         try:
             with self._traffic.request(request_id, request.routing_key, version):
                 async with asyncio.timeout(self._request_timeout):
-                    answer = await self._post(url, request.routing_key, body)
+                    response, answer = await self._post(url, request.routing_key, body)
         except TimeoutError:
             await self._abort(request_id)
             raise TransientEngineError(
@@ -178,23 +162,18 @@ class RouterClient:
         except (TransientEngineError, asyncio.CancelledError):
             await self._abort(request_id)
             raise
-        if answer.status != 200:
-            raise http_error(answer.status, answer.body.decode(errors="replace"))
-        return answer
+        if response.status != 200:
+            raise http_error(response.status, answer.decode(errors="replace"))
+        return answer, response.headers.get("Content-Type", ""), response.headers.get(ROUTED_WORKER, url)
 
-    async def _post(self, url: str, routing_key: str, body: bytes) -> Answer:
+    async def _post(self, url: str, routing_key: str, body: bytes) -> tuple[aiohttp.ClientResponse, bytes]:
         """Has no deadline of its own; cancellation closes the connection."""
         headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key, **self._http.as_client}
         try:
             async with self._http.session.post(
                 url + self._server.generate_path, data=body, headers=headers
             ) as response:
-                return Answer(
-                    status=response.status,
-                    content_type=response.headers.get("Content-Type", ""),
-                    engine_url=response.headers.get(ROUTED_WORKER, url),
-                    body=await response.read(),
-                )
+                return response, await response.read()
         except aiohttp.ClientError as error:
             raise TransientEngineError(f"connection to {url} failed: {error!r}") from error
 
@@ -231,34 +210,21 @@ class RouterClient:
         if self._registry.answering_at(engine_url) is None:
             raise TransientEngineError(f"engine at {engine_url} was fenced while it answered")
 
-    def _generation(self, answer: Answer, request: GenerateRequest, dispatched: int) -> Generation:
-        """``dispatched``: version under which the request was sent."""
-        read = self._server.decode(answer.body, answer.content_type, answer.engine_url)
-        check_answer(read, request, self._vocabulary, answer.engine_url)
-        engine = self._registry.answering_at(answer.engine_url)
+    def _read(self, body: bytes, content_type: str, url: str, request: GenerateRequest, dispatched: int) -> Generation:
+        """Read and check an answer. ``dispatched``: version under which the request was sent."""
+        engine = self._registry.answering_at(url)
         assert engine is not None
-        spans = self._parse_versions(
-            read.weight_versions, read.weight_version, len(read.output_ids), dispatched, engine.tokens_in_flight
-        )
-        if spans and spans[0].version < dispatched:
+        versions = partial(token_versions, dispatch_version=dispatched, tokens_in_flight=engine.tokens_in_flight)
+        generation = self._server.decode(body, content_type, url, versions)
+        check_answer(generation, request, self._vocabulary, url)
+        if len(generation.weight_versions) and (first := generation.weight_versions[0]) < dispatched:
             raise TransientEngineError(
-                f"{answer.engine_url} began a request of version {dispatched} with version {spans[0].version}: "
+                f"{url} began a request of version {dispatched} with version {first}: "
                 "the router still listed it when it was out"
             )
-        experts = None
-        if self._routers is not None:
-            experts = experts_of(read, request, self._routers, answer.engine_url)
+        experts = None if self._routers is None else experts_of(generation, request, self._routers, url)
         self._traffic.completed[engine.engine_id] += 1
-        return Generation(
-            output_ids=read.output_ids,
-            logprobs=read.logprobs,
-            spans=spans,
-            finish_reason=read.finish_reason,
-            engine_id=engine.engine_id,
-            cached_tokens=read.cached_tokens,
-            prompt_tokens=read.prompt_tokens,
-            routed_experts=experts,
-        )
+        return msgspec.structs.replace(generation, engines=(engine.engine_id,), routed_experts=experts)
 
 
 def http_error(status: int, text: str) -> EngineError:

@@ -23,12 +23,18 @@ from miles_async.types import (
     CanaryScore,
     EngineLoad,
     GenerateRequest,
+    Generation,
     GroupBackend,
     HeldWeights,
-    ServerAnswer,
+    Int32,
     TensorMeta,
     TensorShare,
 )
+
+TokenVersions = Callable[[object, object, int], Int32]
+"""(spans as reported or None, version label as reported or None, number of output tokens) → version of each token, by
+``staleness.versions.token_versions``. Raises VersionUnknownError.
+"""
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -114,8 +120,13 @@ class InferenceServer(Protocol):
         """
         ...
 
-    def decode(self, body: bytes, content_type: str, url: str) -> ServerAnswer:
-        """Read the answer to a generation request. Raises TransientEngineError, naming ``url``, if it is unusable."""
+    def decode(self, body: bytes, content_type: str, url: str, versions: TokenVersions) -> Generation:
+        """Read the answer to a generation request. Raises TransientEngineError, naming ``url``, if it is unusable, and
+        what ``versions`` raises.
+
+        ``versions``: makes ``weight_versions`` of what the server reports. ``engines`` is left to the caller, and
+        ``routed_experts`` may be flat.
+        """
         ...
 
     async def abort(self, url: str, request_id: str, timeout: float) -> None:

@@ -1,7 +1,7 @@
 """Router, engines and client put together for the rollout manager.
 
 >>> group = EngineGroup(engines=2, launch=RayServers(SGLANG, spec))
->>> options = {"log_dir": logs, "network": Network(), "parse_versions": parse_spans, "calls": SGLANG.calls}
+>>> options = {"log_dir": logs, "network": Network(), "calls": SGLANG.calls}
 >>> stack = EngineStack([group], engines_arguments, weights_arguments, **options)
 >>> await stack.start()  # engines are joining: publish weights to them, through stack.fleet
 >>> await stack.client.generate(request)  # beside a running stack.supervise()
@@ -15,7 +15,7 @@ from pathlib import Path
 from miles_async.arguments.engines import EnginesArguments
 from miles_async.arguments.routing import RouterShape
 from miles_async.arguments.weights import WeightsArguments
-from miles_async.engines.client import ParseVersions, RouterClient
+from miles_async.engines.client import RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.kind import InferenceServer
@@ -42,7 +42,6 @@ class EngineStack:
         *,
         log_dir: Path,
         network: Network,
-        parse_versions: ParseVersions,
         calls: Callable[[Http], InferenceServer],
         name: str = "router",
         port: int | None = None,
@@ -95,7 +94,6 @@ class EngineStack:
             self.registry,
             self.traffic,
             router_url=lambda: self.router.url,
-            parse_versions=parse_versions,
             routers=routers,
             vocabulary=vocabulary,
             keep_aborted=weights.keep_aborted,

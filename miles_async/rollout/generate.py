@@ -9,8 +9,8 @@ import numpy as np
 
 from miles_async.api import EngineClient
 from miles_async.arguments.rollout import RolloutArguments
-from miles_async.trajectory.turn import SampledTurn, take_turn, with_last_token
-from miles_async.types import NO_VERSION, Attempt, JsonObject, Prompt, Sample
+from miles_async.trajectory.turn import take_turn, with_last_token
+from miles_async.types import NO_VERSION, Attempt, Generation, JsonObject, Prompt, Sample
 
 Began = Callable[[str, int], None]
 """``staleness.beginnings.Beginnings.note``: (routing key, version of a token that carries loss)."""
@@ -63,7 +63,7 @@ class SingleTurnGenerate:
         return build_sample(prompt, turn, self._decode)
 
 
-def build_sample(prompt: Prompt, turn: SampledTurn, decode: Callable[[Sequence[int]], str]) -> Sample:
+def build_sample(prompt: Prompt, turn: Generation, decode: Callable[[Sequence[int]], str]) -> Sample:
     """Prompt and answer → one sample whose arrays are aligned with prompt + response tokens."""
     start, length = len(prompt.token_ids), len(prompt.token_ids) + len(turn.output_ids)
     loss_mask = np.zeros(length, np.uint8)

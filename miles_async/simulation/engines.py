@@ -26,7 +26,6 @@ from miles_async.simulation.engine import Meter, SimulatedEngine
 from miles_async.simulation.network import Host, Network, Response, SimulatedHttp
 from miles_async.simulation.recording import EventLog
 from miles_async.simulation.settings import CallFault, FaultAction, SimulationSettings
-from miles_async.staleness.versions import parse_spans
 from miles_async.types import EngineStats
 
 ROUTER_URL = "sim://router"
@@ -71,7 +70,6 @@ class SimulatedEngines:
             self.registry,
             self.traffic,
             router_url=router_url,
-            parse_versions=parse_spans,
             request_timeout=settings.engines.request_timeout,
             retries=settings.engines.request_retries,
             gate_timeout=settings.engines.engine_start_timeout + settings.weights.publication_timeout + 60,

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from miles_async.errors import VersionUnknownError
-from miles_async.types import NO_VERSION, Attempt, Branch, Group, Int32, Sample, VersionSpan
+from miles_async.types import NO_VERSION, Attempt, Branch, Group, Int32, Sample
 
 ONE_STEP = 1
 """Tokens in flight at an engine without speculative decoding: the error of each reported start or end.
@@ -30,6 +31,22 @@ speculative decoding as many as it verifies: ``--speculative-num-draft-tokens``.
 """
 
 MAX_VERSION = int(np.iinfo(np.int32).max)  # versions travel as int32 arrays
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) of one generation call came from weight version ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+def token_versions(
+    reported_spans: object, reported_label: object, num_tokens: int, dispatch_version: int, tokens_in_flight: int
+) -> Int32:
+    """Return int32 [num_tokens], the version of each token by :func:`parse_spans`, which see."""
+    spans = parse_spans(reported_spans, reported_label, num_tokens, dispatch_version, tokens_in_flight)
+    return versions_per_token(spans, num_tokens)
 
 
 def parse_spans(

@@ -26,12 +26,13 @@ from miles_async.errors import TrajectoryError
 from miles_async.trajectory.messages import Message, canonical, is_echo
 from miles_async.trajectory.rendering import Renderer, check_unchanged
 from miles_async.trajectory.replies import ReplyParser
-from miles_async.trajectory.turn import SampledTurn, with_last_token
+from miles_async.trajectory.turn import with_last_token
 from miles_async.types import (
     NO_VERSION,
     Branch,
     FinishReason,
     Float32,
+    Generation,
     Int32,
     JsonObject,
     RoutedExperts,
@@ -78,7 +79,7 @@ class Turn:
     """One turn of the model, with its context."""
 
     context: Context
-    sampled: SampledTurn
+    sampled: Generation
     reply: Message
     text: str  # the whole turn, without the tokens that bound it
 
@@ -121,7 +122,7 @@ class Trajectory:
         return self._from_start(conversation, tools, options, written)
 
     def add(
-        self, context: Context, sampled: SampledTurn, *, stops: Sequence[str] = (), parallel_calls: bool = True
+        self, context: Context, sampled: Generation, *, stops: Sequence[str] = (), parallel_calls: bool = True
     ) -> Turn:
         """Keep a turn that is over. ``stops``, ``parallel_calls``: what its reply leaves out; see ``ReplyParser``."""
         ids = sampled.output_ids.tolist()
@@ -310,7 +311,7 @@ class _Arrays:
         no_versions = np.full(count, NO_VERSION, np.int32)
         self._append(tokens, np.zeros(count, np.uint8), np.zeros(count, np.float32), no_versions)
 
-    def append_sampled(self, sampled: SampledTurn, count: int, *, carries_loss: bool, reward: float) -> None:
+    def append_sampled(self, sampled: Generation, count: int, *, carries_loss: bool, reward: float) -> None:
         """Append the first ``count`` tokens of a turn. ``reward``: at the last of them that carries loss."""
         tokens, logprobs = sampled.output_ids[:count], sampled.logprobs[:count]
         if not carries_loss:  # they do in another branch

@@ -8,31 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
 import numpy as np
 
 from miles_async.api import EngineClient
 from miles_async.errors import TransientEngineError
-from miles_async.staleness.versions import versions_per_token
 from miles_async.trajectory.constraints import GRAMMAR
-from miles_async.types import FinishReason, Float32, GenerateRequest, Generation, Int32, JsonObject, RoutedExperts
+from miles_async.types import GenerateRequest, Generation, Int32, JsonObject, RoutedExperts
 
 MAX_EMPTY_CHUNKS = 8  # aborts in a row without a token after which the engine counts as broken
-
-
-class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one turn of the model."""
-
-    output_ids: Int32  # [T]
-    logprobs: Float32  # [T]
-    weight_versions: Int32  # [T]
-    finish_reason: FinishReason  # "stop" or "length"
-    engines: tuple[str, ...]  # in order of first use
-    chunks: int  # generation calls: 1 + aborts survived
-    prompt_tokens: int  # over all chunks
-    cached_tokens: int  # of these, served from the prefix cache
-    routed_experts: RoutedExperts | None = None  # of the tokens from ``routed`` on, prompt included, but for the last
-    constrained: bool = False  # sampled under a grammar: the log-probs are those of the policy restricted to it
 
 
 async def take_turn(
@@ -43,7 +26,7 @@ async def take_turn(
     routing_key: str,
     kept: Callable[[int], None] = lambda version: None,
     routed: int = 0,
-) -> SampledTurn:
+) -> Generation:
     """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there.
 
     ``kept`` receives the version of the first token of every chunk. ``routed``: tokens at the beginning whose experts
@@ -69,25 +52,25 @@ async def take_turn(
             chunks.append(chunk)
             routed += 0 if chunk.routed_experts is None else len(chunk.routed_experts)
         if keeps:
-            kept(chunk.spans[0].version)
+            kept(int(chunk.weight_versions[0]))
         budget -= keeps
         if not aborted or budget <= 0:
             return _joined(chunks, constrained)
         input_ids = np.concatenate([input_ids, chunk.output_ids[:keeps]])
         empty = 0 if keeps else empty + 1
         if empty >= MAX_EMPTY_CHUNKS:
-            raise TransientEngineError(f"{chunk.engine_id} aborted {empty} times without a token that can be kept")
+            raise TransientEngineError(f"{chunk.engines[0]} aborted {empty} times without a token that can be kept")
 
 
-def _joined(chunks: Sequence[Generation], constrained: bool) -> SampledTurn:
+def _joined(chunks: Sequence[Generation], constrained: bool) -> Generation:
     finish_reason = chunks[-1].finish_reason
     experts = [chunk.routed_experts for chunk in chunks if chunk.routed_experts is not None]
-    return SampledTurn(
+    return Generation(
         output_ids=np.concatenate([chunk.output_ids for chunk in chunks]),
         logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
-        weight_versions=np.concatenate([versions_per_token(chunk.spans, len(chunk.output_ids)) for chunk in chunks]),
+        weight_versions=np.concatenate([chunk.weight_versions for chunk in chunks]),
         finish_reason="length" if finish_reason == "abort" else finish_reason,
-        engines=tuple(dict.fromkeys(chunk.engine_id for chunk in chunks)),
+        engines=tuple(dict.fromkeys(engine for chunk in chunks for engine in chunk.engines)),
         chunks=len(chunks),
         prompt_tokens=sum(chunk.prompt_tokens for chunk in chunks),
         cached_tokens=sum(chunk.cached_tokens for chunk in chunks),

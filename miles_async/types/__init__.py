@@ -37,10 +37,8 @@ from miles_async.types.samples import (
     Prompt,
     RoutedExperts,
     Sample,
-    ServerAnswer,
     TokenRewards,
     UInt8,
-    VersionSpan,
 )
 from miles_async.types.weights import (
     CanaryScore,
@@ -85,7 +83,6 @@ __all__ = [
     "RolloutStats",
     "RoutedExperts",
     "Sample",
-    "ServerAnswer",
     "SessionEnding",
     "StagedWeights",
     "TensorMeta",
@@ -94,6 +91,5 @@ __all__ = [
     "TrainBatch",
     "TrainShard",
     "UInt8",
-    "VersionSpan",
     "WeightDelta",
 ]

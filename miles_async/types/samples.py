@@ -61,38 +61,19 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     experts_from: int = 0  # first token whose experts are asked for, by runs that replay them
 
 
-class VersionSpan(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) of one generation call came from weight version ``version``."""
-
-    version: int
-    start: int
-    end: int
-
-
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of an engine to one generation call (a turn, or one chunk of an interrupted turn)."""
+    """Tokens that engines sampled: the answer to one call, or a turn of the model made of several (``take_turn``)."""
 
     output_ids: Int32  # [T]
     logprobs: Float32  # [T], of the sampled tokens under the sampling distribution
-    spans: tuple[VersionSpan, ...]  # cover [0, T) without gaps
-    finish_reason: FinishReason
-    engine_id: str
-    cached_tokens: int  # prompt tokens served from the prefix cache
-    prompt_tokens: int
+    weight_versions: Int32  # [T]
+    finish_reason: FinishReason  # of a turn "stop" or "length"
+    engines: tuple[str, ...] = ()  # in order of first use
+    chunks: int = 1  # generation calls: 1 + aborts survived
+    prompt_tokens: int = 0  # over all chunks
+    cached_tokens: int = 0  # of these, served from the prefix cache
     routed_experts: RoutedExperts | None = None  # of prompt and output from ``experts_from`` up to the last but one
-
-
-class ServerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of an inference server to one generation call, before its versions are judged."""
-
-    output_ids: Int32  # [T]
-    logprobs: Float32  # [T]
-    finish_reason: FinishReason
-    prompt_tokens: int
-    cached_tokens: int
-    weight_version: object  # version label as the server reports it; ``staleness.versions.parse_spans`` judges both
-    weight_versions: object  # spans as the server reports them, None if it reports none
-    routed_experts: RoutedExperts | None = None  # flat, as reported
+    constrained: bool = False  # sampled under a grammar: the log-probs are those of the policy restricted to it
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,6 @@ from miles_async.runtime.environment import secret_environment
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.keys import EngineKeys
 from miles_async.runtime.tasks import gathered, quietly
-from miles_async.staleness.versions import parse_spans
 from miles_async.types import EngineStats
 from miles_async.wiring.placement import RunPlacement
 
@@ -138,7 +137,6 @@ class StackMaker:
             arguments.weights,
             log_dir=self.run_dir / "logs",
             network=Network.of_run(arguments.cluster),
-            parse_versions=parse_spans,
             calls=KIND.calls,
             name=name,
             port=port,

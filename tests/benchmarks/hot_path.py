@@ -21,11 +21,10 @@ from msgspec.structs import replace
 from miles_async.engines.sglang.answers import MEDIA_TYPE, pack, read_answer
 from miles_async.rollout.generate import build_sample
 from miles_async.rollout.sample_guard import check_sample
-from miles_async.staleness.versions import group_of, parse_spans, versions_per_token
+from miles_async.staleness.versions import group_of, token_versions
 from miles_async.train_data.batch import tabulate
 from miles_async.train_data.dp_split import split
 from miles_async.train_data.metrics import age_histogram, batch_metrics
-from miles_async.trajectory.turn import SampledTurn
 from miles_async.types import Attempt, Group, Prompt, Sample, TrainShard
 from tests.benchmarks.report import Row
 
@@ -35,6 +34,7 @@ GROUP_SIZE, RANKS, VERSION = 8, 8, 3
 MICRO_BATCH = 16_384  # tokens
 PAYLOAD = 4 + 1 + 4 + 4  # bytes per token that the trainer gets
 PROMPT = Prompt(prompt_id="0", token_ids=tuple(range(64)), text="")
+VERSIONS = partial(token_versions, dispatch_version=VERSION, tokens_in_flight=1)
 
 
 def cpu_seconds(call: Callable[[], Any], *, least: float = 0.5) -> float:
@@ -66,20 +66,7 @@ def reply(length: int) -> dict[str, Any]:
 
 def to_sample(body: bytes, content_type: str) -> Sample:
     """All that is done with an answer, but for the text of its tokens and the network."""
-    answer = read_answer(body, content_type, "")
-    length = len(answer.output_ids)
-    spans = parse_spans(answer.weight_versions, answer.weight_version, length, VERSION)
-    turn = SampledTurn(
-        output_ids=answer.output_ids,
-        logprobs=answer.logprobs,
-        weight_versions=versions_per_token(spans, length),
-        finish_reason="stop",
-        engines=("engine-0",),
-        chunks=1,
-        prompt_tokens=answer.prompt_tokens,
-        cached_tokens=0,
-    )
-    sample = build_sample(PROMPT, turn, lambda ids: "")
+    sample = build_sample(PROMPT, read_answer(body, content_type, "", VERSIONS), lambda ids: "")
     check_sample(sample)
     return sample
 
@@ -95,7 +82,7 @@ def answers() -> Iterator[Row]:
             ("JSON", json.dumps(plain, separators=(",", ":")).encode(), "application/json"),
             ("packed", packed, MEDIA_TYPE),
         ):
-            read = cpu_seconds(partial(read_answer, body, content_type, ""))
+            read = cpu_seconds(partial(read_answer, body, content_type, "", VERSIONS))
             whole[form] = cpu_seconds(partial(to_sample, body, content_type))
             yield {
                 "tokens": length,

@@ -29,7 +29,6 @@ from miles_async.engines.sglang.answers import MEDIA_TYPE, pack
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
 from miles_async.runtime import garbage
-from miles_async.staleness.versions import parse_spans
 from miles_async.types import GenerateRequest
 from tests.benchmarks.loop_lag import GOAL_MS, Turns, lag
 from tests.benchmarks.report import Row
@@ -112,7 +111,7 @@ async def measure(urls: Sequence[str], in_flight: int, rate: int, turns: Turns) 
     engine: ContextVar[str] = ContextVar("engine")  # of a task, so that its connection is used again
     client = RouterClient(
         server, http, registry, traffic,
-        router_url=engine.get, parse_versions=parse_spans, request_timeout=600.0, retries=5, gate_timeout=60.0,
+        router_url=engine.get, request_timeout=600.0, retries=5, gate_timeout=60.0,
     )  # fmt: skip
     seconds, chance = in_flight / rate, random.Random(0)
     prompt = np.arange(TOKENS, dtype=np.int32)

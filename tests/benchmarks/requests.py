@@ -29,7 +29,6 @@ from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
 from miles_async.runtime import garbage
-from miles_async.staleness.versions import parse_spans
 from miles_async.types import GenerateRequest
 from tests.benchmarks.loop_lag import GOAL_MS, lag
 from tests.benchmarks.report import Row
@@ -89,7 +88,7 @@ async def bench(engine_url: str, log_dir: Path, *, with_router: bool = True) -> 
     registry.notify()
     client = RouterClient(
         SGLangServer(http), http, registry, Traffic(),
-        router_url=lambda: router.url if with_router else engine_url, parse_versions=parse_spans, request_timeout=60.0,
+        router_url=lambda: router.url if with_router else engine_url, request_timeout=60.0,
         retries=0, gate_timeout=60.0,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from miles_async.runtime.network.keys import make_run_keys
 from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
-from miles_async.types import GenerateRequest, Generation, VersionSpan
+from miles_async.types import GenerateRequest, Generation
 from miles_async.wiring.session_process import ServerSettings
 from tests.benchmarks.report import Row, report
 
@@ -48,10 +48,9 @@ class TimedEngines:
         return Generation(
             output_ids=ANSWER,
             logprobs=np.full(len(ANSWER), -0.5, np.float32),
-            spans=(VersionSpan(0, 0, len(ANSWER)),),
+            weight_versions=np.zeros(len(ANSWER), np.int32),
             finish_reason="stop",
-            engine_id="engine-0",
-            cached_tokens=0,
+            engines=("engine-0",),
             prompt_tokens=len(request.input_ids),
         )
 

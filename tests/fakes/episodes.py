@@ -14,7 +14,7 @@ from miles_async.prompts.templates import ChatTemplate
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import PARSERS, ReplyParser
 from miles_async.trajectory.tree import Context, Trajectory, Turn
-from miles_async.trajectory.turn import SampledTurn
+from miles_async.types import Generation
 from tests.fakes.chat_formats import ORDINARY_TOKENS, STOPS, TOOLS, chat_format
 
 PARSER_OF = {"qwen3": "qwen", "llama3": "llama3", "glm": "glm"}
@@ -124,19 +124,17 @@ class Episode:
             return '{"name": "%s", "parameters": %s}' % (name, json.dumps({"query": query}, ensure_ascii=False))
         return say.text
 
-    def sampled(self, context: Context, output_ids: Sequence[int]) -> SampledTurn:
+    def sampled(self, context: Context, output_ids: Sequence[int]) -> Generation:
         self.said += 1
         length = len(output_ids)
         read = [*context.input_ids().tolist(), *output_ids][context.routed : -1]
-        return SampledTurn(
+        return Generation(
             output_ids=np.array(output_ids, np.int32),
             logprobs=np.linspace(-1, -0.5, length).astype(np.float32) - self.said,
             weight_versions=np.full(length, self.said, np.int32),
             finish_reason="stop" if self.chat.stop_ids & {*output_ids[-1:]} else "length",
             engines=("engine-0",),
-            chunks=1,
             prompt_tokens=context.length,
-            cached_tokens=0,
             routed_experts=np.array([(token, self.said) for token in read]).astype(np.int16).reshape(-1, 2),
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from miles_async.types import GenerateRequest, Generation, VersionSpan
+from miles_async.types import GenerateRequest, Generation
 
 Script = Callable[[int, list[int]], Sequence[int] | Exception]
 """(number of the call, input ids) → what is said."""
@@ -46,9 +46,9 @@ class ScriptedModel:
         return Generation(
             output_ids=output,
             logprobs=-(np.arange(len(output), dtype=np.float32) + 1) / 10,
-            spans=(VersionSpan(self.version, 0, len(output)),) if len(output) else (),
+            weight_versions=np.full(len(output), self.version, np.int32),
             finish_reason=finish,  # type: ignore[arg-type]
-            engine_id="engine-0",
+            engines=("engine-0",),
             cached_tokens=len(request.input_ids) // 2,
             prompt_tokens=len(request.input_ids),
             routed_experts=np.array([(token, call) for token in read]).astype(np.int16).reshape(-1, 2),

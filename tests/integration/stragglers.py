@@ -60,6 +60,6 @@ async def _until_visible(client: EngineClient, attempt: Attempt, version: int) -
     )
     while True:
         token = await client.generate(request)
-        if token.spans[-1].version >= version:
+        if token.weight_versions[-1] >= version:
             return
         await asyncio.sleep(POLL_SECONDS)

@@ -24,7 +24,6 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.runtime.network.addresses import LOCAL
-from miles_async.staleness.versions import parse_spans
 from tests.integration.served_models import save_served
 from tests.integration.tiny_models import VOCAB
 
@@ -91,7 +90,6 @@ async def engines(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
         log_dir=folder,
         network=LOCAL,
         calls=SGLangServer,
-        parse_versions=parse_spans,
     )
     await stack.start()
     supervision = asyncio.ensure_future(stack.supervise())

@@ -28,7 +28,6 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.runtime.network.addresses import LOCAL
-from miles_async.staleness.versions import parse_spans
 from tests.integration.publishing import Trainer, publishing
 from tests.integration.served_models import save_served
 
@@ -85,7 +84,6 @@ async def running(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
         log_dir=folder / "logs",
         network=LOCAL,
         calls=SGLangServer,
-        parse_versions=parse_spans,
     )
     await stack.start()
     supervision = asyncio.ensure_future(stack.supervise())

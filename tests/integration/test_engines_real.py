@@ -35,8 +35,8 @@ from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
 from miles_async.runtime.network.addresses import LOCAL
-from miles_async.staleness.versions import parse_spans
-from miles_async.types import GenerateRequest, Generation, Incarnation, TensorMeta
+from miles_async.staleness.versions import token_versions
+from miles_async.types import GenerateRequest, Generation, Incarnation, Int32, TensorMeta
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.spec import RankSide
 from tests.fakes.fake_engine import FakeEngine
@@ -96,7 +96,6 @@ async def running(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
         log_dir=folder / "logs",
         network=LOCAL,
         calls=SGLangServer,
-        parse_versions=parse_spans,
     )
     await stack.start()
     result = Running(stack, models, asyncio.ensure_future(stack.supervise()))
@@ -174,17 +173,22 @@ async def test_an_answer_is_packed_on_request_with_the_same_log_probs_to_the_las
     await engine.name_version("1")
     sampling = {"max_new_tokens": 64, "temperature": 0.0, "ignore_eos": True}
     body = {"input_ids": [5, 6, 7, 8], "sampling_params": sampling, "return_logprob": True}
-    answers, content_types = [], []
+    answers, content_types, reported = [], [], []
+
+    def versions(spans: object, label: object, tokens: int) -> Int32:
+        reported.append(spans)
+        return np.ones(tokens, np.int32)
+
     for extra in ({"extra_key": "a"}, {"extra_key": "b", PACK: True}):  # neither finds a prefix in the cache
         async with engine.http.session.post(f"{engine.url}/generate", json=body | extra) as response:
             content_types.append(response.content_type)
-            answers.append(read_answer(await response.read(), response.content_type, engine.url))
+            answers.append(read_answer(await response.read(), response.content_type, engine.url, versions))
     plain, packed = answers
     assert content_types == ["application/json", MEDIA_TYPE]
     assert packed.logprobs.tobytes() == plain.logprobs.tobytes()
     assert packed.output_ids.tolist() == plain.output_ids.tolist()
     assert (packed.finish_reason, packed.prompt_tokens) == ("length", 4)
-    assert packed.weight_versions == plain.weight_versions == [{"version": "1", "start": 0, "end": 64}]
+    assert reported == 2 * [[{"version": "1", "start": 0, "end": 64}]]
 
 
 async def test_an_engine_without_speculative_decoding_has_one_token_in_flight(engine: Engine) -> None:
@@ -401,7 +405,7 @@ async def test_the_first_publication_opens_the_gate(running: Running) -> None:  
     assert not waiting.done()
     await running.stack.fleet.admit(one(running.stack), 0)
     generation = await waiting
-    assert generation.engine_id == ENGINE
+    assert generation.engines == (ENGINE,)
     expected = reference_logprobs(running.models[1], [5, 6, 7, 8, *generation.output_ids.tolist()])[3:]
     np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
 
@@ -419,7 +423,7 @@ async def test_a_publication_meets_requests_in_flight(
         assert not any(task.done() for task in tasks)  # even finished answers wait for the commit
     await running.stack.fleet.admit(one(running.stack), version)
     for generation in await asyncio.gather(*tasks):
-        versions = [span.version for span in generation.spans]
+        versions = np.unique(generation.weight_versions).tolist()
         if mode == "abort":
             assert generation.finish_reason == "abort"
             assert versions == [version - 1]
@@ -427,7 +431,7 @@ async def test_a_publication_meets_requests_in_flight(
             assert generation.finish_reason == "length"
             assert versions == [version - 1, version]
     fresh = await _generate(running, 16)
-    assert [span.version for span in fresh.spans] == [version]
+    assert {*fresh.weight_versions.tolist()} == {version}
     assert fresh.cached_tokens == 0  # the cache key carries the version, flushed or not
     expected = reference_logprobs(running.models[version % 2], [5, 6, 7, 8, *fresh.output_ids.tolist()])[3:]
     np.testing.assert_allclose(fresh.logprobs, expected, atol=1e-4)
@@ -463,8 +467,9 @@ async def test_a_bad_request_keeps_the_engines_words(running: Running) -> None: 
 async def test_the_router_passes_packed_answers_on(running: Running) -> None:
     sampling = {"max_new_tokens": 4, "temperature": 1.0, "ignore_eos": True}
     body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True, PACK: True}
+    versions = partial(token_versions, dispatch_version=0, tokens_in_flight=1)
     async with Http().session as session, session.post(f"{running.stack.router.url}/generate", json=body) as response:
-        answer = read_answer(await response.read(), response.content_type, running.url)
+        answer = read_answer(await response.read(), response.content_type, running.url, versions)
         assert response.content_type == MEDIA_TYPE
     assert len(answer.output_ids) == 4
 
@@ -548,7 +553,7 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
     await stack.fleet.admit(one(stack), 3)
     generation = await interrupted  # the request that was cut has been done again
     assert len(generation.output_ids) == LONG
-    assert [span.version for span in generation.spans] == [3]
+    assert {*generation.weight_versions.tolist()} == {3}
     assert stack.stats().restarts == {ENGINE: 1}
 
 
@@ -559,9 +564,7 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path: Path, engine_impor
     )
     group = EngineGroup(engines=1, streams=True, launch=partial(ServerProcess, SGLANG, spec))
     arguments = EnginesArguments(), WeightsArguments()
-    stack = EngineStack(
-        [group], *arguments, log_dir=tmp_path, network=LOCAL, calls=SGLangServer, parse_versions=parse_spans
-    )
+    stack = EngineStack([group], *arguments, log_dir=tmp_path, network=LOCAL, calls=SGLangServer)
     with pytest.raises(EngineStartError, match=r"ended with status 1(.|\n)*nothing-here"):
         async with asyncio.timeout(120):
             await stack.start()

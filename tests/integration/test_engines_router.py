@@ -21,7 +21,6 @@ from miles_async.engines.router_metrics import router_metrics
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, TransientEngineError
-from miles_async.staleness.versions import parse_spans
 from miles_async.types import GenerateRequest, Generation
 from tests.fakes.fake_engine import FakeEngine
 
@@ -68,7 +67,6 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
             registry,
             Traffic(),
             router_url=lambda: router.url,
-            parse_versions=parse_spans,
             request_timeout=20.0,
             retries=2,
             gate_timeout=20.0,
@@ -83,7 +81,7 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
 
 async def test_a_key_stays_with_its_engine_and_keys_spread(setup: Setup) -> None:  # covers: M13
     async def engine_of(key: str) -> str:
-        return (await setup.generate([5, 6], key=key)).engine_id
+        return (await setup.generate([5, 6], key=key)).engines[0]
 
     homes = {key: await engine_of(key) for key in map(str, range(24))}
     assert set(homes.values()) == {"engine-0", "engine-1"}
@@ -98,7 +96,7 @@ def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_proxy_of_the_environment_is_not_asked(dead_proxy: None, setup: Setup) -> None:  # covers: A6
-    assert (await setup.generate([5, 6])).engine_id in ("engine-0", "engine-1")
+    assert (await setup.generate([5, 6])).engines[0] in ("engine-0", "engine-1")
 
 
 async def test_its_own_metrics_are_read(setup: Setup) -> None:
@@ -134,7 +132,7 @@ async def test_a_removed_engine_gets_nothing_more(setup: Setup) -> None:
 
 async def test_requests_of_a_dead_engine_go_to_the_other(setup: Setup) -> None:  # covers: A3
     await setup.engines[0].die()  # nobody has fenced it yet
-    engines = {(await setup.generate(key=str(i))).engine_id for i in range(8)}
+    engines = {(await setup.generate(key=str(i))).engines[0] for i in range(8)}
     assert engines == {"engine-1"}
 
 
@@ -150,7 +148,7 @@ async def test_requests_go_round_a_router_that_lost_its_engines(
         patch.setattr(setup.client, "_retries", 0)
         with pytest.raises(TransientEngineError, match=r"model_not_found|no_available_workers"):
             await setup.generate()
-    engines = {(await setup.generate(key=str(i))).engine_id for i in range(24)}
+    engines = {(await setup.generate(key=str(i))).engines[0] for i in range(24)}
     assert engines == {"engine-0", "engine-1"}
 
 

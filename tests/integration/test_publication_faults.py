@@ -30,7 +30,6 @@ from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, PublicationError
 from miles_async.runtime.network.addresses import LOCAL
-from miles_async.staleness.versions import parse_spans
 from miles_async.types import CanaryScore, GenerateRequest, Generation
 from miles_async.weights.transports.distributed.rank import DistributedSender
 from miles_async.weights.transports.host_files import Source
@@ -98,7 +97,7 @@ class Cluster:
             results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in results), results
         for version, answer in answers:
-            assert min(span.version for span in answer.spans) >= version
+            assert answer.weight_versions.min() >= version
 
     async def _send(self, answers: Answers, index: int) -> None:
         for count in itertools.count():
@@ -138,7 +137,7 @@ async def more(answers: Answers, count: int = REQUESTS) -> set[str]:
     async with asyncio.timeout(30):
         while len(answers) < start + count:  # noqa: ASYNC110  (the client tells nobody)
             await asyncio.sleep(0.02)
-    return {answer.engine_id for _, answer in answers[start:]}
+    return {answer.engines[0] for _, answer in answers[start:]}
 
 
 async def until_answered_by(engine: str, answers: Answers) -> None:
@@ -170,7 +169,6 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
         log_dir=logs,
         network=LOCAL,
         calls=SGLangServer,
-        parse_versions=parse_spans,
     )
     await stack.start()
     supervision = asyncio.ensure_future(stack.supervise())

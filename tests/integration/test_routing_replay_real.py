@@ -24,7 +24,7 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.traffic import Traffic
 from miles_async.rollout.generate import SingleTurnGenerate
-from miles_async.staleness.versions import group_of, parse_spans
+from miles_async.staleness.versions import group_of
 from miles_async.train_data.batch import tabulate
 from miles_async.types import Attempt, Prompt, Sample
 from tests.integration.rank_processes import run_ranks
@@ -70,7 +70,6 @@ async def generate(spec: ServerSpec) -> list[Sample]:
             EngineRegistry(engines={"engine-0": record}, version=0, router_up=True),
             Traffic(),
             router_url=lambda: url,
-            parse_versions=parse_spans,
             request_timeout=60.0,
             retries=0,
             gate_timeout=10.0,

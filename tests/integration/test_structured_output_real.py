@@ -23,7 +23,6 @@ from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.traffic import Traffic
-from miles_async.staleness.versions import parse_spans
 from tests.fakes.chat_formats import TOOLS, chat_format
 from tests.fakes.session_agents import QUESTION, agent_of
 from tests.integration.served_models import reference_logprobs
@@ -77,7 +76,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path)
     registry.notify()
     client = RouterClient(
         SGLangServer(http),
-        http, registry, Traffic(), router_url=lambda: url, parse_versions=parse_spans,
+        http, registry, Traffic(), router_url=lambda: url,
         request_timeout=120.0, retries=0, gate_timeout=20.0,
     )  # fmt: skip
     try:

@@ -15,7 +15,6 @@ from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
 from miles_async.runtime.network.addresses import Network
-from miles_async.staleness.versions import parse_spans
 from miles_async.types import GenerateRequest
 from tests.fakes.certificates import Authority, needs_openssl
 from tests.fakes.fake_engine import FakeEngine
@@ -34,7 +33,7 @@ async def test_requests_go_through_the_router_to_engines_over_tls(tmp_path: Path
     router = Router(registry, http, log_dir=tmp_path, keys=KEYS.engines, network=Network(tls=tls))
     client = RouterClient(
         SGLangServer(http), http, registry, Traffic(), router_url=lambda: router.url,
-        parse_versions=parse_spans, request_timeout=30.0, retries=0, gate_timeout=30.0,
+        request_timeout=30.0, retries=0, gate_timeout=30.0,
     )  # fmt: skip
     try:
         async with FakeEngine(tls=tls, weight_version="0", name_worker=False) as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from base64 import b64decode, b64encode
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from miles_async.engines.sglang.answers import MEDIA_TYPE, pack, read_answer
 from miles_async.errors import TransientEngineError
-from miles_async.types import ServerAnswer
+from miles_async.types import Generation, Int32
 
 JSON = "application/json"
 URL = "http://engine"
@@ -45,20 +46,25 @@ def replies(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+def versions(spans: object, label: object, tokens: int) -> Int32:
+    """Stands for what was reported, whatever it is."""
+    return np.full(tokens, zlib.crc32(repr((spans, label)).encode()) >> 1, np.int32)
+
+
 def both_forms(reply: dict[str, Any]) -> list[tuple[bytes, str]]:
     packed = pack(reply)
     assert packed is not None
     return [(json.dumps(reply).encode(), JSON), (packed, MEDIA_TYPE)]
 
 
-def contents(answer: ServerAnswer) -> dict[str, Any]:
+def contents(answer: Generation) -> dict[str, Any]:
     fields = msgspec.structs.asdict(answer)
     return {name: (v.dtype.str, v.tobytes()) if isinstance(v, np.ndarray) else v for name, v in fields.items()}
 
 
 @given(replies())
 def test_both_forms_are_the_same_to_the_last_bit(reply: dict[str, Any]) -> None:
-    plain, packed = (contents(read_answer(body, content_type, URL)) for body, content_type in both_forms(reply))
+    plain, packed = (contents(read_answer(*form, URL, versions)) for form in both_forms(reply))
     assert packed == plain
     expected = np.array([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]], np.float32)
     assert packed["logprobs"] == ("<f4", expected.tobytes())
@@ -69,7 +75,7 @@ def test_both_forms_are_the_same_to_the_last_bit(reply: dict[str, Any]) -> None:
 def test_experts_come_in_as_few_bytes_as_hold_them(reply: dict[str, Any]) -> None:  # covers: M19
     encoded = reply["meta_info"].get("routed_experts")
     for body, content_type in both_forms(reply):
-        found = read_answer(body, content_type, URL).routed_experts
+        found = read_answer(body, content_type, URL, versions).routed_experts
         if encoded is None:
             assert found is None
             continue
@@ -84,7 +90,7 @@ def test_an_answer_that_is_cut_anywhere_is_an_error(reply: dict[str, Any], data:
     for body, content_type in both_forms(reply):
         end = data.draw(st.integers(0, len(body) - 1))
         with pytest.raises(TransientEngineError, match="cut or malformed answer of http://engine"):
-            read_answer(body[:end], content_type, URL)
+            read_answer(body[:end], content_type, URL, versions)
 
 
 @given(replies().filter(lambda reply: reply["output_ids"]), st.sampled_from([None, float("nan"), float("-inf")]))
@@ -93,10 +99,10 @@ def test_a_log_prob_that_is_not_finite_is_an_error(reply: dict[str, Any], broken
     entries[-1] = (broken, *entries[-1][1:])
     (plain, packed) = both_forms(reply)
     with pytest.raises(TransientEngineError, match="a log-prob is not finite"):
-        read_answer(*packed, URL)
+        read_answer(*packed, URL, versions)
     if broken is None:  # JSON has no other
         with pytest.raises(TransientEngineError, match="a log-prob is not finite"):
-            read_answer(*plain, URL)
+            read_answer(*plain, URL, versions)
 
 
 @given(replies().filter(lambda reply: reply["output_ids"]), st.sampled_from(["fewer", "more", "other"]))
@@ -111,7 +117,7 @@ def test_log_probs_of_other_tokens_are_an_error_and_never_packed(reply: dict[str
             entries[0] = (entries[0][0], entries[0][1] ^ 1, None)
     assert pack(reply) is None
     with pytest.raises(TransientEngineError, match="expected one log-prob for each of"):
-        read_answer(json.dumps(reply).encode(), JSON, URL)
+        read_answer(json.dumps(reply).encode(), JSON, URL, versions)
 
 
 @given(replies().filter(lambda reply: reply["output_ids"]), st.sampled_from(["output_ids", "output_logprobs"]))
@@ -120,7 +126,7 @@ def test_packed_arrays_of_another_length_are_an_error(reply: dict[str, Any], nam
     for cut, message in ((4, "expected one log-prob for each of"), (1, "cut or malformed")):
         body = msgspec.msgpack.encode(packed | {name: packed[name][:-cut]})
         with pytest.raises(TransientEngineError, match=message):
-            read_answer(body, MEDIA_TYPE, URL)
+            read_answer(body, MEDIA_TYPE, URL, versions)
 
 
 @given(replies())
@@ -128,7 +134,7 @@ def test_an_unknown_finish_reason_is_an_error(reply: dict[str, Any]) -> None:
     reply["meta_info"]["finish_reason"] = {"type": "tired"}
     for body, content_type in both_forms(reply):
         with pytest.raises(TransientEngineError, match="finish reason"):
-            read_answer(body, content_type, URL)
+            read_answer(body, content_type, URL, versions)
 
 
 @pytest.mark.parametrize("content", [[], {"error": "no"}, {"output_ids": [], "meta_info": {"id": "a"}}])

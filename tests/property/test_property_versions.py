@@ -11,8 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from miles_async.errors import VersionUnknownError
-from miles_async.staleness.versions import parse_spans, versions_per_token
-from miles_async.types import VersionSpan
+from miles_async.staleness.versions import VersionSpan, parse_spans, versions_per_token
 
 OFF_BY_ONE = st.integers(-1, 1)
 TOKENS_IN_FLIGHT = st.integers(1, 5)  # of one forward pass: speculative decoding verifies several

@@ -34,11 +34,8 @@ class Client:
         return nouns.Generation(
             output_ids=np.array([7, 8, 9, 2], np.int32),
             logprobs=np.zeros(4, np.float32),
-            spans=(nouns.VersionSpan(0, 0, 4),),
+            weight_versions=np.zeros(4, np.int32),
             finish_reason="stop",
-            engine_id="engine-0",
-            cached_tokens=0,
-            prompt_tokens=len(request.input_ids),
         )
 
 

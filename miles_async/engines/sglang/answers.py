@@ -14,8 +14,9 @@ from base64 import b64decode
 import msgspec
 import numpy as np
 
+from miles_async.engines.kind import TokenVersions
 from miles_async.errors import TransientEngineError
-from miles_async.types import FinishReason, Float32, Int32, RoutedExperts, ServerAnswer
+from miles_async.types import FinishReason, Float32, Generation, Int32, RoutedExperts
 
 PACK = "packed_answer"  # field of a request: true asks for the packed form
 MEDIA_TYPE = "application/msgpack"  # of a packed answer
@@ -64,17 +65,19 @@ _packed_decoder = msgspec.msgpack.Decoder(_Packed)
 _plain_decoder = msgspec.json.Decoder(_Plain)
 
 
-def read_answer(body: bytes, content_type: str, source: str) -> ServerAnswer:
+def read_answer(body: bytes, content_type: str, source: str, versions: TokenVersions) -> Generation:
     """Parse and check an answer of either form.
 
     Args:
         body: the whole body.
         content_type: the header; ``MEDIA_TYPE`` marks the packed form.
         source: URL of the engine, for messages.
+        versions: see ``kind.InferenceServer.decode``.
 
     Raises:
         TransientEngineError: the answer is cut or malformed, has an unknown finish reason, a log-prob that is not
             finite, or other than one log-prob per token.
+        VersionUnknownError: from ``versions``.
     """
     try:
         read = _read_packed(body) if content_type == MEDIA_TYPE else _read_plain(body, source)
@@ -88,14 +91,13 @@ def read_answer(body: bytes, content_type: str, source: str) -> ServerAnswer:
         raise _mismatch(len(output_ids), len(logprobs), source)
     if not np.isfinite(logprobs).all():
         raise TransientEngineError(f"{source}: a log-prob is not finite; the engine's numerics are broken")
-    return ServerAnswer(
+    return Generation(
         output_ids=output_ids,
         logprobs=logprobs,
+        weight_versions=versions(meta.weight_versions, meta.weight_version, len(output_ids)),
         finish_reason=finish_reason,
         prompt_tokens=meta.prompt_tokens,
         cached_tokens=meta.cached_tokens,
-        weight_version=meta.weight_version,
-        weight_versions=meta.weight_versions,
         routed_experts=experts,
     )
 

@@ -11,6 +11,7 @@ import orjson
 
 from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import ERROR_TEXT, Http, decode_json
+from miles_async.engines.kind import TokenVersions
 from miles_async.engines.sglang.answers import PACK, read_answer
 from miles_async.engines.sglang.held_report import (
     FINGERPRINT_ACTION,
@@ -26,9 +27,9 @@ from miles_async.types import (
     CanaryScore,
     EngineLoad,
     GenerateRequest,
+    Generation,
     GroupBackend,
     HeldWeights,
-    ServerAnswer,
     TensorMeta,
     TensorShare,
 )
@@ -115,8 +116,8 @@ class SGLangServer:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
         return msgspec.json.encode(body)
 
-    def decode(self, body: bytes, content_type: str, url: str) -> ServerAnswer:
-        return read_answer(body, content_type, url)
+    def decode(self, body: bytes, content_type: str, url: str, versions: TokenVersions) -> Generation:
+        return read_answer(body, content_type, url, versions)
 
     async def weight_version(self, url: str, timeout: float) -> str:
         """The label of the weights: a number, or "default" before the first publication."""

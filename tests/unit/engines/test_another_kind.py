@@ -16,7 +16,7 @@ import pytest
 
 from miles_async.engines.client import ROUTED_WORKER, RouterClient
 from miles_async.engines.fleet import Fleet
-from miles_async.engines.kind import InferenceServer, ServerSpec
+from miles_async.engines.kind import InferenceServer, ServerSpec, TokenVersions
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
@@ -25,17 +25,15 @@ from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError
 from miles_async.simulation.engines import ROUTER_URL, SimulatedRouter
 from miles_async.simulation.network import Network, Response, SimulatedHttp
-from miles_async.staleness.versions import parse_spans
 from miles_async.types import (
     CanaryScore,
     EngineLoad,
     GenerateRequest,
+    Generation,
     HeldWeights,
     Incarnation,
-    ServerAnswer,
     TensorMeta,
     TensorShare,
-    VersionSpan,
 )
 
 
@@ -81,17 +79,14 @@ class EchoServer:
     def encode(self, request: GenerateRequest, *, request_id: str, version: int, experts: bool) -> bytes:
         return msgspec.json.encode({"heard": list(request.input_ids)})
 
-    def decode(self, body: bytes, content_type: str, url: str) -> ServerAnswer:
+    def decode(self, body: bytes, content_type: str, url: str, versions: TokenVersions) -> Generation:
         answer = msgspec.json.decode(body)
         output_ids = np.array(answer["said"], np.int32)
-        return ServerAnswer(
+        return Generation(
             output_ids=output_ids,
             logprobs=np.zeros(len(output_ids), np.float32),
+            weight_versions=versions(None, answer["version"], len(output_ids)),
             finish_reason="stop",
-            prompt_tokens=len(output_ids),
-            cached_tokens=0,
-            weight_version=answer["version"],
-            weight_versions=None,
         )
 
     async def weight_version(self, url: str, timeout: float) -> str:
@@ -199,7 +194,7 @@ async def test_weights_reach_another_kind_of_server_and_it_generates_with_them()
     fleet = Fleet(registry, supervisor, server, traffic)
     client = RouterClient(
         server, http, registry, traffic, router_url=lambda: ROUTER_URL,
-        parse_versions=parse_spans, request_timeout=5.0, retries=0, gate_timeout=5.0,
+        request_timeout=5.0, retries=0, gate_timeout=5.0,
     )  # fmt: skip
     await router.start()
     await supervisor.start()
@@ -225,7 +220,7 @@ async def test_weights_reach_another_kind_of_server_and_it_generates_with_them()
 
     generation = await client.generate(GenerateRequest(input_ids=[5, 6, 7], sampling={}, routing_key="a"))
     assert generation.output_ids.tolist() == [7, 6, 5]
-    assert generation.spans == (VersionSpan(7, 0, 3),)
-    assert generation.engine_id in ("echo-0", "echo-1")
+    assert generation.weight_versions.tolist() == [7, 7, 7]
+    assert generation.engines[0] in ("echo-0", "echo-1")
     await supervisor.stop()
     assert network.hosts.keys() == {ROUTER_URL}

@@ -13,7 +13,7 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from miles_async.arguments.routing import RouterShape
-from miles_async.engines.client import ROUTING_KEY, Answer, RouterClient, http_error
+from miles_async.engines.client import ROUTING_KEY, RouterClient, http_error
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.answers import PACK
@@ -26,8 +26,7 @@ from miles_async.errors import (
     TransientEngineError,
     VersionUnknownError,
 )
-from miles_async.staleness.versions import parse_spans
-from miles_async.types import GenerateRequest, Generation, VersionSpan
+from miles_async.types import GenerateRequest, Generation
 from tests.fakes.fake_engine import FakeEngine
 
 SAMPLING = {"max_new_tokens": 4, "temperature": 1.0}
@@ -77,7 +76,6 @@ async def setup(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setup]:
             registry,
             traffic,
             router_url=lambda: engine.url,
-            parse_versions=parse_spans,
             request_timeout=50.0,
             retries=2,
             gate_timeout=50.0,
@@ -96,8 +94,8 @@ async def test_an_answer_becomes_arrays_and_spans(setup: Setup, packs: bool) -> 
     assert generation.logprobs.dtype == np.float32
     assert generation.logprobs.tolist() == [-0.5] * 4
     assert setup.engine.requests[0]["input_ids"] == [5, 6, 7]
-    assert generation.spans == (VersionSpan(3, 0, 4),)
-    assert (generation.engine_id, generation.finish_reason, generation.prompt_tokens) == ("engine-0", "length", 3)
+    assert generation.weight_versions.tolist() == [3, 3, 3, 3]
+    assert (generation.engines, generation.finish_reason, generation.prompt_tokens) == (("engine-0",), "length", 3)
     assert setup.traffic.completed == {"engine-0": 1}
 
 
@@ -146,7 +144,7 @@ async def test_tokens_in_flight_count_as_old_as_what_sampled_them(setup: Setup) 
     setup.engine.transform = lambda reply: reply["meta_info"].update(weight_versions=EDGE_AT_ONE) or reply
     setup.record.tokens_in_flight = 2  # speculative decoding
     generation = await setup.generate()
-    assert generation.spans == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 4))
+    assert generation.weight_versions.tolist() == [3, 3, 3, 4]
 
 
 async def test_a_request_carries_routing_key_and_versioned_cache_key(setup: Setup) -> None:  # covers: C8, M13
@@ -195,7 +193,7 @@ async def test_further_tries_go_straight_to_one_serving_engine_after_the_other(s
         setup.registry.notify()
         second.respond = lambda body: web.Response(status=503)
         generations = [await setup.generate(key=str(key)) for key in range(8)]
-    assert {generation.engine_id for generation in generations} == {"engine-1"}
+    assert {generation.engines[0] for generation in generations} == {"engine-1"}
     assert len(setup.engine.requests) == len(first.requests) == 8
 
 
@@ -306,7 +304,7 @@ async def test_an_answer_without_spans_counts_as_old_as_its_dispatch(setup: Setu
 
     setup.engine.transform = old_server
     generation = await setup.generate()
-    assert generation.spans == (VersionSpan(3, 0, 4),)
+    assert generation.weight_versions.tolist() == [3, 3, 3, 3]
 
 
 async def test_requests_wait_while_engines_are_paused_or_unverified(setup: Setup) -> None:  # covers: C8
@@ -369,7 +367,7 @@ async def test_an_answer_of_older_weights_than_those_visible_at_dispatch_is_not_
     setup.engine.transform = begun_before_its_repair
     generation = await setup.generate()
     assert (len(replies), setup.traffic.failed) == (2, 1)
-    assert generation.spans == (VersionSpan(3, 0, 4),)
+    assert generation.weight_versions.tolist() == [3, 3, 3, 3]
 
 
 async def test_an_answer_waits_for_its_own_engine_only(setup: Setup) -> None:  # covers: C8
@@ -412,16 +410,16 @@ async def test_a_request_that_is_aborted_before_it_began_has_no_tokens(setup: Se
 
     setup.engine.transform = abort_in_the_queue
     generation = await setup.generate()
-    assert (generation.finish_reason, len(generation.output_ids), generation.spans) == ("abort", 0, ())
+    assert (generation.finish_reason, len(generation.output_ids), len(generation.weight_versions)) == ("abort", 0, 0)
     assert len(setup.engine.requests) == 1, "that is no failure, and nothing to try again"
 
 
 async def test_answers_that_come_at_once_are_read_a_few_per_turn_of_the_loop(setup: Setup) -> None:
     """As when a publication aborts all requests."""
     plain, gate = setup.client._post, asyncio.Event()
-    arrived: list[Answer] = []
+    arrived: list[tuple[Any, bytes]] = []
 
-    async def held(url: str, key: str, content: bytes) -> Answer:
+    async def held(url: str, key: str, content: bytes) -> tuple[Any, bytes]:
         answer = await plain(url, key, content)
         arrived.append(answer)
         await gate.wait()

@@ -17,7 +17,6 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.network.addresses import LOCAL
-from miles_async.staleness.versions import parse_spans
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
 
 
@@ -56,7 +55,6 @@ async def test_frozen_engines_serve_when_they_are_up_and_again_when_they_are_bac
         log_dir=tmp_path,
         network=LOCAL,
         calls=SGLangServer,
-        parse_versions=parse_spans,
     )
     router: Any = FakeRouter(frozen.registry)
     frozen.router = frozen.supervisor._router = frozen.supervisor.routing._router = router

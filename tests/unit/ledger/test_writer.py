@@ -30,7 +30,7 @@ from miles_async.staleness.events import Ended, Issued
 from miles_async.staleness.ledger import Outcome
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
-from miles_async.types import EngineStats, GenerateRequest, Generation, Group, Prompt, Sample, VersionSpan
+from miles_async.types import EngineStats, GenerateRequest, Generation, Group, Prompt, Sample
 from tests.fakes.fake_sides import FakeEngineLoads
 from tests.property.builders import make_attempt
 
@@ -71,11 +71,9 @@ class Engines:
         return Generation(
             output_ids=np.array(tokens, np.int32),
             logprobs=np.zeros(len(tokens), np.float32),
-            spans=(VersionSpan(self.version, 0, len(tokens)),),
+            weight_versions=np.full(len(tokens), self.version, np.int32),
             finish_reason="abort" if self.calls % 7 == 0 else "stop",
-            engine_id=f"engine-{self.calls % 2}",
-            cached_tokens=0,
-            prompt_tokens=2,
+            engines=(f"engine-{self.calls % 2}",),
         )
 
     async def supervise(self) -> None:

@@ -15,7 +15,7 @@ from miles_async.rewards.format_match import matches
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.tree import Trajectory
-from miles_async.trajectory.turn import SampledTurn
+from miles_async.types import Generation
 
 VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", *"0123456789 rev"]
 TEMPLATE = (
@@ -193,14 +193,10 @@ def test_replies_to_agents_have_the_same_text(thinking: ChatTemplate, splits: bo
     assert sample.text == turn.text
 
 
-def sampled_turn(ids: Any) -> SampledTurn:
-    return SampledTurn(
+def sampled_turn(ids: Any) -> Generation:
+    return Generation(
         output_ids=ids,
         logprobs=np.full(len(ids), -1, np.float32),
         weight_versions=np.zeros(len(ids), np.int32),
         finish_reason="stop",
-        engines=("engine-0",),
-        chunks=1,
-        prompt_tokens=1,
-        cached_tokens=0,
     )

@@ -40,7 +40,7 @@ from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.beginnings import Beginnings
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
-from miles_async.types import Attempt, Float32, GenerateRequest, Generation, Group, Prompt, Sample, VersionSpan
+from miles_async.types import Attempt, Float32, GenerateRequest, Generation, Group, Prompt, Sample
 from tests.fakes.fake_sides import FakeEngineLoads
 
 BATCH = 2
@@ -98,10 +98,9 @@ def answer(tokens: list[int], version: int, finish_reason: Any = "stop") -> Gene
     return Generation(
         output_ids=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), -0.5, np.float32),
-        spans=(VersionSpan(version, 0, len(tokens)),) if tokens else (),
+        weight_versions=np.full(len(tokens), version, np.int32),
         finish_reason=finish_reason,
-        engine_id="engine-0",
-        cached_tokens=0,
+        engines=("engine-0",),
         prompt_tokens=2,
     )
 

@@ -14,6 +14,7 @@ from msgspec import structs
 from miles_async.errors import VersionUnknownError
 from miles_async.staleness.versions import (
     MAX_VERSION,
+    VersionSpan,
     group_of,
     is_mixed,
     loss_versions,
@@ -21,7 +22,7 @@ from miles_async.staleness.versions import (
     parse_spans,
     versions_per_token,
 )
-from miles_async.types import NO_VERSION, VersionSpan
+from miles_async.types import NO_VERSION
 from tests.property.builders import make_attempt, make_group, make_sample
 
 
