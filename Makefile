@@ -37,7 +37,7 @@ test-long: setup ## variants, campaigns and examples to their end, which `test` 
 test-gpu: setup ## what needs one CUDA device: log-prob chunks, one rank, export, IPC; figures in runs/gpu/
 	$(BIN)/pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)
 
-test-image: ## docker/Dockerfile for CPU executed in a Debian root, and the quick start in it: needs root and debootstrap
+test-image: ## build the image for CPU with buildah, and run the quick start in it: needs root, buildah and debootstrap
 	$(PYTHON) scripts/try_image.py
 
 lint: setup ## style (ruff), layers (import-linter), Dockerfiles (hadolint), workflows (GitHub's schema)

@@ -77,6 +77,7 @@ RAY_START_FLAGS = {"--head", "--port", "--address", "--node-ip-address", "--labe
 DOCKER_FLAGS = {
     *("--rm", "--entrypoint", "--gpus", "--shm-size", "--ulimit", "--network", "--volume", "--stop-timeout"),
     "--file",
+    "--isolation",  # of buildah
 }
 PIP_FLAGS = {"--no-deps", "--no-index", "--target"}
 HYDRA_FLAGS = {"--config-path", "--config-name"}
@@ -162,7 +163,7 @@ def flags_of_scripts() -> frozenset[str]:
         for folder in ("examples", "scripts", "tests/benchmarks")
         for path in (ROOT / folder).rglob("*.py")
     ]
-    sources += [path.read_text() for path in (ROOT / "miles_async/commands").glob("*.py")]
+    sources += [path.read_text() for path in (ROOT / "miles_async/commands").rglob("*.py")]
     return frozenset(flag for source in sources for flag in re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", source))
 
 
