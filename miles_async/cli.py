@@ -143,7 +143,7 @@ def _plan(words: Sequence[str]) -> int:
 
 
 def _migrate(words: Sequence[str]) -> int:
-    from miles_async.commands.migrate import migrate
+    from miles_async.commands.migrate.command import migrate
 
     return migrate(words)
 

@@ -1,10 +1,10 @@
-"""Write tests/behaviours.md: which tests cover which behaviour, from the ``# covers: M3, C8`` marks in tests/.
+"""Which tests cover which behaviour, from the ``# covers: M3, C8`` marks in tests/; a page of the site (`make docs`).
 
 A mark counts for the test function that it stands in, or on the ``def`` line of; for the tests of a class or of a
 file if it stands in that one's docstring, or anywhere outside of a function. scripts/behaviours.toml says what each id
-means. From the repository root:
+means. To read the page without the site:
 
-    .venv/bin/python scripts/behaviours.py
+    .venv/bin/python scripts/behaviours.py | less
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "tests" / "behaviours.md"
+TESTS = ROOT / "tests"
 MEANINGS = ROOT / "scripts" / "behaviours.toml"
 MARK = re.compile(r"\bcovers: (?P<ids>[A-Z]\d+(?:, ?[A-Z]\d+)*)")
 HEADER = """\
 # What the tests cover
 
-Written by `.venv/bin/python scripts/behaviours.py` from the `# covers:` marks in tests/ and the meanings in
-scripts/behaviours.toml; not edited by hand. A file without a list stands for all its tests. Those *at night* are left
-out by `make test`.
+From the `# covers:` marks in tests/ and the meanings in scripts/behaviours.toml. A file without a list stands for all
+its tests. `make test` leaves out tests that run *at night*.
 """
 NIGHT = ("e2e", "gpu")  # folders that `make test` leaves out
 LONG = "pytest.mark.long"
@@ -120,7 +119,6 @@ def render(
     tests: Mapping[str, Sequence[tuple[str, str]]],
     night: Set[tuple[str, str]] = frozenset(),
 ) -> str:
-    """The page."""
     parts = [HEADER, "## Not covered yet\n", *(f"- **{behaviour}**: {reason}" for behaviour, reason in not_yet.items())]
     if alone := only_at_night(tests, night):
         parts.append(f"\n## Covered at night alone\n\n{', '.join(alone)}")
@@ -134,7 +132,7 @@ def render(
 
 def _listed(tests: Sequence[tuple[str, str]], night: Set[tuple[str, str]]) -> Iterator[str]:
     for file, entries in groupby(tests, key=lambda test: test[0]):
-        yield f"- [{file}]({file}){', *at night*' if (file, '') in night else ''}"
+        yield f"- `{file}`{', *at night*' if (file, '') in night else ''}"
         for test in entries:
             if test[1]:
                 yield f"  - {_words(test[1])}{', *at night*' if test in night and (file, '') not in night else ''}"
@@ -145,7 +143,10 @@ def _words(name: str) -> str:
     return name.removeprefix("test_").replace("_", " ")
 
 
+def page() -> str:
+    """The whole page."""
+    return render(*read_meanings(MEANINGS), covered(TESTS), at_night(TESTS))
+
+
 if __name__ == "__main__":
-    tests = ROOT / "tests"
-    PAGE.write_text(render(*read_meanings(MEANINGS), covered(tests), at_night(tests)), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    print(page(), end="")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from miles_async.arguments.parser import build_parser
+from scripts import behaviours
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE, ENVIRONMENT = ROOT / "build" / "pages", ROOT / ".venv" / "docs"
@@ -28,7 +29,6 @@ PAGES = (
     "docs/**/*.md",
     "examples/*/README.md",
     "deploy/*.md",
-    "tests/*.md",
 )
 LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)]*)?\)")
 FLAG = re.compile(r"(?<![\w`/-])--[a-zA-Z][\w-]*")
@@ -54,7 +54,7 @@ def flags_page() -> str:
     return "\n".join(lines)
 
 
-GENERATED: Mapping[str, Callable[[], str]] = {"docs/flags.md": flags_page}
+GENERATED: Mapping[str, Callable[[], str]] = {"docs/flags.md": flags_page, "tests/behaviours.md": behaviours.page}
 
 
 def pages() -> Iterator[Path]:

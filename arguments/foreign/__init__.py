@@ -1,6 +1,7 @@
 """Flags of other systems: one table that says of each whether it works here, is checked, changes nothing or is refused.
 
-``translate.py`` applies it to a command line, ``checks.py`` compares what is checked, docs/migrate.md shows it.
+``translate.py`` applies it to a command line, ``checks.py`` compares what is checked, and ``miles-async migrate
+--table`` prints it.
 """
 
 from __future__ import annotations

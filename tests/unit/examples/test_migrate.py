@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from examples.quickstart.tokenizer import build_tokenizer
 from miles_async.arguments.argument_files import without_comment
 from miles_async.cli import main
-from scripts.migrate_page import RECIPES
+from miles_async.commands.migrate.tables import SYSTEMS
 
 EXAMPLES = Path("examples/migrate")
 CONFIGS = Path("tests/recipes/configs")
@@ -28,7 +28,7 @@ def flags(text: str) -> set[str]:
     return {shlex.join(shlex.split(line)) for line in map(without_comment, text.splitlines()) if line.startswith("--")}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_what_ours_says_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["migrate", str(EXAMPLES / f"{name}.sh")])
     printed = capsys.readouterr().out
@@ -38,7 +38,7 @@ def test_what_ours_says_is_printed(name: str, capsys: pytest.CaptureFixture[str]
     assert "Only the shell knows" not in printed
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_ours_is_in_order(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

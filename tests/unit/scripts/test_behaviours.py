@@ -1,4 +1,4 @@
-"""The marks in tests/ and the page that is made of them; ids that are cited anywhere mean something."""
+"""The `# covers:` marks in tests/ and the page made of them; ids cited anywhere mean something."""
 
 from __future__ import annotations
 
@@ -44,10 +44,8 @@ def at_night(script: dict[str, Any]) -> set[tuple[str, str]]:
     return script["at_night"](ROOT / "tests")
 
 
-def test_the_page_is_current(script: dict[str, Any], covered: Covered, at_night: set[tuple[str, str]]) -> None:
-    families_and_reasons = script["read_meanings"](script["MEANINGS"])
-    expected = script["render"](*families_and_reasons, covered, at_night)
-    assert script["PAGE"].read_text() == expected, "run .venv/bin/python scripts/behaviours.py"
+def test_the_page_has_a_section_for_every_behaviour(script: dict[str, Any], meanings: set[str]) -> None:
+    assert set(re.findall(r"^### (\w+)$", script["page"](), re.MULTILINE)) == meanings
 
 
 def test_every_behaviour_has_a_test_or_a_reason_why_not(
@@ -116,10 +114,10 @@ def test_behaviours_are_told_that_only_long_tests_cover(script: dict[str, Any], 
     family = script["Family"]("Letters", "About them.", {"X2": "It holds."})
     page = script["render"]([family], {}, tests, night)
     assert "## Covered at night alone\n\nX1, X2\n" in page
-    assert "- [test_y.py](test_y.py)\n  - b, *at night*\n- [test_z.py](test_z.py), *at night*\n" in page
+    assert "- `test_y.py`\n  - b, *at night*\n- `test_z.py`, *at night*\n" in page
 
 
 def test_a_behaviour_is_a_section_with_its_tests_by_file(script: dict[str, Any]) -> None:
     family = script["Family"]("Letters", "About them.", {"X1": "It holds."})
     page = script["render"]([family], {}, {"X1": [("a/test_x.py", ""), ("a/test_x.py", "test_it_is_so")]})
-    assert "### X1\n\nIt holds.\n\n- [a/test_x.py](a/test_x.py)\n  - it is so\n" in page
+    assert "### X1\n\nIt holds.\n\n- `a/test_x.py`\n  - it is so\n" in page

@@ -9,12 +9,12 @@ import re
 
 import pytest
 
-from miles_async.arguments.foreign.verl import DEFAULTS, KEYS, row_of
 from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.parser import build_parser, parse_arguments
 from miles_async.arguments.pass_through import is_pass_through
-from miles_async.commands.shell_script import find_command
-from miles_async.commands.verl_overrides import from_verl
+from miles_async.commands.migrate.shell_script import find_command
+from miles_async.commands.migrate.verl import from_verl
+from miles_async.commands.migrate.verl_keys import DEFAULTS, KEYS, row_of
 from miles_async.errors import ConfigurationError
 
 OURS = list(build_parser("miles-async train")._option_string_actions)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS
-from miles_async.arguments.foreign.verl import DEFAULTS, VerlKey, row_of
+from miles_async.commands.migrate.verl_keys import DEFAULTS, VerlKey, row_of
 
 PROGRAMS = (
     "verl.trainer.main_ppo",

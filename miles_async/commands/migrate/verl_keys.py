@@ -1,6 +1,6 @@
 """Keys of verl's configuration (0.8), written on its command line as ``key=value``: what becomes of each here.
 
-``commands/verl_overrides.py`` applies the table; docs/migrate.md shows it. Keys whose meaning depends on others
+``verl.py`` applies the table; ``miles-async migrate --table verl`` prints it. Keys whose meaning depends on others
 (batches, GPUs, the KL in the reward) are worked out there and have the verdict works here.
 """
 

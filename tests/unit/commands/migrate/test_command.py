@@ -13,7 +13,7 @@ import pytest
 
 from miles_async.arguments.parser import parse_arguments
 from miles_async.cli import main
-from miles_async.commands.shell_script import find_command
+from miles_async.commands.migrate.shell_script import find_command
 
 SCRIPT = r"""#!/bin/bash
 pkill -9 python   # before train.py

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from miles_async.arguments.argument_files import split_line
 from miles_async.arguments.foreign.checks import check_foreign
-from miles_async.arguments.foreign.defaults import untold_defaults
 from miles_async.arguments.foreign.translate import Translation, mentions, translate
 from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.parser import parse_arguments
@@ -19,10 +18,12 @@ from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.arguments.validation import flag_problems
 from miles_async.commands.checks import passed_on_problems
+from miles_async.commands.migrate.defaults import untold_defaults
+from miles_async.commands.migrate.shell_script import ShellCommand, find_command
+from miles_async.commands.migrate.tables import SYSTEMS, table
+from miles_async.commands.migrate.verl import PROGRAMS as VERL_PROGRAMS
+from miles_async.commands.migrate.verl import FromVerl, from_verl
 from miles_async.commands.parser import CommandParser
-from miles_async.commands.shell_script import ShellCommand, find_command
-from miles_async.commands.verl_overrides import PROGRAMS as VERL_PROGRAMS
-from miles_async.commands.verl_overrides import FromVerl, from_verl
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.cluster.ray_address import with_ray_address
 
@@ -30,7 +31,7 @@ PROGRAMS = ("train.py", "train_async.py", *VERL_PROGRAMS)
 
 DESCRIPTION = """\
 Print the flags of `miles-async train` for a script of slime, miles or verl, one per line, with those of its defaults
-that differ from ours; then the flags that are not needed here, those that could not be mapped, and what `train` would
+that differ from ours; then the flags that are not needed here, flags that could not be mapped, and what `train` would
 refuse, with the reasons. The script is read, not run; files that it names are not looked at. The exit code is 1 if the
 result is not whole, or would be refused."""
 
@@ -78,8 +79,21 @@ class Migrated:
 def migrate(words: Sequence[str]) -> int:
     """Run ``miles-async migrate``; return the exit code. Raises ConfigurationError naming script and line."""
     parser = CommandParser(prog="miles-async migrate", description=DESCRIPTION)
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script, or - for a command line on stdin")
-    script: Path = parser.parse_args(words).script
+    parser.add_argument(
+        "script", type=Path, nargs="?", metavar="SCRIPT", help="the script, or - for a command line on stdin"
+    )
+    parser.add_argument(
+        "--table",
+        choices=SYSTEMS,
+        help="print what becomes of each flag or key of this system, one per line",
+    )
+    parsed = parser.parse_args(words)
+    script: Path | None = parsed.script
+    if (script is None) == (parsed.table is None):
+        parser.error("expected SCRIPT or --table")
+    if script is None:
+        print("".join(table(parsed.table)), end="")
+        return 0
     command = _command(script)
     is_verl = command.program in VERL_PROGRAMS
     verl = from_verl(command.words) if is_verl else FromVerl(words=command.words)
