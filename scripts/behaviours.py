@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -60,13 +60,13 @@ def marks(path: Path) -> Iterator[tuple[str, str]]:
     scopes = [node for node in ast.walk(ast.parse(source)) if _is_test(node)]
     for number, line in enumerate(source.splitlines(), start=1):
         for mark in MARK.finditer(line):
-            inside = [node for node in scopes if node.lineno <= number <= node.end_lineno]
+            inside = [node for node in scopes if node.lineno <= number <= (node.end_lineno or 0)]
             name = max(inside, key=lambda node: node.lineno).name if inside else ""  # the method, not its class
             for behaviour in re.split(r", ?", mark["ids"]):
                 yield behaviour, name
 
 
-def _is_test(node: ast.AST) -> bool:
+def _is_test(node: ast.AST) -> TypeGuard[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     if isinstance(node, ast.ClassDef):
         return True
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
