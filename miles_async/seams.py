@@ -163,7 +163,7 @@ class SenderHandle(Protocol[Half]):
         Training goes on meanwhile. Calls to one sender run in one thread, in the order in which they were made; calls
         through a handle for repairs run in another thread, so that a repair that hangs delays no delivery.
 
-        >>> await sender.call(WeightSender.keep, 12)
+        >>> await sender.call(WeightSender.pin, 12)
         """
         ...
 
@@ -385,7 +385,7 @@ class WeightTransport(Protocol):
 class WeightSender(Protocol):
     """The sending rank's half of a weight transport. What else the driver's half calls is in a protocol beside that.
 
-    It keeps the newest versions that it staged, and those that it was told to keep.
+    It keeps the newest staged versions, and pinned ones.
     """
 
     def copy(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -396,12 +396,12 @@ class WeightSender(Protocol):
         """Write the latest copy to files, in another thread; the canary is added later."""
         ...
 
-    def keep(self, version: int) -> None:
+    def pin(self, version: int) -> None:
         """Keep the files of ``version``, however many versions are staged after it."""
         ...
 
-    def keep_no_longer(self, version: int) -> None:
-        """Undo :meth:`keep`: the next version that is staged may replace it."""
+    def unpin(self, version: int) -> None:
+        """Undo :meth:`pin`: the next staged version may replace it."""
         ...
 
     def close(self) -> None:

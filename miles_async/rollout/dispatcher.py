@@ -43,7 +43,7 @@ from miles_async.runtime.services import Circuit, Services
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code
 from miles_async.seams import PromptSource
-from miles_async.staleness.beginnings import Beginnings
+from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.types import Attempt, Group, Sample
 
@@ -81,13 +81,13 @@ class Dispatcher:
         stall_timeout: float,
         services: Services,
         min_samples: int | None = None,
-        beginnings: Beginnings | None = None,
+        oldest_versions: OldestVersions | None = None,
         dead_letters: Path | None = None,
     ) -> None:
         """``visible_version``: what engines serve now. ``stall_timeout``: seconds the cut waits for a group.
-        ``services`` that the hooks need. ``min_samples``: that a group needs; None: all. ``beginnings``: where what
-        generates notes how old samples are; None: nobody does. ``dead_letters``: where quarantined prompts are appended
-        as JSON lines.
+        ``services`` that the hooks need. ``min_samples``: that a group needs; None: all. ``oldest_versions``: bounds
+        that generation notes; None: unknown until a sample is finished. ``dead_letters``: file to which quarantined
+        prompts are appended as JSON lines.
         """
         self.pool = pool
         self._source = source
@@ -99,7 +99,7 @@ class Dispatcher:
         self._stall_timeout = stall_timeout
         self.services = services
         self._min_samples = arguments.n_samples_per_prompt if min_samples is None else min_samples
-        self._beginnings = beginnings or Beginnings()
+        self._oldest_versions = oldest_versions or OldestVersions()
         self._dead_letters = dead_letters
         self._in_flight: dict[int, GroupInFlight] = {}  # by attempt id
         self._changed = asyncio.Condition()
@@ -157,7 +157,7 @@ class Dispatcher:
             yield flight
         finally:
             del self._in_flight[attempt.attempt_id]
-            flight.forget(self._beginnings)
+            flight.forget(self._oldest_versions)
 
     def _filter(self, group: Group) -> str | None:
         try:
@@ -179,11 +179,11 @@ class Dispatcher:
         while len(failures) <= self._arguments.max_sample_failures:
             try:
                 sample = await self._hooks.service.call(partial(self._generate, attempt, index, key, running))
-                self._beginnings.note(key, check_sample(sample))
+                self._oldest_versions.note(key, check_sample(sample))
                 sample = with_reward(sample, await self._hooks.reward(attempt.prompt, sample))
                 return sample if self._hooks.teach is None else await self._hooks.teach(sample)
             except (TransientEngineError, VersionUnknownError) as error:
-                self._beginnings.forget(key)
+                self._oldest_versions.forget(key)
                 failures.append(str(error))
                 log.info("sample failed, trying it again", prompt_id=attempt.prompt.prompt_id, error=str(error))
             except OverdueError as error:  # a service that hangs, for all that is known, and not the prompt
@@ -199,14 +199,14 @@ class Dispatcher:
     async def _generate(self, attempt: Attempt, index: int, key: str, running: set[int]) -> Sample:
         async with self.concurrency.slots:
             running.add(index)
-            self._beginnings.watch(key)
+            self._oldest_versions.watch(key)
             try:
                 sample = await run_user_code(self._hooks.generate(self._client, attempt, index))
                 if too_deep(expect(sample, Sample, "a Sample").metadata):
                     raise UserCodeError(f"returned a Sample whose metadata has more than {DEEPEST} nested levels")
                 return sample
             except Exception:
-                self._beginnings.forget(key)  # it may begin again, and nothing of this try is kept
+                self._oldest_versions.forget(key)  # it may begin again, and nothing of this try is kept
                 raise
             finally:
                 running.discard(index)
@@ -252,7 +252,7 @@ class Dispatcher:
         for attempt_id in self.pool.in_doubt(target_version):
             if (flight := self._in_flight.get(attempt_id)) is None:  # its task has not begun
                 continue
-            versions = flight.versions(self._beginnings)
+            versions = flight.versions(self._oldest_versions)
             aborted = self.pool.review(attempt_id, versions, target_version)
             if len(aborted) == len(versions):
                 flight.abort()

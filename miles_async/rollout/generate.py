@@ -13,7 +13,7 @@ from miles_async.trajectory.turn import take_turn, with_last_token
 from miles_async.types import NO_VERSION, Attempt, Generation, JsonObject, Prompt, Sample
 
 Began = Callable[[str, int], None]
-"""``staleness.beginnings.Beginnings.note``: (routing key, version of a token that carries loss)."""
+"""``staleness.oldest_versions.OldestVersions.note``: (routing key, version of a token that carries loss)."""
 
 
 def routing_key(attempt: Attempt, sample_index: int) -> str:

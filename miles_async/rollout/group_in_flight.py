@@ -11,7 +11,7 @@ import structlog
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.rollout.generate import routing_key
 from miles_async.runtime.texts import shortened
-from miles_async.staleness.beginnings import Beginnings
+from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.versions import group_of
 from miles_async.types import Attempt, Group, Sample
 
@@ -67,10 +67,10 @@ class GroupInFlight:
         group = group_of(self.attempt, [self._finished[index] for index in sorted(self._finished)])
         return msgspec.structs.replace(group, stopped=self._stopped, aborted=self._aborted)
 
-    def versions(self, beginnings: Beginnings) -> Mapping[int, int | None]:
+    def versions(self, oldest_versions: OldestVersions) -> Mapping[int, int | None]:
         """Map the index of each sample that the group can still have to an upper bound on its oldest version."""
         return {
-            index: beginnings.oldest(routing_key(self.attempt, index))
+            index: oldest_versions.oldest(routing_key(self.attempt, index))
             for index in range(self._begun)
             if index not in self._left_out
         }
@@ -90,10 +90,10 @@ class GroupInFlight:
             self._aborted += 1
             self._tasks[index].cancel()
 
-    def forget(self, beginnings: Beginnings) -> None:
+    def forget(self, oldest_versions: OldestVersions) -> None:
         """Stop watching the group's samples."""
         for index in range(self._begun):
-            beginnings.forget(routing_key(self.attempt, index))
+            oldest_versions.forget(routing_key(self.attempt, index))
 
     async def _sample(self, index: int) -> None:
         try:

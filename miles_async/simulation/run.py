@@ -36,7 +36,7 @@ from miles_async.simulation.rollout_process import RolloutProcess
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.simulation.trainer import SimulatedTrainer
 from miles_async.simulation.virtual_time import run_in_virtual_time
-from miles_async.staleness.beginnings import Beginnings
+from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.distributed.driver import DistributedTransport
 from miles_async.weights.transports.spec import DriverSide
@@ -93,7 +93,7 @@ class Simulation:
             record=schedule.pool if schedule else None,
         )
         self.recording = Recording(self.pool, self.log)
-        beginnings = Beginnings(self.engines.traffic.dispatched)
+        oldest = OldestVersions(self.engines.traffic.dispatched)
         self.manager = RolloutManager(
             engines=self.engines,
             source=self.source,
@@ -103,7 +103,7 @@ class Simulation:
                 client=self.engines.client,
                 hooks=Hooks(
                     generate=SimulatedEpisode(
-                        SingleTurnGenerate(sampling_parameters(rollout), lambda ids: "", began=beginnings.note),
+                        SingleTurnGenerate(sampling_parameters(rollout), lambda ids: "", began=oldest.note),
                         self.rollout_process,
                         settings,
                     ),
@@ -115,7 +115,7 @@ class Simulation:
                 stall_timeout=settings.stall_timeout,
                 services=self.services,
                 min_samples=staleness.min_samples(rollout.n_samples_per_prompt),
-                beginnings=beginnings,
+                oldest_versions=oldest,
             ),
             batches=batch_maker(settings, record=schedule.batch if schedule else None),
             evaluator=None,

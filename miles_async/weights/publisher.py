@@ -109,7 +109,7 @@ class WeightPublisher:
             joining = await self._repairs.joining()
             if not joining:
                 return ()
-            await self._tell_senders(WeightSender.keep, staged)  # before a delivery lets them remove it
+            await self._tell_senders(WeightSender.pin, staged)  # before a delivery lets them remove it
             self._in_repair = joining
         overtaken = False
 
@@ -123,7 +123,7 @@ class WeightPublisher:
 
         try:
             repaired = await self._repairs.repair(staged, joining, unless_overtaken())
-            await self._tell_senders(WeightSender.keep_no_longer, staged)
+            await self._tell_senders(WeightSender.unpin, staged)
         finally:
             self._in_repair = ()
             self._engines.last_loss = self._repairs.last_loss or self._engines.last_loss
@@ -146,7 +146,7 @@ class WeightPublisher:
 
     async def _tell_senders(self, keep: Callable[[WeightSender, int], None], staged: StagedWeights) -> None:
         """Have all senders begin or cease to keep that version, however many are staged after it."""
-        awaited = f"the sending ranks, which are to keep version {staged.version} for a repair"
+        awaited = f"the sending ranks, which are to pin version {staged.version} for a repair"
         async with publication_deadline(self._timeout, awaited):
             for index in range(staged.senders):
                 await self._trainer.sender(index, repair=True).call(keep, staged.version)

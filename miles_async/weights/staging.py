@@ -54,7 +54,7 @@ class Staging:
         self._copy: _Copy | None = None  # to be staged
         self._writing = threading.Lock()  # held while the copy is read
         self._staged: dict[int, StagedWeights] = {}  # in the order in which they were staged
-        self._kept: set[int] = set()
+        self._pinned: set[int] = set()
 
     def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy this sender's share of ``tensors``. Raises TrainerError while the version before is being staged."""
@@ -84,17 +84,17 @@ class Staging:
         self._staged.pop(version, None)
         self._staged[version] = staged
         for old in list(self._staged)[: -self._options.keep]:
-            if old not in self._kept:
+            if old not in self._pinned:
                 shutil.rmtree(self._staged.pop(old).directory, ignore_errors=True)
         return staged
 
-    def keep(self, version: int) -> None:
+    def pin(self, version: int) -> None:
         """Keep the files of ``version``, however many versions are staged after it."""
-        self._kept.add(version)
+        self._pinned.add(version)
 
-    def keep_no_longer(self, version: int) -> None:
-        """Undo :meth:`keep`: an old version is removed when the next one is staged."""
-        self._kept.discard(version)
+    def unpin(self, version: int) -> None:
+        """Undo :meth:`pin`: an old version is removed when the next one is staged."""
+        self._pinned.discard(version)
 
     def file(self, version: int, name: str) -> Path:
         """Path of a file of a staged version. Raises TrainerError if that version is not there any more."""

@@ -39,7 +39,7 @@ from miles_async.runtime.network.keys import RunKeys
 from miles_async.runtime.network.open_files import allow_open_files
 from miles_async.runtime.network.proxies import without_proxies_for
 from miles_async.runtime.services import Services
-from miles_async.staleness.beginnings import Beginnings
+from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.pool import Pool
 from miles_async.train_data.work import quadratic_work
 from miles_async.wiring.canary import run_canary
@@ -100,8 +100,8 @@ async def build_rollout(
             placement=placement,
         )
     )
-    beginnings = _beginnings(arguments, engines.train)
-    episodes = Episodes(arguments, engines.train.client, template, run_dir, services, beginnings.note, keys.sessions)
+    oldest = _oldest_versions(arguments, engines.train)
+    episodes = Episodes(arguments, engines.train.client, template, run_dir, services, oldest.note, keys.sessions)
     if episodes.service is not None:
         engines.add(episodes.service)
     ledger = LedgerWriter(run_dir / LEDGER_FILE)
@@ -113,7 +113,7 @@ async def build_rollout(
     manager = RolloutManager(
         engines=engines,
         source=source,
-        dispatcher=_dispatcher(arguments, engines, source, episodes, reward, run_dir, pool, services, beginnings),
+        dispatcher=_dispatcher(arguments, engines, source, episodes, reward, run_dir, pool, services, oldest),
         batches=make_batches(
             arguments, quadratic_work=_quadratic_work(arguments), record=schedule.batch if schedule else None
         ),
@@ -155,10 +155,10 @@ def canary_length(arguments: Arguments) -> int:
     return min([arguments.weights.canary_length, arguments.micro_batch_tokens, *contexts])
 
 
-def _beginnings(arguments: Arguments, engines: EngineStack) -> Beginnings:
+def _oldest_versions(arguments: Arguments, engines: EngineStack) -> OldestVersions:
     """A request in flight tells where its sample begins only if nothing but its answer becomes the sample."""
     single_turn = arguments.rollout.custom_generate_function_path is None and not arguments.sessions.is_multi_turn
-    return Beginnings(engines.traffic.dispatched) if single_turn else Beginnings()
+    return OldestVersions(engines.traffic.dispatched) if single_turn else OldestVersions()
 
 
 def _dispatcher(
@@ -170,7 +170,7 @@ def _dispatcher(
     run_dir: Path,
     pool: Pool,
     services: Services,
-    beginnings: Beginnings,
+    oldest_versions: OldestVersions,
 ) -> Dispatcher:
     rollout, staleness = arguments.rollout, arguments.staleness
     return Dispatcher(
@@ -190,7 +190,7 @@ def _dispatcher(
         stall_timeout=arguments.observability.stall_timeout,
         services=services,
         min_samples=staleness.min_samples(rollout.n_samples_per_prompt),
-        beginnings=beginnings,
+        oldest_versions=oldest_versions,
         dead_letters=run_dir / "dead_letters.jsonl",
     )
 

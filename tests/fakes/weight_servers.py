@@ -273,10 +273,10 @@ class BroadcastingTrainer(FakeTrainer):
         return _InThread(self, self._threads[repair])
 
     # What each sending rank does.
-    async def keep(self, version: int) -> None:
+    async def pin(self, version: int) -> None:
         self._kept.add(version)
 
-    async def keep_no_longer(self, version: int) -> None:
+    async def unpin(self, version: int) -> None:
         self._kept.remove(version)
 
     async def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:

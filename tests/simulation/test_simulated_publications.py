@@ -205,9 +205,9 @@ def test_a_repair_that_hangs_delays_no_publication(path: str, bucketwise: bool) 
 class SlowToKeep(BroadcastingTrainer):
     """Its ranks learn late which version a repair brings."""
 
-    async def keep(self, version: int) -> None:
+    async def pin(self, version: int) -> None:
         await asyncio.sleep(5.0)
-        await super().keep(version)
+        await super().pin(version)
 
 
 def test_publications_do_not_remove_the_version_of_a_repair_that_begins() -> None:

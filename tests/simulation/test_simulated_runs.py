@@ -18,7 +18,7 @@ from miles_async.simulation.distributions import Fixed, LogNormal, Trace
 from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.run import simulate
 from miles_async.simulation.settings import Faults
-from miles_async.staleness.beginnings import Beginnings
+from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.pool import Pool
 from miles_async.types import Group
 from tests.simulation.scenario import ROLLOUT, random_settings, settings
@@ -116,7 +116,7 @@ def test_samples_in_flight_that_are_too_old_are_aborted_at_the_engines(
     assert stale == recycled + dropped == result.balance["recycled"] + result.balance["dropped"]
     assert aborted > 5
     assert result.balance["issued"] == result.balance["trained"] + stale
-    monkeypatch.setattr(Beginnings, "oldest", lambda self, key: None)  # nothing is ever certain
+    monkeypatch.setattr(OldestVersions, "oldest", lambda self, key: None)  # nothing is ever certain
     to_their_ends = simulate(chosen)
     assert sum(step.untrained["aborted"] for step in to_their_ends.steps) == 0
     assert result.wasted_fraction < 0.75 * to_their_ends.wasted_fraction

@@ -37,7 +37,7 @@ from miles_async.runtime.clock import now
 from miles_async.runtime.services import Services
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.staleness.attempts import RetryPolicy
-from miles_async.staleness.beginnings import Beginnings
+from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.types import Attempt, Float32, GenerateRequest, Generation, Group, Prompt, Sample
@@ -113,8 +113,8 @@ class Bench:
     def __init__(self, **options: Any) -> None:
         self.engine, self.source = Engine(), options.pop("source", None) or Prompts()
         self.services = circuits = Services(outage_timeout=options.pop("outage_timeout", 60.0))
-        beginnings = Beginnings(self.engine.dispatched.get)
-        generate = SingleTurnGenerate({"max_new_tokens": 6}, lambda ids: "".join(map(str, ids)), began=beginnings.note)
+        oldest = OldestVersions(self.engine.dispatched.get)
+        generate = SingleTurnGenerate({"max_new_tokens": 6}, lambda ids: "".join(map(str, ids)), began=oldest.note)
         hooks = Hooks(
             generate=options.pop("wrap", lambda generate: generate)(generate),
             reward=GuardedReward(
@@ -151,7 +151,7 @@ class Bench:
             visible_version=lambda: self.engine.version,
             stall_timeout=stall_timeout,
             services=circuits,
-            beginnings=beginnings,
+            oldest_versions=oldest,
             dead_letters=dead_letters,
         )
 

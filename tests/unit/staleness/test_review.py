@@ -6,7 +6,7 @@ import pytest
 
 from miles_async.errors import ContractViolation
 from miles_async.staleness.attempts import RetryPolicy
-from miles_async.staleness.beginnings import Beginnings
+from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from tests.property.builders import make_prompt
@@ -67,26 +67,26 @@ def test_no_cut_is_for_an_older_version_than_attempts_were_aborted_for() -> None
 
 def test_a_request_tells_what_its_sample_is_as_old_as_until_tokens_are_kept() -> None:
     dispatched = {"0-0": 5}
-    beginnings = Beginnings(dispatched.get)
-    assert beginnings.oldest("0-0") is None  # nobody's sample: an evaluation's
-    beginnings.watch("0-0")
-    assert beginnings.oldest("0-0") == 5
+    oldest_versions = OldestVersions(dispatched.get)
+    assert oldest_versions.oldest("0-0") is None  # nobody's sample: an evaluation's
+    oldest_versions.watch("0-0")
+    assert oldest_versions.oldest("0-0") == 5
     dispatched["0-0"] = 6  # that try was lost
-    assert beginnings.oldest("0-0") == 6
-    beginnings.note("0-0", 6)
+    assert oldest_versions.oldest("0-0") == 6
+    oldest_versions.note("0-0", 6)
     dispatched["0-0"] = 8  # what a publication aborted goes on under another version
-    assert beginnings.oldest("0-0") == 6
-    beginnings.note("0-0", 8)
-    assert beginnings.oldest("0-0") == 6
-    beginnings.forget("0-0")
-    beginnings.note("0-0", 3)  # late word of what failed
-    beginnings.watch("0-0")
-    assert beginnings.oldest("0-0") == 8
+    assert oldest_versions.oldest("0-0") == 6
+    oldest_versions.note("0-0", 8)
+    assert oldest_versions.oldest("0-0") == 6
+    oldest_versions.forget("0-0")
+    oldest_versions.note("0-0", 3)  # late word of what failed
+    oldest_versions.watch("0-0")
+    assert oldest_versions.oldest("0-0") == 8
 
 
 def test_where_requests_tell_nothing_only_kept_tokens_count() -> None:
-    beginnings = Beginnings()
-    beginnings.watch("0-0")
-    assert beginnings.oldest("0-0") is None
-    beginnings.note("0-0", 4)
-    assert beginnings.oldest("0-0") == 4
+    oldest_versions = OldestVersions()
+    oldest_versions.watch("0-0")
+    assert oldest_versions.oldest("0-0") is None
+    oldest_versions.note("0-0", 4)
+    assert oldest_versions.oldest("0-0") == 4

@@ -349,15 +349,15 @@ async def test_a_repair_never_waits_for_a_delivery_in_the_senders() -> None:
     fleet.joining = ["engine-1"]
     assert await publisher.repair() == ("engine-1",)
     assert {repair for _, repair in calls} == {True}
-    kept = [method for method, _ in calls]
-    assert kept[:2] == ["keep"] * 2
-    assert kept[-2:] == ["keep_no_longer"] * 2
+    methods = [method for method, _ in calls]
+    assert methods[:2] == ["pin"] * 2
+    assert methods[-2:] == ["unpin"] * 2
 
 
 @pytest.mark.parametrize(
     ("hanging", "awaited"),
     [
-        ("keep", "the sending ranks, which are to keep version 7 for a repair"),
+        ("pin", "the sending ranks, which are to pin version 7 for a repair"),
         ("leave_group", "engines and sending ranks to release what they keep between deliveries"),
     ],
 )

@@ -185,16 +185,16 @@ def test_only_the_newest_versions_are_kept(staging: Staging) -> None:  # covers:
         staging.bucket(10, 0)
 
 
-def test_a_version_that_is_kept_stays_until_it_is_kept_no_longer(staging: Staging) -> None:
+def test_a_pinned_version_stays_until_it_is_unpinned(staging: Staging) -> None:
     # covers: P5
     first = Path(stage(staging, 10, tensors(10)).directory)
-    staging.keep(10)
+    staging.pin(10)
     for version in (11, 12, 13):
         stage(staging, version, tensors(version))
     assert staging.bucket(10, 0).numel() > 0
     with pytest.raises(TrainerError, match=r"version 11 are not staged, only \[10, 12, 13\]"):
         staging.bucket(11, 0)
-    staging.keep_no_longer(10)
+    staging.unpin(10)
     stage(staging, 14, tensors(14))
     assert not first.exists()
 
@@ -212,8 +212,8 @@ def test_room_is_for_all_versions_that_exist_at_once(tmp_path: Path, monkeypatch
     for version in range(10, 20):
         stage(staging, version, tensors(version))
         if version % 3 == 0:  # a repair brings the version to an engine until three later ones are staged
-            staging.keep(version)
-            staging.keep_no_longer(version - 3)
+            staging.pin(version)
+            staging.unpin(version - 3)
     staging.close()
     assert max(found) == options.room
 

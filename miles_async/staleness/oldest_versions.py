@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class Beginnings:
+class OldestVersions:
     """Upper bounds on the oldest version of samples in flight, by routing key (one per sample).
 
     Two things are certain. Tokens that were kept have their labels (:meth:`note`). And the first token of an answer is
