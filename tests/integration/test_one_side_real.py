@@ -87,7 +87,7 @@ def test_one_rank_trains_alone_what_two_do(trained: Callable[[int], list[dict[st
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_step_of_a_whole_run_is_repeated_on_one_rank(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
-    """From the checkpoint before it and the batch that was dumped, as docs/run_directory.md says."""
+    """From the checkpoint before it and the batch that was dumped, as docs/debugging.md says."""
     dumps = str(tmp_path / "{rollout_id}.parquet")
     saving = ("--save", str(tmp_path / "checkpoints"), "--save-interval", str(REPEATED))
     flags = ("--num-rollout", "10", *saving, "--save-debug-rollout-data", dumps)

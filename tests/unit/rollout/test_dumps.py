@@ -129,7 +129,7 @@ def test_the_page_explains_every_column(tmp_path: Path) -> None:
     samples = tuple(msgspec.structs.replace(sample, **optional) for sample in DUMP.groups[2].samples)
     dump = msgspec.structs.replace(DUMP, groups=(msgspec.structs.replace(DUMP.groups[2], samples=samples),))
     write_dump(path := tmp_path / "17.parquet", dump)
-    page = Path(__file__).parents[3] / "docs" / "run_directory.md"
+    page = Path(__file__).parents[3] / "docs" / "debugging.md"
     cells = re.findall(r"^\| (`.*?) \|", page.read_text().partition("## Rollout data")[2], re.MULTILINE)
     explained = [name for cell in cells for name in re.findall("`(.*?)`", cell)]
     assert sorted(explained) == sorted(parquet.read_schema(path).names)
