@@ -92,7 +92,7 @@ if __name__ == "__main__":
     install()
     collect()
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # an announcement of the theme's authors
-    command = [str(ENVIRONMENT / "bin/python"), "-m", "mkdocs", "--quiet", "build", "--strict"]
+    command = [str(ENVIRONMENT / "bin/python"), "-m", "mkdocs", "build", "--strict"]
     done = subprocess.run(command, cwd=ROOT, env=quiet)
     if done.returncode:
         sys.exit("error: the site has broken links or pages without a place (see above); nav is in mkdocs.yml.")
