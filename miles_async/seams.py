@@ -90,9 +90,18 @@ class SavedSide(Protocol):
         ...
 
     async def load(
-        self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
+        self,
+        directory: Path,
+        *,
+        step: int,
+        version: int,
+        readmissions: Mapping[str, Sequence[str]],
+        accepted: Sequence[str] = (),
     ) -> None:
-        """Restore a checkpoint that was taken after ``step`` trained steps, with ``version`` visible."""
+        """Restore a checkpoint that was taken after ``step`` trained steps, with ``version`` visible.
+
+        ``accepted``: changes of the model since then that ``--load-anyway`` accepted, for the ledger.
+        """
         ...
 
 

@@ -125,7 +125,7 @@ class RunCheckpoints:
         """Restore both sides; None without ``--load``. Raises CheckpointError."""
         if (load := self._arguments.load) is None:
             return None
-        loaded, manifest, position = await asyncio.to_thread(self._read, load)
+        loaded, manifest, position, accepted = await asyncio.to_thread(self._read, load)
         readmissions = await asyncio.to_thread(read_readmissions, loaded.directory.parent)
         try:
             await self._check_trainer_files(loaded, manifest)
@@ -134,7 +134,11 @@ class RunCheckpoints:
             raise CheckpointError(f"--load {load}: {error}") from error
         if self._rollout is not None:
             await self._rollout.load(
-                loaded.directory, step=position.step, version=position.version, readmissions=readmissions
+                loaded.directory,
+                step=position.step,
+                version=position.version,
+                readmissions=readmissions,
+                accepted=accepted,
             )
         if continues(self._arguments.save, loaded):
             assert loaded.run is not None, "check_whole() saw to that"
@@ -143,17 +147,19 @@ class RunCheckpoints:
         log.info("resumed", directory=str(loaded.directory), step=position.step, version=position.version)
         return position
 
-    def _read(self, load: Path) -> tuple[Checkpoint, Manifest, Position]:
+    def _read(self, load: Path) -> tuple[Checkpoint, Manifest, Position, tuple[str, ...]]:
+        """Also returns the changes of the model that ``--load-anyway`` accepted."""
         loaded = find_checkpoint(load)
         anyway = self._arguments.load_anyway
         manifest = check_whole(loaded, self._identity.model, anyway)
-        if anyway and (changed := differing(manifest.model, self._identity.model)):
-            log.warning("resumed with another model than was saved, by --load-anyway", changed=list(changed.values()))
+        accepted = tuple(differing(manifest.model, self._identity.model).values()) if anyway else ()
+        if accepted:
+            log.warning("resumed with another model than was saved, by --load-anyway", changed=list(accepted))
         try:
             position = msgspec.json.decode((loaded.directory / POSITION_FILE).read_bytes(), type=SavedPosition)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CheckpointError(f"--load {loaded.directory}: {POSITION_FILE}: {error}") from error
-        return loaded, manifest, position.resumed()
+        return loaded, manifest, position.resumed(), accepted
 
     async def _check_trainer_files(self, loaded: Checkpoint, manifest: Manifest) -> None:
         """Compare digests; the ranks read the files side by side. Raises CheckpointError."""

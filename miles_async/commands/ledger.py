@@ -24,6 +24,7 @@ from miles_async.rollout.checkpoint import read_state
 from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
 from miles_async.runtime.processes.restarted import read_restarts
 from miles_async.staleness.attempts import DeadLetter, dead_letter
+from miles_async.staleness.events import Restored
 from miles_async.staleness.ledger import Balance, Ledger
 from miles_async.staleness.pool import PoolState
 
@@ -63,7 +64,8 @@ def ledger(words: Sequence[str]) -> str:
     with open_ledger(_ledger_file(parsed.directory)) as reader:
         carried = reader.carried()
         shown = _show_balance(reader.balance(), carried.balance.issued if carried else 0)
-        return shown + _show_lengths(reader) + "".join(f"{restart}\n" for restart in read_restarts(parsed.directory))
+        restarts = "".join(f"{restart}\n" for restart in read_restarts(parsed.directory))
+        return shown + _show_lengths(reader) + _show_accepted(carried) + restarts
 
 
 def explain(words: Sequence[str]) -> str:
@@ -205,6 +207,14 @@ def _not_found(reader: LedgerReader, subject: str, directory: Path) -> str:
 
 def _carried_note(reader: LedgerReader) -> str:
     carried = reader.carried()
-    if carried is None or not carried.balance.issued:
+    if carried is None:
         return ""
-    return f"\n{carried.balance.issued} earlier attempts are in the ledgers of the runs that this one resumed from.\n"
+    issued = carried.balance.issued
+    note = f"\n{issued} earlier attempts are in the ledgers of the runs that this one resumed from.\n" if issued else ""
+    return note + _show_accepted(carried)
+
+
+def _show_accepted(carried: Restored | None) -> str:
+    if carried is None or not carried.accepted:
+        return ""
+    return f"\nresumed with another model than was saved, by --load-anyway: {'; '.join(carried.accepted)}\n"

@@ -223,11 +223,18 @@ class RecordedPool(Pool):
         version: int,
         total_groups: int | None = None,
         readmissions: Mapping[str, Sequence[str]] | None = None,
+        accepted: Sequence[str] = (),
     ) -> None:
         granted = {request_id: tuple(prompt_ids) for request_id, prompt_ids in (readmissions or {}).items()}
         call = Restored(snapshot=snapshot, version=version, total_groups=total_groups, readmissions=granted)
         with self._recorded(call):
-            super().restore(snapshot, version=version, total_groups=total_groups, readmissions=readmissions)
+            super().restore(
+                snapshot,
+                version=version,
+                total_groups=total_groups,
+                readmissions=readmissions,
+                accepted=accepted,
+            )
 
     def _note(self, event: PoolEvent) -> None:
         self._decisions.note(event)

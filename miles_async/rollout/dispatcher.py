@@ -271,10 +271,13 @@ class Dispatcher:
         step: int,
         version: int,
         readmissions: Mapping[str, Sequence[str]] | None = None,
+        accepted: Sequence[str] = (),
     ) -> None:
         """The pool as it was after ``step`` trained steps, to go on from ``version``; before :meth:`run`."""
         groups_left = max(0, self._arguments.num_rollout - step) * self._arguments.rollout_batch_size
-        self.pool.restore(snapshot, version=version, total_groups=groups_left, readmissions=readmissions)
+        self.pool.restore(
+            snapshot, version=version, total_groups=groups_left, readmissions=readmissions, accepted=accepted
+        )
 
     async def commit(self, version: int) -> None:
         """Mark ``version`` visible and free the slots of trained groups."""

@@ -270,12 +270,20 @@ class RolloutManager:
         return await asyncio.to_thread(write_snapshot, directory, snapshot)
 
     async def load(
-        self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
+        self,
+        directory: Path,
+        *,
+        step: int,
+        version: int,
+        readmissions: Mapping[str, Sequence[str]],
+        accepted: Sequence[str] = (),
     ) -> None:
         """Restore the checkpoint that was taken after ``step`` steps, with ``version`` visible; before :meth:`run`."""
         snapshot = await asyncio.to_thread(read_snapshot, directory)
         await asyncio.to_thread(self._source.restore, snapshot.source)
-        self._dispatcher.restore(snapshot.pool, step=step, version=version, readmissions=readmissions)
+        self._dispatcher.restore(
+            snapshot.pool, step=step, version=version, readmissions=readmissions, accepted=accepted
+        )
         self._counted = self._dispatcher.pool.balance()
         self._batch_ids = itertools.count(step + 1)
 

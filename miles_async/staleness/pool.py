@@ -267,11 +267,13 @@ class Pool:
         version: int,
         total_groups: int | None = None,
         readmissions: Mapping[str, Sequence[str]] | None = None,
+        accepted: Sequence[str] = (),
     ) -> None:
         """Restore a snapshot; call it before anything is issued. ``total_groups``: groups left to train.
 
         ``version``: the version that the trainer continues from; groups that are too old for it are generated again,
         like those that were in flight. ``readmissions``: request → ids of quarantined prompts to readmit.
+        ``accepted``: changes of the model that ``--load-anyway`` accepted, for the event.
         """
         state = snapshot.state
         kept: list[Group] = []
@@ -288,7 +290,7 @@ class Pool:
             self._book.readmit(request_id, prompt_ids)
         balance = self.balance()
         earlier = msgspec.structs.replace(balance, issued=balance.issued - len(kept), buffered=0)
-        self._emit(events.Restored(earlier, self._book.dead_letters))
+        self._emit(events.Restored(earlier, self._book.dead_letters, tuple(accepted)))
         self._admission.resume(len(kept))
         for group in kept:
             self._live[group.attempt.attempt_id] = group.attempt

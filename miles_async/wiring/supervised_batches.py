@@ -66,7 +66,13 @@ class SupervisedBatches:
         return {CURSOR_FILE: await asyncio.to_thread(write_digested, directory / CURSOR_FILE, content)}
 
     async def load(
-        self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
+        self,
+        directory: Path,
+        *,
+        step: int,
+        version: int,
+        readmissions: Mapping[str, Sequence[str]],
+        accepted: Sequence[str] = (),
     ) -> None:
         """Go on where a checkpoint was taken. Raises CheckpointError."""
         try:

@@ -409,7 +409,13 @@ class FakeRollout:
         return {}
 
     async def load(
-        self, directory: Path, *, step: int, version: int, readmissions: Mapping[str, Sequence[str]]
+        self,
+        directory: Path,
+        *,
+        step: int,
+        version: int,
+        readmissions: Mapping[str, Sequence[str]],
+        accepted: Sequence[str] = (),
     ) -> None:
         self.events.append(f"rollout loaded {directory.name}, to go on from {version}")
 

@@ -198,23 +198,24 @@ class Rollout:
             directory, RolloutSnapshot(source={}, pool=msgspec.structs.replace(snapshot, state=state))
         )
 
-    async def load(self, directory: Path, *, step: int, version: int, readmissions: Any) -> None:
-        self.pool.restore(read_snapshot(directory).pool, version=version, readmissions=readmissions)
+    async def load(self, directory: Path, *, step: int, version: int, readmissions: Any, accepted: Any) -> None:
+        self.pool.restore(read_snapshot(directory).pool, version=version, readmissions=readmissions, accepted=accepted)
 
 
-def run_checkpoints(story: Story, arguments: CheckpointArguments) -> RunCheckpoints:
-    identity = RunIdentity(run="run", model={}, ranks={})
+def run_checkpoints(story: Story, arguments: CheckpointArguments, **function: Any) -> RunCheckpoints:
+    """``function``: fields of the model's config."""
+    identity = RunIdentity(run="run", model={"function": function}, ranks={})
     return RunCheckpoints(FakeTrainer([]), Rollout(story.pool), arguments, identity)  # type: ignore[arg-type]
 
 
-async def resume(story: Story, save: Path) -> Story:
-    checkpoints = run_checkpoints(story, CheckpointArguments(load=save))
+async def resume(story: Story, save: Path, *anyway: str, **function: Any) -> Story:
+    checkpoints = run_checkpoints(story, CheckpointArguments(load=save, load_anyway=anyway), **function)
     await checkpoints.load()
     return story
 
 
-async def save_checkpoint(story: Story, save: Path, step: int) -> None:
-    checkpoints = run_checkpoints(story, CheckpointArguments(save=save))
+async def save_checkpoint(story: Story, save: Path, step: int, **function: Any) -> None:
+    checkpoints = run_checkpoints(story, CheckpointArguments(save=save), **function)
     await checkpoints.save(Position(step=step))
     await checkpoints.finish()
 
@@ -249,6 +250,22 @@ async def test_a_readmitted_prompt_gets_another_budget_once(tmp_path: Path, caps
     assert main(["ledger", str(save / "iter_0000002"), "--readmit", NAMES[0]]) == 0  # a new one is
     fourth = await resume(Story(tmp_path / "fourth"), save)
     assert fourth.issue(0).prompt.prompt_id == NAMES[0]
+
+
+async def test_a_change_of_the_model_accepted_at_a_resume_is_shown(tmp_path: Path, capsys: Any) -> None:
+    # covers: C9, C12
+    save = tmp_path / "save"
+    await save_checkpoint(Story(tmp_path / "first"), save, 1, rope_theta=10000.0)
+    second = await resume(Story(tmp_path / "second"), save, "rope_theta", rope_theta=500.0)
+    second.issue(0)
+    await second.writer.flush()
+    shown = "resumed with another model than was saved, by --load-anyway: rope_theta was 10000.0 and is 500.0\n"
+    assert shown in printed(capsys, "ledger", tmp_path / "second")
+    assert shown in printed(capsys, "explain", tmp_path / "second", "0")
+
+    third = await resume(Story(tmp_path / "third"), save, "rope_theta", rope_theta=10000.0)  # nothing has changed
+    await third.writer.flush()
+    assert "--load-anyway" not in printed(capsys, "ledger", tmp_path / "third")
 
 
 def test_a_readmission_file_that_is_none_is_an_error(tmp_path: Path) -> None:

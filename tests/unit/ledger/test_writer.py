@@ -202,12 +202,15 @@ async def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     await first.manager.snapshot()
     await first.manager.save(tmp_path)
     second = Run(tmp_path / "second.sqlite")
-    await second.manager.load(tmp_path, step=3, version=first.engines.version, readmissions={})
+    accepted = ("rope_theta was 1 and is 2",)
+    version = first.engines.version
+    await second.manager.load(tmp_path, step=3, version=version, readmissions={}, accepted=accepted)
     second.engines.version = first.engines.version
     await run_steps(second, range(3, 6))
     with open_ledger(tmp_path / "second.sqlite") as reader:
         assert reader.balance() == second.pool.balance()
         assert reader.carried().balance == first.pool.balance()
+        assert reader.carried().accepted == accepted
         assert {r.step for r in reader._records("WHERE step IS NOT NULL")} == {4, 5, 6}
 
 
