@@ -11,12 +11,12 @@ import warnings
 
 import torch
 
-from miles_async.backends.megatron.host import cpu_compat
+from miles_async.backends.megatron import host
 
 if not torch.cuda.is_available():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cpu_compat.install()  # what makes megatron.bridge importable
+        host.install(on_cpu=True)  # what makes megatron.bridge importable
         import megatron.bridge  # noqa: F401
 
         import miles_async.backends.megatron.checkpoints.checkpoint

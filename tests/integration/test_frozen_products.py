@@ -18,7 +18,7 @@ def multiply(rank: int, world_size: int, store: dist.Store) -> list[tuple[list[s
     from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from miles_async.backends.megatron.adapters import frozen_products
+    from miles_async.backends.megatron.adapters.attach import flatten_frozen_products
 
     products: list[str] = []
 
@@ -41,7 +41,7 @@ def multiply(rank: int, world_size: int, store: dist.Store) -> list[tuple[list[s
         return list(products), output.detach().numpy(), input.grad.numpy()
 
     before = observe()
-    frozen_products.flatten()
+    flatten_frozen_products()
     return [before, observe()]
 
 

@@ -37,8 +37,8 @@ FRESH = {
     "bridge": "import megatron.bridge",
     "stand-ins": (  # what the CUDA platform imports, without Transformer Engine
         "from miles_async.backends.megatron.families import bridge_fixes\n"
-        "from miles_async.backends.megatron.host import cpu_compat\n"
-        "cpu_compat.install_stand_ins()\n"
+        "from miles_async.backends.megatron import host\n"
+        "host.install(on_cpu=False)\n"
         "import sys, torch, megatron.bridge, megatron.core.extensions.transformer_engine as te\n"
         "from megatron.core.transformer import multi_latent_attention as latent\n"
         "from megatron.core.transformer.moe import moe_utils\n"
@@ -49,8 +49,8 @@ FRESH = {
         "assert te.torch is torch, 'modules have a view of torch, as on a CPU'"
     ),
     "installed": (
-        "from miles_async.backends.megatron.host import cpu_compat\n"
-        "assert cpu_compat.install() and cpu_compat.install()\n"
+        "from miles_async.backends.megatron import host\n"
+        "host.install(on_cpu=True), host.install(on_cpu=True)\n"
         "import sys, torch, megatron.bridge, megatron.core.extensions.transformer_engine as te\n"
         "assert 'transformer_engine' not in sys.modules and 'triton' not in sys.modules, 'a stand-in is visible'\n"
         "assert not te.HAVE_TE and not torch.cuda.is_available()\n"
@@ -70,7 +70,7 @@ def fresh(
 
 @without_cuda
 def test_megatron_core_still_asks_for_cuda_devices(fresh: dict[str, subprocess.CompletedProcess[str]]) -> None:
-    """cpu_compat.device_views."""
+    """host.device_views."""
     assert fresh["core"].returncode != 0
     assert 'device="cuda"' in source_of("megatron.core.pipeline_parallel.schedules")
 
@@ -80,7 +80,7 @@ def test_megatron_core_still_asks_for_cuda_devices(fresh: dict[str, subprocess.C
 def test_bridge_still_imports_transformer_engine_unconditionally(
     fresh: dict[str, subprocess.CompletedProcess[str]],
 ) -> None:
-    """cpu_compat.absent_modules."""
+    """host.absent_modules."""
     assert fresh["bridge"].returncode != 0
     assert "transformer_engine" in fresh["bridge"].stderr or "triton" in fresh["bridge"].stderr
 
@@ -103,21 +103,19 @@ def test_a_gpu_machine_without_transformer_engine_can_import_all_that_a_rank_doe
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        # cpu_compat.rng
+        # host.patches
         ("megatron.core.tensor_parallel.random", "torch.cuda.set_rng_state"),
         ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
-        # cpu_compat.optimizer_types
         ("megatron.core.optimizer.optimizer", "torch.cuda.FloatTensor"),
         ("megatron.core.optimizer.distrib_optimizer", "torch.cuda.FloatTensor"),
         ("megatron.core.optimizer.distrib_optimizer", "for key in dst_tensors:"),
         ("megatron.core.optimizer.clip_grads", "torch.cuda.FloatTensor"),
-        # cpu_compat.absent_modules
+        # host.absent_modules
         ("megatron.core.transformer.multi_latent_attention", "and isinstance(self.linear_proj, TELinear)"),
-        # cpu_compat.host_tensors
+        # host.patches
         ("megatron.core.transformer.moe.moe_utils", "def maybe_move_tensor_to_cpu"),
         ("megatron.core.transformer.moe.moe_utils", "if te_general_gemm is not None"),
         ("megatron.core.jit", "jit_fuser = torch.compile"),
-        # cpu_compat.uneven_gather
         ("megatron.core.tensor_parallel.mappings", "torch.distributed.all_gather(output_tensor_list, input_"),
         # bridge_fixes, of virtual pipeline stages
         ("megatron.bridge.models.conversion.model_bridge", "TODO(yuya): Fix for VPP, the vp stage needs"),
@@ -213,7 +211,7 @@ def test_split_down_projections_still_lose_gradients(without: dict[str, Any], mo
 
 
 def test_gloo_still_refuses_to_gather_different_lengths(without: dict[str, Any]) -> None:
-    """cpu_compat.uneven_gather."""
+    """host.patches."""
     assert "invalid tensor size" in without["uneven gather"]
 
 
@@ -228,9 +226,9 @@ def test_provider_still_misses_fields_that_we_set(without: dict[str, Any]) -> No
 
 # ------------------------------------------------------------------------------------------- in the ranks
 def _without_patches(rank: int, world_size: int, store: dist.Store, models: Path) -> dict[Case, Any]:
-    from miles_async.backends.megatron.host import cpu_compat
+    from miles_async.backends.megatron import host
 
-    cpu_compat.install()
+    host.install(on_cpu=True)
 
     def observe(store: dist.Store, case: Case) -> Any:
         return WITHOUT[case[1]](partial(make_backend, rank, world_size, store), models)

@@ -75,8 +75,7 @@ class MegatronBackend:
         from miles_async.backends.megatron.learner import Learner
         from miles_async.backends.megatron.model.build import load_model
         from miles_async.backends.megatron.model.scores import Scorer
-        from miles_async.backends.megatron.per_rollout import PerRollout
-        from miles_async.backends.megatron.reference import FollowingReference
+        from miles_async.backends.megatron.per_rollout import FollowingReference, PerRollout
         from miles_async.backends.megatron.step import StepRunner
         from miles_async.backends.megatron.step_limits import StepLimits
 

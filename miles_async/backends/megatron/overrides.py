@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnBackend
 from miles_async.arguments.megatron_fields import FieldValue, megatron_fields
 from miles_async.arguments.megatron_settings import Values
 from miles_async.backends.megatron.attention_kernels import usable_backend
-from miles_async.backends.megatron.host.limits import IGNORED_ON_CPU
+from miles_async.backends.megatron.host import IGNORED_ON_CPU
 from miles_async.backends.megatron.platform import Platform
 
 DTYPES: Mapping[str, torch.dtype] = {

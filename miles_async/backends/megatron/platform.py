@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from miles_async.arguments.cluster import Device, DeviceChoice
-from miles_async.backends.megatron.host.limits import FUSIONS
+from miles_async.backends.megatron import host
 from miles_async.errors import ConfigurationError
 from miles_async.types import GroupBackend
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 """Variables of CUDA's libraries for results that are the same bits every time."""
 
-HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(FUSIONS, False)
+HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(host.FUSIONS, False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,6 @@ class Platform:
     def prepare(self, local_rank: int) -> torch.device:
         """Make megatron importable and set this process's device. Call before the first import of megatron."""
         from miles_async.backends.megatron.families import bridge_fixes
-        from miles_async.backends.megatron.host import cpu_compat
 
         if self.device == "cpu":
             if torch.cuda.is_available():
@@ -69,10 +68,10 @@ class Platform:
                     "--device cpu on a machine with CUDA: megatron takes CUDA wherever it finds it; "
                     "hide it with CUDA_VISIBLE_DEVICES= or use --device cuda"
                 )
-            cpu_compat.install()
+            host.install(on_cpu=True)
             device = torch.device("cpu")
         else:
-            cpu_compat.install_stand_ins()
+            host.install(on_cpu=False)
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
         bridge_fixes.apply()
@@ -92,8 +91,4 @@ class Platform:
 
     def layer_spec(self, bridge_spec: Callable[..., Any]) -> Callable[..., Any]:
         """Value for ``GPTModelProvider.transformer_layer_spec``. ``bridge_spec``: with Transformer Engine's layers."""
-        if self.transformer_engine:
-            return bridge_spec
-        from miles_async.backends.megatron.host.spec import host_block_spec
-
-        return host_block_spec
+        return bridge_spec if self.transformer_engine else host.layer_spec()

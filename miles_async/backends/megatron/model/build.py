@@ -36,9 +36,8 @@ from miles_async.backends.megatron.families.provider_fields import provider_fiel
 from miles_async.backends.megatron.model import dtypes
 from miles_async.backends.megatron.model.forward import Pipeline
 from miles_async.backends.megatron.model.mtp import add_ahead_layers, share_embedding
-from miles_async.backends.megatron.model.output import return_hidden_states
+from miles_async.backends.megatron.model.output import add_value_heads, return_hidden_states
 from miles_async.backends.megatron.model.schedule import make_schedule
-from miles_async.backends.megatron.model.value_head import add_value_heads
 from miles_async.backends.megatron.packing import shared_prefixes
 from miles_async.backends.megatron.packing.pack import PackLayout, pack_filler
 from miles_async.backends.megatron.packing.routing_replay import Routers, RoutingLayout

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from megatron.bridge.models.gemma.gemma2_provider import Gemma2OutputLayer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -12,15 +13,39 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from miles_async.backends.megatron.model.mtp import split_output
-from miles_async.backends.megatron.model.value_head import ValueHead
 from miles_async.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from torch.nn import Module
+
+class ValueHead(Module):
+    """A critic's last layer: a vector whose product with a hidden state is the value; copied to tensor-parallel ranks.
+
+    It starts at 0, and so do all values, in every layout of ranks. Called in place of the output layer it returns its
+    input, as :func:`return_hidden_states` has that do: values are made of the hidden states that need one.
+    """
+
+    def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.zeros(1, hidden_size, dtype=dtype, device=device))
+
+    def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
+        return hidden, None
+
+
+def add_value_heads(modules: list[Module]) -> list[Module]:
+    """Replace the output layer, on the pipeline stage that has it, and tie no embedding to it on any."""
+    module: Any
+    for module in modules:
+        config = get_model_config(module)
+        if module.post_process:
+            device = next(module.parameters()).device
+            module.output_layer = ValueHead(config.hidden_size, dtype=config.params_dtype, device=device)
+        module.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights = False
+    return modules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from miles_async.backends.megatron.host.cpu_compat import install
+import torch
 
-install()
+from miles_async.backends.megatron import host
+
+host.install(on_cpu=not torch.cuda.is_available())

@@ -1,0 +1,127 @@
+"""Patches of megatron-core 0.16 modules that assume CUDA tensors, NCCL, or a fast ``torch.compile``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from miles_async.backends.megatron.host.absent_modules import define_te_general_gemm
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _patch_random(module: types.ModuleType) -> None:
+    """The tracker of model-parallel generators forks the CPU's instead of the CUDA one."""
+    module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()  # type: ignore[attr-defined]
+    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    # fork() warns when the CPU generator moved inside of it; here that generator is the one that is forked.
+    logging.getLogger(module.__name__).addFilter(
+        lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+    )
+
+
+def _patch_moe_utils(module: types.ModuleType) -> None:
+    define_te_general_gemm(module)
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """A tensor that is on the host already still owes its caller the numpy form."""
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu  # type: ignore[attr-defined]
+
+
+def _patch_jit(module: types.ModuleType) -> None:
+    # torch.compile of tiny pointwise helpers costs a C++ compiler run each, and needs a compiler.
+    module.disable_jit_fuser()
+
+
+def _patch_mappings(module: types.ModuleType) -> None:
+    """Pad gathers along the first dimension where ranks hold different lengths: NCCL takes them, gloo refuses.
+
+    Split experts on several ranks (EP > 1 with ETP > 1) exchange as many tokens as the router sent to each rank.
+    """
+    even: Any = module._gather_along_first_dim
+
+    def gather(input_: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return even(input_, group, output_split_sizes, use_global_buffer)
+        longest = max(output_split_sizes)
+        padding = (0, 0) * (input_.ndim - 1) + (0, longest - len(input_))
+        parts = [input_.new_empty(longest, *input_.shape[1:]) for _ in output_split_sizes]
+        dist.all_gather(parts, F.pad(input_, padding), group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    module._gather_along_first_dim = gather  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _cuda_type_names() -> Iterator[None]:
+    """Host types carry the names of CUDA's inside, with which optimizers compare ``param.type()``."""
+    real = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return real(self, *args, **kwargs)
+        return real(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        del torch.Tensor.type
+
+
+def _under_cuda_type_names(function: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _cuda_type_names():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _patch_optimizer(module: types.ModuleType) -> None:
+    mixed: Any = module.Float16OptimizerWithFloat16Params
+    mixed.__init__ = _under_cuda_type_names(mixed.__init__)
+
+
+def _patch_distrib_optimizer(module: types.ModuleType) -> None:
+    distributed: Any = module.DistributedOptimizer
+    distributed.__init__ = _under_cuda_type_names(distributed.__init__)
+    put = distributed._set_main_param_and_optimizer_states
+
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, object]) -> Any:
+        # torch's AdamW keeps "step" per parameter, the fused Adam does not; 0.16 loads it elsewhere
+        # (load_parameter_state) and then trips over its absence here.
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        kept = {"step": state["step"]} if "step" in state else {}
+        return put(self, model_param, {**kept, **tensors})
+
+    distributed._set_main_param_and_optimizer_states = _set_main_param_and_optimizer_states
+
+
+def _patch_clip_grads(module: types.ModuleType) -> None:
+    clip = module.clip_grad_by_total_norm_fp32
+    module.clip_grad_by_total_norm_fp32 = _under_cuda_type_names(clip)  # type: ignore[attr-defined]
+
+
+PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.jit": _patch_jit,
+    "megatron.core.optimizer.clip_grads": _patch_clip_grads,
+    "megatron.core.optimizer.distrib_optimizer": _patch_distrib_optimizer,
+    "megatron.core.optimizer.optimizer": _patch_optimizer,
+    "megatron.core.tensor_parallel.mappings": _patch_mappings,
+    "megatron.core.tensor_parallel.random": _patch_random,
+    "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,
+}
