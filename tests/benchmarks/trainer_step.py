@@ -91,7 +91,8 @@ def _bare_loop(arguments: ModelArguments, shard: TrainShard) -> Callable[[], Non
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from miles_async.arguments.optimizer import OptimizerArguments
-    from miles_async.backends.megatron.model.build import load_model, make_optimizer
+    from miles_async.backends.megatron.model.build import load_model
+    from miles_async.backends.megatron.optimizer import make_optimizer
     from miles_async.backends.megatron.packing.pack import PackLayout, pack_batch
     from miles_async.backends.megatron.platform import Platform
     from tests.integration.megatron_scenario import LR

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from safetensors.numpy import load_file
 
 from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.backends.megatron.backend import ADAPTER_DIRECTORY, MegatronBackend
+from miles_async.backends.megatron.backend import MegatronBackend
+from miles_async.backends.megatron.checkpoints.hf_export import ADAPTER_DIRECTORY
 from miles_async.types import TrainBatch, TrainShard
 from tests.integration.megatron_scenario import Case, Layout, each_case, make_backend
 from tests.integration.toy_batches import ToySample, to_shards, toy_samples

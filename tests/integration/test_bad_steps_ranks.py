@@ -107,7 +107,7 @@ def _at(shard: TrainShard, version: int) -> TrainShard:
 
 def _state(backend: Any) -> dict[str, str]:
     """Digests of all that a step would change on this rank: weights, masters, moments, step counters."""
-    from miles_async.backends.megatron.checkpoints.checkpoint import _optimizer_step
+    from miles_async.backends.megatron.checkpoints.checkpoint import optimizer_step
     from miles_async.backends.megatron.offload import model_tensors, optimizer_tensors
 
     tensors: Sequence[Any] = [
@@ -118,7 +118,7 @@ def _state(backend: Any) -> dict[str, str]:
         f"{number} {tuple(tensor.shape)}": hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
         for number, tensor in enumerate(tensors)
     }
-    return digests | {"steps": str(_optimizer_step(backend._runner.policy.optimizer))}
+    return digests | {"steps": str(optimizer_step(backend._runner.policy.optimizer))}
 
 
 # -------------------------------------------------------------------------------------------------- tests

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.backends.megatron.backend import ADAPTER_DIRECTORY, MegatronBackend
+from miles_async.backends.megatron.backend import MegatronBackend
+from miles_async.backends.megatron.checkpoints.hf_export import ADAPTER_DIRECTORY
 from miles_async.errors import CheckpointError, ConfigurationError
 from tests.integration.family_table import DEEPER
 from tests.integration.megatron_scenario import (

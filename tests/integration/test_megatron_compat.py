@@ -190,17 +190,17 @@ def test_float16_module_still_rounds_parameters_that_stay_in_fp32(without: dict[
 
 
 def test_optimizer_still_misplaces_the_state_of_mixed_groups(without: dict[str, Any]) -> None:
-    """dtypes.index_groups."""
+    """optimizer.index_groups."""
     assert "must match the size of tensor" in without["index_groups"]
 
 
 def test_optimizer_still_cannot_be_saved_before_its_first_step(without: dict[str, Any]) -> None:
-    """adam_state.make_state."""
+    """optimizer.make_state."""
     assert "AssertionError" in without["make_state"]
 
 
 def test_parameters_still_share_a_step_after_a_load(without: dict[str, Any]) -> None:
-    """adam_state.separate_steps."""
+    """optimizer.separate_steps."""
     assert without["separate_steps"] == 1
 
 
@@ -255,7 +255,7 @@ def _mixed_precision(make: MakeBackend, models: Path) -> list[str]:
 
 def _index_groups(make: MakeBackend, models: Path) -> str:
     with (
-        patch(f"{BACKEND}.model.dtypes.index_groups"),
+        patch(f"{BACKEND}.optimizer.index_groups"),
         patch(f"{BACKEND}.model.dtypes.KEPT_IN_FP32", (".expert_bias", ".router.weight")),
     ):
         backend = make(models / "glm4-moe", EXPERT, bf16=True)
@@ -266,7 +266,7 @@ def _index_groups(make: MakeBackend, models: Path) -> str:
 
 
 def _make_state(make: MakeBackend, models: Path) -> str:
-    with patch(f"{BACKEND}.checkpoints.adam_state.make_state"):
+    with patch(f"{BACKEND}.optimizer.make_state"):
         backend = make(models / "qwen3", TENSOR)
     with pytest.raises(CheckpointError) as caught:
         backend.save(models / "make_state")
@@ -278,7 +278,7 @@ def _separate_steps(make: MakeBackend, models: Path) -> int:
     """Number of step counters."""
     backend = make(models / "qwen3", TENSOR)
     backend.save(models / "separate_steps")
-    with patch(f"{BACKEND}.checkpoints.adam_state.separate_steps"):
+    with patch(f"{BACKEND}.checkpoints.checkpoint.separate_steps"):
         backend.load(models / "separate_steps")
     [part] = backend._runner.policy.optimizer.chained_optimizers
     steps = {id(state["step"]) for state in part.optimizer.state.values()}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
     from miles_async.backends.megatron.checkpoints.checkpoint import StagedSave
     from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer
     from miles_async.backends.megatron.offload import HostStorages
-
-ADAPTER_DIRECTORY = "adapter"  # of an export: transformers would take files beside the weights for all there is
-
 
 POLICY, CRITIC = "", "critic"
 """Parts of a checkpoint: the directory itself, and one in it."""
@@ -89,7 +84,6 @@ class MegatronBackend:
         seed_all(model.seed)
         self._model_arguments = model
         self._directory = directory
-        self._dtype = "bfloat16" if model.bf16 else "float32"
         minimised = objective()
         replays_routing = minimised.routing_replay is not None
         self._model = load_model(directory, model, platform, trainable=True, replays_routing=replays_routing)
@@ -222,13 +216,7 @@ class MegatronBackend:
 
         digests: dict[str, str] = {}
         for name, learner in self._learners.items():
-            of_files = checkpoint.save(
-                directory / name,
-                learner.model.modules,
-                learner.optimizer,
-                learner.scheduler,
-                self._per_rollout if name == POLICY else None,
-            )
+            of_files = checkpoint.save(directory / name, learner, self._per_rollout if name == POLICY else None)
             digests |= {str(Path(name, file)): digest for file, digest in of_files.items()}
         return digests
 
@@ -240,9 +228,7 @@ class MegatronBackend:
         self._staged = [
             StagedSave(
                 directory / name,
-                learner.model.modules,
-                learner.optimizer,
-                learner.scheduler,
+                learner,
                 self._per_rollout if name == POLICY else None,
                 copies=self._host_buffers.setdefault(name, HostBuffer()),
             )
@@ -274,9 +260,7 @@ class MegatronBackend:
         for name, learner in self._learners.items():
             checkpoint.load(
                 directory / name,
-                learner.model.modules,
-                learner.optimizer,
-                learner.scheduler,
+                learner,
                 self._per_rollout if name == POLICY else None,
                 seed=self._model_arguments.seed,
                 ahead=self._model.ahead and name == POLICY,
@@ -284,50 +268,10 @@ class MegatronBackend:
         self._stepped_from = None
 
     def save_hf(self, directory: Path) -> None:
-        """Weights, config and tokenizer files, loadable by transformers and SGLang. Raises CheckpointError.
+        """Weights, config and tokenizer files, loadable by transformers and SGLang. Raises CheckpointError."""
+        from miles_async.backends.megatron.checkpoints import hf_export
 
-        Adapters are merged into the weights, and also written alone: as peft's files, in ``ADAPTER_DIRECTORY``.
-        """
-        from miles_async.backends.megatron.distributed import together
-
-        together(lambda: self._write_hf(directory, self._write_hf_config))
-        together(lambda: self._write_hf(directory, self._write_hf_weights))
-        if self._model.adapted:
-            together(lambda: self._write_hf(directory / ADAPTER_DIRECTORY, self._write_adapter))
-
-    def _write_hf(self, directory: Path, write: Callable[[Path], None]) -> None:
-        from safetensors import SafetensorError
-
-        try:
-            write(directory)
-        except (OSError, SafetensorError, CheckpointError) as error:
-            raise CheckpointError(f"--save-hf {directory}: cannot export: {error}") from error
-
-    def _write_hf_config(self, directory: Path) -> None:
-        from miles_async.backends.megatron.checkpoints.companions import copy_companions
-
-        if dist.get_rank() == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            copy_companions(self._directory, directory)
-            config = hf_config.with_dtype(hf_config.read_config(self._directory), self._dtype)
-            (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-    def _write_hf_weights(self, directory: Path) -> None:
-        """This rank's files; on rank 0 the index, too."""
-        from miles_async.backends.megatron.checkpoints.hf_files import INDEX_FILE, file_index, write_files
-
-        files, rank = self._model.bridge.hf_pretrained.state.source.key_to_filename_map, dist.get_rank()
-        sizes = write_files(self._model.saved(), files, directory, rank=rank, ranks=dist.get_world_size())
-        for file in sorted(set(files.values()))[rank :: dist.get_world_size()]:
-            if (directory / file).exists():  # safetensors lets nobody else read it, whatever the umask
-                shutil.copymode(directory / "config.json", directory / file)
-        if rank == 0 and (self._directory / INDEX_FILE).exists():
-            (directory / INDEX_FILE).write_text(json.dumps(file_index(sizes, files), indent=2) + "\n")
-
-    def _write_adapter(self, directory: Path) -> None:
-        from miles_async.backends.megatron.adapters.files import write_adapter
-
-        write_adapter(directory, self._model.bridge, self._model.modules, self._model_arguments)
+        hf_export.save_hf(directory, self._model, self._directory, self._model_arguments)
 
     def close(self) -> None:
         """Destroy the process groups, so that this process can build another backend. Collective."""

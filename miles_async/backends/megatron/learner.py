@@ -13,8 +13,9 @@ from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.distributed import complete_parameters
 from miles_async.backends.megatron.metrics import accumulate
-from miles_async.backends.megatron.model.build import LoadedModel, make_optimizer
+from miles_async.backends.megatron.model.build import LoadedModel
 from miles_async.backends.megatron.model.forward import LossFunction, Pipeline
+from miles_async.backends.megatron.optimizer import make_optimizer
 from miles_async.backends.megatron.packing.pack import PackedBatch
 from miles_async.backends.megatron.platform import Platform
 

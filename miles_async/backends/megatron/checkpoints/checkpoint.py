@@ -31,17 +31,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_async.backends.megatron.adapters.attach import ADAPTER
-from miles_async.backends.megatron.checkpoints import adam_state
 from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer, PlannedSave
 from miles_async.backends.megatron.distributed import together
+from miles_async.backends.megatron.optimizer import parts_of, separate_steps
 from miles_async.backends.megatron.per_rollout import PerRollout
 from miles_async.errors import CheckpointError
 from miles_async.runtime.rank_records import gather_records
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from torch.nn import Module
+
+    from miles_async.backends.megatron.learner import Learner
 
 # Layout of the distributed optimizer's state: by parameter, so that any layout of ranks can load it. Without the
 # prefix, since megatron has one optimizer or two (experts apart) depending on the layout.
@@ -69,9 +70,7 @@ class StagedSave:
     def __init__(
         self,
         directory: Path,
-        modules: Sequence[Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
+        learner: Learner,
         per_rollout: PerRollout | None,
         copies: HostBuffer | None = None,
     ) -> None:
@@ -88,9 +87,9 @@ class StagedSave:
                 raise CheckpointError(f"{self._failure}: the directory is not empty")
             dist.barrier()
             state = {
-                **_parameters(modules, optimizer, loading=False),
-                "optimizer_step": _optimizer_step(optimizer),
-                "schedule_step": scheduler.num_steps,
+                **_parameters(learner, loading=False),
+                "optimizer_step": optimizer_step(learner.optimizer),
+                "schedule_step": learner.scheduler.num_steps,
                 "rng": _sharded_rng(),
                 **({} if per_rollout is None else per_rollout.sharded_state()),
             }
@@ -109,32 +108,17 @@ class StagedSave:
             return self._planned.finish(parts)
 
 
-def save(
-    directory: Path,
-    modules: Sequence[Module],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    per_rollout: PerRollout | None,
-) -> dict[str, str]:
+def save(directory: Path, learner: Learner, per_rollout: PerRollout | None) -> dict[str, str]:
     """Write into ``directory``, which must be absent or empty. Collective. Raises CheckpointError.
 
     Returns the digests of all ranks' files on rank 0, nothing on the others.
     """
-    staged = StagedSave(directory, modules, optimizer, scheduler, per_rollout)
+    staged = StagedSave(directory, learner, per_rollout)
     parts = gather_records(together(staged.write), bytes)
     return together(lambda: staged.finish(parts) if dist.get_rank() == 0 else {})
 
 
-def load(
-    directory: Path,
-    modules: Sequence[Module],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    per_rollout: PerRollout | None,
-    *,
-    seed: int,
-    ahead: bool = False,
-) -> None:
+def load(directory: Path, learner: Learner, per_rollout: PerRollout | None, *, seed: int, ahead: bool = False) -> None:
     """Restore what :func:`save` wrote, on this layout of ranks or another. Collective.
 
     The random generators are restored where the numbers of pipeline, tensor, data- and context-parallel ranks are
@@ -145,7 +129,7 @@ def load(
         what = "holds no trainer checkpoint" if directory.is_dir() else "does not exist"
         raise CheckpointError(f"cannot read {directory}: it {what}")
     with _as_checkpoint_error(f"cannot read {directory}"):
-        wanted, found = _parameters(modules, optimizer, loading=True), load_sharded_metadata(str(directory))
+        wanted, found = _parameters(learner, loading=True), load_sharded_metadata(str(directory))
         _check_adapters(adapted=any(map(_is_adapted, wanted["model"].values())), found=_is_adapted(found))
         _check_ahead_layers(trained=ahead, found=any("mtp.layers." in name for name in found))
         rng = _sharded_rng()
@@ -154,18 +138,18 @@ def load(
         if per_rollout is not None:
             wanted |= per_rollout.wanted(found)
         state = dist_checkpointing.load(wanted, str(directory))
-        for index, module in _inner(modules).items():
+        for index, module in _inner(learner).items():
             module.load_state_dict(state["model"][index], strict=not _is_adapted(state["model"][index]))
-        _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
-        scheduler.num_steps = state["schedule_step"]
-        scheduler.step(0)  # the flags' rate at this step
+        _load_optimizer(learner.optimizer, state["optimizer"], state["optimizer_step"])
+        learner.scheduler.num_steps = state["schedule_step"]
+        learner.scheduler.step(0)  # the flags' rate at this step
         if per_rollout is not None:
             per_rollout.load(state)
     if "rng" in state:
         _restore_rng(state["rng"])
     else:
-        seed_all(seed + scheduler.num_steps)
-        model_parallel_cuda_manual_seed(seed + scheduler.num_steps)
+        seed_all(seed + state["schedule_step"])
+        model_parallel_cuda_manual_seed(seed + state["schedule_step"])
 
 
 def seed_all(seed: int) -> None:
@@ -194,13 +178,13 @@ def _reason(error: BaseException) -> str:
 
 
 # ------------------------------------------------------------------------------------- model and optimizer
-def _parameters(modules: Sequence[Module], optimizer: MegatronOptimizer, *, loading: bool) -> ShardedStateDict:
+def _parameters(learner: Learner, *, loading: bool) -> ShardedStateDict:
     """Sharded state of the model and its optimizer on this rank, with one entry per virtual pipeline stage and one per
     part of the optimizer.
     """
-    model = {index: _trained(module.sharded_state_dict()) for index, module in _inner(modules).items()}
-    states = optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
-    if len(_parts(optimizer)) == 1:
+    model = {index: _trained(module.sharded_state_dict()) for index, module in _inner(learner).items()}
+    states = learner.optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
+    if len(parts_of(learner.optimizer)) == 1:
         states = {0: states}
     return {"model": model, "optimizer": {index: states[index]["param_state"] for index in sorted(states)}}
 
@@ -235,28 +219,23 @@ def _check_ahead_layers(*, trained: bool, found: bool) -> None:
         )
 
 
-def _optimizer_step(optimizer: MegatronOptimizer) -> int:
+def optimizer_step(optimizer: MegatronOptimizer) -> int:
     """Number of optimizer steps so far, the same for all parameters."""
-    return int(_parts(optimizer)[0].state_dict()["optimizer"]["param_groups"][0].get("step") or 0)
+    return int(parts_of(optimizer)[0].state_dict()["optimizer"]["param_groups"][0].get("step") or 0)
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, states: Mapping[int, object], step: int) -> None:
-    for index, part in enumerate(_parts(optimizer)):
+    for index, part in enumerate(parts_of(optimizer)):
         settings = part.state_dict()  # learning rate and the like come from the flags, not from the checkpoint
         for group in settings["optimizer"]["param_groups"]:
             group["step"] = step
         part.load_state_dict({**settings, "param_state": states[index], "param_state_sharding_type": FORMAT})
-    adam_state.separate_steps(optimizer)
+    separate_steps(optimizer)
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """List the optimizers: dense layers and experts have one each if they are sharded differently."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def _inner(modules: Sequence[Module]) -> dict[str, Module]:
+def _inner(learner: Learner) -> dict[str, Module]:
     """The modules inside of DistributedDataParallel, by virtual pipeline stage."""
-    return {f"{index}": module.module for index, module in enumerate(modules)}  # type: ignore[misc]
+    return {f"{index}": module.module for index, module in enumerate(learner.model.modules)}  # type: ignore[misc]
 
 
 # ------------------------------------------------------------------------------------------ random generators

@@ -1,4 +1,4 @@
-"""Build the megatron model from a Hugging Face checkpoint through megatron-bridge, with optimizer and schedule."""
+"""Build the megatron model from a Hugging Face checkpoint through megatron-bridge."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ import torch
 from megatron.bridge import AutoBridge
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
-from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron import overrides
 from miles_async.backends.megatron.adapters.attach import add_adapters, merged, switched_off
 from miles_async.backends.megatron.adapters.files import read_adapter
-from miles_async.backends.megatron.checkpoints import adam_state
 from miles_async.backends.megatron.families import (
     coverage,
     glm4_bridge,  # noqa: F401  # registers itself
@@ -37,7 +33,6 @@ from miles_async.backends.megatron.model import dtypes
 from miles_async.backends.megatron.model.forward import Pipeline
 from miles_async.backends.megatron.model.mtp import add_ahead_layers, share_embedding
 from miles_async.backends.megatron.model.output import add_value_heads, return_hidden_states
-from miles_async.backends.megatron.model.schedule import make_schedule
 from miles_async.backends.megatron.packing import shared_prefixes
 from miles_async.backends.megatron.packing.pack import PackLayout, pack_filler
 from miles_async.backends.megatron.packing.routing_replay import Routers, RoutingLayout
@@ -218,37 +213,6 @@ def load_model(
 def _with_first_adapter(directory: Path, bridge: AutoBridge, modules: list[Module]) -> list[Module]:
     read_adapter(directory, bridge, modules)
     return modules
-
-
-def make_optimizer(
-    modules: list[Module],
-    arguments: OptimizerArguments,
-    model: ModelArguments,
-    platform: Platform,
-    *,
-    total_steps: int,
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Build AdamW over data-parallel shards and the learning-rate schedule of ``total_steps`` optimizer steps."""
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=arguments.lr,
-            min_lr=arguments.min_lr,
-            weight_decay=arguments.weight_decay,
-            adam_beta1=arguments.adam_beta1,
-            adam_beta2=arguments.adam_beta2,
-            adam_eps=arguments.adam_eps,
-            clip_grad=arguments.clip_grad,
-            bf16=model.bf16,
-            params_dtype=torch.bfloat16 if model.bf16 else torch.float32,
-            use_distributed_optimizer=True,
-            **overrides.optimizer_values(megatron_settings(model.megatron_extra).optimizer, platform),
-        ),
-        modules,
-    )
-    dtypes.index_groups(optimizer)
-    adam_state.make_state(optimizer)
-    return optimizer, make_schedule(optimizer, arguments, total_steps)
 
 
 def make_provider(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ import torch
 from megatron.core.transformer.module import Float16Module
 
 if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.transformer import TransformerConfig
 
 # Router biases (DeepSeek, GLM) and decays of linear attention (Mamba, gated delta net) change by small steps relative
@@ -46,18 +44,6 @@ def enforce(module: torch.nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.float32 if _stays(name) else dtype)
-
-
-def index_groups(optimizer: MegatronOptimizer) -> None:
-    """Map each parameter to its optimizer state, where megatron looks for it.
-
-    DistributedOptimizer (megatron-core 0.16) puts a group's fp32 parameters before the others, but numbers them as they
-    come: with both in one group, checkpoints would hold each other's state.
-    """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for index, groups in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
-            for order, parameter in enumerate(itertools.chain(*groups)):
-                part.model_param_group_index_map[parameter] = index, order
 
 
 def kept_in_fp32(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.backends.megatron.checkpoints import companions
+from miles_async.backends.megatron.checkpoints import hf_export
 from miles_async.backends.megatron.families.known import FAMILIES
 from miles_async.errors import ConfigurationError
 from miles_async.prompts.templates import load_tokenizer
@@ -67,17 +67,17 @@ def test_all_but_weights_is_copied(family: str, tmp_path: Path) -> None:
     write(source, f"{PUBLISHED[family]} {LEFT} exports/6/model.safetensors")
     (source / "generation_config.json").write_text("{}")
     target.mkdir(parents=True)
-    companions.copy_companions(source, target)
+    hf_export.copy_companions(source, target)
     assert files(target) == {*PUBLISHED[family].split(), "generation_config.json"}
     assert all((target / name).read_text() == name for name in PUBLISHED[family].split())
 
 
 def test_what_is_too_large_for_a_vocabulary_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(companions, "MOST_BYTES", 100)
+    monkeypatch.setattr(hf_export, "MOST_BYTES", 100)
     write(tmp_path / "model", "tokenizer.json")
     (tmp_path / "model" / "weights.unknown").write_bytes(bytes(101))
     (tmp_path / "copy").mkdir()
-    companions.copy_companions(tmp_path / "model", tmp_path / "copy")
+    hf_export.copy_companions(tmp_path / "model", tmp_path / "copy")
     assert files(tmp_path / "copy") == {"tokenizer.json"}
 
 
@@ -144,7 +144,7 @@ def test_code_of_a_tokenizer_runs_with_the_flag_alone_and_is_exported(
     with pytest.raises(ConfigurationError, match=r"tokenization_own\.py .sha256 .*--trust-remote-code"):
         load_tokenizer(model)
     (tmp_path / "copy").mkdir()
-    companions.copy_companions(model, tmp_path / "copy")
+    hf_export.copy_companions(model, tmp_path / "copy")
     (tmp_path / "copy" / "config.json").write_text((model / "config.json").read_text())
     for path in (model, tmp_path / "copy"):
         assert load_tokenizer(path, trust_remote_code=True).encode("two three one") == [2, 3, 1]
@@ -173,7 +173,7 @@ def test_a_tokenizer_is_loaded_from_what_was_copied(tmp_path: Path) -> None:
     chat = chat_format("qwen3")
     chat._tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "copy").mkdir()
-    companions.copy_companions(tmp_path / "model", tmp_path / "copy")
+    hf_export.copy_companions(tmp_path / "model", tmp_path / "copy")
     (tmp_path / "copy" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     copied = load_tokenizer(tmp_path / "copy")
     assert copied.chat_template == chat._tokenizer.chat_template

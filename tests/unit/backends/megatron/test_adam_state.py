@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from miles_async.backends.megatron.checkpoints.adam_state import make_state
+from miles_async.backends.megatron.optimizer import make_state
 
 
 def part(optimizer: Any, made: list[Any] | None) -> Any:

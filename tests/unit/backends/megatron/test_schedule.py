@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from miles_async.arguments.optimizer import OptimizerArguments
-from miles_async.backends.megatron.model.schedule import make_schedule
+from miles_async.backends.megatron.optimizer import make_schedule
 
 
 def rates(total_steps: int, **arguments: Any) -> list[float]:

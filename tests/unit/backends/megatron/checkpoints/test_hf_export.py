@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from miles_async.backends.megatron.checkpoints.hf_files import file_index, write_files
+from miles_async.backends.megatron.checkpoints.hf_export import file_index, write_files
 from miles_async.errors import CheckpointError
 
 FILES = {"a": "one", "b": "two", "c": "one", "d": "three", "e": "two"}

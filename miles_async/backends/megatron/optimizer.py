@@ -1,0 +1,135 @@
+"""Adam over data-parallel shards, its schedule, and its state where megatron-core 0.16 mishandles it.
+
+Megatron takes the fused Adam of Transformer Engine or Apex where one is installed, which keeps ``step`` once per group
+of parameters, and else torch's AdamW, on every machine without CUDA.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.nn import Module
+
+from miles_async.arguments.megatron_settings import megatron_settings
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.optimizer import OptimizerArguments
+from miles_async.backends.megatron import overrides
+from miles_async.backends.megatron.platform import Platform
+
+TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def make_optimizer(
+    modules: list[Module],
+    arguments: OptimizerArguments,
+    model: ModelArguments,
+    platform: Platform,
+    *,
+    total_steps: int,
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Build AdamW over data-parallel shards and the learning-rate schedule of ``total_steps`` optimizer steps."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=arguments.lr,
+            min_lr=arguments.min_lr,
+            weight_decay=arguments.weight_decay,
+            adam_beta1=arguments.adam_beta1,
+            adam_beta2=arguments.adam_beta2,
+            adam_eps=arguments.adam_eps,
+            clip_grad=arguments.clip_grad,
+            bf16=model.bf16,
+            params_dtype=torch.bfloat16 if model.bf16 else torch.float32,
+            use_distributed_optimizer=True,
+            **overrides.optimizer_values(megatron_settings(model.megatron_extra).optimizer, platform),
+        ),
+        modules,
+    )
+    index_groups(optimizer)
+    make_state(optimizer)
+    return optimizer, make_schedule(optimizer, arguments, total_steps)
+
+
+def make_schedule(
+    optimizer: MegatronOptimizer, arguments: OptimizerArguments, total_steps: int
+) -> OptimizerParamScheduler:
+    """Make the learning-rate schedule of ``total_steps`` optimizer steps; a warm-up takes no more than those.
+
+    It is stepped *before* the optimizer, so that step k of the warm-up has k / warm-up of the peak rate and none is
+    wasted at rate 0.
+    """
+    warm_up = min(arguments.lr_warmup_iters, total_steps)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=arguments.lr,
+        min_lr=min(arguments.min_lr, arguments.lr),
+        lr_warmup_steps=warm_up,
+        # Megatron wants the decay to outlast the warm-up, which short runs need not do.
+        lr_decay_steps=max(total_steps, warm_up + 1),
+        lr_decay_style=arguments.lr_decay_style,
+        start_wd=arguments.weight_decay,
+        end_wd=arguments.weight_decay,
+        wd_incr_steps=max(total_steps, 1),
+        wd_incr_style="constant",
+        # A resumed run may have other flags (a longer --num-rollout, say): the flags win.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def make_state(optimizer: MegatronOptimizer) -> None:
+    """Create the state that the first optimizer step would create.
+
+    Without it, megatron-core 0.16 can't save a checkpoint before the first step, nor load one into a new optimizer.
+    """
+    for part in parts_of(optimizer):
+        if part.optimizer is None or isinstance(part.optimizer, TORCH_ADAM) or part.init_state_fn is None:
+            continue
+        part.init_state_fn(part.optimizer, part.config)  # fused Adam: what Megatron calls before a load
+    for adam, parameter in _torch_adam_parameters(optimizer):
+        if not adam.state[parameter]:
+            adam.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter.data),
+                "exp_avg_sq": torch.zeros_like(parameter.data),
+            }
+
+
+def separate_steps(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter its own ``step`` after a load.
+
+    A load by megatron-core 0.16 makes all parameters of torch's Adam share one tensor, which each of them increments:
+    from the second step after a resume on, its bias correction would run too fast by the number of parameters.
+    """
+    for adam, parameter in _torch_adam_parameters(optimizer):
+        adam.state[parameter]["step"] = adam.state[parameter]["step"].clone()
+
+
+def _torch_adam_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.optim.Optimizer, torch.nn.Parameter]]:
+    for part in parts_of(optimizer):
+        adam = part.optimizer
+        if isinstance(adam, TORCH_ADAM):
+            for group in adam.param_groups:
+                yield from ((adam, parameter) for parameter in group["params"])
+
+
+def index_groups(optimizer: MegatronOptimizer) -> None:
+    """Map each parameter to its optimizer state, where megatron looks for it.
+
+    DistributedOptimizer (megatron-core 0.16) puts a group's fp32 parameters before the others, but numbers them as they
+    come: with both in one group, checkpoints would hold each other's state.
+    """
+    for part in parts_of(optimizer):
+        for index, groups in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+            for order, parameter in enumerate(itertools.chain(*groups)):
+                part.model_param_group_index_map[parameter] = index, order
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers inside: dense layers and experts have one each if they are sharded differently."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
