@@ -15,12 +15,11 @@ from miles_async.arguments.prompt_limit import engine_context
 from miles_async.backends.megatron.memory.plan import (
     RECOMPUTED,
     RankBytes,
-    StageMemory,
-    StageRequest,
     measure,
     model_parameters,
     rank_bytes,
 )
+from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.commands.engine_memory import GIB, EngineBytes, engine_bytes
 from miles_async.errors import ConfigurationError
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
@@ -33,7 +33,7 @@ from transformers import AutoConfig, PretrainedConfig
 from miles_async.backends.megatron.adapters.attach import ADAPTER, add_adapters
 from miles_async.backends.megatron.families.hf_config import ahead_layers
 from miles_async.backends.megatron.memory.live_bytes import LiveBytes
-from miles_async.backends.megatron.memory.plan import StageMemory, StageRequest
+from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.backends.megatron.model import dtypes
 from miles_async.backends.megatron.model.build import make_provider
 from miles_async.backends.megatron.model.mtp import add_ahead_layers
@@ -119,18 +119,14 @@ def _measure(request: StageRequest, platform: Platform, config: PretrainedConfig
         parts = [
             _measure_part(provider, request, config, stages, part if virtual > 1 else None) for part in range(virtual)
         ]
+        sizes: Counter[str] = Counter()
+        for part in parts:
+            sizes.update(part.sizes)
         # Forward passes before the first backward pass, by Megatron's schedules: 1F1B, or interleaved.
         later = count - 1 - stages.start
         return StageMemory(
             stages=stages,
-            parameters=sum(part.parameters for part in parts),
-            expert_parameters=sum(part.expert_parameters for part in parts),
-            adapters=sum(part.adapters for part in parts),
-            expert_adapters=sum(part.expert_adapters for part in parts),
-            ahead=sum(part.ahead for part in parts),
-            expert_ahead=sum(part.expert_ahead for part in parts),
-            output_layer=sum(part.output_layer for part in parts),
-            value_head=sum(part.value_head for part in parts),
+            **sizes,
             kept=max(part.kept for part in parts),
             peak=max(part.peak for part in parts),
             received=(model.context_parallel_size - 1) * request.tokens * _key_value_bytes(provider),
@@ -154,16 +150,9 @@ def _key_value_bytes(provider: GPTModelProvider) -> int:
 
 
 class _Part(NamedTuple):
-    """A pipeline stage, or a virtual one; fields as in StageMemory."""
+    """A pipeline stage, or a virtual one."""
 
-    parameters: int
-    expert_parameters: int
-    adapters: int
-    expert_adapters: int
-    ahead: int
-    expert_ahead: int
-    output_layer: int
-    value_head: int
+    sizes: Mapping[str, int]  # field of StageMemory → elements of parameters
     kept: int
     peak: int
 
@@ -188,24 +177,16 @@ def _measure_part(
         if request.model.lora_rank:
             add_adapters([module], request.model)
         kept, peak = _forward_backward(module, provider, request, last=last)
-        sizes: Counter[tuple[bool, bool]] = Counter()
-        ahead: Counter[bool] = Counter()
+        sizes = dict.fromkeys(("parameters", "expert_parameters", "ahead", "expert_ahead", "output_layer"), 0)
+        sizes |= {"adapters": 0, "expert_adapters": 0, "value_head": provider.hidden_size if last else 0}
         for name, parameter in module.named_parameters():
-            sizes[".experts." in name, ADAPTER in name] += parameter.numel()
+            expert = "expert_" if ".experts." in name else ""
+            sizes[f"{expert}adapters" if ADAPTER in name else f"{expert}parameters"] += parameter.numel()
             if name.startswith(AHEAD_LAYERS):
-                ahead[".experts." in name] += parameter.numel()
-    return _Part(
-        parameters=sizes[False, False],
-        expert_parameters=sizes[True, False],
-        adapters=sizes[False, True],
-        expert_adapters=sizes[True, True],
-        ahead=ahead[False],
-        expert_ahead=ahead[True],
-        output_layer=sum(one.numel() for name, one in module.named_parameters() if name.startswith(OUTPUT_LAYER)),
-        value_head=provider.hidden_size if last else 0,
-        kept=kept,
-        peak=peak,
-    )
+                sizes[f"{expert}ahead"] += parameter.numel()
+            if name.startswith(OUTPUT_LAYER):
+                sizes["output_layer"] += parameter.numel()
+    return _Part(sizes, kept, peak)
 
 
 def _forward_backward(
