@@ -1,5 +1,5 @@
 """Algorithms: advantages, losses, corrections, KL estimators and aggregations.
 
-One small file each, and one row in ``registry``; their protocols are in ``miles_async/api/``. ``advantages`` runs on
-the rollout side and is numpy; the rest runs on the trainer and is torch. ``objective`` puts a run's choice together.
+Each is a row of ``registry`` and implements a protocol of ``miles_async/api/``. ``advantages`` runs on the rollout side
+(numpy), the rest on the trainer (torch). ``objective`` assembles the parts that a run has chosen.
 """

@@ -1,6 +1,6 @@
-"""Aggregation of the loss: what an optimizer step's loss is the mean over (``--loss-aggregation``).
+"""What the loss of an optimizer step is a mean over (``--loss-aggregation``).
 
-A sequence is one branch of a sample: a sample whose history was edited counts once per branch.
+A sequence is a branch of a sample: a sample whose history was edited counts once per branch.
 """
 
 from __future__ import annotations

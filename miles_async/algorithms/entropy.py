@@ -1,9 +1,9 @@
-"""A bonus for entropy, so that the policy keeps trying other answers.
+"""Entropy bonus, which keeps the policy exploring.
 
-c times the mean of H(π) over tokens is subtracted from the loss, with the entropy of the whole distribution that a
-token is drawn from: Williams and Peng, "Function Optimization Using Connectionist Reinforcement Learning Algorithms"
-(1991); Schulman et al., "Proximal Policy Optimization Algorithms" (arXiv 1707.06347), eq. 9. c moves linearly over the
-optimizer steps of the run from ``--entropy-coef`` to ``--entropy-coef-end``; the papers keep it constant.
+c times the mean of H(π) over tokens is subtracted from the loss, H of the whole distribution that a token is drawn
+from: Williams and Peng, "Function Optimization Using Connectionist Reinforcement Learning Algorithms" (1991); Schulman
+et al., "Proximal Policy Optimization Algorithms" (arXiv 1707.06347), eq. 9. c moves linearly over the optimizer steps
+of the run from ``--entropy-coef`` to ``--entropy-coef-end``; the papers keep it constant.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ class EntropyBonus:
         return EntropyBonus(begin=begin, end=end) if begin or end else None
 
     def coefficient(self, progress: float) -> float:
-        """``progress``: share of the run's optimizer steps that are behind, at most 1 counts."""
+        """``progress``: share of the run's optimizer steps made so far; more than 1 counts as 1."""
         return self.begin + (self.end - self.begin) * min(progress, 1.0)

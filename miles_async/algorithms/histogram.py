@@ -1,7 +1,7 @@
-"""Quantiles from counts on a logarithmic scale, which add up over micro-batches and ranks.
+"""Quantiles from counts on a logarithmic scale, which can be summed over micro-batches and ranks.
 
-Bins grow by a factor of 1.1 from 1e-6, so a quantile is right within 5 %; below 1e-6 it is 0, and above 50 it is 50.
-Counts are whole numbers, so neither packing nor the layout of ranks changes a quantile.
+Bins grow by a factor of 1.1 from 1e-6 to 50, so a quantile is right within 5 %; smaller values count as 0, larger ones
+as 50. Counts are integers, so neither packing nor the layout of ranks changes a quantile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIGNED_MIDDLES = (*(-middle for middle in reversed(MIDDLES[1:])), *MIDDLES)
 
 
 def magnitudes(values: Tensor, mask: Tensor, groups: Tensor, count: int) -> Tensor:
-    """float64 [count, BINS + 1]: how many of the values at the mask have a magnitude in each bin, by group.
+    """float64 [count, BINS + 1]: number of masked-in values by group and bin of magnitude.
 
     ``values``, ``mask``, ``groups``: each [N], the last in [0, count).
     """
@@ -29,7 +29,7 @@ def magnitudes(values: Tensor, mask: Tensor, groups: Tensor, count: int) -> Tens
 
 
 def signed(values: Tensor, mask: Tensor) -> Tensor:
-    """float64 [2 · BINS + 1]: how many of the values at the mask are in each bin, from the most negative on."""
+    """float64 [2 · BINS + 1]: number of masked-in values in each bin, from the most negative."""
     bins = torch.bucketize(values.double(), _edges(values.device, signed=True))
     return _counted(bins, mask, len(SIGNED_MIDDLES))
 

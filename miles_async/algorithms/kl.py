@@ -1,7 +1,7 @@
 """Estimates of KL(π ‖ π_ref) at tokens that π sampled (``--kl-loss-type``), each [N].
 
-With d = log π_ref - log π (Schulman, "Approximating KL Divergence", 2020); differentiable in ``logprobs``. As a loss k2
-and k3 push the policy towards the reference. The gradient of k1 is 0 in the mean: it is for rewards and for logging.
+With d = log π_ref - log π (Schulman, "Approximating KL Divergence", 2020); differentiable in ``logprobs``. As losses,
+k2 and k3 pull the policy towards the reference. The gradient of k1 is 0 in the mean: use it for rewards and logging.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """d² / 2: biased, never negative; its gradient is that of the KL in the mean."""
+    """d² / 2: biased, never negative; the mean of its gradient is the KL's."""
     return (logprobs - reference).square() / 2
 
 
@@ -31,10 +31,10 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """|d|: biased, never negative; of one slope whatever the distance (verl's ``abs``)."""
+    """|d|: biased, never negative, of constant slope (verl's ``abs``)."""
     return (logprobs - reference).abs()
 
 
 def low_var_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """k3, at most 10, from where on it has no gradient."""
+    """k3 clamped to 10; no gradient beyond."""
     return k3(logprobs, reference).clamp(max=LARGEST)

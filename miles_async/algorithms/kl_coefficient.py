@@ -1,4 +1,4 @@
-"""The weight of the KL to the reference model: constant, or such that the KL stays near a target.
+"""The weight of the KL to the reference model: constant, or adapted so that the KL stays near a target.
 
 After each rollout step, with the mean KL of its tokens and n sequences trained::
 
@@ -6,8 +6,8 @@ After each rollout step, with the mean KL of its tokens and n sequences trained:
     β ← β · (1 + e · n / kl_horizon)
 
 Ziegler et al., "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593), section 2.2, where the factor
-of e is 0.1 per batch; here it is that of the paper's code, lm-human-preferences, and of verl. There the KL is a sum
-over a sequence (verl: a mean over tokens, as here), so the paper's targets are those of whole answers.
+of e is 0.1 per batch; the paper's code (lm-human-preferences) and verl have n / kl_horizon. The paper's targets are for
+the KL summed over an answer; here and in verl it is a mean over tokens.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MOST = 0.2
 
 @dataclass(kw_only=True, slots=True)
 class KlCoefficient:
-    """β as it is now."""
+    """The current β."""
 
     value: float
     target: float | None  # nats per token; None: β is constant
     horizon: int  # sequences
 
     def adapt(self, kl: float, sequences: float) -> None:
-        """Follow a rollout step with this mean KL; a KL that is not finite changes nothing."""
+        """Adapt β after a rollout step with this mean KL; a KL that is not finite changes nothing."""
         if self.target is not None and math.isfinite(kl):
             error = min(max(kl / self.target - 1.0, -MOST), MOST)
             self.value *= 1.0 + error * sequences / self.horizon
@@ -41,7 +41,7 @@ class KlCoefficient:
 
 @runtime_checkable
 class KlInAdvantages(Protocol):
-    """Advantages of tokens that a KL is a part of, with its weight."""
+    """Advantages of tokens that include a KL, with its weight."""
 
     coefficient: KlCoefficient
 

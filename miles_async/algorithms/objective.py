@@ -1,12 +1,11 @@
-"""The trainer's objective: a policy loss, weighted by corrections, plus a KL loss, minus a bonus for entropy.
+"""The trainer's objective: a policy loss, weighted by corrections, plus a KL loss, minus an entropy bonus.
 
-Advantages are those of the batch; with a teacher, ``distillation`` adds its part to them.
-
-For each token that carries loss, with the product w of the corrections' weights (1 without any)::
+For each token that carries loss, with w the product of the corrections' weights::
 
     w · policy loss + kl_loss_coef · KL(π ‖ π_ref) - entropy_coef · H(π)
 
-and of that the mean that ``--loss-aggregation`` names, over the whole optimizer step.
+averaged over the optimizer step as ``--loss-aggregation`` says. With a teacher, ``distillation`` adds to the
+advantages.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ from miles_async.api import (
 from miles_async.arguments.algorithm import AlgorithmArguments, ProxLogpMethod, RoutingReplay
 
 OldPolicy = Literal["trainer", "rollout", "interpolated", "kept"]
-"""trainer: as it is before its first optimizer step on the batch; rollout: the engine's; interpolated: between both;
-kept: the trainer's with the weights of the version that sampled the token.
+"""trainer: before its first optimizer step on the batch; rollout: the engine's; interpolated: between both; kept: the
+trainer's with the weights of the version that sampled the token.
 """
-
 
 OLD_POLICIES: dict[ProxLogpMethod, OldPolicy] = {
     "recompute": "trainer",
@@ -74,13 +72,13 @@ class Objective:
     corrections: tuple[Correction, ...] = ()
     kl: KlEstimator | None = None
     kl_coefficient: KlCoefficient | None = None  # of that estimate in the loss
-    reference_updates: ReferenceUpdates | None = None  # None: the reference model stays as it is
+    reference_updates: ReferenceUpdates | None = None  # None: a fixed reference model
     transforms: tuple[BatchTransform, ...] = ()  # before the first optimizer step on a batch, in this order
-    token_advantages: TokenAdvantages | None = None  # one of the transforms is made of them
-    critic_advantages: TokenAdvantages | None = None  # that returns are made of; None: the policy's
+    token_advantages: TokenAdvantages | None = None  # also one of the transforms
+    critic_advantages: TokenAdvantages | None = None  # for the critic's returns; None: the policy's
     distillation: Distillation | None = None
     old_policy: OldPolicy = "trainer"  # whose log-probs ``old_logprobs`` are
-    kept_versions: int = 1  # how many the trainer keeps for an old policy that is kept
+    kept_versions: int = 1  # weight versions that the trainer keeps for the old policy "kept"
     log_entropy: bool = False
     entropy_bonus: EntropyBonus | None = None
     sampled: bool = True  # engines generated the tokens, and gave their log-probs
@@ -88,7 +86,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Arrays that the trainer computes for any of the parts."""
+        """Arrays that any part needs the trainer to compute."""
         needs: set[Need] = {"entropy"} if self.log_entropy or self.entropy_bonus else set()
         if self.kl is not None:
             needs.add("ref_logprobs")
@@ -100,19 +98,19 @@ class Objective:
 
     @property
     def kl_in_advantages(self) -> KlInAdvantages | None:
-        """Advantages that a KL with a weight of its own is a part of."""
+        """Token advantages that include a weighted KL, if these do."""
         return self.token_advantages if isinstance(self.token_advantages, KlInAdvantages) else None
 
     @property
     def adaptive(self) -> KlCoefficient | None:
-        """The coefficient that follows the KL from one rollout step to the next; None if none does."""
+        """The coefficient that adapts to the KL after each rollout step; None if none does."""
         within = self.kl_in_advantages
         found = self.kl_coefficient if within is None else within.coefficient
         return found if found is not None and found.target is not None else None
 
     @property
     def adapts_to(self) -> str:
-        """The metric that is the KL which :attr:`adaptive` follows."""
+        """Name of the metric that :attr:`adaptive` adapts to."""
         return "ref_kl" if self.kl_in_advantages is None else "reward_kl"
 
     @property
@@ -126,17 +124,17 @@ class Objective:
         return frozenset(need for transform in self.transforms for need in transform.needs)
 
     def prepared(self, batches: Sequence[TokenBatch], whole: WholeBatch) -> list[TokenBatch]:
-        """All micro-batches of a rollout batch after all transforms. Collective."""
+        """Apply all transforms to the micro-batches of a rollout batch. Collective."""
         for transform in self.transforms:
             batches = transform.prepare(batches, whole)
         return list(batches)
 
     def advantages(self, batch: TokenBatch) -> Tensor:
-        """float32 [N]: what ``--token-advantages`` makes of those of the samples, 0 where no loss is carried."""
+        """float32 [N]: advantages after ``--token-advantages``, 0 where no loss is carried."""
         return batch.advantages if self.token_advantages is None else PerToken(self.token_advantages).advantages(batch)
 
     def returns(self, batch: TokenBatch) -> Tensor:
-        """float32 [N]: what the critic learns to foretell. ``batch`` has the advantages of its samples still."""
+        """float32 [N]: the critic's target returns. ``batch`` still has the advantages of its samples."""
         advantages = replace(self, token_advantages=self.critic_advantages or self.token_advantages).advantages(batch)
         return (advantages + batch.values) * batch.loss_mask
 
@@ -145,17 +143,17 @@ class Objective:
     ) -> LossSums:
         """Sums over the tokens of ``batch`` that carry loss: 0 where there are none.
 
-        ``logprobs``: float32 [N]. ``entropy``: the same with its gradient, where the objective needs it. ``progress``:
-        share of the run's optimizer steps that are behind.
+        ``logprobs``: float32 [N]. ``entropy``: likewise, with gradient, where the objective needs it. ``progress``:
+        share of the run's optimizer steps made so far.
         """
         if self.old_policy == "interpolated":
             batch = batch.with_computed("old_logprobs", interpolated(logprobs, batch))
-        taught: Mapping[str, Tensor] = {}
+        teacher_metrics: Mapping[str, Tensor] = {}
         if self.distillation is not None:
-            advantages, taught = self.distillation(logprobs.detach(), batch)
+            advantages, teacher_metrics = self.distillation(logprobs.detach(), batch)
             batch = replace(batch, advantages=advantages)
         loss, metrics = self.policy_loss(logprobs, batch)
-        loss, metrics = per_token_of(loss, batch, "--policy-loss"), {**metrics, **taught}
+        loss, metrics = per_token_of(loss, batch, "--policy-loss"), {**metrics, **teacher_metrics}
         if entropy is not None:
             metrics["entropy"] = entropy
         for correction in self.corrections:
@@ -183,8 +181,9 @@ class Objective:
 
 
 def make_objective(arguments: AlgorithmArguments, *, kept_versions: int = 1) -> Objective:
-    """Make the objective that the flags describe. ``kept_versions``: how many sets of weights may have sampled tokens
-    that are trained. Raises ConfigurationError.
+    """Make the objective from the flags. ``kept_versions``: how many weight versions may have sampled trained tokens.
+
+    Raises ConfigurationError.
     """
     loss, tokens = registry.policy_loss(arguments), registry.token_advantages(arguments)
     return Objective(

@@ -1,4 +1,4 @@
-"""Updates of the reference model from the policy: a copy of its weights every few rollout steps, or a moving average.
+"""Updates of the reference model from the policy: a copy every few rollout steps, or a moving average.
 
 After every ``--ref-update-interval``-th rollout step its weights become::
 
@@ -26,22 +26,22 @@ class ReferenceUpdates:
 
     @staticmethod
     def of(arguments: AlgorithmArguments) -> ReferenceUpdates | None:
-        """Read the updates from the flags; None if the reference stays as it is."""
+        """Read the flags; None for a fixed reference."""
         if arguments.ref_update_interval is None:
             return None
         return ReferenceUpdates(interval=arguments.ref_update_interval, alpha=arguments.ref_update_alpha)
 
     @property
     def copies(self) -> bool:
-        """True if the reference becomes the policy, and no average is kept."""
+        """True if the reference becomes a copy of the policy, without an average."""
         return self.alpha == 1
 
     def due(self, steps: int) -> bool:
-        """True after so many rollout steps if the reference follows now."""
+        """True if an update is due after this number of rollout steps."""
         return steps % self.interval == 0
 
     def follow(self, reference: Tensor, policy: Tensor) -> None:
-        """Move weights of the reference in place; ``policy`` may have fewer bits."""
+        """Update weights of the reference in place; ``policy`` may have a smaller dtype."""
         if self.copies:
             reference.copy_(policy)
         else:

@@ -1,7 +1,7 @@
-"""Registry: one row per algorithm that a flag can name, one function per flag that makes the chosen one.
+"""Registry: a row for each algorithm that a flag can name, and a function for each flag that makes the chosen one.
 
-A name stands for the ``module:attr`` of its row; another ``module:attr`` is the user's own. Modules are imported when
-they are asked for: the rollout side, which makes its estimator here, has no use for torch.
+A name stands for the ``module:attr`` of its row; any other ``module:attr`` is the user's. Modules are imported on
+demand, since the rollout side makes its estimator here without torch.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ HERE = "miles_async.algorithms"
 WHOLE = f"{HERE}.whole_batch"
 
 Switched = tuple[tuple[str, Callable[[AlgorithmArguments], bool], str], ...]
-"""Parts of which any number may be there: flag, whether the flags ask for it, row."""
+"""Optional parts, any number of which may be on: flag, condition, row."""
 
 ADVANTAGE_ESTIMATORS = {
     "grpo": f"{HERE}.advantages.estimators:Grpo",
     "rloo": f"{HERE}.advantages.estimators:make_rloo",
-    "opob": f"{HERE}.advantages.estimators:Grpo",  # from which the trainer takes another mean: SAMPLE_TRANSFORMS
+    "opob": f"{HERE}.advantages.estimators:Grpo",  # the trainer replaces the mean: SAMPLE_TRANSFORMS
     "reinforce": f"{HERE}.advantages.estimators:make_reinforce",
     "token_rewards": f"{HERE}.advantages.estimators:make_token_rewards",
     "on_policy_distillation": f"{HERE}.advantages.estimators:make_on_policy_distillation",
@@ -67,7 +67,7 @@ SWITCHED: Switched = (
     ("--use-opsm", lambda arguments: arguments.use_opsm, f"{HERE}.corrections.opsm:Opsm"),
     ("--max-token-age", lambda arguments: arguments.weighs_ages, f"{HERE}.corrections.age:TokenAge"),
 )
-"""Corrections beside that of ``--tis-mode``."""
+"""Corrections besides ``--tis-mode``."""
 SAMPLE_TRANSFORMS: Switched = (
     (
         "--advantage-estimator",
@@ -75,12 +75,12 @@ SAMPLE_TRANSFORMS: Switched = (
         f"{WHOLE}.optimal_baseline:OptimalBaseline",
     ),
 )
-"""Transforms of a whole rollout batch that change advantages of samples, before ``--token-advantages``."""
+"""Transforms of a whole rollout batch that run before ``--token-advantages``."""
 TOKEN_TRANSFORMS: Switched = (
     ("--normalize-advantages", lambda given: given.normalize_advantages, f"{WHOLE}.whiten:Whiten"),
     ("--m2-threshold", lambda given: given.m2_threshold is not None, f"{WHOLE}.second_moment:WithinSecondMoment"),
 )
-"""Transforms that change advantages of tokens, after ``--token-advantages``, in this order."""
+"""Transforms that run after ``--token-advantages``, in this order."""
 KL_ESTIMATORS = {
     "k1": f"{HERE}.kl:k1",
     "k2": f"{HERE}.kl:k2",
@@ -96,12 +96,12 @@ AGGREGATIONS = {
 
 
 class Make(Protocol):
-    """A factory, as rows and users' ``module:attr`` name it; KL estimators and aggregations are named directly."""
+    """A factory; rows for KL estimators and aggregations name the function itself."""
 
     def __call__(self, arguments: AlgorithmArguments) -> Any: ...
 
 
-# All raise ConfigurationError for what cannot be used.
+# All of these raise ConfigurationError.
 def advantage_estimator(arguments: AlgorithmArguments) -> AdvantageEstimator:
     """Make the rollout side's estimator (``--advantage-estimator``)."""
     path = _row(ADVANTAGE_ESTIMATORS, arguments.advantage_estimator)
@@ -109,7 +109,7 @@ def advantage_estimator(arguments: AlgorithmArguments) -> AdvantageEstimator:
 
 
 def token_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
-    """Make the trainer's estimator (``--token-advantages``), if there is one."""
+    """Make the trainer's estimator (``--token-advantages``), if any."""
     if arguments.token_advantages is None:
         return None
     path, flag = _row(TOKEN_ADVANTAGES, arguments.token_advantages), "--token-advantages"
@@ -119,7 +119,7 @@ def token_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
 
 
 def critic_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
-    """Make the estimator that the critic's returns come from, if it is not the policy's (``--critic-lambd``)."""
+    """Make the estimator of the critic's returns, if it differs from the policy's (``--critic-lambd``)."""
     if arguments.critic_lambd is None:
         return None
     return token_advantages(replace(arguments, lambd=arguments.critic_lambd, lambd_length_alpha=None))
@@ -137,7 +137,7 @@ def policy_loss(arguments: AlgorithmArguments) -> PolicyLoss:
 
 
 def corrections(arguments: AlgorithmArguments) -> tuple[Correction, ...]:
-    """``--tis-mode`` with ``--use-tis``, ``--use-rs``, ``--use-opsm``, and weights by age; any number of them."""
+    """Make the corrections of ``--use-tis``, ``--use-rs``, ``--use-opsm`` and by age; any number of them."""
     found: list[Correction] = []
     if arguments.use_tis:
         path, flag = _row(CORRECTIONS, arguments.tis_mode), "--tis-mode"
@@ -163,13 +163,13 @@ def reward_kl_estimator(arguments: AlgorithmArguments) -> KlEstimator:
 def aggregation(arguments: AlgorithmArguments) -> Aggregation:
     """``--loss-aggregation``."""
     path, flag = _row(AGGREGATIONS, arguments.loss_aggregation), "--loss-aggregation"
-    if arguments.loss_aggregation == "sequence_sum":  # the only one that a flag is a part of
+    if arguments.loss_aggregation == "sequence_sum":  # the only one with a flag of its own
         return _made(path, Aggregation, flag, arguments)
     return load_object(path, Aggregation, flag)
 
 
 def check_own(arguments: AlgorithmArguments) -> None:
-    """Make every part that is the user's own, to see whether it can be made; the others need no look."""
+    """Make every part that is the user's own, to check it at the start."""
     makers = (
         (arguments.advantage_estimator, advantage_estimator),
         (arguments.token_advantages, token_advantages),
@@ -198,7 +198,7 @@ def _row(rows: Mapping[str, str], name: str) -> str:
 
 
 def _check_needs(part: TokenAdvantages | PolicyLoss | Correction, named: str, arguments: AlgorithmArguments) -> None:
-    needs = getattr(part, "needs", None)  # of the user's own, which may have forgotten it
+    needs = getattr(part, "needs", None)  # a user's part may lack it
     if not isinstance(needs, Collection) or isinstance(needs, str) or not set(needs) <= set(get_args(Need)):
         raise ConfigurationError(
             f"{named}: expected `needs`, a tuple of any of {', '.join(get_args(Need))}, or (); found {needs!r}"
@@ -210,7 +210,7 @@ def _check_needs(part: TokenAdvantages | PolicyLoss | Correction, named: str, ar
 
 
 def _check_critic(part: PolicyLoss | Correction, named: str, arguments: AlgorithmArguments) -> None:
-    """A critic learns advantages plus values: without advantages that values are taken from, these would only rise."""
+    """A critic learns advantages plus values: unless values are subtracted from advantages, they would only rise."""
     if "values" not in part.needs:
         return
     estimator = token_advantages(arguments)

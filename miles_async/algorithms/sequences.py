@@ -15,8 +15,8 @@ def mean_per_sequence(values: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def at_level(values: Tensor, level: CorrectionLevel, batch: TokenBatch) -> Tensor:
-    """[N] → [N]: values of tokens as they are (token), or at each token of a sequence their sum (sequence) or mean
-    (geometric: of log-ratios, so that their exponential is a geometric mean) over its tokens that carry loss.
+    """[N] → [N]: values of tokens (token), or their sum (sequence) or mean (geometric: of log-ratios) over the tokens
+    of their sequence that carry loss.
     """
     if level == "token":
         return values
@@ -55,9 +55,9 @@ def sum_to_go(values: Tensor, offsets: Tensor) -> Tensor:
 
 
 def discounted_to_go(values: Tensor, sequence: Tensor, factors: Tensor) -> Tensor:
-    """float64 [n]: at each entry the sum over it and the later ones of its sequence, each weighed by the sequence's
-    factor to the power of its distance in entries. ``sequence``: int64 [n], of each entry; those of a sequence follow
-    one another. ``factors``: float64 [n], of each entry's sequence.
+    """float64 [n]: at each entry the sum over it and later entries of its sequence, weighed by the sequence's factor to
+    the power of their distance. ``sequence``: int64 [n], of each entry, contiguous. ``factors``: float64 [n], of each
+    entry's sequence.
     """
     total, reach = values.double(), 1
     while reach < len(total):  # each round doubles the entries that a sum reaches over

@@ -1,4 +1,4 @@
-"""Spread of what a policy loss is given: advantages, and the ratio of the policies."""
+"""Spread of the policy loss's inputs: advantages, and the ratio of the policies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spread_sums(logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
     """Sums over the loss tokens of one micro-batch. ``logprobs``: [N], of the policy that is trained.
 
     ``batch``: as the policy loss saw it. Sums of advantages, [4], are over 1, A, A², and 1 where A is 0. The ratio is
-    there if the loss, or a correction, asks for π_old.
+    included if the loss or a correction needs π_old.
     """
     mask, advantages = batch.loss_mask.double(), batch.advantages.double() * batch.loss_mask
     found = {

@@ -1,4 +1,4 @@
-"""A smaller learning rate for optimizer steps that few sequences decide: the step scaling of VCPO.
+"""A smaller learning rate for optimizer steps that few sequences dominate: the step scaling of VCPO.
 
 Huang et al., "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs", arXiv:2602.17616. With w the product of
 π / π_rollout over the tokens of a sequence that carry loss, π the policy that is about to step::
@@ -6,8 +6,8 @@ Huang et al., "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs", a
     share  = (Σ w)² / (B · Σ w²)                        over the B sequences of the optimizer step
     factor = min(1, share / full_share) ** power        power 1/2 for Adam ("sqrt"), 1 ("linear")
 
-The text leaves open what follows from a share above full_share; as in the authors' code the factor is 1. The second
-part of VCPO is ``whole_batch/optimal_baseline.py``.
+The text leaves a share above full_share open; as in the authors' code the factor is 1. The second part of VCPO is
+``whole_batch/optimal_baseline.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOG_SUMS = "step_importance_log_sums"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepScale:
-    """How the learning rate of an optimizer step follows from its effective sample size."""
+    """Scales the learning rate of an optimizer step by its effective sample size."""
 
     power: float
     full_share: float  # from here on the step has the whole learning rate
@@ -43,8 +43,8 @@ class StepScale:
 
     @torch.no_grad()
     def sums(self, logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return what :meth:`factor` needs of one micro-batch: logs of sums that are to be added up. ``logprobs``: [N],
-        by the policy that is about to step.
+        """Return logs of sums over one micro-batch, whose total :meth:`factor` needs. ``logprobs``: [N], by the policy
+        that is about to step.
         """
         return {LOG_SUMS: sequence_importance_log_sums(logprobs, batch)}
 

@@ -6,11 +6,11 @@ For a token with value V, value V_old before the first optimizer step on the bat
 
 PPO (arXiv 1707.06347) has the squared error alone, eq. 9. The clip is OpenAI's implementation's (baselines, ppo2),
 described in Engstrom et al., "Implementation Matters in Deep Policy Gradients" (arXiv 2005.12729), section 3: a value
-that has moved further than value_clip, and not past R, gets no gradient. verl has the same formula, slime has it
-without the half.
+that has moved further than value_clip, and not past R, gets no gradient. verl has the same formula, slime omits the
+half.
 
-R = A + V_old is what ``--token-advantages`` gave, before whitening: with GAE the λ-return. The mean over tokens or
-sequences is that of the policy loss (``--loss-aggregation``).
+R = A + V_old with A of ``--token-advantages``, before whitening: with GAE the λ-return. ``--loss-aggregation`` applies
+as to the policy loss.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def value_metrics(reduced: Mapping[str, float]) -> dict[str, float]:
     """Metrics of the critic from sums over all ranks and micro-batches; none without a critic.
 
     The explained variance is 1 - Var(R - V_old) / Var(R) over the tokens of the rollout batch that carry loss: 1 where
-    values foretell returns exactly, 0 where a constant would do as well, and 0 where all returns are equal.
+    values predict returns exactly, 0 where a constant would do as well, and 0 where all returns are equal.
     """
     if "value_loss" not in reduced:
         return {}

@@ -1,1 +1,1 @@
-"""Advantages of samples, by comparing those of a group (``--advantage-estimator``). Pure numpy."""
+"""Advantages of samples relative to their group (``--advantage-estimator``). Pure numpy."""

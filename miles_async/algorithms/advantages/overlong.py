@@ -1,4 +1,4 @@
-"""DAPO's soft punishment of answers that come close to the length limit.
+"""DAPO's soft penalty for answers near the length limit.
 
 Yu et al., "DAPO" (arXiv 2503.14476), eq. 13. With L the longest response, B the buffer before it and n the response's
 tokens, the reward that advantages are computed from changes by factor times::
@@ -7,7 +7,7 @@ tokens, the reward that advantages are computed from changes by factor times::
     (L - B - n) / B     if L - B < n ≤ L
     -1                  if n > L
 
-The recorded reward, and what group filters see, stay as they are. n counts what environments and tools answered, too.
+Recorded rewards and group filters are unaffected. n includes tokens of environments and tools.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from miles_async.types import Float32, Group
 
 
 class LengthPenalty:
-    """``--overlong-buffer-len``: an estimator that sees shaped rewards."""
+    """``--overlong-buffer-len``: wraps an estimator, which sees shaped rewards."""
 
     def __init__(self, estimator: AdvantageEstimator, *, longest: int, buffer: int, factor: float) -> None:
         self._estimator, self._longest, self._buffer, self._factor = estimator, longest, buffer, factor
@@ -54,7 +54,7 @@ def overlong_penalty(lengths: np.ndarray, longest: int, buffer: int) -> np.ndarr
 def with_length_penalty(
     estimator: AdvantageEstimator, arguments: AlgorithmArguments, longest: int
 ) -> AdvantageEstimator:
-    """Apply ``--overlong-buffer-len``, if given. ``longest``: tokens that a response may have."""
+    """Apply ``--overlong-buffer-len``, if given. ``longest``: the limit of response tokens."""
     if arguments.overlong_buffer_len is None:
         return estimator
     return LengthPenalty(

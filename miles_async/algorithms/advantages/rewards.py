@@ -1,4 +1,4 @@
-"""Rewards as the numbers that advantages are computed from."""
+"""Rewards as numbers to compute advantages from."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ LARGEST_REWARD = 1e12  # float32 ends at 3e38, and a gradient norm squares the p
 
 
 def check_reward(reward: float) -> float:
-    """Return the reward if it can be trained on.
-
-    Raises RewardError, which costs the attempt; a NaN in the weights would cost the run.
-    """
+    """Return the reward if it can be trained on. Raises RewardError, which fails the attempt alone."""
     if not abs(reward) <= LARGEST_REWARD:  # nor is NaN
         raise RewardError(
             f"reward {reward:g}: expected a finite number of at most {LARGEST_REWARD:g} in size; advantages are float32"
@@ -30,10 +27,7 @@ def check_reward(reward: float) -> float:
 
 
 def with_reward(sample: Sample, given: float | TokenRewards) -> Sample:
-    """Return the sample with the reward that it was given; rewards of tokens add to those that it has.
-
-    Raises RewardError for what cannot be trained on.
-    """
+    """Set the sample's reward, and add rewards of tokens to its own. Raises RewardError for unusable numbers."""
     if not isinstance(given, TokenRewards):
         return msgspec.structs.replace(sample, reward=check_reward(given))
     if len(given.tokens) != len(sample.branches):
@@ -70,7 +64,7 @@ def _summed(rewards: Float32 | None, more: npt.ArrayLike, loss_mask: UInt8) -> F
 
 
 def rewards_of(groups: Sequence[Group]) -> Float32:
-    """float32 [S], rewards of the samples of all groups in order. Finished groups have them all."""
+    """float32 [S]: rewards of all groups' samples in order. The groups must be finished."""
     rewards = [sample.reward for group in groups for sample in group.samples]
     assert None not in rewards, "a group reaches the buffer only when all its samples are rewarded"
     return np.array(rewards, dtype=np.float32)
@@ -82,7 +76,7 @@ def sizes_of(groups: Sequence[Group]) -> Int64:
 
 
 def centered(rewards: Float32, sizes: Int64) -> Float64:
-    """float64 [S]: rewards minus the mean of their group, exactly 0 throughout a group whose rewards are all equal.
+    """float64 [S]: rewards minus their group's mean; exactly 0 in a group whose rewards are equal.
 
     Args:
         rewards: float32 [S], groups one after another.
@@ -94,7 +88,7 @@ def centered(rewards: Float32, sizes: Int64) -> Float64:
         return np.zeros(0)
     starts = np.cumsum(sizes) - sizes
     exact = rewards.astype(np.float64)
-    # The sum of equal float32 numbers is exact in float64, and so their mean is what they are.
+    # Sums of equal float32 numbers are exact in float64, so their mean is exact.
     means = np.add.reduceat(exact, starts) / sizes
     result: Float64 = exact - np.repeat(means, sizes)
     return result

@@ -1,1 +1,1 @@
-"""Weights of tokens in the policy loss that correct for off-policy data; those of a run are multiplied. Pure torch."""
+"""Weights of tokens in the policy loss that correct for off-policy data; a run multiplies its choice. Pure torch."""

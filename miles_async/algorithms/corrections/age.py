@@ -4,10 +4,9 @@
 
     w = token_age_decay^age if age ≤ max_token_age else 0
 
-``--max-weight-staleness`` bounds the oldest token of a sample and keeps older samples out of the batch; here single
-tokens of a trajectory that several versions wrote are left out or count less, and the rest of it is trained. This is a
-rule of thumb without a derivation: an importance weight corrects for how far the policy moved, an age says only how
-often.
+``--max-weight-staleness`` keeps samples out of the batch by their oldest token; this masks or down-weights single
+tokens of a trajectory that several versions wrote. It is a rule of thumb without a derivation: an importance weight
+corrects for how far the policy moved, an age only says how often.
 """
 
 from __future__ import annotations

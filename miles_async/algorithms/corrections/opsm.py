@@ -1,11 +1,11 @@
-"""OPSM: bad samples that the policy has moved away from teach nothing.
+"""OPSM: masks bad samples that the policy has moved away from.
 
 DeepSeek-AI, "DeepSeek-V3.2" (arXiv 2512.02556), off-policy sequence masking. A token of a sequence with
 KL = mean(log π_rollout - log π) over its tokens that carry loss gets::
 
     w = 0 if A < 0 and KL > opsm_delta else 1
 
-π_rollout is what the engine reported, so that both staleness and the difference of engine and trainer count; π is the
+π_rollout is what the engine reported, so staleness and the difference between engine and trainer both count; π is the
 policy at the optimizer step.
 """
 

@@ -7,13 +7,13 @@ With d = log π - log π_rollout of a token, π as it is at the optimizer step, 
     k2       d² / 2
     k3       exp(d) - 1 - d
 
-of a token, of its sequence's sum, or of its mean (``--rs-level``; the ratio of the sum or mean of d). It is rejected
-outside of [rs_lower_bound, rs_upper_bound]; a sequence also where any of its tokens has exp(d) < rs_veto_threshold.
+of a token, or of the sum or mean over its sequence (``--rs-level``; ratio: exp of the sum or mean of d). It is rejected
+outside [rs_lower_bound, rs_upper_bound], and so is a sequence with any token of exp(d) < rs_veto_threshold.
 
 Masked importance sampling as in miles' examples/infra_features/train_infer_mismatch_helper and verl's rollout
-correction (verl/trainer/ppo/rollout_corr_helper.py, whose bounds of k1 are those of our ratio), after Liu et al., "When
-Speed Kills Stability" (2025). What is rejected still counts in the mean that the loss is, as in miles; in verl it
-does not, so that there the rest weighs more.
+correction (verl/trainer/ppo/rollout_corr_helper.py, whose k1 has the bounds of our ratio), after Liu et al., "When
+Speed Kills Stability" (2025). Rejected tokens still count in the loss's mean, as in miles; in verl they don't, so the
+others weigh more.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ are found by the covariance of log-prob and advantage: for each of the N tokens 
     C = (log π_old - mean of log π_old) · (A - mean of A)
 
 Clip-Cov (eq. 11, 12) draws max(1, floor(clip_cov_ratio · N)) of the tokens with clip_cov_lb < C < clip_cov_ub, each
-with the same chance. Their loss is 0, without gradient; that of the others is ``ppo_clip``'s. The paper's equation has
+with the same chance. Their loss is 0, without gradient; the others have ``ppo_clip``'s. The paper's equation has
 no PPO clip; its code has.
 
 KL-Cov (eq. 13, 14) takes the max(1, floor(kl_cov_ratio · N)) tokens of the largest C, as far as it is above 0; tokens

@@ -9,8 +9,8 @@ p = π, q = π_old and r = p / q, with sg for "no gradient"::
     M = 0 if A > 0 and p > q and D > eps_clip_high, or A < 0 and p < q and D > eps_clip; else 1
     L = -M · sg(min(r, eps_clip_c)) · A · log π
 
-The divergences, the mask and the bound of r are those of the authors' code (github.com/sail-sg/Stable-RL), whose flags
-for the two thresholds are those of the clip. The paper compares with the policy that sampled
+Divergences, mask and bound of r follow the authors' code (github.com/sail-sg/Stable-RL), whose flags for the two
+thresholds are the clip's. The paper compares with the policy that sampled
 (``--use-rollout-logprobs``), and its DPPO has no bound of r (``--eps-clip-c none``). Its settings: ``@preset:dppo``.
 """
 
@@ -26,7 +26,7 @@ from miles_async.algorithms.ratio import importance_ratio
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 
-TINY = 1e-8  # added to 1 - p and 1 - q, which may be 0; that of the authors' code
+TINY = 1e-8  # added to 1 - p and 1 - q, which may be 0; as in the authors' code
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """(log π, log π_old) → divergence, each [N]."""

@@ -1,4 +1,4 @@
-"""SAT: PPO's clipped surrogate whose clip is narrower where a token's ratio says that it is stale.
+"""SAT: PPO's clipped surrogate, with a narrower clip at tokens whose ratio shows that they are stale.
 
 Yang et al., "Stale but Stable: Staleness-Adaptive Trust Regions for Stabilizing Asynchronous Reinforcement Learning"
 (arXiv 2607.18722), as its authors' project page states it (eq. 3.1 to 3.6). For a token with advantage A, ratio r
@@ -8,12 +8,12 @@ against the policy that sampled it, and d = log r without gradient::
     c = 1 / (1 + (|d| / q)²) if q > 0 and |d| > q else 1
     L = -min(r · A, clip(r, 1 - eps_clip · (c if d < 0 else 1), 1 + eps_clip_high · (c if d > 0 else 1)) · A)
 
-So the tail of a batch's staleness loses its gradient earlier in the direction that leads further away. Gradients that
-lead back are left alone, and tokens below the quantile have PPO's clip. ``sat_gspo`` has GSPO's ratio of the sequence
-for r, in d and q too. The paper's quantile is 0.90, its clip 0.2 on both sides, without a dual clip (``--eps-clip-c``).
+So the stalest tokens lose their gradient earlier in the direction that leads further away; gradients that lead back are
+kept, and tokens below the quantile have PPO's clip. ``sat_gspo`` has GSPO's ratio of the sequence for r, in d and q
+too. The paper's quantile is 0.90, its clip 0.2 on both sides, without a dual clip (``--eps-clip-c``).
 
-The paper takes q from the micro-batch, at every optimizer step. Here it is taken from the rollout batch as it is before
-its first optimizer step, so that packing and ranks don't change it. That costs a forward pass over the batch.
+The paper takes q from the micro-batch at every optimizer step; here it comes from the rollout batch before its first
+optimizer step, so that packing and ranks don't change it. That costs a forward pass over the batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Sat:
         log_ratio = self._log_ratio(logprobs, batch)
         factor = contraction(log_ratio.detach(), batch.surveyed)
         ratio = log_ratio.exp()
-        # Both ends, for the one on the other side of 1 bounds no ratio.
+        # Both ends: the one on the other side of 1 bounds no ratio.
         bounded = ratio.clamp(1.0 - self._below * factor, 1.0 + self._above * factor)
         loss, metrics = surrogate_loss(ratio, bounded, batch.advantages, self._cap)
         return loss, {**metrics, "sat_contracted_fraction": (factor < 1).float(), "sat_contraction_mean": factor}
@@ -81,5 +81,5 @@ def lower_quantile(values: Tensor, share: float) -> Tensor:
     >>> lower_quantile(torch.tensor([3.0, 1.0, 2.0, 4.0]), 0.5)
     tensor(2.)
     """
-    place = max(math.ceil(share * len(values) - 1e-9), 1)  # a product such as 0.7 · 10 comes out a hair too large
+    place = max(math.ceil(share * len(values) - 1e-9), 1)  # 0.7 · 10 is slightly above 7
     return values.sort().values[place - 1 : place].sum()

@@ -13,8 +13,8 @@ For a token with advantage A and ratio r = π / π_old, with sg for "no gradient
 - DIS: direct double-sided importance sampling of SAO, Hou et al., "Single-Rollout Asynchronous Optimization for Agentic
   Reinforcement Learning" (arXiv 2607.07508), section 3.1; r compares with the policy that sampled. A token outside
   counts for nothing whatever the sign of its advantage, unlike PPO's clip, which keeps gradients that lead back. The
-  paper's ranges are 0.3 and 5 for reasoning, 0.8 and 3 for coding. Its text was read in descriptions and
-  implementations by others (reef, twinkle, unsloth); that r has no gradient of its own is theirs.
+  paper's ranges are 0.3 and 5 for reasoning, 0.8 and 3 for coding. Known from descriptions and
+  implementations by others (reef, twinkle, unsloth), which also give r no gradient.
 """
 
 from __future__ import annotations

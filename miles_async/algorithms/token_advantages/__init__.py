@@ -1,1 +1,1 @@
-"""Advantages of tokens, from those of their samples and what models say (``--token-advantages``). Pure torch."""
+"""Advantages of tokens, from their samples' advantages and outputs of models (``--token-advantages``). Pure torch."""

@@ -6,18 +6,17 @@ and 16, and PPO (arXiv 1707.06347), eq. 11 and 12. Over the tokens t = 1 .. T of
     δ_t = r_t + γ · V_{t+1} - V_t,    V_{T+1} = 0
     A_t = δ_t + γ λ · A_{t+1},        A_{T+1} = 0
 
-λ is ``--lambd``, or with ``--lambd-length-alpha`` α that of VAPO (Yue et al., arXiv 2504.05118), 1 - 1 / (α · T) but at
-least 0, which lets rewards reach back as far as sequences are long; α is 0.05 there and 1.5 in SAO (arXiv 2607.07508).
-Both let the critic learn from another λ, 1: ``--critic-lambd``.
+λ is ``--lambd``, or with ``--lambd-length-alpha`` α VAPO's (Yue et al., arXiv 2504.05118): max(0, 1 - 1 / (α · T)), by
+which rewards reach back further in longer sequences; α is 0.05 there and 1.5 in SAO (arXiv 2607.07508). In both the
+critic learns from λ = 1: ``--critic-lambd``.
 
 V_t is the critic's value of the prefix that token t was sampled after. r_T is the sample's advantage as
 ``--advantage-estimator`` gives it (with ``reinforce`` its reward), and the other rewards are 0; with ``token_rewards``
 r_t is the token's own. With ``--kl-coef`` each r_t is less by kl_coef · KL_t, an estimate (``--kl-reward-type``) from
 log π_old and log π_ref (arXiv 1909.08593, eq. 2).
 
-The papers know no tokens that others wrote. Here t counts the tokens that carry loss, so that a tool's answer between
-two turns takes no step of γ or λ, as in verl; in slime it takes one per token. A sequence that was cut at its limit
-ends like any other, with V_{T+1} = 0, as in both.
+The papers have no tokens of tools. Here t counts the tokens that carry loss, so a tool's answer between two turns takes
+no step of γ or λ, as in verl; in slime it takes one per token. A truncated sequence ends with V_{T+1} = 0, as in both.
 """
 
 from __future__ import annotations

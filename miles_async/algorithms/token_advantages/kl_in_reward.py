@@ -1,7 +1,7 @@
-"""The KL to the reference model as a part of the reward, token by token, instead of a loss beside it.
+"""The KL to the reference model as part of the reward of each token, instead of a loss.
 
-Token t costs kl_coef · KL_t, an estimate (``--kl-reward-type``) from log π_old and log π_ref: its advantage is that of
-its sample, minus what it and the later tokens of its sequence that carry loss cost. Ziegler et al., "Fine-Tuning
+Token t costs kl_coef · KL_t, an estimate (``--kl-reward-type``) from log π_old and log π_ref. Its advantage is its
+sample's, minus the cost of itself and of later tokens of its sequence that carry loss. Ziegler et al., "Fine-Tuning
 Language Models from Human Preferences" (arXiv 1909.08593), eq. 2, with the sum to go of REINFORCE (Williams 1992) and
 no discount. There the estimate is k1, whose mean over samples of π is the KL: in a reward its gradient is unbiased.
 """

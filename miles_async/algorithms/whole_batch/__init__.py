@@ -1,1 +1,1 @@
-"""Changes that look at all tokens of a rollout batch, over micro-batches and ranks (``transform.py``). Pure torch."""
+"""Transforms that see all tokens of a rollout batch, over micro-batches and ranks (``transform.py``). Pure torch."""

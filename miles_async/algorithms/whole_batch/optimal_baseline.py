@@ -6,13 +6,14 @@ the batch's first optimizer step::
 
     b* = Σ w² ‖∇ log π(τ)‖² R / Σ w² ‖∇ log π(τ)‖²,    advantage R - b*
 
-The norm is that of the gradient in all trained weights, of the sum over the tokens; ``backends/megatron`` computes it.
-As in the authors' recipes w is not truncated here, whatever the loss does with its weights, and the deviation of the
-group's rewards divides the advantage (``--grpo-std-normalization``). That is grpo's advantage A minus the same mean of
-A, since A is the reward moved and scaled; what arrives here is A. Where all norms of a group are 0, b* is the mean.
+The norm is of the gradient in all trained weights, summed over the tokens; ``backends/megatron`` computes it. As in the
+authors' recipes, w is not truncated here, whatever the loss does with its weights, and the advantage is divided by the
+deviation of the group's rewards (``--grpo-std-normalization``). Since grpo's advantage A is the reward shifted and
+scaled, this equals A minus the same mean of A, and A is what arrives here. Where all norms of a group are 0, b* is the
+mean.
 
-The authors' code takes the norm of the gradient that is weighed by the truncated w already, and so squares both
-weights; here the formula is the paper's.
+The authors' code takes the norm of a gradient that is already weighed by the truncated w, which squares both weights;
+here the formula is the paper's.
 """
 
 from __future__ import annotations

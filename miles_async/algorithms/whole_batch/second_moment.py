@@ -1,4 +1,4 @@
-"""M2PO: the tokens whose ratios are furthest from 1 are left out until the second moment of the rest is small.
+"""M2PO: masks the tokens whose ratios are furthest from 1, until the second moment of the rest is small.
 
 Zheng et al., "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?" (arXiv 2510.01161).
 With d = log π_old - log π_rollout of each token, the largest number of tokens is kept, those with the smallest d², for
@@ -6,10 +6,9 @@ which::
 
     mean of d² over the tokens kept < m2_threshold
 
-and the others get no gradient. The ratio is π_old's, so that the tokens are chosen once per rollout batch, before its
-first optimizer step. This is the mask of AReaL (areal/trainer/ppo/actor.py), over the rollout batch instead of a
-micro-batch, so that packing and ranks don't change it; where not even one token is below the threshold, none is kept.
-Tokens of equal d² are kept or left out together.
+and the others get no gradient. Tokens are chosen once per rollout batch, before its first optimizer step. This is the
+mask of AReaL (areal/trainer/ppo/actor.py), over the rollout batch instead of a micro-batch, so that packing and ranks
+don't change it; where no token is below the threshold, none is kept. Tokens of equal d² are kept or masked together.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 
 
 class WithinSecondMoment:
-    """``--m2-threshold``: no gradient for the tokens that are left out."""
+    """``--m2-threshold``."""
 
     needs: tuple[Need, ...] = ("old_logprobs",)
     weighs_trajectories = False
@@ -39,7 +38,7 @@ class WithinSecondMoment:
 
 
 def within_second_moment(batches: Sequence[TokenBatch], threshold: float, gather: Gather) -> list[Tensor]:
-    """Advantages of each micro-batch, [N], 0 at the tokens that are left out. Collective."""
+    """Advantages of each micro-batch, [N], 0 at masked tokens. Collective."""
     moments = [(batch.old_logprobs - batch.rollout_logprobs).double().square() for batch in batches]
     carrying = [of_batch[batch.loss_mask != 0] for of_batch, batch in zip(moments, batches, strict=True)]
     largest = _largest_kept(gather(torch.cat(carrying)), threshold)

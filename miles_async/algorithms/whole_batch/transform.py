@@ -1,7 +1,6 @@
-"""The seam for methods that look at a whole rollout batch before its first optimizer step.
+"""The seam for methods that need the whole rollout batch before its first optimizer step.
 
-A method is a class of this kind, made from the flags, and a row of ``registry.SAMPLE_TRANSFORMS`` or
-``registry.TOKEN_TRANSFORMS``.
+A method is a BatchTransform, made from the flags, and a row of ``registry.SAMPLE_TRANSFORMS`` or ``TOKEN_TRANSFORMS``.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ Gather = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectories:
-    """n trajectories of a rollout batch; each is on one data-parallel rank, with all of its branches."""
+    """n trajectories of a rollout batch, each whole on one data-parallel rank."""
 
     group_ids: Tensor  # int64 [n]
-    advantages: Tensor  # float64 [n], the reward but for a shift and a factor of its group
+    advantages: Tensor  # float64 [n], the reward up to a shift and a factor per group
     log_weights: Tensor  # float64 [n], log of the product of π / π_rollout over the tokens that carry loss
     squared_norms: Tensor  # float64 [n], ‖∇ log π(τ)‖²
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeBatch:
-    """The rest of a rollout batch: other ranks' tokens, and gradients of trajectories."""
+    """Access to the rest of a rollout batch: other ranks' tokens, and gradients of trajectories."""
 
     gather: Gather
-    trajectories: Trajectories | None = None  # some of the batch, if a transform weighs them: a pass for each
+    trajectories: Trajectories | None = None  # of this rank, if a transform weighs them: a pass each
 
 
 class BatchTransform(Protocol):
-    """Changes all micro-batches of a rollout batch, once."""
+    """Transforms all micro-batches of a rollout batch, once."""
 
     @property
     def needs(self) -> Collection[Need]: ...
@@ -47,22 +46,22 @@ class BatchTransform(Protocol):
     def weighs_trajectories(self) -> bool: ...
 
     def prepare(self, batches: Sequence[TokenBatch], whole: WholeBatch) -> list[TokenBatch]:
-        """Return the micro-batches of this rank with other arrays. Collective."""
+        """Return this rank's micro-batches with other arrays. Collective."""
         ...
 
 
 @runtime_checkable
 class Surveys(Protocol):
-    """A policy loss that looks at the whole rollout batch before the first optimizer step."""
+    """A policy loss that sees the whole rollout batch before the first optimizer step."""
 
     def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
-        """Return what the loss then reads as ``TokenBatch.surveyed``, [N] per micro-batch. All ranks call it."""
+        """Return the values of ``TokenBatch.surveyed``, [N] per micro-batch. Collective."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """Adds the array that a policy loss computes from the whole batch, ``TokenBatch.surveyed``."""
+    """Adds ``TokenBatch.surveyed``, which a policy loss computes from the whole batch."""
 
     loss: Surveys
     needs: tuple[Need, ...] = ("old_logprobs",)
@@ -75,7 +74,7 @@ class Surveyed:
 
 @dataclass(frozen=True, slots=True)
 class PerToken:
-    """Advantages of tokens, from those of their samples (``--token-advantages``)."""
+    """Turns advantages of samples into advantages of tokens (``--token-advantages``)."""
 
     estimator: TokenAdvantages
     weighs_trajectories: bool = False
