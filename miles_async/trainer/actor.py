@@ -1,12 +1,11 @@
-"""One trainer rank as a Ray actor: the training backend, and on a sending rank the weights' way out.
+"""One trainer rank as a Ray actor: the training backend, and on sending ranks a weight sender.
 
-Methods are blocking, since training is. They run in several threads: ``train`` and everything collective over the ranks
-in one, staging and transport of weights in another, and in the third the transport for repairs: neither files nor an
-engine which fails to answer hold up training, and one which fails in its repair holds up no delivery. A fourth thread
-writes checkpoints while training goes on, and a fifth answers pings.
+Methods block, in several threads: the main one for ``train`` and all that is collective, and one each for staging and
+sending weights, for repairs of engines, for writing checkpoints and for pings. So neither files nor an engine that does
+not answer delay training, and an engine that fails in its repair delays no delivery.
 
-All calls come through :meth:`TrainerActor.perform`, which executes each once however often it is repeated: no rank
-takes a step twice or runs ahead of the others when a link was lost.
+All calls come through :meth:`TrainerActor.perform`, which executes each once, however often it is repeated: no rank
+takes a step twice or runs ahead of the others after a lost link.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ BackendFactory = Callable[..., TrainBackend]
 """Called with rank, world_size, local_rank and store."""
 
 SenderFactory = Callable[..., WeightSender]
-"""Called with this node's address, and ``sender`` and ``senders``: which one of how many; on sending ranks only."""
+"""Called on sending ranks with this node's address, ``sender`` and ``senders``: its index and their number."""
 
 Thread = Literal["weights", "repairs", "saves", "pings"]
-"""A rank's threads beside the main one. repairs: of engines, beside deliveries of weights to the others."""
+"""A rank's threads besides the main one."""
 
 POSITION_FILE = "position.json"  # in the trainer's part of a checkpoint; checkpoints/positions.py compares it
 
@@ -53,35 +52,35 @@ THREADS: tuple[Thread, ...] = get_args(Thread)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Facts about a rank that TrainerRanks learns at its start."""
+    """Facts about a rank that TrainerRanks learns when it starts."""
 
     rank: int
     data_parallel_rank: int
-    sender: int | None  # which one of the weights' senders it is
+    sender: int | None  # its index among the weight senders
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Canary:
-    """The canary as it was scored with the weights that were copied last."""
+    """The canary, scored with the weights that were copied last."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    before: tuple[float, ...] = ()  # log-probs with the weights before
-    copy_seconds: float = 0.0  # that copying and scoring took
+    before: tuple[float, ...] = ()  # with the previous weights
+    copy_seconds: float = 0.0  # of copying and scoring
 
 
 class TrainerActor:
-    """Made by TrainerRanks, which calls :meth:`perform` and :meth:`ping`; the former calls the other methods.
+    """TrainerRanks calls :meth:`perform`, which calls the other methods, and :meth:`ping`.
 
-    Every method is called on all ranks at once, except :meth:`listen`, :meth:`finish_save`, and :meth:`stage_weights`
-    and :meth:`call_sender`, which are for sending ranks.
+    Every method is called on all ranks at once, except :meth:`listen` and :meth:`finish_save` (rank 0), and
+    :meth:`stage_weights` and :meth:`call_sender` (sending ranks).
     """
 
     def __init__(self, rank: int, world_size: int, *, network: Network, log_file: Path | None) -> None:
         if log_file is not None:
             _redirect_output(log_file)
-        warnings.filterwarnings("ignore", module="megatron")  # about fused kernels that are absent by choice
+        warnings.filterwarnings("ignore", module="megatron")  # about absent fused kernels
         self._rank = rank
         self._world_size = world_size
         self._network = network
@@ -89,12 +88,12 @@ class TrainerActor:
         self._backend: TrainBackend | None = None
         self._sender: WeightSender | None = None
         self._canary = _Canary()
-        self._steps = 0  # rollout steps that the weights have been trained for
-        self._staged: tuple[Path, int] | None = None  # where the last staged save goes, and its steps
+        self._steps = 0  # rollout steps trained
+        self._staged: tuple[Path, int] | None = None  # directory and steps of the last staged save
         self._once = CallOnce()
 
     def perform(self, call: CallId, method: Callable[..., Answer], *arguments: object) -> Answer:
-        """Call ``method``, a function of this class, unless ``call`` was executed before: then answer the same."""
+        """Call ``method``, a function of this class; if ``call`` was executed before, return its answer."""
         return self._once.run(call, lambda: method(self, *arguments))
 
     @ray.method(concurrency_group="pings")
@@ -102,7 +101,7 @@ class TrainerActor:
         """Show that the process can be reached."""
 
     def listen(self) -> tuple[str, int]:
-        """Rank 0: the rendezvous of all ranks, on a port that is held from now on."""
+        """Open the rendezvous of all ranks, on rank 0."""
         from miles_async.runtime.network.rendezvous import open_store
 
         address = self._network.address()
@@ -118,7 +117,7 @@ class TrainerActor:
         senders: int,
         threads: int | None,
     ) -> RankInfo:
-        """Build the backend; returns when all ranks have. The first rank of each of the first ``senders`` pipeline
+        """Build the backend; return once all ranks have. The first rank of each of the first ``senders`` pipeline
         stages sends weights.
         """
         import torch
@@ -134,7 +133,7 @@ class TrainerActor:
         stage = self._backend.pipeline_stage
         if stage is not None and stage < senders:
             self._sender = sender(self._network.address(), sender=stage, senders=senders)
-        gc.freeze()  # torch, megatron and the model stay: no collection need look through them again
+        gc.freeze()  # no collection scans torch, megatron and the model again
         return RankInfo(
             rank=self._rank,
             data_parallel_rank=self._backend.data_parallel_rank,
@@ -148,7 +147,7 @@ class TrainerActor:
         return metrics
 
     def copy_weights(self, version: int, canary_tokens: tuple[int, ...]) -> None:
-        """Copy its share of the weights to host memory, on a sending rank, and score the canary with them."""
+        """Copy a sending rank's share of the weights to host memory, and score the canary."""
         started = time.perf_counter()
         backend = self._ready
         tensors = backend.export_weights()
@@ -161,7 +160,7 @@ class TrainerActor:
         self._canary = _Canary(canary_tokens, logprobs, self._canary.logprobs, time.perf_counter() - started)
 
     def stage_weights(self, version: int) -> StagedWeights:
-        """Write the copied weights to files. Runs on sending ranks, in the weights' thread: training goes on."""
+        """Write the copied weights to files. Runs on sending ranks, in the weights' thread."""
         assert self._sender is not None, "only sending ranks have a sender"
         canary = self._canary  # training's thread makes the next one
         started = time.perf_counter()
@@ -175,8 +174,8 @@ class TrainerActor:
             prepare_seconds=canary.copy_seconds + time.perf_counter() - started,
         )
 
-    def seat(self) -> tuple[str, str]:
-        """Id of this node, and the GPU that Ray gave this process."""
+    def location(self) -> tuple[str, str]:
+        """ID of this node, and the GPU that Ray assigned to this process."""
         [gpu] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         return ray.get_runtime_context().get_node_id(), gpu
 
@@ -187,12 +186,12 @@ class TrainerActor:
         self._leaving.onload()
 
     def save(self, directory: Path) -> dict[str, str]:
-        """Return the digests that the backend made."""
+        """Return the digests of the written files, as far as the backend has them."""
         digests = dict(self._ready.save(directory) or {})
         return digests | self._save_position(directory, self._steps) if self._rank == 0 else digests
 
     def stage_save(self, directory: Path) -> dict[str, str]:
-        """Return what :meth:`save` does if the backend cannot write later."""
+        """Stage a save; if the backend cannot write in the background, save, and return the digests."""
         if not isinstance(self._ready, SavesInBackground):
             return self.save(directory)
         self._ready.stage_save(directory)
@@ -204,7 +203,7 @@ class TrainerActor:
         return self._ready.write_save() if isinstance(self._ready, SavesInBackground) else b""
 
     def finish_save(self, parts: Sequence[bytes]) -> dict[str, str]:
-        """Runs on rank 0, in the save thread. Returns the digests that the backends made."""
+        """Runs on rank 0, in the save thread. Returns the digests of all ranks' files."""
         if not isinstance(self._ready, SavesInBackground):
             return {}
         assert self._staged is not None, "stage_save() comes first"
@@ -232,7 +231,7 @@ class TrainerActor:
             raise CheckpointError(f"cannot read {directory}: {error}") from error
 
     def call_sender(self, method: Callable[..., Answer], arguments: Sequence[object]) -> Answer:
-        """Call the method of this rank's sender that implements ``method`` of its protocol."""
+        """Call this rank's sender. ``method``: of its protocol."""
         assert self._sender is not None, "only sending ranks have a sender"
         implementation: Callable[..., Answer] = getattr(self._sender, method.__name__)
         return implementation(*arguments)
@@ -253,7 +252,7 @@ class TrainerActor:
 
 
 def _redirect_output(path: Path) -> None:
-    """Stdout and stderr of this process, C++ included, to a file in the run directory."""
+    """Redirect stdout and stderr of this process, including C++, to a file in the run directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):

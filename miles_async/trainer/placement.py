@@ -1,4 +1,4 @@
-"""Placement of trainer ranks: as many nodes as were asked for, with as many ranks each."""
+"""Placement of trainer ranks: the requested number of nodes, with equally many ranks each."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class RankResources:
     num_gpus: float
     env: Mapping[str, str] = field(default_factory=dict)
     threads: int | None = None  # of torch; None: its default
-    interpreter: str | None = None  # command that Ray starts its process with; None: the one of this process
-    labels: Mapping[str, str] = field(default_factory=dict)  # of the nodes that may have it
+    interpreter: str | None = None  # command for its process; None: this process's
+    labels: Mapping[str, str] = field(default_factory=dict)  # of eligible nodes
 
     @classmethod
     def for_device(
@@ -31,7 +31,7 @@ class RankResources:
         interpreter: str | None = None,
         labels: Mapping[str, str] = NO_LABELS,
     ) -> RankResources:
-        """On CPU a rank is one thread that shares cores with all others."""
+        """On a CPU, a rank is one thread that shares cores with all others."""
         if device == "cuda":
             return cls(num_cpus=1, num_gpus=1, env={**RANKS, **env}, labels=labels)
         hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # megatron takes CUDA wherever it sees it
@@ -43,8 +43,8 @@ class RankResources:
 
 
 class Placement:
-    """The nodes of the ranks, and which rank is where: consecutive ones share a node, since they form tensor-parallel
-    groups, and nodes are in the order of their addresses.
+    """Maps ranks to nodes: consecutive ranks share a node, since they form tensor-parallel groups; nodes are in the
+    order of their addresses.
     """
 
     def __init__(self, resources: RankResources, nodes: int, ranks_per_node: int, node_ids: Sequence[str] = ()) -> None:

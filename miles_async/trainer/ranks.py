@@ -1,9 +1,9 @@
 """The trainer's ranks as one object: TrainerSide on top of Ray actors.
 
-A call that concerns all ranks is made on all at once, and the next one when all have answered. A rank that cannot be
-reached is called again until it answers (``runtime/cluster/actor_link.py``), while the others wait for it in their
-collective. The first rank that fails or is lost ends them all, since the others would wait for it forever: they are
-killed, and the failure surfaces with rank and cause, as ProcessLostError if a rank was lost, else as TrainerError.
+A collective call is made on all ranks at once, and the next one when all have answered. A rank that cannot be reached
+is called again until it answers (``runtime/cluster/actor_link.py``), while the others wait for it. When a rank fails or
+is lost, all are killed, since the others would wait for it forever; the failure surfaces with rank and cause, as
+ProcessLostError if a rank was lost, else as TrainerError.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ log = structlog.get_logger(__name__)
 Ts = TypeVarTuple("Ts")
 Answer = TypeVar("Answer")
 
-# After a first failure others follow (a lost peer breaks collectives): wait a little, so as to name the cause.
+# A lost peer breaks collectives, so failures follow the first one: wait a little to name the cause.
 GRACE_SECONDS = 2.0
 IDLE_PING_SECONDS = 5.0
-LOST_PEER_SECONDS = 90.0  # if all that is known is that a peer was lost: Ray takes a minute to give up a node
+LOST_PEER_SECONDS = 90.0  # if only lost peers are reported: Ray takes a minute to declare a node dead
 SENDER_CLOSE_SECONDS = 5.0
-LOST_PEER = 3  # the highest rank of suspicion
+LOST_PEER = 3  # the last in order of likely causes
 
 
 class TrainerRanks:
-    """Implements TrainerSide. Nothing runs before :meth:`start`; nothing is left after :meth:`stop`."""
+    """Implements TrainerSide. Nothing runs before :meth:`start` or after :meth:`stop`."""
 
     def __init__(
         self,
@@ -73,11 +73,9 @@ class TrainerRanks:
         start_timeout: float = 600.0,
         step_timeout: float = 3600.0,
     ) -> None:
-        """The callables run in the actors and must be picklable. ``node_ids``: the nodes, if they are decided already.
-        ``senders``: as many pipeline stages send weights.
-
-        ``canary_tokens``: what :meth:`copy_weights` scores, nothing if empty; may be set later. Timeouts in seconds: of
-        :meth:`start`, and of any other call on all ranks.
+        """The callables run in the actors and must be picklable. ``node_ids``: the nodes, if already chosen.
+        ``senders``: number of pipeline stages that send weights. ``canary_tokens``: scored by :meth:`copy_weights`,
+        unless empty; may be set later. Timeouts in seconds: of :meth:`start`, and of any other call on all ranks.
         """
         self._world_size = world_size
         self._placement = Placement(resources, nodes, world_size // nodes, node_ids)
@@ -109,14 +107,14 @@ class TrainerRanks:
             await quietly(self.stop())
             raise
 
-    async def seats(self) -> Sequence[tuple[str, str]]:
-        """Start the processes of all ranks, and nothing in them yet. Returns node and GPU of each.
+    async def locations(self) -> Sequence[tuple[str, str]]:
+        """Start the processes of all ranks, without models. Return node and GPU of each.
 
         Raises as :meth:`start`, which comes next.
         """
         try:
             await self._place()
-            return await self._call(TrainerActor.seat, [()] * self._world_size, self._start_timeout)
+            return await self._call(TrainerActor.location, [()] * self._world_size, self._start_timeout)
         except BaseException:
             await quietly(self.stop())
             raise
@@ -129,7 +127,7 @@ class TrainerRanks:
 
     @property
     def data_parallel_size(self) -> int:
-        """Known once started; as many shards as this make one batch."""
+        """Number of shards per batch; known once started."""
         return 1 + max(info.data_parallel_rank for info in self._ranks)
 
     @property
@@ -137,7 +135,7 @@ class TrainerRanks:
         return tuple(self._ranks)
 
     async def train(self, shards: Sequence[Any]) -> Metrics:
-        """``shards``: per data-parallel rank a TrainShard or a reference to one. Metrics are over all ranks."""
+        """``shards``: a TrainShard, or a reference to one, per data-parallel rank. Metrics are over all ranks."""
         if len(shards) != self.data_parallel_size:
             raise TrainerError(
                 f"expected {self.data_parallel_size} shards, one per data-parallel rank, got {len(shards)}"
@@ -173,7 +171,7 @@ class TrainerRanks:
         return await self._call_one(rank, thread, method, *arguments)
 
     async def offload(self) -> None:
-        """Give up the GPUs' memory until :meth:`onload`; nothing else is called meanwhile."""
+        """Free the GPUs' memory until :meth:`onload`; nothing else may be called in between."""
         await self._on_all(TrainerActor.offload)
 
     async def onload(self) -> None:
@@ -199,10 +197,10 @@ class TrainerRanks:
             ) from None
 
     async def supervise(self) -> None:
-        """Notice that a rank was lost while nothing is asked of the ranks; never returns. Raises as :meth:`train`."""
+        """Notice that an idle rank was lost; never returns. Raises as :meth:`train`."""
         while True:
             await asyncio.sleep(IDLE_PING_SECONDS)
-            if self._actors and not self._calls:  # calls notice by themselves, and name the cause
+            if self._actors and not self._calls:  # calls notice it themselves, and name the cause
                 await self._on_all(TrainerActor.ping)
 
     async def save_hf(self, directory: Path) -> None:
@@ -219,9 +217,9 @@ class TrainerRanks:
         return joined(pieces, chain.from_iterable(read))
 
     async def stop(self) -> None:
-        """End all processes; idempotent. What isn't saved is lost, and the sender's files are removed."""
+        """End all processes and remove the senders' files. Idempotent."""
         senders = [info.sender for info in self._ranks if info.sender is not None] if self._actors else []
-        with suppress(TimeoutError, MilesAsyncError):  # one sends to somebody who doesn't take it, or has died
+        with suppress(TimeoutError, MilesAsyncError):  # a sender may be stuck or dead
             async with asyncio.timeout(SENDER_CLOSE_SECONDS):
                 await asyncio.gather(*(self.sender(index).call(WeightSender.close) for index in senders))
         self._kill()
@@ -239,7 +237,7 @@ class TrainerRanks:
     async def _call(
         self, method: Callable[[TrainerActor, *Ts], Answer], arguments: Sequence[tuple[*Ts]], timeout: float
     ) -> list[Answer]:
-        """Call ``method`` on the first ranks, one for each tuple of ``arguments``. Answers in rank order."""
+        """Call ``method`` on ranks 0, 1, …, with one tuple of ``arguments`` each. Answers in rank order."""
         if not self._actors:
             raise TrainerError("the trainer is not running")
         results: dict[int, Answer] = {}
@@ -250,7 +248,7 @@ class TrainerRanks:
                 results[rank] = await self._perform(rank, None, method, arguments[rank])
             except (RayError, ProcessLostError) as error:
                 errors[rank] = error
-                only_lost_peers = min(map(_rank_of_suspicion, errors.values())) == LOST_PEER
+                only_lost_peers = min(map(_order_of_cause, errors.values())) == LOST_PEER
                 grace = asyncio.get_running_loop().time() + (LOST_PEER_SECONDS if only_lost_peers else GRACE_SECONDS)
                 if not deadline.expired():
                     deadline.reschedule(min(grace, deadline.when() or grace))
@@ -275,7 +273,7 @@ class TrainerRanks:
     async def _call_one(
         self, rank: int, thread: Thread, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts
     ) -> Answer:
-        """Call ``method`` in a thread of one rank. Errors don't concern the other ranks, unless the rank was lost."""
+        """Call ``method`` in a thread of one rank. Errors don't affect other ranks, unless the rank was lost."""
         if not self._actors:
             raise TrainerError("the trainer is not running")
         try:
@@ -289,7 +287,7 @@ class TrainerRanks:
     async def _perform(
         self, rank: int, thread: Thread | None, method: Callable[[TrainerActor, *Ts], Answer], arguments: tuple[*Ts]
     ) -> Answer:
-        """Call ``method`` on one rank, again as long as it cannot be reached. ``thread``: None for the main one."""
+        """Call ``method`` on one rank, repeatedly while it cannot be reached. ``thread``: None for the main one."""
         remote = self._actors[rank].perform.options(**({"concurrency_group": thread} if thread else {})).remote
         answer: Answer = await self._links[rank].call(lambda call: remote(call, method, *arguments))
         return answer
@@ -302,7 +300,7 @@ class TrainerRanks:
 
 @dataclass(frozen=True, slots=True)
 class RankSender:
-    """Implements SenderHandle: a sending rank's half of the weight transport, in one of its threads."""
+    """Implements SenderHandle: calls a rank's weight sender in one of its threads."""
 
     ranks: TrainerRanks
     index: int
@@ -313,7 +311,7 @@ class RankSender:
 
 
 def united(shares: Sequence[StagedWeights]) -> StagedWeights:
-    """Merge the senders' shares, given in their order of sending, into one manifest."""
+    """Merge the senders' shares, in order of sending, into one manifest."""
     deltas = [share.delta for share in shares if share.delta is not None]
     delta = None
     if len(deltas) == len(shares):
@@ -331,8 +329,8 @@ def united(shares: Sequence[StagedWeights]) -> StagedWeights:
 
 
 def _cause(errors: Mapping[int, Exception]) -> MilesAsyncError:
-    """Choose the error to raise from those within the grace time: the one that caused the others."""
-    rank, error = min(errors.items(), key=lambda item: (_rank_of_suspicion(item[1]), item[0]))
+    """Choose the error to raise among those within the grace time: the likely cause of the others."""
+    rank, error = min(errors.items(), key=lambda item: (_order_of_cause(item[1]), item[0]))
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, MilesAsyncError):
         return cause
@@ -342,13 +340,13 @@ def _cause(errors: Mapping[int, Exception]) -> MilesAsyncError:
         return ProcessLostError(f"trainer rank {rank} died{also}: {why_gone(error)}")
     text = str(cause).strip() or repr(cause)
     log.error("trainer rank failed", rank=rank, traceback=str(error))
-    if _rank_of_suspicion(error) == LOST_PEER:  # and nobody says that it is the lost one
+    if _order_of_cause(error) == LOST_PEER:  # and no rank reports being the lost one
         return ProcessLostError(f"trainer rank {rank} lost the connection to another{also}: {text}")
     return TrainerError(f"trainer rank {rank} failed{also}: {type(cause).__name__}: {text}")
 
 
-def _rank_of_suspicion(error: Exception) -> int:
-    """A process that was lost, then an error on purpose, then any other, last a lost connection: that is a follower."""
+def _order_of_cause(error: Exception) -> int:
+    """Rank by likely cause: lost process, our error, other, lost peer."""
     if isinstance(error, ProcessLostError) or (isinstance(error, RayError) and not isinstance(error, RayTaskError)):
         return 0
     cause = error.cause if isinstance(error, RayTaskError) else error

@@ -211,7 +211,7 @@ class Run:
                     else trainer_ranks(arguments, *place, environment, servers.ranks, marks, placement.trainer)
                 )
                 if arguments.cluster.colocate and trainer is not None:
-                    placement = replace(placement, engines=shared_places(arguments, await trainer.seats()))
+                    placement = replace(placement, engines=shared_places(arguments, await trainer.locations()))
                 rollout = None if sides == "trainer" else self._rollout(servers, marks, placement)
                 gpus = gpus_of(rollout, trainer, shared=arguments.cluster.colocate)
                 async with AsyncExitStack() as stopping:

@@ -111,18 +111,18 @@ def gpus_of(rollout: RolloutProcess | None, trainer: TrainerRanks | None, *, sha
     return SharedGpus(rollout.fleet, trainer) if shared and rollout is not None and trainer is not None else OwnGpus()
 
 
-def shared_places(arguments: Arguments, seats: Sequence[tuple[str, str]]) -> dict[str, tuple[EnginePlace, ...]]:
-    """The engines' places on the GPUs of the trainer's ranks, consecutive ranks' for each. ``seats``: node and GPU of
-    each rank, all of one node.
+def shared_places(arguments: Arguments, locations: Sequence[tuple[str, str]]) -> dict[str, tuple[EnginePlace, ...]]:
+    """The engines' places on the GPUs of the trainer's ranks, consecutive ranks' for each. ``locations``: node and GPU
+    of each rank, all of one node.
 
     Each sees the first rank's GPU, too, where the weights come from by ``--weight-transport ipc``; SGLang's ranks take
     the first ones that they see.
     """
     size = arguments.cluster.rollout_num_gpus_per_engine
-    gpus = [gpu for _, gpu in seats]
+    gpus = [gpu for _, gpu in locations]
     own = [gpus[first : first + size] for first in range(0, arguments.cluster.rollout_num_gpus, size)]
     return {
         DEFAULT_GROUP: tuple(
-            EnginePlace(node_ids=(seats[0][0],), gpus=tuple(dict.fromkeys([*some, gpus[0]]))) for some in own
+            EnginePlace(node_ids=(locations[0][0],), gpus=tuple(dict.fromkeys([*some, gpus[0]]))) for some in own
         )
     }

@@ -82,7 +82,7 @@ def test_memory_counts_these_layers(tmp_path: Path) -> None:
             temperature=1.0,
             entropy=False,
         )
-    )
+    )[model.recompute_granularity]
     copies = ("embed_tokens.weight", "shared_head.head.weight", "correction_bias")  # the last one is no parameter
     sizes = {
         name: tensor.numel()

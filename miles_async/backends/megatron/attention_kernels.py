@@ -1,4 +1,4 @@
-"""Conditions of Transformer Engine's attention kernels that flags and environment tell. Light to import.
+"""Checks of flags and environment for Transformer Engine's attention kernels. Light to import.
 
 Samples are packed, so attention gets sequences end to end (``qkv_format`` thd). For these, Transformer Engine (2.10,
 2.11) has cuDNN's fused kernel in bf16 from Hopper on, flash-attn in bf16 where that package is installed, and else its

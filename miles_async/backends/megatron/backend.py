@@ -52,9 +52,8 @@ class MegatronBackend:
         device: DeviceChoice = "auto",
         ref_hf_checkpoint: Path | None = None,
     ) -> None:
-        """``store``: rendezvous of the ranks. ``objective``: makes what is minimised, in this process.
-
-        ``total_steps``: optimizer steps of the whole run, for the learning rate.
+        """``store``: rendezvous of the ranks. ``objective``: makes the objective in this process. ``total_steps``:
+        optimizer steps of the whole run, for the learning rate.
         """
         directory = _checked(model, world_size, temperature)
         platform = Platform.named(device)
@@ -158,7 +157,7 @@ class MegatronBackend:
     def train(self, shard: TrainShard) -> dict[str, float]:
         from miles_async.backends.megatron.distributed import complete_parameters
 
-        # A version is stepped from again where it was not published in between: engines have older weights then.
+        # The same version twice: the weights in between were not published, and engines have older ones.
         same_weights = shard.target_version != self._stepped_from
         self._stepped_from = shard.target_version
         metrics = self._runner.train(shard, same_weights=same_weights)
@@ -181,16 +180,16 @@ class MegatronBackend:
         return [flat[end - len(sequence) + 1 : end] for end, sequence in zip(ends, sequences, strict=True)]
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) in a fixed order, dtypes as trained. Every rank must iterate to the end.
+        """(HF name, tensor) in a fixed order, in trained dtypes. Every rank must iterate to the end.
 
-        Without lm_head of a tied model, which the bridge repeats if the checkpoint does: engines don't hold it.
+        Omits lm_head of a tied model, which engines don't hold, though the bridge repeats it if the checkpoint does.
         """
         for name, tensor in self._model.exported():
             if not (self._model.tied and name == "lm_head.weight"):
                 yield name, tensor.detach()
 
     def offload(self) -> None:
-        """Move everything from the device to the host, until :meth:`onload`."""
+        """Move all tensors from the device to the host, until :meth:`onload`."""
         from miles_async.backends.megatron.offload import HostStorages, gradients, model_tensors, optimizer_tensors
 
         reference, learners = self._runner.reference, self._learners.values()
@@ -221,7 +220,7 @@ class MegatronBackend:
         return digests
 
     def stage_save(self, directory: Path) -> None:
-        """Copy what :meth:`save` writes to the host, for :meth:`write_save`."""
+        """Copy the state that :meth:`save` writes to the host, for :meth:`write_save`."""
         from miles_async.backends.megatron.checkpoints.checkpoint import StagedSave
         from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer
 
@@ -254,8 +253,8 @@ class MegatronBackend:
 
         if CRITIC in self._learners and directory.is_dir() and not (directory / CRITIC).is_dir():
             raise CheckpointError(
-                f"cannot read {directory}: it is of a run without a critic; leave --token-advantages "
-                "gae out, or start from the weights of --save-hf"
+                f"cannot read {directory}: it is of a run without a critic; leave --token-advantages gae out, or start "
+                "from the weights of --save-hf"
             )
         for name, learner in self._learners.items():
             checkpoint.load(
@@ -284,7 +283,7 @@ class MegatronBackend:
 
 
 def _checked(model: ModelArguments, world_size: int, temperature: float) -> Path:
-    """Refuse what can be refused before megatron is imported; return the checkpoint's directory."""
+    """Make the checks that need no megatron; return the checkpoint's directory."""
     if model.hf_checkpoint is None:
         raise ConfigurationError("--hf-checkpoint is required: a Hugging Face directory with the initial weights")
     if temperature <= 0:

@@ -1,4 +1,4 @@
-"""The critic: a second model in the same ranks and layout as the policy, which learns the values of prefixes."""
+"""The critic: a second model on the policy's ranks, in the same layout, which learns values of prefixes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from miles_async.backends.megatron.platform import Platform
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Critic:
-    """The model, its loss, and how long it is trained alone."""
+    """The model, its loss, and its schedule."""
 
     learner: Learner
     loss: ValueLoss
     updates: int  # optimizer steps per one of the policy
-    rollouts_alone: int  # at the run's beginning: rollout steps in which the policy is not trained
+    rollouts_alone: int  # first rollout steps, in which the policy is not trained
 
     def gradient(self, packs: Sequence[PackedBatch]) -> tuple[dict[str, Tensor], float]:
         """Compute the gradient, as :meth:`Learner.gradient` does. The micro-batches have values and returns."""
@@ -54,9 +54,9 @@ def load_critic(
     device: torch.device,
     total_steps: int,
 ) -> Critic:
-    """Load the critic and make its optimizer: the policy's, but for the learning rate. Collective.
+    """Load the critic and make its optimizer, which differs from the policy's in the learning rate. Collective.
 
-    ``directory``: the policy's, whose layers the critic begins with unless its flags name others.
+    ``directory``: of the policy, from which the critic starts unless its flags name another.
     """
     directory = arguments.critic_hf_checkpoint or directory
     rate = dataclasses.replace(

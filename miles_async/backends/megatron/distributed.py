@@ -27,10 +27,10 @@ LOWEST = torch.finfo(torch.float64).min
 
 
 def initialise(store: dist.Store, *, rank: int, world_size: int, backend: GroupBackend, timeout_minutes: float) -> None:
-    """Create the default process group, before megatron-bridge would, which always chooses NCCL.
+    """Create the default process group before megatron-bridge does, which always chooses NCCL.
 
     ``timeout_minutes``: of one collective. After it gloo raises; NCCL's watchdog ends the process (torch 2.13,
-    ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` 3), by which the run sees that the rank is lost.
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` 3), so the run loses the rank.
     """
     dist.init_process_group(
         backend,
@@ -42,13 +42,10 @@ def initialise(store: dist.Store, *, rank: int, world_size: int, backend: GroupB
 
 
 def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Reduce metrics over data-parallel ranks, for every pipeline stage.
+    """Reduce metrics over data-parallel ranks, for every pipeline stage. Collective. Returns float64 on the host.
 
-    By sum; names ending in ``_max`` by maximum, and those ending in ``_log_sums`` by the log of the sum of what they
-    are logs of.
-
-    Collective. Only the last pipeline stage passes metrics: the same names and shapes on each of its ranks. Returns
-    float64 on the host.
+    Names ending in ``_max`` by maximum, names ending in ``_log_sums`` by sum under the log, others by sum. Only the
+    last pipeline stage passes metrics, with the same names and shapes on each of its ranks.
     """
     from megatron.core import parallel_state
 
@@ -58,7 +55,7 @@ def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str
         values = {name: sums[name].detach().to(device, torch.float64) for name in sorted(sums)}
         largest = {name: value for name, value in values.items() if name.endswith(("_max", "_log_sums"))}
         largest = _all_reduced(largest, dist.ReduceOp.MAX, group)
-        # -inf of nothing, minus which there is no number
+        # -inf minus -inf is no number
         shifts = {name: largest[name].clamp(min=LOWEST) for name in largest if name.endswith("_log_sums")}
         added = {
             name: (value - shifts[name]).exp() if name in shifts else value
@@ -72,7 +69,7 @@ def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str
 
 
 def _all_reduced(values: Mapping[str, Tensor], operation: dist.ReduceOp, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Reduce float64 tensors, alike in names and shapes on each rank, in one collective; in none if there are none."""
+    """Reduce float64 tensors, with the same names and shapes on each rank, in at most one collective."""
     if not values:
         return {}
     flat = torch.cat([value.flatten() for value in values.values()])
@@ -90,10 +87,11 @@ def gather_from_replicas(values: Tensor) -> Tensor:
 
 
 def complete_parameters(modules: Sequence[Module]) -> None:
-    """Give this rank all values of its parameters, with ``--overlap-param-gather``. Collective over replicas.
+    """Gather this rank's parameters now, with ``--overlap-param-gather``. Collective over replicas.
 
-    An optimizer step then updates each rank's shard only, and the next forward pass gathers the rest. Whatever else
-    reads parameters calls this first. A forward pass after it gathers nothing, so that ranks may run different ones.
+    With that flag an optimizer step updates each rank's shard only, and the next forward pass gathers the rest. Any
+    other reader of parameters calls this first; forward passes after it gather nothing, so ranks may run different
+    ones.
     """
     module: Any  # Megatron's DistributedDataParallel
     for module in modules:
@@ -112,7 +110,7 @@ def from_last_stage(record: T, record_type: type[T]) -> T:
 def together(work: Callable[[], T]) -> T:
     """Call ``work`` on every rank and return this rank's result. Collective.
 
-    If it raises a MilesAsyncError anywhere, all ranks raise the first one: none waits for a rank that gave up.
+    If it raises a MilesAsyncError on any rank, all ranks raise the first one, so none waits for a failed rank.
     """
     failures: list[tuple[str, str]] = []  # class in errors.py, message
     try:

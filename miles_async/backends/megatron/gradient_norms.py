@@ -1,10 +1,9 @@
 """Norms of the gradients of single trajectories, for ``--advantage-estimator opob``.
 
-Every trajectory takes a forward and backward pass of its own, each of its branches a micro-batch, with the weights from
-before the first optimizer step. Its gradient is added up in the buffers that optimizer steps use afterwards, over the
-ranks of one model replica: tensor, pipeline and context parallel ones. Nothing is reduced over data-parallel ranks
-meanwhile, which need not have equally many trajectories; so experts must not be shared among them
-(``arguments/algorithm_checks.py``).
+Every trajectory takes one forward and backward pass before the first optimizer step, with a micro-batch per branch. Its
+gradient is accumulated in the optimizer's buffers and summed over the ranks of one model replica (tensor, pipeline and
+context parallel). Nothing is reduced over data-parallel ranks, which may have different numbers of trajectories; so
+experts must not be shared among them (``arguments/algorithm_checks.py``).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from miles_async.types import TrainBatch, TrainShard
 CHUNK = 2**24  # elements of a gradient that are squared at one time, in float64
 
 Branches = list[TrainBatch]
-"""Those of one trajectory, each a batch of its own."""
+"""The branches of one trajectory, each as a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +99,7 @@ class GradientNorms:
 
 
 def _whole_trajectories(shard: TrainShard, device: torch.device) -> list[Branches]:
-    """Branches that are on several data-parallel ranks come together on the first of these. Collective over them."""
+    """Bring the branches of a trajectory that several data-parallel ranks share to the first of them. Collective."""
     own: dict[int, Branches] = {}
     for batch in (batch for step in shard.optimizer_steps for batch in step):
         for index, sample in enumerate(batch.sample_ids.tolist()):
@@ -125,7 +124,7 @@ def _whole_trajectories(shard: TrainShard, device: torch.device) -> list[Branche
 
 @contextmanager
 def _reduced_within_replica(modules: Sequence[Module]) -> Iterator[None]:
-    """Passes leave gradients that are not reduced over data-parallel ranks, nor divided by anything."""
+    """Inside, gradients are neither reduced over data-parallel ranks nor divided."""
     config = get_model_config(modules[0])
     finalize, no_sync = config.finalize_model_grads_func, config.no_sync_func
     config.finalize_model_grads_func, config.no_sync_func = _finalize, None
@@ -150,7 +149,7 @@ def _finalize(modules: list[Any], *_: Any, **__: Any) -> None:
 
 
 def _squared_norm(modules: Sequence[Module], device: torch.device) -> Tensor:
-    """float64, of the gradients of this rank's weights; those that several ranks have count on one of them."""
+    """float64, of the gradients of this rank's weights; weights that ranks share count on one of them."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in (parameter for module in modules for parameter in module.parameters()):
         counts = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)

@@ -1,12 +1,12 @@
 """Weights of earlier versions on the host, so that tokens can be scored by the weights that sampled them.
 
-Guan et al., "Missing Old Logits in Asynchronous Agentic RL" (arXiv 2605.12070): π / π_rollout is the product of
-π / π_old, which says how far the policy has moved, and π_old / π_rollout, by which the trainer and the engine differ
-about the same weights. Only with the trainer's log-probs under the very version that sampled a token does each factor
-mean that. Their paper, which was read in descriptions by others, has an exact way and approximations. This is the exact
-one: it keeps the weights of earlier versions and scores every token by those of its own.
+Guan et al., "Missing Old Logits in Asynchronous Agentic RL" (arXiv 2605.12070): π / π_rollout is the product of π /
+π_old, which says how far the policy has moved, and π_old / π_rollout, by which the trainer and the engine differ about
+the same weights. Only with the trainer's log-probs under the very version that sampled a token does each factor mean
+that. Their paper, known from descriptions by others, has an exact way and approximations. This is the exact one: it
+keeps the weights of earlier versions and scores every token by its own version.
 
-A token whose version is not kept (of a run before this one) is scored by the oldest version that is.
+A token whose version is not kept (of an earlier run) is scored by the oldest kept version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class KeptWeights:
-    """The trained weights of this rank at the last versions, and the numbers that modules keep beside them."""
+    """This rank's trained weights and floating-point buffers at the last versions."""
 
     modules: Sequence[Module]
     most: int  # versions
@@ -34,7 +34,7 @@ class KeptWeights:
 
     @torch.no_grad()
     def keep(self, version: int) -> None:
-        """Copy the present weights, which are those of this version, and forget the oldest beyond ``most``."""
+        """Copy the present weights as this version, and drop the oldest beyond ``most``."""
         self.of_version[version] = [tensor.to("cpu", copy=True) for tensor in self._tensors()]
         for oldest in sorted(self.of_version)[: -self.most]:
             del self.of_version[oldest]
@@ -46,7 +46,7 @@ class KeptWeights:
 
     @contextlib.contextmanager
     def at(self, version: int) -> Iterator[None]:
-        """The model has the weights of a kept version inside, bitwise, and the present ones again afterwards."""
+        """Load the weights of a kept version, bitwise, and restore the present ones afterwards."""
         present = [tensor.to("cpu", copy=True) for tensor in self._tensors()]
         try:
             self._load(self.of_version[version])

@@ -1,4 +1,4 @@
-"""A model that is trained, on this rank: the policy, or its critic."""
+"""A trained model on this rank: the policy or the critic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learner:
-    """Its part on this rank, its optimizer, and the schedule of its learning rate."""
+    """The model's part on this rank, its optimizer, and the schedule of its learning rate."""
 
     model: Pipeline
     optimizer: MegatronOptimizer

@@ -25,13 +25,13 @@ MASKS = {
     "opsm_masked_fraction": "opsm",
     "age_masked_fraction": "age",
 }
-"""Metric → reason, of those that count tokens which do not move the policy."""
+"""Metric → reason, for metrics that count tokens without effect on the policy."""
 
 
 def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
-    """Add sums in float64, so that the result does not depend on the division into micro-batches.
+    """Add sums in float64, so that the division into micro-batches does not matter.
 
-    Of names that end in ``_max`` the larger one stays; those that end in ``_log_sums`` are logs of what is added.
+    Names ending in ``_max`` keep the larger value; names ending in ``_log_sums`` are added under the log.
     """
     for name, value in sums.items():
         value = value.detach().double()
@@ -46,7 +46,7 @@ def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
 
 
 def mean(numbers: Sequence[float]) -> float:
-    """0 of no numbers."""
+    """Mean; 0 if empty."""
     return sum(numbers) / max(len(numbers), 1)
 
 
@@ -64,10 +64,9 @@ def step_metrics(
     """``reduced``: over all ranks; sums become means over loss tokens, ``_max`` and totals stay. ``loss`` is the mean
     over what its aggregation counts.
 
-    ``grad_norm`` is the mean over the optimizer steps that were made (before clipping), ``lr`` that of the last,
-    before ``lr_factors`` if there are any: one per optimizer step that was made.
-    ``lags``: per optimizer step, how many were made before it since the version that the batch was cut for, and its
-    loss tokens, over which ``optimizer_lag_mean`` is the mean.
+    ``grad_norm`` is the mean over the optimizer steps made (before clipping), ``lr`` the last step's, before
+    ``lr_factors`` (one per step made, if any). ``lags``: per optimizer step, the number of steps made before it since
+    the version that the batch was cut for, and its loss tokens, which weigh ``optimizer_lag_mean``.
     """
     scalars = {name: float(values) for name, values in reduced.items() if values.ndim == 0}
     loss_tokens = max(scalars.get("loss_tokens", 0.0), 1.0)
@@ -91,14 +90,14 @@ def step_metrics(
         "skipped_optimizer_steps": float(steps - len(grad_norms)),
         "step_seconds": seconds,
     }
-    # Without them, tokens were given: there is nothing to compare with.
+    # Supervised tokens were not sampled: there is nothing to compare with.
     sampled = "mismatch_tokens" in reduced or not reduced.get("loss_tokens")
     tokens = (mismatch_metrics(reduced) | spread_metrics(reduced) if sampled else {}) | masked | value_metrics(scalars)
     return means | tokens | totals | optimizer | _bad_steps(breaches)
 
 
 def _bad_steps(breaches: Sequence[Breach]) -> dict[str, float]:
-    """Number of steps that were not made, and the largest of the numbers that were out of bounds, by reason."""
+    """Number of steps not made, and the largest value out of bounds, by reason."""
     counts = Counter(breach.reason for breach in breaches)
     found = {f"{PREFIX}{reason}": float(count) for reason, count in counts.items()}
     for reason in counts:

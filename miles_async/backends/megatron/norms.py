@@ -1,4 +1,4 @@
-"""Norms of layers that aren't Transformer Engine's."""
+"""Norm layers without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class HeadsNorm(RMSNorm):
-    """RMSNorm over all heads of the queries or keys together (OLMoE), of which a tensor-parallel rank has its part.
+    """RMSNorm over all heads of queries or keys together (OLMoE); a tensor-parallel rank has a part of the heads.
 
-    The weight is whole on every rank: ``finalize_model_grads`` adds up the gradients of layers of these names.
+    The weight is whole on every rank: ``finalize_model_grads`` sums the gradients of layers of these names.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,6 +39,6 @@ class HeadsNorm(RMSNorm):
         group = parallel_state.get_tensor_model_parallel_group()
         own = self.weight.unflatten(0, (group.size(), -1))[group.rank()]
         squares = reduce_from_tensor_model_parallel_region(x.float().square().sum(-1, keepdim=True), group=group)
-        # Every rank's values depend on the sum: gradients are added up over ranks, too.
+        # Every rank's values depend on the sum, so gradients are summed over ranks, too.
         mean = copy_to_tensor_model_parallel_region(squares, group=group) / len(self.weight)
         return (x * torch.rsqrt(mean + self.eps)).to(x.dtype) * own

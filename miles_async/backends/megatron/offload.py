@@ -1,4 +1,4 @@
-"""A rank's memory given up to engines on the same GPU, and taken back (``--colocate``)."""
+"""Free a rank's memory for engines on the same GPU, and restore it (``--colocate``)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class HostStorages:
-    """The contents of tensors on the host, while their own memory is freed. The tensors, and all views of them, stay
-    the same objects.
+    """Contents of tensors on the host, while their device memory is freed. The tensors and their views remain the same
+    objects.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, scratch: Iterable[Tensor] = ()) -> None:

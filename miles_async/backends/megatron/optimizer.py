@@ -57,10 +57,9 @@ def make_optimizer(
 def make_schedule(
     optimizer: MegatronOptimizer, arguments: OptimizerArguments, total_steps: int
 ) -> OptimizerParamScheduler:
-    """Make the learning-rate schedule of ``total_steps`` optimizer steps; a warm-up takes no more than those.
+    """Make the learning-rate schedule of ``total_steps`` optimizer steps, to which a warm-up is limited.
 
-    It is stepped *before* the optimizer, so that step k of the warm-up has k / warm-up of the peak rate and none is
-    wasted at rate 0.
+    Step it *before* the optimizer: step k of the warm-up then has k / warm-up of the peak rate, and none has rate 0.
     """
     warm_up = min(arguments.lr_warmup_iters, total_steps)
     return OptimizerParamScheduler(
@@ -69,14 +68,14 @@ def make_schedule(
         max_lr=arguments.lr,
         min_lr=min(arguments.min_lr, arguments.lr),
         lr_warmup_steps=warm_up,
-        # Megatron wants the decay to outlast the warm-up, which short runs need not do.
+        # Megatron requires the decay to outlast the warm-up.
         lr_decay_steps=max(total_steps, warm_up + 1),
         lr_decay_style=arguments.lr_decay_style,
         start_wd=arguments.weight_decay,
         end_wd=arguments.weight_decay,
         wd_incr_steps=max(total_steps, 1),
         wd_incr_style="constant",
-        # A resumed run may have other flags (a longer --num-rollout, say): the flags win.
+        # The flags of a resumed run win (a longer --num-rollout, say).
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -119,10 +118,10 @@ def _torch_adam_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch
 
 
 def index_groups(optimizer: MegatronOptimizer) -> None:
-    """Map each parameter to its optimizer state, where megatron looks for it.
+    """Map each parameter to its optimizer state.
 
-    DistributedOptimizer (megatron-core 0.16) puts a group's fp32 parameters before the others, but numbers them as they
-    come: with both in one group, checkpoints would hold each other's state.
+    DistributedOptimizer (megatron-core 0.16) puts a group's fp32 parameters first, but numbers all in order of
+    appearance: with both in one group, checkpoints would mix up their states.
     """
     for part in parts_of(optimizer):
         for index, groups in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):

@@ -22,7 +22,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 def config_values(settings: Values, platform: Platform) -> dict[str, object]:
-    """Field → value, of one config; less what the platform has no use for."""
+    """Field → value of one config, without fields that the platform ignores."""
     return {
         name: _object(name, value)
         for name, value in settings.items()
@@ -31,8 +31,8 @@ def config_values(settings: Values, platform: Platform) -> dict[str, object]:
 
 
 def optimizer_values(settings: Values, platform: Platform) -> dict[str, object]:
-    """As :func:`config_values`; ``--optimizer-cpu-offload`` alone means all of the state, as in Megatron's own command
-    line, where the config's default is none of it.
+    """As :func:`config_values`; ``--optimizer-cpu-offload`` alone offloads all of the state, as on Megatron's command
+    line; the config's default is none.
     """
     values = config_values(settings, platform)
     if values.get("optimizer_cpu_offload"):

@@ -1,7 +1,7 @@
-"""State that changes once per rollout step: a reference model that follows the policy, a KL coefficient that adapts.
+"""State that changes once per rollout step: a reference model that follows the policy, an adaptive KL coefficient.
 
 All ranks have the same metrics, and so the same coefficient. Both are saved if they change; a checkpoint without them
-leaves them as the flags begin them.
+leaves their initial values.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class PerRollout:
         return state
 
     def wanted(self, found: Collection[str]) -> ShardedStateDict:
-        """What to load of a checkpoint that has these keys, beside plain numbers, which come anyway."""
+        """Return what to load from a checkpoint with these keys, besides plain numbers, which are always loaded."""
         has_reference = any(key.startswith(f"{PREFIX}.") for key in found)
         if self.reference is None or not has_reference:
             return {}
         return {"reference": self.reference.sharded_state()}
 
     def load(self, state: ShardedStateDict) -> None:
-        """Continue from what a checkpoint had."""
+        """Restore from a checkpoint's state."""
         if self.reference is not None and "reference" in state:
             self.reference.load(state["reference"], state["reference_steps"])
         if self.objective.adaptive is not None and "kl_coefficient" in state:
@@ -82,7 +82,7 @@ class FollowingReference:
 
     @torch.no_grad()
     def after_rollout_step(self) -> None:
-        """Follow the policy if it is time to."""
+        """Follow the policy if an update is due."""
         self.steps += 1
         if not self.updates.due(self.steps):
             return
@@ -94,7 +94,7 @@ class FollowingReference:
                 parameter.copy_(kept)
 
     def sharded_state(self) -> ShardedStateDict:
-        """Megatron's sharded state of the weights, under names of their own."""
+        """Megatron's sharded state of the weights, prefixed with ``reference``."""
         sharded = [module.sharded_state_dict() for module in self.modules]  # type: ignore[operator]
         return {
             f"{index}": {
@@ -107,7 +107,7 @@ class FollowingReference:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
-        """Continue from what :meth:`sharded_state` was saved as, after so many rollout steps."""
+        """Restore a saved :meth:`sharded_state` after this number of rollout steps."""
         self.steps = steps
         for index, name, parameter in self._parameters():
             found = state[f"{index}"][name]
@@ -120,7 +120,7 @@ class FollowingReference:
                 yield index, name, parameter
 
     def _kept(self, parameter: Parameter) -> Tensor:
-        """The tensor that one parameter's weights are kept in: itself, or its average."""
+        """The tensor that holds a parameter's reference weights: itself, or its fp32 average."""
         if self.updates.copies or parameter.dtype == torch.float32:
             return parameter
         if parameter not in self.averages:

@@ -1,7 +1,7 @@
-"""Everything that differs between CUDA and the host, in one record; the rest of the backend is one code path.
+"""All differences between CUDA and the host, in one record; the rest of the backend is one code path.
 
-Import this before megatron: :meth:`Platform.prepare` installs what the platform needs.
-What CPU runs do not exercise: Transformer Engine kernels, fused Adam, NCCL, communication overlap.
+Import this before megatron: :meth:`Platform.prepare` makes it importable. CPU runs do not exercise Transformer Engine
+kernels, fused Adam, NCCL and communication overlap.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from miles_async.errors import ConfigurationError
 from miles_async.types import GroupBackend
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-"""Variables of CUDA's libraries for results that are the same bits every time."""
+"""Variables of CUDA's libraries for bitwise reproducible results."""
 
 HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(host.FUSIONS, False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
-    """Device, communication backend, and the layers and fusions that the model is built of."""
+    """Device, communication backend, layers and fusions."""
 
     device: Device
     communication_backend: GroupBackend
-    transformer_engine: bool  # layers: Transformer Engine's, or those of host/spec.py
+    transformer_engine: bool  # its layers, or host/spec.py's
     fusions: Mapping[str, bool] = field(default_factory=dict)  # provider fields to overwrite
 
     @classmethod
@@ -78,7 +78,7 @@ class Platform:
         return device
 
     def choose_kernels(self, *, deterministic: bool) -> None:
-        """Take kernels of the same bits every time, if asked for. Before the first one runs."""
+        """Choose bitwise reproducible kernels, if asked for. Before the first one runs."""
         if deterministic and self.device == "cuda":
             for name, value in DETERMINISTIC.items():
                 os.environ.setdefault(name, value)
@@ -86,7 +86,7 @@ class Platform:
 
     @property
     def with_host_layers(self) -> Platform:
-        """The same without Transformer Engine."""
+        """The same platform without Transformer Engine."""
         return replace(self, transformer_engine=False, fusions=HOST_FUSIONS_OFF)
 
     def layer_spec(self, bridge_spec: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,7 @@
-"""Limits that an optimizer step has to keep in order to be made, judged alike by all ranks.
+"""Limits of an optimizer step; a step that breaks one is skipped.
 
-The gradient's norm is that over all ranks, and log-prob differences are added up over all ranks before they are judged:
-either every rank makes the step or none does. A step that is not made changes neither weights nor the state and step
-counters of the optimizer.
+The gradient norm and log-prob differences are over all ranks, so either every rank makes the step or none does. A
+skipped step changes neither weights nor the optimizer's state and step counters.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ DIFFERENCE = ("logprob_diff_sum", "logprob_diff_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """A reason why an optimizer step was not made, and the number that was out of bounds."""
+    """Reason for skipping an optimizer step, and the value out of bounds."""
 
     reason: Reason
     value: float
@@ -32,7 +31,7 @@ class Breach:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLimits:
-    """The limits of a run. None: no limit; a gradient that is not finite is a breach in any case."""
+    """The limits of a run. None: no limit; a gradient that is not finite always is a breach."""
 
     grad_norm: float | None
     logprob_diff: float | None
@@ -45,10 +44,10 @@ class StepLimits:
     def breach(
         self, norm: float, sums: Mapping[str, Tensor], device: torch.device, *, same_weights: bool
     ) -> Breach | None:
-        """Judge an optimizer step whose gradient is ready. Collective: all ranks find the same.
+        """Check an optimizer step whose gradient is ready. Collective: all ranks return the same.
 
-        ``norm``: of the gradient over all ranks. ``sums``: this rank's, of ``mismatch_sums``; on the last pipeline
-        stage. ``same_weights``: tokens of age 0 were sampled by the weights that the log-probs in ``sums`` are of.
+        ``norm``: of the gradient over all ranks. ``sums``: this rank's ``mismatch_sums``, on the last pipeline stage.
+        ``same_weights``: tokens of age 0 were sampled by the weights that scored ``sums``.
         """
         difference = 0.0
         if self.logprob_diff is not None and same_weights:
@@ -62,5 +61,5 @@ class StepLimits:
         return None
 
     def breach_of_critic(self, norm: float) -> Breach | None:
-        """Judge the critic's step: a limit of the policy's gradient says nothing about its own."""
+        """Check the critic's step, to which the limit of the policy's gradient does not apply."""
         return None if math.isfinite(norm) else Breach("critic_grad_norm", norm)

@@ -277,8 +277,8 @@ async def test_sides_with_gpus_of_their_own_start_together() -> None:
 
 def test_engines_see_their_ranks_gpus_first_and_the_one_that_weights_come_from() -> None:
     arguments = Arguments(cluster=ClusterArguments(rollout_num_gpus=4, rollout_num_gpus_per_engine=2))
-    seats = [("node", gpu) for gpu in "3120"]
-    assert shared_places(arguments, seats) == {
+    locations = [("node", gpu) for gpu in "3120"]
+    assert shared_places(arguments, locations) == {
         "engine": (
             EnginePlace(node_ids=("node",), gpus=("3", "1")),
             EnginePlace(node_ids=("node",), gpus=("2", "0", "3")),

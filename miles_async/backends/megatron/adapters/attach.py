@@ -1,6 +1,4 @@
-"""Low-rank adapters (LoRA, DoRA) around layers of a frozen model: adding them, running without, and exporting weights
-with them merged in.
-"""
+"""Low-rank adapters (LoRA, DoRA) around layers of a frozen model: add them, run without them, export merged weights."""
 
 from __future__ import annotations
 
@@ -70,8 +68,8 @@ class _Adapters(PEFT, ModuleMatcher):
 
 
 def add_adapters(modules: list[Module], model: ModelArguments) -> list[Module]:
-    """Freeze the loaded modules of this rank and adapt the layers that ``--target-modules`` names; at first this
-    changes no output. Raises ConfigurationError if there is no such layer.
+    """Freeze this rank's loaded modules and adapt the layers of ``--target-modules``, which changes no output at first.
+    Raises ConfigurationError if there is no such layer.
     """
     flatten_frozen_products()
     targets = target_layers(model.target_modules)
@@ -83,14 +81,14 @@ def add_adapters(modules: list[Module], model: ModelArguments) -> list[Module]:
         raise ConfigurationError(f"--target-modules: the model has no layer named {' or '.join(targets)}")
     for module in modules:
         if module.pre_process:
-            # Recomputed layers get gradients only if their input wants one, which a frozen embedding's output does not.
+            # Recomputed layers get gradients only if their input requires one; a frozen embedding's output does not.
             module.embedding.register_forward_hook(_want_gradient)  # type: ignore[union-attr, operator]
     return modules
 
 
 @contextlib.contextmanager
 def switched_off(modules: Sequence[Module]) -> Iterator[None]:
-    """Run the model as it was before it got adapters."""
+    """Run the model without its adapters."""
     wrappers = adapted_layers(modules)
     try:
         for wrapper in wrappers:
@@ -105,7 +103,7 @@ def merged(tasks: Iterable[WeightConversionTask], modules: Sequence[Module]) -> 
     """The conversions of an export, of weights with their adapters merged in, one of which is made at a time."""
     wrappers = {wrapper.to_wrap: wrapper for wrapper in adapted_layers(modules)}
     for task in tasks:
-        # By this name the bridge would take the weight for one that is exported beside its adapter.
+        # By this name the bridge would export the weight and its adapter separately.
         changes: dict[str, Any] = {"global_param_name": task.global_param_name.replace(_ADAPTED, "")}
         wrapper = wrappers.get(task.megatron_module)
         if wrapper is not None and task.param_weight is wrapper.to_wrap.weight:

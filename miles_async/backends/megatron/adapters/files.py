@@ -67,12 +67,12 @@ def write_adapter(directory: Path, bridge: AutoBridge, modules: list[Module], mo
         config = peft_config(model, sorted({_module(name).rpartition(".")[2] for name in tensors}))
         (directory / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-        (directory / WEIGHTS).chmod((directory / PEFT_CONFIG).stat().st_mode)  # safetensors lets nobody else read it
+        (directory / WEIGHTS).chmod((directory / PEFT_CONFIG).stat().st_mode)  # safetensors writes with mode 600
 
 
 @torch.no_grad()
 def read_adapter(directory: Path, bridge: AutoBridge, modules: list[Module]) -> None:
-    """Set the adapters of this rank's modules to those of ``directory``. Collective. Raises ConfigurationError."""
+    """Load the adapters of ``directory`` into this rank's modules. Collective. Raises ConfigurationError."""
     tensors = _read(directory)
     layers = list(_layers(bridge, modules))
     names = {name for layer in layers for projections in layer.projections for name in projections}

@@ -1,7 +1,7 @@
 """Layers with a low-rank adapter: LoRA by megatron-bridge, and DoRA, whose form there (0.3) is wrong on several ranks.
 
-LoRA computes (W + α/r · B·A) x with a trained A [r, in] and B [out, r] beside a weight W [out, in] that stays as it is
-(Hu et al., arXiv:2106.09685). DoRA divides each row of that sum by its length and multiplies it by a trained one (Liu
+LoRA computes (W + α/r · B·A) x with a frozen weight W [out, in] and trained A [r, in] and B [out, r] (Hu et al.,
+arXiv:2106.09685). DoRA divides each row of that sum by its length and multiplies it by a trained one (Liu
 et al., arXiv:2402.09353). Tensor-parallel ranks share A and B; every expert of a mixture has its own.
 
 Bridge's DoRA measures a row that ranks share by each rank's part alone, does not sum the gradients of lengths over
@@ -48,7 +48,7 @@ class Adapter(ParallelLinearAdapter):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        expert, self.is_expert = self.is_expert, False  # bridge's replica numbers are those of an adapter for all
+        expert, self.is_expert = self.is_expert, False  # the bridge assumes an adapter shared by all experts
         try:
             sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata, **kwargs)
         finally:
@@ -70,7 +70,7 @@ class Adapter(ParallelLinearAdapter):
 
 
 class DoRALinear(AdapterWrapper):
-    """A layer whose weight's rows have the direction of W + α/r · B·A, and lengths of their own."""
+    """A layer whose weight has the row directions of W + α/r · B·A, and trained row lengths."""
 
     def __init__(self, to_wrap: torch.nn.Module, adapter: Adapter) -> None:
         super().__init__(to_wrap, adapter)

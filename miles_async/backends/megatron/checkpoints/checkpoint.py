@@ -1,12 +1,11 @@
-"""Exact checkpoints of one training state: model, optimizer, schedule, random generators, what follows the training.
+"""Exact checkpoints of one training state: model, optimizer, schedule, random generators, per-rollout state.
 
-After a load the next step equals, bit by bit, the one that an uninterrupted run would have made with the same flags on
-the same layout of ranks. The format is megatron's dist_checkpointing (torch_dist): every rank writes its part, all
-ranks take part. Tensors are saved whole, whatever rank holds which part of them, so another layout can load them; the
-generators belong to ranks, and are seeded again where the layout is another one.
+After a load the next step is bitwise that of an uninterrupted run with the same flags and layout of ranks. The format
+is megatron's dist_checkpointing (torch_dist): every rank writes its part. Tensors are saved whole, whichever ranks hold
+their parts, so another layout can load them; random generators belong to ranks, and are seeded anew in another layout.
 
-Only what training has made is saved. What flags say (learning rate, betas, decay) is not, so that flags win; nor is a
-model of which only adapters are trained, since it is --hf-checkpoint's.
+Only results of training are saved. Values of flags (learning rate, betas, decay) are not, so that flags win; nor is the
+frozen model under adapters, which is --hf-checkpoint's.
 """
 
 from __future__ import annotations
@@ -74,9 +73,8 @@ class StagedSave:
         per_rollout: PerRollout | None,
         copies: HostBuffer | None = None,
     ) -> None:
-        """Collective. ``directory`` must be absent or empty. ``copies``: where the state is copied to, so that training
-        may go on; without, the state must stay as it is until :meth:`write` is through. ``per_rollout``: saved with the
-        policy alone.
+        """Collective. ``directory`` must be absent or empty. ``copies``: where to copy the state, so that training may
+        continue; without, the state must not change before :meth:`write` returns. ``per_rollout``: of the policy.
         """
         self._failure = f"cannot write {directory}"
         with _as_checkpoint_error(self._failure):
@@ -119,11 +117,10 @@ def save(directory: Path, learner: Learner, per_rollout: PerRollout | None) -> d
 
 
 def load(directory: Path, learner: Learner, per_rollout: PerRollout | None, *, seed: int, ahead: bool = False) -> None:
-    """Restore what :func:`save` wrote, on this layout of ranks or another. Collective.
+    """Restore a :func:`save`, on the same layout of ranks or another. Collective. Raises CheckpointError.
 
-    The random generators are restored where the numbers of pipeline, tensor, data- and context-parallel ranks are
-    those of the save; otherwise they are seeded with ``seed`` and the number of steps. ``ahead``: the model has layers
-    for multi-token prediction. Raises CheckpointError if the directory is no such checkpoint.
+    Random generators are restored if the numbers of pipeline, tensor, data- and context-parallel ranks are the same,
+    else seeded with ``seed`` and the number of steps. ``ahead``: the model has layers for multi-token prediction.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         what = "holds no trainer checkpoint" if directory.is_dir() else "does not exist"
@@ -179,9 +176,7 @@ def _reason(error: BaseException) -> str:
 
 # ------------------------------------------------------------------------------------- model and optimizer
 def _parameters(learner: Learner, *, loading: bool) -> ShardedStateDict:
-    """Sharded state of the model and its optimizer on this rank, with one entry per virtual pipeline stage and one per
-    part of the optimizer.
-    """
+    """Sharded state of the model, by virtual pipeline stage, and of its optimizer, by part, on this rank."""
     model = {index: _trained(module.sharded_state_dict()) for index, module in _inner(learner).items()}
     states = learner.optimizer.sharded_state_dict(model, is_loading=loading, metadata=SHARDING)
     if len(parts_of(learner.optimizer)) == 1:
@@ -226,7 +221,7 @@ def optimizer_step(optimizer: MegatronOptimizer) -> int:
 
 def _load_optimizer(optimizer: MegatronOptimizer, states: Mapping[int, object], step: int) -> None:
     for index, part in enumerate(parts_of(optimizer)):
-        settings = part.state_dict()  # learning rate and the like come from the flags, not from the checkpoint
+        settings = part.state_dict()  # learning rate and the like come from the flags
         for group in settings["optimizer"]["param_groups"]:
             group["step"] = step
         part.load_state_dict({**settings, "param_state": states[index], "param_state_sharding_type": FORMAT})
@@ -234,7 +229,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, states: Mapping[int, object], 
 
 
 def _inner(learner: Learner) -> dict[str, Module]:
-    """The modules inside of DistributedDataParallel, by virtual pipeline stage."""
+    """The modules inside DistributedDataParallel, by virtual pipeline stage."""
     return {f"{index}": module.module for index, module in enumerate(learner.model.modules)}  # type: ignore[misc]
 
 

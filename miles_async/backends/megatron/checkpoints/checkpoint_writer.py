@@ -1,11 +1,10 @@
 """One rank's part of a megatron checkpoint in three steps: plan it with all ranks, write it alone, write the index.
 
-Only the first step is collective and looks at tensors that training changes, so the second may run in another thread
-while the rank trains on. megatron-core 0.16 plans the same way, but writes in processes: it spawns a queue manager and
-forks a writer per file, even for a synchronous save. The spawn imports ``__main__`` again (seconds, and wrong inside a
-Ray worker), forking a process with running gloo or gRPC threads may deadlock, and megatron's last step is collective,
-which needs all ranks between two training steps. A thread needs none of that: torch writes tensors without the
-interpreter's lock.
+Only the first step is collective and reads tensors that training changes, so the second may run in a thread while the
+rank trains. megatron-core 0.16 plans the same way, but writes in processes: it spawns a queue manager and forks a
+writer per file, even for a synchronous save. The spawn imports ``__main__`` again (seconds, and wrong inside a Ray
+worker), forking with running gloo or gRPC threads may deadlock, and its last step is collective, between two training
+steps. A thread avoids all of that: torch writes tensors without holding the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 
 
 class HostBuffer:
-    """Host memory for copies of a rank's state, kept from one save to the next; pinned if the state is on a GPU."""
+    """Host memory for copies of a rank's state, reused by later saves; pinned if the state is on a GPU."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
@@ -66,7 +65,7 @@ class HostBuffer:
 
 
 def _place(memory: np.ndarray, start: int, tensor: Tensor) -> Tensor:
-    """A tensor like ``tensor`` at ``start``. Its storage is its own, since torch saves whole storages."""
+    """A tensor like ``tensor`` at ``start``, with a separate storage, since torch saves whole storages."""
     if tensor.numel() == 0:
         return torch.empty_like(tensor, device="cpu")
     return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)

@@ -1,1 +1,1 @@
-"""Families of models: which are known, refused, and mended."""
+"""Families of models: known, refused and fixed ones."""

@@ -12,8 +12,8 @@
 - Gemma 3's embedding is not scaled by the root of the hidden size as bfloat16 has it, which transformers does.
 - Gemma 3's rotary embeddings are a tuple, which full recomputation cannot keep: it saves tensors.
 - OLMoE's norm of all heads expects them all on every tensor-parallel rank.
-- Layers for multi-token prediction are unknown in DeepSeek-V3, and in GLM-4 for some of the bridge's own calls. They
-  get the names of further layers of the model, which they are in the files, and of their own four parts.
+- Layers for multi-token prediction are unknown in DeepSeek-V3, and in GLM-4 for some of the bridge's calls. They get
+  names of further layers of the model, as in the files, and of their four additional parts.
 - Kimi K2's model_type is unknown to transformers, without code from the checkpoint. Its architecture is DeepSeek-V3's.
 
 ``tests/integration/test_megatron_compat.py`` fails when upstream no longer needs one of them.

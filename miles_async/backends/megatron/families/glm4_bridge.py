@@ -44,7 +44,7 @@ WHOLE = {
     "decoder.layers.*.mlp.linear_fc2.weight": "model.layers.*.mlp.down_proj.weight",
     "decoder.layers.*.mlp.linear_fc2.post_layernorm.weight": "model.layers.*.post_mlp_layernorm.weight",
 }
-"""Megatron's name → that in the files, of parameters that are the same in both."""
+"""Megatron's name → name in the files, for parameters that are the same in both."""
 
 
 def fused_layer_spec(config: GPTModelProvider) -> ModuleSpec:

@@ -228,7 +228,7 @@ def _layer_problems(config: JsonObject, family: Family) -> Iterator[str]:
     if config.get("mlp_bias"):
         yield "mlp_bias true: biases would be dropped"
     if family.tied_only and not config.get("tie_word_embeddings", True):
-        yield "tie_word_embeddings false: the output layer would be that of the embedding"
+        yield "tie_word_embeddings false: the output layer would be the embedding"
     if family.untied_only and config.get("tie_word_embeddings", False):
         yield "tie_word_embeddings true: SGLang 0.5.23 would generate with an output layer that nothing fills"
     if family.gelu:

@@ -1,6 +1,6 @@
-"""Families of models that are trained, and those that are refused with the reason. Light to import.
+"""Families of models that are trained, and families that are refused with a reason. Light to import.
 
-A family is here when tests compare tiny models of it with transformers, in layouts of ranks: docs/families.md.
+Tests compare tiny models of every family here with transformers, in several layouts of ranks: docs/families.md.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Values of config.json that are accepted in this family but not in all, and how its layers are built."""
+    """Values of config.json accepted in this family but not in all, and how its layers are built."""
 
     attention_bias: bool = False
     partial_rotation: bool = False  # positions rotate a part of each head
     windows: bool = False  # layers whose attention sees the last tokens only
     yarn: bool = False
     rope_per_layer_type: bool = False  # another rotary base for layers with a window
-    tied_only: bool = False  # the bridge takes it for granted that the output layer is the embedding
-    untied_only: bool = False  # SGLang 0.5.23 has an output layer of its own, which no tensor of a tied model fills
+    tied_only: bool = False  # the bridge assumes that the output layer is the embedding
+    untied_only: bool = False  # SGLang 0.5.23 has a separate output layer, which no tensor of a tied model fills
     gelu: bool = False  # the activation is gelu_pytorch_tanh, in place of silu
     unscaled_router: bool = False  # router weights of the chosen experts need not add up to 1
     every_head_with_keys: bool = False  # queries must not share heads of keys and values
     whole_experts: bool = False  # no tensor parallelism inside of an expert
     adapters: bool = True  # trained with --lora-rank
     ahead: bool = False  # its layers for multi-token prediction are trained with --enable-mtp-training
-    host_layers: bool = False  # on every device: Transformer Engine's would compute something else, or nothing
+    host_layers: bool = False  # on every device: Transformer Engine's compute something else, or fail
 
 
 FAMILIES: Mapping[str, Family] = {

@@ -28,7 +28,7 @@ def provider_fields(config: JsonObject) -> dict[str, object]:
     else:
         fields["rotary_base"] = _rotary_base(config)
     if is_latent(config):
-        fields["q_lora_rank"] = config["q_lora_rank"]  # none at all is a choice too
+        fields["q_lora_rank"] = config["q_lora_rank"]  # may be None
         if rope_kind(config) == "default":
             fields |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}  # megatron's default: yarn, 40 times longer
     if (scalar := config.get("query_pre_attn_scalar")) is not None:
@@ -38,7 +38,7 @@ def provider_fields(config: JsonObject) -> dict[str, object]:
         fields |= {"window_size": (tokens - 1, 0), "cp_comm_type": "a2a"}
         if kinds := config.get("layer_types"):
             fields["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in kinds]
-    if family.unscaled_router:  # the softmax over all experts, or over those that are chosen
+    if family.unscaled_router:  # softmax over all experts, or over the chosen ones
         fields["moe_router_pre_softmax"] = not config["norm_topk_prob"]
     if config["model_type"] == "gpt_oss":
         fields.update(_gpt_oss_fields(config))
@@ -46,7 +46,7 @@ def provider_fields(config: JsonObject) -> dict[str, object]:
 
 
 def _gpt_oss_fields(config: JsonObject) -> Iterator[tuple[str, object]]:
-    """The bridge has those of the published models, whatever config.json says."""
+    """The bridge hard-codes the published models' values, whatever config.json says."""
     yield "activation_func_clamp_value", config["swiglu_limit"]
     if rope_kind(config) != "yarn":
         yield "position_embedding_type", "rope"
@@ -67,7 +67,7 @@ def _rotary_base(config: JsonObject) -> float:
 
 
 def _gemma3_fields(config: JsonObject) -> Iterator[tuple[str, object]]:
-    """The bridge's Gemma 3 has a rotary base for each kind of layer, which it tells by their numbers."""
+    """The bridge's Gemma 3 has a rotary base for each kind of layer, identified by layer numbers."""
     kinds, rope = config["layer_types"], config["rope_parameters"]
     whole = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
     period = whole[0] if whole else len(kinds) + 1

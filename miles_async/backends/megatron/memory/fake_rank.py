@@ -1,13 +1,13 @@
-"""Measure what one rank of each pipeline stage would need, without allocating it.
+"""Measure the memory of one rank of each pipeline stage, without allocating it.
 
-The real Megatron model of the rank is built from fake tensors in a fake process group of the full world size, and runs
-forward and backward on one micro-batch, while the bytes of live tensors are counted. No weights are read, no other rank
-exists: a layout of 256 ranks takes seconds on a laptop.
+The rank's real Megatron model, of fake tensors in a fake process group of the full world size, runs forward and
+backward on one micro-batch, while bytes of live tensors are counted. No weights are read and there is no other rank: a
+layout of 256 ranks takes seconds on a laptop.
 
-What stands in for the real thing: host layers for Transformer Engine's (which keep less between forward and backward
-where they fuse), one sequence of all the tokens for a packed micro-batch (attention keeps no scores either way), and
-experts that get equal numbers of tokens (real routing gives some ranks more). The model is built without context
-parallelism: a rank's tokens are ``tokens``, and what attention receives of other ranks' is added by arithmetic.
+Approximations: host layers instead of Transformer Engine's (which keep less between forward and backward where they
+fuse), one sequence instead of a packed micro-batch (attention keeps no scores either way), and equal numbers of tokens
+per expert (real routing gives some ranks more). The model is built without context parallelism: a rank has ``tokens``
+tokens, and what attention receives from other ranks is added by arithmetic.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ OUTPUT_LAYER = "output_layer."  # of a GPT model; it has no parameters where the
 
 
 def measure_stages(request: StageRequest, platform: Platform) -> list[StageMemory]:
-    """Measure a rank of every pipeline stage, of stages that are alike only the first, which keeps the most.
+    """Measure a rank of every pipeline stage; among like stages the first, which keeps the most.
 
-    Needs a process of its own: it takes the default process group. Raises ConfigurationError if Megatron cannot build
-    the model so.
+    Needs a separate process, since it takes the default process group. Raises ConfigurationError if Megatron cannot
+    build the model this way.
     """
     try:
         config = AutoConfig.from_pretrained(request.directory)
@@ -195,7 +195,7 @@ def _forward_backward(
     """Bytes kept after the forward pass, and at the peak of both passes."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in trained:
-        # As DistributedDataParallel does, which adds a gradient to its buffer and lets it go.
+        # As DistributedDataParallel does, which adds a gradient to its buffer and frees it.
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         parameter.main_grad = torch.empty_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
     share = provider.tensor_model_parallel_size if provider.sequence_parallel else 1
@@ -214,7 +214,7 @@ def _forward_backward(
 
 
 def _loss(module: Module, hidden: torch.Tensor, request: StageRequest) -> torch.Tensor:
-    """Sum of what a loss is made of: log-probs of all tokens and, if asked for, entropy."""
+    """Sum of a loss's inputs: log-probs of all tokens and, if requested, entropy."""
     output = output_of(module, hidden)
     packed = pack_sequences([[0] * len(output.hidden)], PackLayout(), torch.device("cpu"))
     scorer = Scorer(temperature=request.temperature, chunk=request.logprob_chunk)
@@ -224,12 +224,12 @@ def _loss(module: Module, hidden: torch.Tensor, request: StageRequest) -> torch.
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Replace the two places of megatron-core (0.16) that read a tensor's value, which a fake one has not, and a
-    conversion that swaps tensors in place, which fake ones don't allow.
+    """Replace two functions of megatron-core (0.16) that read values, which fake tensors lack, and a conversion that
+    swaps tensors in place, which they don't allow.
     """
 
     def by_one_expert(self: Any, hidden: torch.Tensor, _: object, probs: torch.Tensor) -> object:
-        # The sizes are those of all experts with equal shares of the tokens.
+        # Sizes are as for all experts with equal numbers of tokens.
         return self.local_experts[0](hidden, probs)
 
     with (

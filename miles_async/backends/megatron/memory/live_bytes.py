@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are made while it is on, until they go; views of ``but`` are none.
+    """Counts the bytes of tensors created while it is active, until they are freed; views of ``but`` don't count.
 
-    torch's MemTracker gives the same sums, and counts for every module besides: half of the time went there.
+    torch's MemTracker gives the same sums, but also counts per module, which took half of the time.
     """
 
     def __init__(self, but: Iterable[torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""Memory of trainer ranks, known before a machine is rented: per pipeline stage, from Megatron's own model.
+"""Plan the memory of trainer ranks per pipeline stage, from Megatron's own model. Light to import.
 
-:func:`measure` runs :mod:`miles_async.backends.megatron.memory.fake_rank` in a process of its own; the rest is
-arithmetic of what Megatron's optimizer keeps. Light to import.
+:func:`measure` runs :mod:`miles_async.backends.megatron.memory.fake_rank` in a child process; the rest is arithmetic
+about Megatron's optimizer.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ class RankBytes:
 
 
 def measure(request: StageRequest) -> Mapping[RecomputeGranularity | None, list[StageMemory]]:
-    """Measure the stages in a child process, by recomputation: about ten seconds. Others than the request's are left
-    out where Megatron refuses them.
+    """Measure the stages in a child process, for each kind of recomputation: about ten seconds.
 
-    Raises ConfigurationError if Megatron refuses what is asked for.
+    Raises ConfigurationError if Megatron refuses the requested kind; others that it refuses are omitted.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare_child) as pool:
         try:
@@ -80,10 +79,10 @@ def rank_bytes(
 ) -> RankBytes:
     """Sum up one rank. ``reference``, ``critic``: it holds another model, frozen or trained. ``bucket``: bytes of
     ``--update-weight-buffer-size``. ``copies_saves``: it writes checkpoints from a copy of its state.
-    ``kept_versions``: sets of weights that old log-probs are computed with (``kept_weights.py``).
+    ``kept_versions``: weight versions for old log-probs (``kept_weights.py``).
 
-    The critic is as large as the policy, but for a value head in place of the output layer. Its activations are not
-    there at the same time as the policy's, which are more.
+    The critic equals the policy but for its value head. Its activations, which are fewer, do not coexist with the
+    policy's.
 
     Sources: DistributedDataParallel with fp32 gradient buffers and DistributedOptimizer, which shards fp32 copies of
     bf16 weights and Adam's two moments over data-parallel ranks, context-parallel ones included (megatron-core 0.16).

@@ -10,7 +10,7 @@ from miles_async.arguments.model import ModelArguments
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRequest:
-    """The ranks whose memory is asked for."""
+    """The ranks whose memory is to be measured."""
 
     directory: Path  # with config.json; weights are not read
     model: ModelArguments
@@ -29,24 +29,23 @@ class StageMemory:
     """
 
     stages: range  # pipeline stages that are alike
-    parameters: int  # but for the experts' and those of adapters
+    parameters: int  # without experts and adapters
     expert_parameters: int
-    adapters: int = 0  # with --lora-rank: parameters that are trained, beside the others, which are not
+    adapters: int = 0  # with --lora-rank: the trained parameters, in addition to the others
     expert_adapters: int = 0
-    ahead: int = 0  # of parameters: those of trained layers for multi-token prediction, which no other model has
+    ahead: int = 0  # of parameters: trained layers for multi-token prediction, which no other model has
     expert_ahead: int = 0
-    output_layer: int = 0  # of parameters: those that a critic has a value head instead of
+    output_layer: int = 0  # of parameters: replaced by a value head in a critic
     value_head: int = 0
-    kept: int  # bytes from a micro-batch's forward pass that its backward pass needs
-    peak: int  # bytes at most at one time in both passes, kept ones included; no parameters, no gradients
+    kept: int  # bytes kept from a micro-batch's forward pass for its backward pass
+    peak: int  # largest bytes in both passes, kept ones included, without parameters and gradients
     received: int = 0  # bytes of keys and values of one layer that come from other context-parallel ranks
-    under_way: int  # micro-batches whose activations are kept at one time; of virtual stages, each counts
+    under_way: int  # micro-batches whose activations are kept at once; each virtual stage counts
 
     @property
     def activations(self) -> int:
-        """Bytes of all micro-batches that are under way at once.
+        """Bytes of all micro-batches under way.
 
-        Transformer Engine (2.11) lets go of what it received when a layer's attention is computed
-        (``AttnFuncWithCPAndKVP2P``).
+        Transformer Engine (2.11) frees received keys and values after a layer's attention (``AttnFuncWithCPAndKVP2P``).
         """
         return self.peak + self.received + (self.under_way - 1) * self.kept

@@ -50,7 +50,7 @@ COPIES = {"model.embed_tokens.weight": ".embed_tokens.weight", "lm_head.weight":
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A megatron model, one module or one per virtual pipeline stage, and the bridge that built it."""
+    """A megatron model (one module per virtual pipeline stage) and the bridge that built it."""
 
     modules: list[Module]
     bridge: AutoBridge
@@ -60,7 +60,7 @@ class LoadedModel:
 
     @property
     def pack_layout(self) -> PackLayout:
-        """The form in which this rank needs packed sequences."""
+        """How sequences are packed for this rank."""
         config = get_model_config(self.modules[0])
         share = config.tensor_model_parallel_size if config.sequence_parallel else 1
         routing = None
@@ -82,23 +82,23 @@ class LoadedModel:
 
     @property
     def routers(self) -> dict[Module, Routers]:
-        """Routers whose choices are replayed, of the modules that have any."""
+        """Routers with replayed choices, by module that has any."""
         routers = {module: Routers.of(module) for module in self.modules}
         return {module: found for module, found in routers.items() if found.routers}
 
     def pipeline(self, device: torch.device) -> Pipeline:
-        """The part of the model on this rank, as it is run."""
+        """The part of the model on this rank, ready to run."""
         pipeline = Pipeline(self.modules, pack_filler(self.pack_layout, device), self.routers)
         return replace(pipeline, before_training=partial(share_embedding, self.modules)) if self.ahead else pipeline
 
     def without_adapters(self, device: torch.device) -> Pipeline:
-        """The same part of the model, as it was loaded; its routers always choose."""
+        """The same part of the model without adapters and without replayed routing."""
         return replace(self.pipeline(device), routers={}, inside=partial(switched_off, self.modules))
 
     def exported(self, *, cpu: bool = False, ahead: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and whole tensors, in a fixed order; adapters are merged into them. Collective.
+        """Hugging Face names and whole tensors, in a fixed order, with adapters merged. Collective.
 
-        ``ahead``: also those of trained layers for multi-token prediction, which engines don't hold.
+        ``ahead``: include trained layers for multi-token prediction, which engines don't hold.
         """
         tasks = self.bridge.get_conversion_tasks(self.modules)
         if self.ahead and not ahead:
@@ -113,9 +113,9 @@ class LoadedModel:
         )
 
     def saved(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is exported, then the tensors of the checkpoint that the model has no place for, as they were
-        loaded: layers for multi-token prediction, if they are not trained. The copies of embedding and output layer
-        that come with such layers are always those of the model. Collective; every rank gets all of them.
+        """Yield the exported tensors, then tensors of the checkpoint that the model does not hold, unchanged: layers
+        for multi-token prediction that are not trained. Their copies of embedding and output layer are always the
+        model's. Collective; every rank gets all tensors.
         """
         source = self.bridge.hf_pretrained.state.source
         left = set(source.get_all_keys())
@@ -143,11 +143,10 @@ def load_model(
     replays_routing: bool = False,
     value_head: bool = False,
 ) -> LoadedModel:
-    """Load the model onto this rank's device. Collective.
+    """Load the model onto this rank's device. Collective. Raises ConfigurationError for what would be trained wrongly.
 
-    ``trainable`` wraps it in DistributedDataParallel with a distributed optimizer's buffers; without, it is
-    frozen, for use as a reference. ``replays_routing``: experts can be chosen for its routers.
-    ``value_head``: it gives values instead of logits. Raises ConfigurationError for what would be trained wrongly.
+    ``trainable``: wrap it in DistributedDataParallel with a distributed optimizer's buffers; else it is frozen.
+    ``replays_routing``: its routers can be given their choices. ``value_head``: it computes values instead of logits.
     """
     hf_config.check_model(hf_config.read_config(directory), directory)
     bridge = AutoBridge.from_hf_pretrained(str(directory))
@@ -155,7 +154,7 @@ def load_model(
     hf_config.check_model(config, directory)
     provider = make_provider(bridge, config, model, platform, load_weights=True)
     if replays_routing:
-        provider.moe_enable_routing_replay, provider.moe_router_fusion = True, False  # a fused router asks nobody
+        provider.moe_enable_routing_replay, provider.moe_router_fusion = True, False  # fused, it can't
 
     adapted = trainable and model.lora_rank > 0
     ahead = ahead_layers(config) if trainable and not value_head and model.enable_mtp_training else 0
@@ -178,7 +177,7 @@ def load_model(
     if value_head:
         provider.register_pre_wrap_hook(add_value_heads)  # after it, too: the checkpoint has logits
     if not parallel_state.is_initialized():
-        # Without it megatron (0.16) gives the groups of its own 30 minutes, whatever the default group has.
+        # Megatron (0.16) gives its groups 30 minutes otherwise, whatever the default group has.
         provider.initialize_model_parallel(
             seed=model.seed, distributed_timeout_minutes=model.distributed_timeout_minutes
         )
@@ -218,7 +217,7 @@ def _with_first_adapter(directory: Path, bridge: AutoBridge, modules: list[Modul
 def make_provider(
     bridge: AutoBridge, config: JsonObject, model: ModelArguments, platform: Platform, *, load_weights: bool
 ) -> GPTModelProvider:
-    """Return what builds this rank's modules. ``config``: config.json with transformers' defaults filled in."""
+    """Return the provider that builds this rank's modules. ``config``: config.json with transformers' defaults."""
     if hf_config.family_of(config).host_layers:
         platform = platform.with_host_layers
     provider = bridge.to_megatron_provider(load_weights=load_weights)
@@ -234,7 +233,7 @@ def make_provider(
     virtual_stages = model.virtual_stages(provider.num_layers)
     if virtual_stages > 1:
         provider.virtual_pipeline_model_parallel_size = virtual_stages
-        # Two stages of a rank may talk to the same other rank at one time; batched, their tensors would be mixed up.
+        # Two stages of a rank may exchange tensors with the same rank at once; batched, these would be mixed up.
         provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
     provider.num_layers_in_first_pipeline_stage = model.decoder_first_pipeline_num_layers
     provider.num_layers_in_last_pipeline_stage = model.decoder_last_pipeline_num_layers
@@ -248,14 +247,14 @@ def make_provider(
     settings = megatron_settings(model.megatron_extra).provider
     for name, value in overrides.config_values(settings, platform).items():
         setattr(provider, name, value)
-    for name, enabled in platform.fusions.items():  # after the user's: what is missing cannot be chosen
+    for name, enabled in platform.fusions.items():  # after the user's choice: fusions may be missing
         setattr(provider, name, enabled)
-    if provider.rotary_interleaved:  # the fused rotation of packed sequences (megatron-core 0.16) takes no notice of it
+    if provider.rotary_interleaved:  # megatron-core 0.16 ignores it in the fused rotation of packed sequences
         provider.apply_rope_fusion = False
     # The loss is a sum over tokens; finalize_model_grads divides by all ranks' loss tokens (token mean).
     provider.calculate_per_token_loss = True
     provider.variable_seq_lengths = True  # packed micro-batches differ in length
-    provider.moe_token_dispatcher_type = "alltoall"  # the only one that takes them
+    provider.moe_token_dispatcher_type = "alltoall"  # the only one for packed sequences
     provider.moe_router_dtype = "fp32"  # engines route in fp32 too, and rounding would choose other experts
     if provider.moe_router_enable_expert_bias:
         provider.moe_router_score_function = "sigmoid"  # in transformers by definition, so config.json may omit it
@@ -266,7 +265,7 @@ def make_provider(
     provider.moe_router_bias_update_rate = 0.0
     provider.mtp_num_layers = None
     if model.lora_rank:
-        provider.moe_grouped_gemm = False  # of a grouped product all experts would share one adapter
+        provider.moe_grouped_gemm = False  # experts of a grouped product would share one adapter
     provider.recompute_granularity = model.recompute_granularity
     if model.recompute_granularity == "full":
         provider.recompute_method = model.recompute_method or "uniform"

@@ -1,4 +1,4 @@
-"""Dtypes of trained and exported tensors: as ``--bf16`` says, except for those that a model keeps in fp32."""
+"""Dtypes of trained and exported tensors: by ``--bf16``, except for parameters that stay in fp32."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from megatron.core.transformer.module import Float16Module
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-# Router biases (DeepSeek, GLM) and decays of linear attention (Mamba, gated delta net) change by small steps relative
-# to their size, which bfloat16 rounds away. transformers and SGLang keep them in fp32 too. The lengths of DoRA's rows
-# would change the weights that they are read off.
+# Router biases (DeepSeek, GLM) and decays of linear attention (Mamba, gated delta net) change by steps that bfloat16
+# rounds away; transformers and SGLang keep them in fp32 too. Rounded lengths of DoRA's rows would change the weights.
 KEPT_IN_FP32 = (".expert_bias", ".A_log", ".row_lengths")  # suffixes of parameter names
 
 
 class MixedPrecision(Float16Module):
-    """Float16Module that leaves the fp32 parameters as they were loaded.
+    """Float16Module that keeps fp32 parameters as loaded.
 
-    Float16Module (megatron-core 0.16) rounds every floating tensor; making fp32 of the rounded ones again, as megatron
-    does for ``expert_bias``, does not bring the lost bits back.
+    Float16Module (megatron-core 0.16) rounds every floating tensor; casting back to fp32, as megatron does for
+    ``expert_bias``, does not restore the lost bits.
     """
 
     def __init__(self, config: TransformerConfig, module: torch.nn.Module) -> None:
@@ -31,15 +30,15 @@ class MixedPrecision(Float16Module):
             tensor.data = loaded[name]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> torch.Tensor:
-        """Leave the output in bfloat16: hidden states, of which logits are made in fp32."""
+        """Leave the output in bfloat16: hidden states, whose logits are computed in fp32."""
         return super().forward(*inputs, fp32_output=False, **kwargs)
 
 
 def enforce(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast every floating parameter to ``dtype``, except those kept in fp32.
+    """Cast every floating parameter to ``dtype``, except for those kept in fp32.
 
-    Before weights are loaded, which would be rounded to what a layer was built with, and before
-    DistributedDataParallel, whose buffers are made per dtype.
+    Call before weights are loaded, which are rounded to the layer's dtype, and before DistributedDataParallel, which
+    has buffers per dtype.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point():

@@ -1,4 +1,4 @@
-"""Runs packed micro-batches through megatron's pipeline schedule: scoring without gradients, or with a loss."""
+"""Run packed micro-batches through megatron's pipeline schedule, to score them or to compute gradients."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Scored:
     """Results of a scoring pass, one per micro-batch."""
 
     numbers: list[Tensor]  # float32 [N], on the last pipeline stage; empty on the others
-    experts: list[Experts]  # that this rank's routers chose, if they were recorded; else without layers
+    experts: list[Experts]  # chosen by this rank's routers, if recorded; else empty
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One micro-batch on its way through the pipeline stages of this rank."""
+    """One micro-batch on its way through this rank's pipeline stages."""
 
     packed: PackedSequences
     of_output: OfOutput
@@ -71,15 +71,15 @@ class Pipeline:
         return Scored(numbers, [each.recorded or {} for each in passes])
 
     def accumulate_gradients(self, packs: Sequence[PackedBatch], loss: LossFunction) -> list[Mapping[str, Tensor]]:
-        """Forward and backward of one optimizer step; leaves gradients reduced over ranks, and divided by the count
-        that the losses give, over all micro-batches and ranks.
+        """Run forward and backward of one optimizer step. Gradients are reduced over ranks, and divided by the total
+        count of the losses over all micro-batches and ranks.
 
-        Returns the metric sums per micro-batch on the last pipeline stage, nothing on the others. Collective.
+        Returns metric sums per micro-batch on the last pipeline stage, nothing on the others. Collective.
         """
 
         def of_output(packed: PackedBatch, output: ModelOutput) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
             sums = loss(packed, output)
-            # Context-parallel ranks have the same loss, each with the gradient of its own positions: count it once.
+            # Context-parallel ranks have the same loss, each with gradients of its own positions: count it once.
             count = sums.count if parallel_state.get_context_parallel_rank() == 0 else torch.zeros_like(sums.count)
             return sums.loss, count.int(), sums.metrics
 
@@ -87,14 +87,14 @@ class Pipeline:
         return self._run([Pass(packed.sequences, partial(of_output, packed)) for packed in packs], forward_only=False)
 
     def _run(self, passes: Sequence[Pass], *, forward_only: bool) -> list[Any]:
-        """The results of ``of_output``, one per micro-batch, where the last stage is."""
+        """Results of ``of_output``, one per micro-batch, on the last stage."""
         micro_batches = list(passes)
-        if len(self.modules) > 1:  # the interleaved schedule works on as many micro-batches at a time as stages
+        if len(self.modules) > 1:  # the interleaved schedule needs a multiple of the stages
             missing = -len(passes) % parallel_state.get_pipeline_model_parallel_world_size()
-            # In the backward pass, either all micro-batches replay experts or none.
+            # With gradients, either all micro-batches replay experts or none.
             filler = self.filler if passes[0].packed.experts else dataclasses.replace(self.filler, experts=None)
-            # First: the last micro-batch's gradients start reductions (--overlap-grad-reduce), and a filler's loss
-            # gives the output layer none.
+            # Fillers come first: the last micro-batch's gradients start reductions (--overlap-grad-reduce), and a
+            # filler gives the output layer none.
             micro_batches = [Pass(filler, _no_loss)] * missing + micro_batches
         iterators = [iter(micro_batches) for _ in self.modules]
         try:
@@ -120,12 +120,12 @@ class Pipeline:
         choosing = routers.choosing(packed.experts, each.recorded, packed.tokens.device) if routers else nullcontext()
         with choosing, rotary_positions(module, packed.attention, packed.position_ids[0]):
             output = module(packed.tokens, packed.position_ids, None, packed_seq_params=packed.attention)
-        # With forward_only the schedule passes non_loss_data=True and stores what comes back.
+        # With forward_only, the schedule passes non_loss_data=True and stores the result.
         return output, lambda hidden, **_: each.of_output(output_of(module, hidden))
 
 
 def _no_loss(output: ModelOutput) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-    """The loss of a filler: 0, with a gradient of 0 for the stages before."""
+    """A filler's loss: 0, with zero gradients for earlier stages."""
     nothing = torch.zeros((), dtype=torch.int, device=output.hidden.device)
     return output.hidden[:0].sum(), nothing, {}
 

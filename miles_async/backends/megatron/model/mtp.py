@@ -1,12 +1,12 @@
 """Layers for multi-token prediction (``--enable-mtp-training``): number k of them predicts the token k after the next.
 
-They are a draft of the policy, and learn to follow it. What they read of the policy (hidden states, embedding, output
-layer) gets no gradient from them, as in slime: the policy learns what it would without them. Only the norm of the
-gradient, by which it is clipped, is that of all parameters.
+They are a draft model that learns to follow the policy. As in slime, they send no gradient to the policy's hidden
+states, embedding and output layer, so the policy learns as it would without them, except that gradients are clipped by
+the norm over all parameters.
 
-Megatron-core (0.16) makes logits of all positions for their loss, which trains the policy too, and a second embedding
-that is trained on the last pipeline stage. So only its layers are taken. They run inside of the model's forward pass,
-which then gives back their hidden states after the policy's; log-probs are made of both alike (``scores``).
+Megatron-core's (0.16) loss for them trains the policy, too, needs logits of all positions, and trains a second
+embedding on the last pipeline stage. So only its layers are used. They run inside the model's forward pass, whose
+output holds their hidden states after the policy's; log-probs are computed from both in the same way (``scores``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AheadLayer(MultiTokenPredictionLayer):
         hidden_states: Tensor,
         **_: object,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tokens one place further. A sample's last place gets a wrong one, which no other place reads."""
+        """The tokens shifted by one. A sample's last position gets a wrong token, which no other position reads."""
         tokens = input_ids.roll(-1, -1)
         with torch.no_grad():
             embedded = embedding(tokens, position_ids)
@@ -63,7 +63,7 @@ class AheadLayer(MultiTokenPredictionLayer):
 
     def _checkpointed_forward(self, forward: Callable[..., Tensor], *, hidden_states: Tensor, decoder_input: Tensor,
                               **settings: object) -> Tensor:  # fmt: skip
-        """Megatron's (0.16) hands the settings to autograd, which takes tensors only."""
+        """Megatron's (0.16) passes the settings to autograd, which takes tensors only."""
         run = partial(forward, **settings)
         return tensor_parallel.checkpoint(run, False, hidden_states, decoder_input)
 
@@ -72,7 +72,7 @@ class AheadLayers(MultiTokenPredictionBlock):
     """The layers, on the last pipeline stage."""
 
     embedding: Tensor | None
-    """Rows of the embedding, [V / TP, H], as they are on the first stage; None if that is this one."""
+    """The first stage's rows of the embedding, [V / TP, H]; None if this is the first stage."""
 
     def forward(
         self, hidden: Tensor, tokens: Tensor, positions: Tensor, embed: Callable[..., Tensor], **settings: object
@@ -89,14 +89,14 @@ class AheadLayers(MultiTokenPredictionBlock):
 
 
 def add_ahead_layers(module: Module, provider: GPTModelProvider, count: int, platform: Platform) -> None:
-    """Give the last pipeline stage ``count`` layers, built like the policy's last, and let its output have theirs.
+    """Add ``count`` layers, built like the policy's last, to the last pipeline stage and its output.
 
-    Before parameters get their dtype and weights are loaded.
+    Call before parameters get their dtype and weights are loaded.
     """
     model: Any = module
     model.mtp = AheadLayers(provider, _layers_spec(provider, count, platform, model.vp_stage), vp_stage=model.vp_stage)
     for part in model.mtp.modules():
-        if hasattr(part, "router_replay"):  # engines tell the experts of the policy's layers only
+        if hasattr(part, "router_replay"):  # engines report experts of the policy's layers only
             part.router_replay = None
     weight = None
     if not model.pre_process:
@@ -116,7 +116,7 @@ def add_ahead_layers(module: Module, provider: GPTModelProvider, count: int, pla
 
 
 def share_embedding(modules: Sequence[Module]) -> None:
-    """Bring the last stage's copy of the embedding up to date. Collective over the first and the last stage."""
+    """Update the last stage's copy of the embedding. Collective over the first and the last stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return
     first, last = unwrap_model(modules[0]), unwrap_model(modules[-1])
@@ -132,7 +132,7 @@ def share_embedding(modules: Sequence[Module]) -> None:
 
 
 def split_output(model: Any, hidden: Tensor) -> tuple[Tensor, ...]:
-    """The policy's hidden states and those of each layer, of what a forward pass returned: [1, layers · T, H]."""
+    """Split a forward pass's output, [1, (1 + layers) · T, H], into hidden states of the policy and of each layer."""
     layers = len(model.mtp.layers) if model.training and hasattr(model, "mtp") else 0
     return hidden.chunk(1 + layers, dim=1)
 

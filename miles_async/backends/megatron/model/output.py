@@ -1,4 +1,4 @@
-"""Output of the model's last pipeline stage: hidden states, of which logits are made a few at a time where needed."""
+"""Output of the last pipeline stage: hidden states, from which logits are computed in chunks where needed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ValueHead(Module):
 
 
 def add_value_heads(modules: list[Module]) -> list[Module]:
-    """Replace the output layer, on the pipeline stage that has it, and tie no embedding to it on any."""
+    """Replace the output layer on the last pipeline stage, and untie the embedding on all."""
     module: Any
     for module in modules:
         config = get_model_config(module)
@@ -56,11 +56,11 @@ class ModelOutput:
     weight: Tensor  # [V / TP, H], this rank's rows of the output layer; [1, H] of a value head, on every rank the same
     softcap: float | None  # bound of logits (Gemma 2): softcap · tanh(logits / softcap) are what counts
     ahead: tuple[Tensor, ...] = ()  # hidden states of the layers for multi-token prediction, in training
-    awaits_gradient: bool  # autograd has to give the weight a gradient, at which its reduction over ranks begins
+    awaits_gradient: bool  # autograd must give the weight a gradient, which starts its reduction over ranks
 
 
 def return_hidden_states(module: Module) -> None:
-    """Let the model's output layer give back its input. Raises ConfigurationError if logits are no plain product."""
+    """Make the output layer return its input. Raises ConfigurationError if logits are no plain product."""
     layer: Any = module.output_layer
     if type(layer).forward not in (ColumnParallelLinear.forward, Gemma2OutputLayer.forward) or layer.bias is not None:
         raise ConfigurationError(
@@ -71,10 +71,10 @@ def return_hidden_states(module: Module) -> None:
 
 
 def output_of(module: Module, hidden: Tensor) -> ModelOutput:
-    """Wrap what a module returned that went through :func:`return_hidden_states`.
+    """Wrap the output of a module that went through :func:`return_hidden_states`.
 
-    ``hidden``: [1, T, H], or [1, T / TP, H] under sequence parallelism. With L layers for multi-token prediction T is
-    1 + L times as large: the policy's hidden states come first, then those of each layer.
+    ``hidden``: [1, T, H], or [1, T / TP, H] under sequence parallelism. With L layers for multi-token prediction, T is
+    1 + L times as large: hidden states of the policy, then of each layer.
     """
     model: Any = unwrap_model(module)
     tied = model.share_embeddings_and_output_weights

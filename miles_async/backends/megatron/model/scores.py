@@ -16,7 +16,7 @@ from miles_async.backends.megatron.packing.pack import PackedSequences
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """fp32 [N], differentiable: entry ``i`` describes ``tokens[i]`` given its prefix, 0 where no log-prob is needed."""
+    """fp32 [N], differentiable: entry ``i`` is for ``tokens[i]`` given its prefix, 0 where no log-prob is needed."""
 
     logprobs: Tensor
     entropy: Tensor | None  # of the distribution that the token is drawn from; None if not asked for
@@ -32,7 +32,7 @@ class Scorer:
     def __call__(self, output: ModelOutput, packed: PackedSequences, *, entropy: bool = False) -> Scores:
         """Score on the last pipeline stage. Collective over tensor- and context-parallel ranks.
 
-        Every context-parallel rank gets all values; the gradient of each goes to the rank that it came from.
+        Every context-parallel rank gets all values; gradients go to the rank that computed the value.
         """
         settings = self._settings(output, entropy=entropy)
         hidden = output.hidden[packed.rows]
@@ -72,7 +72,7 @@ class Scorer:
 
 
 def values_of(output: ModelOutput, packed: PackedSequences) -> Tensor:
-    """A critic's values, fp32 [N]: entry ``i`` is that of the prefix of ``tokens[i]``, 0 where no log-prob is needed.
+    """A critic's values, fp32 [N]: entry ``i`` is for the prefix of ``tokens[i]``, 0 where no log-prob is needed.
 
     On the last pipeline stage. Collective over context-parallel ranks, as :class:`Scorer` is.
     """
@@ -81,7 +81,7 @@ def values_of(output: ModelOutput, packed: PackedSequences) -> Tensor:
 
 
 def _scatter(values: Tensor, packed: PackedSequences) -> Tensor:
-    """Put values of the scored tokens, [n], where these stand among all, [N], with those of context-parallel ranks."""
+    """Scatter values of the scored tokens, [n], to all tokens, [N], and add context-parallel ranks' values."""
     own = values.new_zeros(packed.num_tokens).index_put((packed.scored,), values)
-    # Adds up over the group; the gradient goes through as it is.
+    # Sums over the group; gradients pass unchanged.
     return reduce_from_tensor_model_parallel_region(own, group=parallel_state.get_context_parallel_group())

@@ -1,7 +1,7 @@
-"""Log-probs and entropy of tokens from hidden states, without logits of all of them at one time.
+"""Log-probs and entropy of tokens from hidden states, without holding all logits at once.
 
-Logits are made for a few rows at a time and dropped again; the backward pass makes them a second time. Beyond hidden
-states and gradients, both passes take the memory of ``chunk`` rows of fp32 logits, however many tokens there are.
+Logits are computed for a few rows at a time, and again in the backward pass. Beyond hidden states and gradients, both
+passes take the memory of ``chunk`` rows of fp32 logits, however many tokens there are.
 """
 
 from __future__ import annotations
