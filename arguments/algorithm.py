@@ -50,28 +50,38 @@ class AlgorithmArguments:
         "gae: generalized advantage estimation with a critic, which is trained beside the policy (PPO)",
     )
     gamma: float = flag(
-        1.0, "discount of rewards per token, with --token-advantages gae", needs=("token_advantages=gae",)
+        1.0,
+        "discount of rewards per token, with --token-advantages gae",
+        needs=("token_advantages=gae",),
+        at_least=0,
+        at_most=1,
     )
     lambd: float = flag(
         1.0,
         "λ of --token-advantages gae: 1 is the return minus the value, 0 trusts the next token's value alone",
         needs=("token_advantages=gae",),
+        at_least=0,
+        at_most=1,
     )
     lambd_length_alpha: float | None = flag(
         None,
         "length-dependent λ instead of --lambd: 1 − 1 / (this × n), at least 0, for a sequence with n tokens that "
         "carry loss (VAPO, SAO)",
         needs=("token_advantages=gae",),
+        above=0,
     )
     critic_lambd: float | None = flag(
         None,
         "λ of the returns that the critic learns, if it differs from the policy's; 1: the rewards to go (VAPO, SAO)",
         needs=("token_advantages=gae",),
+        at_least=0,
+        at_most=1,
     )
     kl_coef: float = flag(
         0.0,
         "weight of the KL in the reward, with --token-advantages kl_in_reward or gae",
         needs=("token_advantages=kl_in_reward", "token_advantages=gae", "token_advantages=own"),
+        at_least=0,
     )
     kl_reward_type: KlLossType | ModuleAttr = flag(
         "k1", "estimator of the KL in the reward, as in --kl-loss-type; only k1 yields the exact KL gradient"
@@ -83,9 +93,10 @@ class AlgorithmArguments:
         None,
         "number of tokens before --rollout-max-response-len over which the reward that advantages are computed from "
         "falls linearly, by --overlong-penalty-factor in total (DAPO's soft overlong punishment)",
+        at_least=1,
     )
     overlong_penalty_factor: float = flag(
-        1.0, "largest penalty of --overlong-buffer-len", needs=("overlong_buffer_len",)
+        1.0, "largest penalty of --overlong-buffer-len", needs=("overlong_buffer_len",), above=0
     )
     use_opd: bool = flag(
         False,
@@ -98,7 +109,7 @@ class AlgorithmArguments:
         metavar="GROUP",
         needs=("use_opd",),
     )
-    opd_kl_coef: float = flag(1.0, "weight of the reverse KL of --use-opd, per nat", needs=("use_opd",))
+    opd_kl_coef: float = flag(1.0, "weight of the reverse KL of --use-opd, per nat", needs=("use_opd",), at_least=0)
     opd_student: OpdStudent = flag(
         "trainer",
         "whose log-probs --use-opd compares with the teacher's. trainer: those of the policy at the optimizer step, "
@@ -115,25 +126,30 @@ class AlgorithmArguments:
         "or sequences; dis: cispo without the tokens outside of the clip",
     )
     eps_clip: float = flag(
-        0.2, "PPO clip range below 1 (1e9: no clip); of the log-ratio with gmpo, of the divergence with dppo"
+        0.2, "PPO clip range below 1 (1e9: no clip); of the log-ratio with gmpo, of the divergence with dppo", above=0
     )
-    eps_clip_high: float | None = flag(None, "PPO clip range above 1 (default: --eps-clip); 0.28 is DAPO's clip-higher")
+    eps_clip_high: float | None = flag(
+        None, "PPO clip range above 1 (default: --eps-clip); 0.28 is DAPO's clip-higher", above=0
+    )
     eps_clip_c: float | None = flag(
         3.0,
         "dual clip: cap the loss of tokens with a negative advantage A at this × |A|, since PPO's clip does not bound "
         "it there; more than 1; none: no cap",
+        above=1,
     )
     sat_quantile: float = flag(
         0.9,
         "sat tightens the clip for tokens of the rollout batch whose |log π − log π_rollout| exceeds this quantile",
+        above=0,
+        at_most=1,
     )
-    tau_pos: float = flag(1.0, "steepness of sapo's sigmoid for positive advantages")
-    tau_neg: float = flag(1.05, "steepness of sapo's sigmoid for other advantages")
-    clip_cov_ratio: float = flag(2e-4, "share of the rollout batch's tokens that clip_cov drops")
-    clip_cov_lb: float = flag(1.0, "lower bound on the covariance of the tokens that clip_cov samples")
-    clip_cov_ub: float = flag(5.0, "upper bound on the covariance of the tokens that clip_cov samples")
-    kl_cov_ratio: float = flag(2e-4, "share of the rollout batch's tokens that kl_cov penalizes")
-    ppo_kl_coef: float = flag(1.0, "weight of kl_cov's penalty, per nat")
+    tau_pos: float = flag(1.0, "steepness of sapo's sigmoid for positive advantages", above=0)
+    tau_neg: float = flag(1.05, "steepness of sapo's sigmoid for other advantages", above=0)
+    clip_cov_ratio: float = flag(2e-4, "share of the rollout batch's tokens that clip_cov drops", above=0, at_most=1)
+    clip_cov_lb: float = flag(1.0, "lower bound on the covariance of the tokens that clip_cov samples", at_least=0)
+    clip_cov_ub: float = flag(5.0, "upper bound on the covariance of the tokens that clip_cov samples", above=0)
+    kl_cov_ratio: float = flag(2e-4, "share of the rollout batch's tokens that kl_cov penalizes", above=0, at_most=1)
+    ppo_kl_coef: float = flag(1.0, "weight of kl_cov's penalty, per nat", at_least=0)
     loss_aggregation: LossAggregationName | ModuleAttr = flag(
         "token_mean",
         "the loss of an optimizer step is the mean over its tokens that carry loss (token_mean), over sequences of "
@@ -144,6 +160,7 @@ class AlgorithmArguments:
         None,
         "tokens that a sequence's sum is divided by, with --loss-aggregation sequence_sum; the longest response",
         needs=("loss_aggregation=sequence_sum",),
+        at_least=1,
     )
     use_rollout_logprobs: bool = flag(
         False,
@@ -169,8 +186,8 @@ class AlgorithmArguments:
         "w of --use-tis: of each token, its product over a sequence, or its geometric mean over a sequence",
         needs=("use_tis",),
     )
-    tis_clip: float = flag(2.0, "largest importance weight", needs=("use_tis",))
-    tis_clip_low: float = flag(0.0, "smallest importance weight", needs=("use_tis",))
+    tis_clip: float = flag(2.0, "largest importance weight", needs=("use_tis",), above=0)
+    tis_clip_low: float = flag(0.0, "smallest importance weight", needs=("use_tis",), at_least=0)
     use_rs: bool = flag(
         False, "rejection: tokens or sequences where trainer and engine differ too much do not move the policy"
     )
@@ -187,25 +204,30 @@ class AlgorithmArguments:
     rs_lower_bound: float | None = flag(None, "smallest statistic that --use-rs accepts", needs=("use_rs",))
     rs_upper_bound: float | None = flag(None, "largest statistic that --use-rs accepts", needs=("use_rs",))
     rs_veto_threshold: float | None = flag(
-        None, "--use-rs rejects a sequence in which any token's ratio is less than this", needs=("use_rs",)
+        None, "--use-rs rejects a sequence in which any token's ratio is less than this", needs=("use_rs",), above=0
     )
     use_opsm: bool = flag(
         False,
         "off-policy sequence masking: sequences with a negative advantage do not move the policy where the mean of "
         "log π_rollout − log π over their tokens is more than --opsm-delta",
     )
-    opsm_delta: float = flag(1e-4, "threshold of --use-opsm, in nats per token", needs=("use_opsm",))
+    opsm_delta: float = flag(1e-4, "threshold of --use-opsm, in nats per token", needs=("use_opsm",), at_least=0)
     m2_threshold: float | None = flag(
         None,
         "M2PO: the tokens of the rollout batch whose (log π_trainer − log π_rollout)² is largest do not move the "
         "policy, until the mean of the rest is below this; with --use-tis",
+        above=0,
     )
     max_token_age: int | None = flag(
-        None, "mask tokens older than this many versions in the policy loss; other tokens of the sample still train"
+        None,
+        "mask tokens older than this many versions in the policy loss; other tokens of the sample still train",
+        at_least=0,
     )
-    token_age_decay: float = flag(1.0, "weight of a token in the policy loss: this to the power of its age")
+    token_age_decay: float = flag(
+        1.0, "weight of a token in the policy loss: this to the power of its age", above=0, at_most=1
+    )
     use_kl_loss: bool = flag(False, "add --kl-loss-coef × KL(π ‖ reference) to the loss")
-    kl_loss_coef: float = flag(0.0, "weight of the KL loss", needs=("use_kl_loss",))
+    kl_loss_coef: float = flag(0.0, "weight of the KL loss", needs=("use_kl_loss",), at_least=0)
     kl_loss_type: KlLossType | ModuleAttr = flag(
         "k3",
         "estimator of the KL loss. k3: exp(d) − 1 − d with d = log π_ref − log π; low_var_kl: that, at most 10; k2: "
@@ -215,19 +237,23 @@ class AlgorithmArguments:
         None,
         "mean KL to the reference model, in nats per token, that --kl-loss-coef or --kl-coef is adapted to after each "
         "rollout step (default: they are constant)",
+        above=0,
     )
     kl_horizon: int = flag(
         10_000,
         "with --kl-target: number of sequences in which the coefficient may change by about 20 %",
         needs=("kl_target",),
+        at_least=1,
     )
     ref_update_interval: int | None = flag(
-        None, "rollout steps after which the reference model follows the policy (default: never)"
+        None, "rollout steps after which the reference model follows the policy (default: never)", at_least=1
     )
     ref_update_alpha: float = flag(
         1.0,
         "share of the policy's weights in each update of the reference model; 1: a copy; less: a moving average",
         needs=("ref_update_interval",),
+        above=0,
+        at_most=1,
     )
     ref_hf_checkpoint: Path | None = flag(
         None, "reference model of the KL loss and the KL in the reward (default: --hf-checkpoint)"
@@ -241,10 +267,12 @@ class AlgorithmArguments:
         "--use-rollout-routing-replay)",
     )
     entropy_coef: float = flag(
-        0.0, "weight of the entropy bonus: this × the mean entropy of tokens, in nats, is subtracted from the loss"
+        0.0,
+        "weight of the entropy bonus: this × the mean entropy of tokens, in nats, is subtracted from the loss",
+        at_least=0,
     )
     entropy_coef_end: float | None = flag(
-        None, "weight of the entropy bonus at the end of the run, reached linearly (default: constant)"
+        None, "weight of the entropy bonus at the end of the run, reached linearly (default: constant)", at_least=0
     )
     log_entropy: bool = flag(False, "compute the policy's entropy, a pass over all logits, and log it as train/entropy")
     allow_uncorrected_off_policy: bool = flag(

@@ -14,7 +14,7 @@ class CheckpointArguments:
 
     save: Path | None = flag(None, "directory for this run's checkpoints (default: none are written)")
     save_interval: int | None = flag(
-        None, "rollout steps between checkpoints (default: only at the end)", needs=("save",)
+        None, "rollout steps between checkpoints (default: only at the end)", needs=("save",), at_least=1
     )
     async_save: bool = flag(
         True,
@@ -25,9 +25,14 @@ class CheckpointArguments:
         "keep only the newest N checkpoints (default: all; 1 with --save-retain-interval)",
         metavar="N",
         needs=("save",),
+        at_least=1,
     )
     save_retain_interval: int | None = flag(
-        None, "keep the checkpoint of every Nth rollout step permanently (default: none)", metavar="N", needs=("save",)
+        None,
+        "keep the checkpoint of every Nth rollout step permanently (default: none)",
+        metavar="N",
+        needs=("save",),
+        at_least=1,
     )
     save_overwrite: bool = flag(
         False, "allow this run's first checkpoint to replace conflicting ones in --save", needs=("save",)
@@ -39,6 +44,7 @@ class CheckpointArguments:
         "rank, the rollout manager, Ray or the driver, or if it stalled after its first step",
         metavar="N",
         needs=("save",),
+        at_least=0,
     )
     load: Path | None = flag(
         None,

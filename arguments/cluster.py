@@ -44,12 +44,18 @@ class ClusterArguments:
     """Cluster"""
 
     device: DeviceChoice = flag("auto", "where models run; auto: on CUDA if it is available")
-    actor_num_nodes: int = flag(1, "nodes that train")
-    actor_num_gpus_per_node: int = flag(1, "trainer ranks per node (on CPU: processes); DP = ranks / (TP × PP × CP)")
-    rollout_num_gpus: int = flag(1, "GPUs that generate (on CPU: engine processes)", replaced_by="server_groups")
-    rollout_num_gpus_per_engine: int = flag(1, "GPUs per engine, its tensor-parallel size", replaced_by="server_groups")
+    actor_num_nodes: int = flag(1, "nodes that train", at_least=1)
+    actor_num_gpus_per_node: int = flag(
+        1, "trainer ranks per node (on CPU: processes); DP = ranks / (TP × PP × CP)", at_least=1
+    )
+    rollout_num_gpus: int = flag(
+        1, "GPUs that generate (on CPU: engine processes)", replaced_by="server_groups", at_least=1
+    )
+    rollout_num_gpus_per_engine: int = flag(
+        1, "GPUs per engine, its tensor-parallel size", replaced_by="server_groups", at_least=1
+    )
     rollout_num_nodes_per_engine: int = flag(
-        1, "nodes over which the GPUs of one engine are spread evenly", replaced_by="server_groups"
+        1, "nodes over which the GPUs of one engine are spread evenly", replaced_by="server_groups", at_least=1
     )
     colocate: bool = flag(
         False,
@@ -60,6 +66,7 @@ class ClusterArguments:
         None,
         "GiB that one GPU has: --dry-run and `miles-async plan --memory` refuse what does not fit",
         metavar="GIB",
+        above=0,
     )
     ray_address: str | None = flag(
         None,

@@ -44,9 +44,9 @@ class DataArguments:
         "refuse", "rows that the chat template refuses: refuse the file, or skip and count them while the run goes on"
     )
     rollout_shuffle: bool = flag(True, "shuffle prompts, in another order every epoch")
-    rollout_seed: int = flag(42, "seed of the shuffle")
+    rollout_seed: int = flag(42, "seed of the shuffle", at_least=0)
     rollout_max_prompt_len: int | None = flag(
-        None, "prompts with more tokens are skipped and counted (default: the model's limit)"
+        None, "prompts with more tokens are skipped and counted (default: the model's limit)", at_least=1
     )
 
 

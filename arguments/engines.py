@@ -21,20 +21,26 @@ class EnginesArguments:
     rollout_external: tuple[str, ...] = flag(
         (), "generate with SGLang servers that are running already; they are left running", metavar="HOST:PORT"
     )
-    engine_start_timeout: float = flag(600.0, "seconds an engine may take to come up", metavar="SECONDS")
+    engine_start_timeout: float = flag(600.0, "seconds an engine may take to come up", metavar="SECONDS", above=0)
     engine_max_restarts: int = flag(
         3,
         "restarts allowed within --engine-restart-window, per engine before it is given up; failed first "
         "starts count, too",
+        at_least=0,
     )
     engine_restart_window: float = flag(
-        3600.0, "seconds for which a restart counts against --engine-max-restarts", metavar="SECONDS"
+        3600.0, "seconds for which a restart counts against --engine-max-restarts", metavar="SECONDS", above=0
     )
-    request_timeout: float = flag(600.0, "seconds one generation request may take", metavar="SECONDS")
-    request_retries: int = flag(5, "tries on another engine after a transient error, with exponential backoff")
+    request_timeout: float = flag(600.0, "seconds one generation request may take", metavar="SECONDS", above=0)
+    request_retries: int = flag(
+        5, "tries on another engine after a transient error, with exponential backoff", at_least=0
+    )
     sglang_router_policy: str = flag("consistent_hashing", "how smg distributes requests over engines")
     sglang_router_port: int | None = flag(
-        None, "port of the router, which then listens at this node's address (default: a free one, on loopback)"
+        None,
+        "port of the router, which then listens at this node's address (default: a free one, on loopback)",
+        at_least=1,
+        at_most=65_535,
     )
     sglang_extra: tuple[str, ...] = ()  # collected from --sglang-*, as SGLang's own arguments
     router_extra: tuple[str, ...] = ()  # collected from --router-*, as smg's own arguments

@@ -22,21 +22,30 @@ class EvaluationArguments:
         metavar="[NAME] PATH",
     )
     eval_interval: int | None = flag(
-        None, "rollout steps between evaluations (default: only first and last)", needs=("eval_prompt_data",)
+        None,
+        "rollout steps between evaluations (default: only first and last)",
+        needs=("eval_prompt_data",),
+        at_least=1,
     )
-    n_samples_per_eval_prompt: int = flag(1, "samples per held-out prompt", needs=("eval_prompt_data",))
+    n_samples_per_eval_prompt: int = flag(1, "samples per held-out prompt", needs=("eval_prompt_data",), at_least=1)
     eval_temperature: float | None = flag(
         None,
         "temperature of evaluation; 0: greedy (default: greedy, and with several samples per held-out prompt "
         "--rollout-temperature)",
         needs=("eval_prompt_data",),
+        at_least=0,
     )
-    eval_top_p: float = flag(1.0, "nucleus sampling of evaluation", needs=("eval_prompt_data",))
+    eval_top_p: float = flag(1.0, "nucleus sampling of evaluation", needs=("eval_prompt_data",), above=0, at_most=1)
     eval_top_k: int = flag(-1, "evaluation samples from the k likeliest tokens; -1: all", needs=("eval_prompt_data",))
     eval_max_response_len: int | None = flag(
-        None, "tokens an evaluation response may have (default: as in training)", needs=("eval_prompt_data",)
+        None,
+        "tokens an evaluation response may have (default: as in training)",
+        needs=("eval_prompt_data",),
+        at_least=1,
     )
-    eval_concurrency: int = flag(128, "maximum number of evaluation samples in flight", needs=("eval_prompt_data",))
+    eval_concurrency: int = flag(
+        128, "maximum number of evaluation samples in flight", needs=("eval_prompt_data",), at_least=1
+    )
 
     def temperature(self, rollout_temperature: float) -> float:
         """``--eval-temperature`` in force; ``rollout_temperature``: ``--rollout-temperature``."""

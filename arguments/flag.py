@@ -22,6 +22,10 @@ def flag(
     metavar: str | None = None,
     needs: tuple[str, ...] = (),
     replaced_by: str | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
 ) -> T:
     """A field that is also a command-line flag: ``max_weight_staleness`` becomes ``--max-weight-staleness``.
 
@@ -31,7 +35,8 @@ def flag(
 
     ``needs``: fields without which the flag has no effect; one of them is enough. ``use_tis`` has to be given,
     ``policy_loss=gspo`` has to have this value, ``policy_loss=own`` to name something of the user's.
-    ``replaced_by``: field beside which it has none.
+    ``replaced_by``: field beside which it has none. ``at_least``, ``above``, ``at_most`` and ``below`` bound a number.
     """
+    bounds = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
     metadata = {"default": default, "help": help, "metavar": metavar, "needs": needs, "replaced_by": replaced_by}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={**metadata, "bounds": bounds})

@@ -35,24 +35,28 @@ class ModelArguments:
         False, "run code that --hf-checkpoint brings for its tokenizer; a note at the start says which files"
     )
     train_backend: str = flag("megatron", "training backend, a name in the entry point group miles_async.backends")
-    tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices")
-    pipeline_model_parallel_size: int = flag(1, "ranks that share the layers")
-    context_parallel_size: int = flag(1, "ranks that share the tokens of every sample, for long samples")
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices", at_least=1)
+    pipeline_model_parallel_size: int = flag(1, "ranks that share the layers", at_least=1)
+    context_parallel_size: int = flag(1, "ranks that share the tokens of every sample, for long samples", at_least=1)
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers of the first pipeline stage, if it differs from the other stages"
+        None, "layers of the first pipeline stage, if it differs from the other stages", at_least=1
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "layers of the last pipeline stage, if it differs from the other stages: it computes the logits, too"
+        None,
+        "layers of the last pipeline stage, if it differs from the other stages: it computes the logits, too",
+        at_least=1,
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers of each virtual pipeline stage: a rank holds several stages, which shortens the pipeline's bubble"
+        None,
+        "layers of each virtual pipeline stage: a rank holds several stages, which shortens the pipeline's bubble",
+        at_least=1,
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "virtual pipeline stages per rank, instead of --num-layers-per-virtual-pipeline-stage"
+        None, "virtual pipeline stages per rank, instead of --num-layers-per-virtual-pipeline-stage", at_least=1
     )
-    expert_model_parallel_size: int = flag(1, "ranks that share the experts of a mixture-of-experts model")
+    expert_model_parallel_size: int = flag(1, "ranks that share the experts of a mixture-of-experts model", at_least=1)
     expert_tensor_parallel_size: int | None = flag(
-        None, "ranks that share each expert's matrices (default: --tensor-model-parallel-size)"
+        None, "ranks that share each expert's matrices (default: --tensor-model-parallel-size)", at_least=1
     )
     sequence_parallel: bool = flag(True, "with tensor parallelism, split the sequence outside of attention and MLP too")
     share_prefixes: bool = flag(
@@ -64,7 +68,7 @@ class ModelArguments:
         None, "train in bfloat16 with fp32 main parameters, else in fp32 (default: on GPUs yes, on a CPU no)"
     )
     distributed_timeout_minutes: float = flag(
-        10.0, "minutes that trainer ranks wait for each other in one collective", metavar="MINUTES"
+        10.0, "minutes that trainer ranks wait for each other in one collective", metavar="MINUTES", above=0
     )
     recompute_granularity: RecomputeGranularity | None = flag(
         None, "activations that the backward pass recomputes: those of whole layers, or of --recompute-modules"
@@ -76,7 +80,7 @@ class ModelArguments:
         needs=("recompute_granularity=full",),
     )
     recompute_num_layers: int | None = flag(
-        None, "layers of --recompute-method (default: 1)", needs=("recompute_granularity=full",)
+        None, "layers of --recompute-method (default: 1)", needs=("recompute_granularity=full",), at_least=1
     )
     recompute_modules: tuple[str, ...] = flag(
         (),
@@ -84,12 +88,14 @@ class ModelArguments:
         metavar="MODULE",
         needs=("recompute_granularity=selective",),
     )
-    lora_rank: int = flag(0, "train low-rank adapters of this rank and freeze the model itself (default: none)")
+    lora_rank: int = flag(
+        0, "train low-rank adapters of this rank and freeze the model itself (default: none)", at_least=0
+    )
     lora_type: LoraType = flag(
         "lora", "lora: W + α/r · B·A; dora: the same with a trained length of every row", needs=("lora_rank",)
     )
     lora_alpha: float = flag(
-        16.0, "α of the adapters, which scale the product B·A by α / --lora-rank", needs=("lora_rank",)
+        16.0, "α of the adapters, which scale the product B·A by α / --lora-rank", needs=("lora_rank",), above=0
     )
     target_modules: tuple[str, ...] = flag(
         (ALL_LINEAR,),
@@ -112,8 +118,9 @@ class ModelArguments:
         0.2,
         "with --enable-mtp-training: weight of the layers' loss, the cross entropy of the tokens that carry loss",
         needs=("enable_mtp_training",),
+        above=0,
     )
-    seed: int = flag(1234, "seed of the trainer's random generators")
+    seed: int = flag(1234, "seed of the trainer's random generators", at_least=0)
     megatron_extra: tuple[str, ...] = ()  # collected from --megatron-*, as fields of Megatron's configs
 
     @property

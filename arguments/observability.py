@@ -35,5 +35,5 @@ class ObservabilityArguments:
     progress: bool = flag(True, "live progress on a terminal (plain lines elsewhere)")
     log_level: LogLevel = flag("info", "least severe messages on the console")
     stall_timeout: float = flag(
-        900.0, "seconds without any step or finished group after which the run stops", metavar="SECONDS"
+        900.0, "seconds without any step or finished group after which the run stops", metavar="SECONDS", above=0
     )

@@ -40,8 +40,10 @@ class RewardArguments:
         metavar="NAME[:WEIGHT][+...]",
     )
     custom_rm_path: str | None = flag(None, "module:attr of your own Reward", metavar="MODULE:ATTR")
-    reward_timeout: float = flag(60.0, "timeout of one reward in seconds, excluding queueing", metavar="SECONDS")
-    rm_workers: int = flag(8, "maximum number of processes that verify answers or run code")
+    reward_timeout: float = flag(
+        60.0, "timeout of one reward in seconds, excluding queueing", metavar="SECONDS", above=0
+    )
+    rm_workers: int = flag(8, "maximum number of processes that verify answers or run code", at_least=1)
     rm_url: str | None = flag(
         None,
         "URL to which remote_rm posts prompt, response, label and metadata as JSON for the reward",
@@ -74,10 +76,18 @@ class RewardArguments:
         needs=("rm_type=format", "metadata_key"),
     )
     rm_code_timeout: float = flag(
-        10.0, "seconds a program may take for one test", metavar="SECONDS", needs=("rm_type=code", "metadata_key")
+        10.0,
+        "seconds a program may take for one test",
+        metavar="SECONDS",
+        needs=("rm_type=code", "metadata_key"),
+        above=0,
     )
     rm_code_memory: int = flag(
-        1024, "MiB of address space a program may have", metavar="MIB", needs=("rm_type=code", "metadata_key")
+        1024,
+        "MiB of address space a program may have",
+        metavar="MIB",
+        needs=("rm_type=code", "metadata_key"),
+        at_least=256,
     )
     reward_sandbox: SandboxMode = flag(
         "auto",

@@ -23,7 +23,7 @@ class SessionsArguments:
         metavar="MODULE:ATTR",
     )
     environment_timeout: float = flag(
-        60.0, "seconds one step of an environment may take", metavar="SECONDS", needs=("environment_path",)
+        60.0, "seconds one step of an environment may take", metavar="SECONDS", needs=("environment_path",), above=0
     )
     agent_path: str | None = flag(
         None, "module:attr of your Agent, a coroutine that is given the URL of its session", metavar="MODULE:ATTR"
@@ -32,29 +32,33 @@ class SessionsArguments:
         None, "command that is an agent: OPENAI_BASE_URL is its session, the prompt is on its standard input"
     )
     agent_timeout: float = flag(
-        600.0, "seconds one agent may run", metavar="SECONDS", needs=("agent_path", "agent_command")
+        600.0, "seconds one agent may run", metavar="SECONDS", needs=("agent_path", "agent_command"), above=0
     )
     session_timeout: float = flag(
         300.0,
         "seconds without a request or heartbeat after which a session expires",
         metavar="SECONDS",
         needs=("agent_path", "agent_command"),
+        above=0,
     )
     session_server_workers: int = flag(
         1,
         "processes of the session server; one takes 1,500 to 2,000 short turns per second of its core",
         needs=("agent_path", "agent_command"),
+        at_least=1,
     )
     max_turns: int = flag(
         16,
         "turns of the model in one trajectory",
         needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
+        at_least=1,
     )
     max_tokens_per_turn: int | None = flag(
         None,
         "tokens of one turn of the model (default: what is left of --rollout-max-response-len, which counts all turns "
         "and the text between them)",
         needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
+        at_least=1,
     )
     tool_call_parser: str | None = flag(
         None,

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import operator
 import re
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -34,6 +35,13 @@ KIND_NAMES: Mapping[Kind, str] = {
     bool: "true or false",
 }
 
+BOUNDS: Mapping[str, Callable[[float, float], bool]] = {
+    "at least": operator.ge,
+    "more than": operator.gt,
+    "at most": operator.le,
+    "less than": operator.lt,
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FlagSpecification:
@@ -51,6 +59,7 @@ class FlagSpecification:
     metavar: str | None
     needs: tuple[str, ...]  # see flag()
     replaced_by: str | None
+    bounds: Mapping[str, float | None]  # words of BOUNDS → number; None: there is no such bound
 
     @property
     def flag(self) -> str:
@@ -99,6 +108,16 @@ class FlagSpecification:
         if not isinstance(value, expected) or not isinstance(value, bool | int | str):
             raise ValueError(self._expected(value))
         return self._checked(value, value)
+
+    def expected_instead(self, value: FlagValue) -> str | None:
+        """What was expected instead of ``value``; None if the flag's choices and bounds allow it."""
+        if self.choices and not self.is_choice(value):
+            return f"one of {', '.join(self.accepted)}"
+        bounds = {words: bound for words, bound in self.bounds.items() if bound is not None}
+        if not isinstance(value, int | float) or all(BOUNDS[words](value, bound) for words, bound in bounds.items()):
+            return None
+        none = ", or none" if self.optional else ""
+        return " and ".join(f"{words} {bound}" for words, bound in bounds.items()) + none
 
     def _checked(self, value: bool | int | float | str, found: object) -> FlagValue:
         if isinstance(value, float) and not math.isfinite(value):

@@ -25,6 +25,7 @@ class StalenessArguments:
         "the sample's tokens that carry loss. Equal to the bound is fresh. none: ages are measured, not bounded",
         metavar="K",
         replaced_by="on_policy",
+        at_least=0,
     )
     max_rollout_lead: int | None = flag(
         None,
@@ -32,6 +33,7 @@ class StalenessArguments:
         "maximum)",
         metavar="BATCHES",
         replaced_by="on_policy",
+        at_least=1,
     )
     stale_group_action: StaleGroupAction = flag(
         "recycle",
@@ -43,6 +45,8 @@ class StalenessArguments:
         "smallest fraction of --n-samples-per-prompt that a group is trained with: samples that are too old at the "
         "cut, or failed, are left out while that many remain. 1: all or nothing",
         metavar="FRACTION",
+        above=0,
+        at_most=1,
     )
     batch_order: BatchOrder = flag(
         "oldest_first",

@@ -24,12 +24,11 @@ from miles_async.arguments.model import RECOMPUTE_MODULES
 from miles_async.arguments.needs import check_needs
 from miles_async.arguments.port_checks import check_ports
 from miles_async.arguments.problems import refuse
-from miles_async.arguments.ranges import range_problems
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
 from miles_async.arguments.routing_checks import check_routing_replay
 from miles_async.arguments.server_groups import check_server_groups
 from miles_async.arguments.sessions import TOOL_CALL_PARSERS
-from miles_async.arguments.specification import MODULE_ATTR
+from miles_async.arguments.specification import MODULE_ATTR, flag_specifications
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
 from miles_async.arguments.supervised_checks import check_supervised
 from miles_async.arguments.surroundings import (
@@ -56,6 +55,24 @@ def validate(arguments: Arguments, given: Mapping[str, Given] = MappingProxyType
     problems += check_foreign(arguments, given)
     problems += check_needs(arguments, problems)
     refuse(problems)
+
+
+def range_problems(arguments: Arguments) -> Iterator[str]:
+    """Yield one line per flag whose value cannot work with any other flags."""
+    for name, flag in flag_specifications().items():
+        value = getattr(getattr(arguments, flag.group), name)
+        if value is not None and (expected := flag.expected_instead(value)):
+            yield f"{flag.flag}: expected {expected}, found {value}"
+    if 0 < arguments.rollout.rollout_temperature < GREEDY_BELOW:
+        temperature = arguments.rollout.rollout_temperature
+        yield (
+            f"--rollout-temperature: expected at least {GREEDY_BELOW:g}, below which engines are greedy, found "
+            f"{temperature}"
+        )
+    if "" in arguments.rollout.rollout_stop:  # every response has it
+        yield f"--rollout-stop: expected texts that are not empty, found {arguments.rollout.rollout_stop}"
+    if not ((top_k := arguments.evaluation.eval_top_k) == -1 or top_k >= 1):
+        yield f"--eval-top-k: expected -1 (all tokens) or at least 1, found {top_k}"
 
 
 def flag_problems(arguments: Arguments) -> list[str]:
@@ -321,6 +338,8 @@ def check_weights(arguments: Arguments) -> Iterator[str]:
             "keys meanwhile: --pause-generation-mode retract or abort, not in_place"
         )
 
+
+GREEDY_BELOW = 1e-6  # SGLang (0.5) samples greedily below this temperature, and reports log-probs at temperature 1
 
 COMMON_CHECKS: tuple[Check, ...] = (
     check_required,

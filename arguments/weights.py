@@ -18,7 +18,7 @@ VerifyMode = Literal["full", "sample", "canary", "off"]
 class WeightsArguments:
     """Weights"""
 
-    update_weights_interval: int = flag(1, "rollout steps between publications")
+    update_weights_interval: int = flag(1, "rollout steps between publications", at_least=1)
     pause_generation_mode: PauseMode = flag(
         "retract",
         "action for requests in flight. abort: return their partial output (see --keep-aborted); retract: drop and "
@@ -36,9 +36,11 @@ class WeightsArguments:
         "while the others generate, which takes longer and never stops the fleet",
     )
     rolling_engines: int = flag(
-        1, "with --publish-order rolling: engines updated at a time", needs=("publish_order=rolling",)
+        1, "with --publish-order rolling: engines updated at a time", needs=("publish_order=rolling",), at_least=1
     )
-    update_weight_buffer_size: int = flag(512 * 1024**2, "bytes per bucket of exported weights", metavar="BYTES")
+    update_weight_buffer_size: int = flag(
+        512 * 1024**2, "bytes per bucket of exported weights", metavar="BYTES", at_least=1
+    )
     weight_transport: str = flag(
         "distributed",
         "how weights reach engines. distributed: broadcast over process groups; disk: engines load the staged files; "
@@ -69,6 +71,7 @@ class WeightsArguments:
         "with --verify-weights sample: number of shares; every tensor is compared once in this many publications",
         metavar="N",
         needs=("verify_weights=sample",),
+        at_least=1,
     )
     verify_weights_skip: tuple[str, ...] = flag(
         (),
@@ -80,13 +83,14 @@ class WeightsArguments:
         None,
         "largest mean difference of log-probs that the canary accepts; at the 90 % quantile it accepts four times as "
         "much (default: 1e-3 in fp32, 0.25 in bf16)",
+        above=0,
     )
-    canary_length: int = flag(256, "tokens of the canary; at most half of the context and one micro-batch")
+    canary_length: int = flag(256, "tokens of the canary; at most half of the context and one micro-batch", at_least=2)
     publication_timeout: float = flag(
-        300.0, "seconds one publication may take (rolling: of one portion of the engines)", metavar="SECONDS"
+        300.0, "seconds one publication may take (rolling: of one portion of the engines)", metavar="SECONDS", above=0
     )
     debug_publication_lag: int = flag(
-        0, "debug: send the weights of this many versions ago, to study staleness", metavar="VERSIONS"
+        0, "debug: send the weights of this many versions ago, to study staleness", metavar="VERSIONS", at_least=0
     )
 
     @property

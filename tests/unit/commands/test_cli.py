@@ -150,7 +150,7 @@ def test_print_config_reads_back(flags: list[str], runs: list[Any], tmp_path: Pa
     [
         (["--max-weight-stalenes", "2"], "did you mean --max-weight-staleness?"),
         (["--max-weight-staleness", "-1"], "--max-weight-staleness: expected at least 0"),
-        (["--lr", "-1e-4"], "--lr: expected more than 0, found -0.0001"),
+        (["--lr", "-1e-4"], "--lr: expected more than 0 and at most 1, found -0.0001"),
         (["--hf-checkpoint", "absent"], "--hf-checkpoint absent: there is no such directory"),
         (["--label-key", "answer"], "train.jsonl:1: no key 'answer' (--label-key"),
         (["@absent.args"], "no argument file absent.args"),
@@ -467,7 +467,10 @@ def test_help_and_errors_load_nothing_heavy(words: list[str]):
 
 def test_a_port_beyond_the_last_one_is_refused_with_the_range(flags: list[str], runs: list[Any], capsys: Any):
     assert main([*flags, "--sglang-router-port", "80000"]) == 2
-    assert capsys.readouterr().err == "error: --sglang-router-port: expected at most 65535, found 80000\n"
+    assert (
+        capsys.readouterr().err
+        == "error: --sglang-router-port: expected at least 1 and at most 65535, or none, found 80000\n"
+    )
 
 
 def test_a_terminal_without_the_characters_gets_question_marks():
