@@ -42,7 +42,11 @@ class AlgorithmArguments:
         "token_rewards: r and, for single tokens, what environments and rewards gave them, with "
         "--token-advantages gae; on_policy_distillation: 0, to learn from the teacher of --use-opd alone",
     )
-    grpo_std_normalization: bool = flag(True, "divide by the group's standard deviation (no: Dr. GRPO)")
+    grpo_std_normalization: bool = flag(
+        True,
+        "divide by the group's standard deviation (no: Dr. GRPO)",
+        needs=("advantage_estimator=grpo", "advantage_estimator=opob", "advantage_estimator=own"),
+    )
     token_advantages: TokenAdvantagesName | ModuleAttr | None = flag(
         None,
         "advantages of tokens, which the trainer computes from those of their samples (default: each token has its "

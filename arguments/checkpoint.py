@@ -19,6 +19,7 @@ class CheckpointArguments:
     async_save: bool = flag(
         True,
         "write the trainer's part of a checkpoint while training goes on, from a copy of that size in host memory",
+        needs=("save",),
     )
     save_keep_last: int | None = flag(
         None,

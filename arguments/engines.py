@@ -29,7 +29,11 @@ class EnginesArguments:
         at_least=0,
     )
     engine_restart_window: float = flag(
-        3600.0, "seconds for which a restart counts against --engine-max-restarts", metavar="SECONDS", above=0
+        3600.0,
+        "seconds for which a restart counts against --engine-max-restarts",
+        metavar="SECONDS",
+        needs=("engine_max_restarts",),
+        above=0,
     )
     request_timeout: float = flag(600.0, "seconds one generation request may take", metavar="SECONDS", above=0)
     request_retries: int = flag(

@@ -33,7 +33,12 @@ class OptimizerArguments:
         1024, "chunk size in tokens for the fp32 logits of a rank; does not affect log-probs", at_least=1
     )
     lr: float = flag(1e-6, "peak learning rate", above=0, at_most=1)
-    min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0)
+    min_lr: float = flag(
+        0.0,
+        "learning rate at the end of the decay",
+        needs=("lr_decay_style=linear", "lr_decay_style=cosine"),
+        at_least=0,
+    )
     lr_decay_style: LrDecayStyle = flag("constant", "shape of the decay over --num-rollout")
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up, at most the run's", at_least=0)
     ess_lr_scaling: EssLrScaling | None = flag(

@@ -13,6 +13,8 @@ PublishOrder = Literal["all", "rolling"]
 DeltaEncoding = Literal["xor", "overwrite"]
 VerifyMode = Literal["full", "sample", "canary", "off"]
 
+_CANARY = ("verify_weights=full", "verify_weights=sample", "verify_weights=canary")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsArguments:
@@ -83,9 +85,12 @@ class WeightsArguments:
         None,
         "largest mean difference of log-probs that the canary accepts; at the 90 % quantile it accepts four times as "
         "much (default: 1e-3 in fp32, 0.25 in bf16)",
+        needs=_CANARY,
         above=0,
     )
-    canary_length: int = flag(256, "tokens of the canary; at most half of the context and one micro-batch", at_least=2)
+    canary_length: int = flag(
+        256, "tokens of the canary; at most half of the context and one micro-batch", needs=_CANARY, at_least=2
+    )
     publication_timeout: float = flag(
         300.0, "seconds one publication may take (rolling: of one portion of the engines)", metavar="SECONDS", above=0
     )

@@ -40,10 +40,22 @@ def fulfil(need: str) -> dict[str, Any]:
     return {name: value} if equals else {name: True if needed.kind is bool else changed(needed)}
 
 
+def without(flag: FlagSpecification) -> dict[str, Any]:
+    """Values with which no need of the flag holds: defaults, or what is none of the values that it needs."""
+    values: dict[str, Any] = {}
+    for name, _, wanted in (need.partition("=") for need in flag.needs):
+        needed = flag_specifications()[name]
+        if wanted and needed.default in (need.partition("=")[2] for need in flag.needs):
+            values[name] = next(choice for choice in needed.choices if f"{name}={choice}" not in flag.needs)
+        elif not wanted and needed.default:
+            values[name] = 0
+    return values
+
+
 @pytest.mark.parametrize("flag", NEEDING, ids=lambda flag: flag.name)
 def test_a_flag_without_what_it_needs_is_refused_and_with_it_is_not(flag: FlagSpecification) -> None:
     given = {flag.name: changed(flag)}
-    (problem,) = problems(**given)
+    (problem,) = problems(**given, **without(flag))
     assert problem.startswith((flag.flag, flag.negated_flag))
     for need in flag.needs:
         others = [other for other in problems(**given, **fulfil(need)) if other.startswith(f"{flag.flag} ")]
