@@ -8,24 +8,32 @@ be harmed. The same procedure on the code as it is finds nothing.
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import textwrap
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import FunctionType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import CodeType, FunctionType
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import run_state_machine_as_test
+from torch import Tensor
 
 from miles_async.algorithms import mismatch
 from miles_async.algorithms.losses import ppo_clip
+from miles_async.algorithms.sequences import loss_tokens as loss_counts
+from miles_async.algorithms.sequences import sum_of_loss_tokens
 from miles_async.algorithms.step_scale import StepScale
+from miles_async.api import TokenBatch
 from miles_async.backends.megatron import metrics
 from miles_async.errors import ContractViolation, VersionUnknownError
 from miles_async.staleness import policy, versions
@@ -34,7 +42,7 @@ from miles_async.staleness.buffer import StalenessBuffer
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.train_data import balance, work
-from miles_async.types import NO_VERSION
+from miles_async.types import NO_VERSION, Branch
 from tests.property import test_property_balance as balance_properties
 from tests.property import test_property_losses as loss_properties
 from tests.property import test_property_pool as pool_properties
@@ -184,339 +192,449 @@ PROPERTIES = {
 }
 
 
+# ---------------------------------------------------------------------------------------------------- mistakes
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class InSource:
+    """A mistake inside a function: the one node of its syntax tree that ``finds`` is replaced by ``change(node)``."""
+
+    finds: Callable[[ast.AST], bool]
+    change: Callable[[Any], ast.AST]
+
+    def code(self, function: FunctionType) -> CodeType:
+        """Compile the mutated function."""
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        found = [node for node in ast.walk(tree) if self.finds(node)]
+        assert len(found) == 1, f"expected one place in {function.__qualname__} to mutate, found {len(found)}"
+        mutated = ast.fix_missing_locations(_Replace(found[0], self.change).visit(tree))
+        namespace = dict(function.__globals__)
+        exec(compile(mutated, f"<mutant of {function.__qualname__}>", "exec"), namespace)
+        code: CodeType = namespace[function.__name__].__code__
+        return code
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, target: ast.AST, change: Callable[[Any], ast.AST]) -> None:
+        self._target, self._change = target, change
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return self._change(node) if node is self._target else self.generic_visit(node)
+
+
+def comparison(kind: type[ast.cmpop], other: ast.cmpop) -> InSource:
+    """The function's only comparison by ``kind`` is by ``other``."""
+    return InSource(
+        lambda node: isinstance(node, ast.Compare) and isinstance(node.ops[0], kind),
+        lambda node: ast.Compare(node.left, [other], node.comparators),
+    )
+
+
+def call_of(name: str, change: Callable[[ast.Call], ast.AST]) -> InSource:
+    """The function's only call of ``name``, which is of Python or torch, is changed."""
+
+    def finds(node: ast.AST) -> bool:
+        called = node.func if isinstance(node, ast.Call) else None
+        return (isinstance(called, ast.Name) and called.id == name) or (
+            isinstance(called, ast.Attribute) and called.attr == name
+        )
+
+    return InSource(finds, change)
+
+
+def node_of(kind: type[ast.AST], change: Callable[[Any], ast.AST]) -> InSource:
+    """The function's only node of ``kind`` is changed."""
+    return InSource(lambda node: isinstance(node, kind), change)
+
+
+ONE = ast.Constant(versions.ONE_STEP)
+
+
+def _passed_to_mistake(*arguments: object, **options: object) -> object:
+    return MISTAKE(*arguments, **options)  # type: ignore[name-defined]  # noqa: F821
+
+
+def apply(mistake: InSource | Function, function: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchange the code of ``function``, so that whoever imported it has the mistake.
+
+    A mistake that is a function is called instead: with the original, then its arguments.
+    """
+    assert isinstance(function, FunctionType)
+    if isinstance(mistake, InSource):
+        monkeypatch.setattr(function, "__code__", mistake.code(function))
+        return
+    original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    monkeypatch.setitem(function.__globals__, "MISTAKE", functools.partial(mistake, original))
+    monkeypatch.setattr(function, "__defaults__", None)
+    monkeypatch.setattr(function, "__kwdefaults__", None)
+    monkeypatch.setattr(function, "__code__", _passed_to_mistake.__code__)
+
+
+def _older_bound(original: Function, oldest: int, target: int, bound: int | None, *, by: int) -> object:
+    return original(oldest, target, None if bound is None else bound + by)
+
+
+def _judged_by_the_version_before(original: Function, buffer: StalenessBuffer, target: int) -> object:
+    return original(buffer, max([0, target - 1, *(group.oldest_version for group in buffer)]))
+
+
+def _whole_group_or_nothing(
+    original: Function, pool: Pool, attempt_id: int, bounds: Mapping[int, int | None], target: int
+) -> object:
+    too_old = original(pool, attempt_id, bounds, target)
+    if not too_old or len(too_old) == len(bounds):
+        return too_old
+    original(pool, attempt_id, {index: bounds[index] for index in too_old}, target)
+    return frozenset(bounds)
+
+
+def _slot_kept(original: Function, *arguments: object) -> object:
+    with mock.patch.object(Admission, "leave"):
+        return original(*arguments)
+
+
+def _freed_when_trained(original: Function, admission: Admission, count: int, *, leads_to: int) -> None:
+    original(admission, count, leads_to=leads_to)
+    admission.release()
+
+
+def _one_fresh_sample_is_enough(original: Function, buffer: object, *arguments: object, **options: object) -> None:
+    fewest = options.pop("min_samples", None)
+    original(buffer, *arguments, **options, min_samples=None if fewest is None else 1)
+
+
+def _older_capacity(original: Function, knobs: StalenessPolicy) -> object:
+    return original(replace(knobs, bound=None if knobs.bound is None else knobs.bound + 1))
+
+
+def _version_at_dispatch(
+    original: Function, spans: object, label: object, tokens: int, dispatch: int, *rest: object
+) -> object:
+    return original(spans, label if isinstance(label, int) else dispatch, tokens, dispatch, *rest)
+
+
+def _unversioned_passed_over(original: Function, branch: Branch) -> object:
+    known = branch.loss_mask * (branch.weight_versions != NO_VERSION)
+    return original(msgspec.structs.replace(branch, loss_mask=known))
+
+
+def _dual_clip(original: Function, loss: Tensor, advantages: Tensor, cap: float, *, most: Function) -> object:
+    """``most``: (advantages, cap) → the bound of the loss."""
+    return torch.minimum(loss, most(advantages, cap)), original(loss, advantages, cap)[1]
+
+
+def _nothing_past_the_clip(original: Function, loss: Tensor, advantages: Tensor, cap: float) -> object:
+    past = original(loss, advantages, cap)[1]
+    return torch.where(past > 0, 0.0, loss), past
+
+
+def _optimistic(original: Function, ratio: Tensor, bounded: Tensor, advantages: Tensor) -> object:
+    return -torch.maximum(ratio * advantages, bounded * advantages), original(ratio, bounded, advantages)[1]
+
+
+def _mean_token(original: Function, logprobs: Tensor, batch: TokenBatch) -> object:
+    sums, counts = sum_of_loss_tokens((logprobs - batch.rollout_logprobs).double(), batch), loss_counts(batch)
+    return mismatch.importance_log_sums(sums / counts.clamp(min=1), counts > 0)
+
+
+def _above_one(original: Function, scale: StepScale, log_sums: Tensor) -> float:
+    return float((mismatch.effective_sample_size(log_sums) / scale.full_share) ** scale.power)
+
+
 # --------------------------------------------------------------------------------------------------- the mutants
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """``function`` with ``old`` replaced by ``new``; ``caught_by`` fails, and ``where`` is on the traceback."""
+    """``function`` with a ``mistake``; ``caught_by`` fails, and ``where`` is on the traceback."""
 
     name: str
     function: Any
-    old: str
-    new: str
+    mistake: InSource | Function
     caught_by: Callable[[], None]
     where: str
-
-    def code(self) -> Any:
-        """The code object of the mutated function."""
-        source = textwrap.dedent(inspect.getsource(self.function))
-        assert source.count(self.old) == 1, f"mutant {self.name!r} no longer fits {self.function.__qualname__}"
-        module = compile(source.replace(self.old, self.new), f"<mutant: {self.name}>", "exec")
-        namespace = dict(self.function.__globals__)
-        exec(module, namespace)
-        mutated = namespace[self.function.__name__]
-        return (mutated.fget if isinstance(mutated, property) else mutated).__code__
 
 
 MUTANTS = (
     Mutant(
         name="age K is stale",
         function=policy.is_stale,
-        old="versions_old > bound",
-        new="versions_old >= bound",
+        mistake=functools.partial(_older_bound, by=-1),
         caught_by=in_order,
         where="test_nothing_is_swept_when_groups_finish_in_order",
     ),
     Mutant(
         name="age K is stale: with K = 0 nothing is ever trained",
         function=policy.is_stale,
-        old="versions_old > bound",
-        new="versions_old >= bound",
+        mistake=comparison(ast.Gt, ast.GtE()),
         caught_by=anything_in_any_order,
         where="teardown",
     ),
     Mutant(
         name="age K + 1 is fresh",
         function=policy.is_stale,
-        old="versions_old > bound",
-        new="versions_old > bound + 1",
+        mistake=functools.partial(_older_bound, by=1),
         caught_by=long_runs,
         where="start_training",
     ),
     Mutant(
         name="no sweep at the cut",
         function=StalenessBuffer._sweep,
-        old="while self._versions and",
-        new="while False and",
+        mistake=lambda original, buffer, target: ((), ()),
         caught_by=long_runs,
         where="start_training",
     ),
     Mutant(
         name="freshness judged when rollouts are collected",  # by what is visible then: trains at up to K + 1
-        function=Pool.cut,
-        old="self._buffer.cut(target_version)",
-        new="self._buffer.cut(max([self._visible_version, *(group.oldest_version for group in self._buffer)]))",
+        function=StalenessBuffer.cut,
+        mistake=_judged_by_the_version_before,
         caught_by=long_runs,
         where="start_training",
     ),
     Mutant(
         name="publication waits for buffered attempts only",  # what is in flight turns out too old later
         function=Pool.count_stale,
-        old="+ len(self.in_doubt(version))",
-        new="",
+        mistake=lambda original, pool, version: original(pool, version) - len(pool.in_doubt(version)),
         caught_by=long_runs,
         where="cut",
     ),
     Mutant(
         name="aborted while it might be trained: age K",
         function=Pool.review,
-        old="is_stale(version, target_version, bound)",
-        new="is_stale(version, target_version + 1, bound)",
+        mistake=lambda original, pool, attempt_id, bounds, target: original(
+            pool, attempt_id, {i: v and v - 1 for i, v in bounds.items()}, target
+        ),
         caught_by=long_runs,
         where="review",
     ),
     Mutant(
         name="aborted while it might be trained: nothing was certain",
         function=Pool.review,
-        old="known.items() if is_stale",
-        new="{**dict.fromkeys(versions, 0), **known}.items() if is_stale",
+        mistake=lambda original, pool, attempt_id, bounds, target: original(
+            pool, attempt_id, {i: v or 0 for i, v in bounds.items()}, target
+        ),
         caught_by=long_runs,
         where="review",
     ),
     Mutant(
         name="aborted while the rest of its group might be trained",
         function=Pool.review,
-        old="self._policy.min_samples or len(versions)",
-        new="len(versions)",
+        mistake=_whole_group_or_nothing,
         caught_by=lossy_runs,
         where="review",
     ),
     Mutant(
         name="an attempt that was aborted keeps its slot",
         function=Pool.review,
-        old="self._end_untrained(",
-        new="self._admission.resume(1); self._end_untrained(",
+        mistake=_slot_kept,
         caught_by=long_runs,
         where="review",
     ),
     Mutant(
         name="a trimmed group keeps what is too old",
         function=StalenessBuffer._fresh_rest,
-        old="if not is_stale(oldest_version(sample), target_version, self._bound)",
-        new="",
+        mistake=lambda original, buffer, group, target: group if original(buffer, group, target) else None,
         caught_by=lossy_runs,
         where="start_training",
     ),
     Mutant(
         name="any rest of a group is enough",
-        function=StalenessBuffer._fresh_rest,
-        old="not fresh or len(fresh) < self._min_samples",
-        new="not fresh",
+        function=StalenessBuffer.__init__,
+        mistake=_one_fresh_sample_is_enough,
         caught_by=lossy_runs,
         where="start_training",
     ),
     Mutant(
         name="slots are free when trained, not when visible",
         function=Admission.trained,
-        old="self._trained[leads_to] = self._trained.get(leads_to, 0) + count",
-        new="pass",
+        mistake=_freed_when_trained,
         caught_by=in_order,
         where="test_nothing_is_swept_when_groups_finish_in_order",
     ),
     Mutant(
         name="room for K + 2 batches",
         function=vars(StalenessPolicy)["capacity"].fget,
-        old="self.bound + 1",
-        new="self.bound + 2",
+        mistake=_older_capacity,
         caught_by=in_order,
         where="test_nothing_is_swept_when_groups_finish_in_order",
     ),
     Mutant(
         name="no tolerance at edges",
         function=versions._assign_edges,
-        old="max(before.end, after.start) + tolerance",
-        new="max(before.end, after.start)",
+        mistake=node_of(ast.BinOp, lambda node: node.left),
         caught_by=off_by_tokens_in_flight,
         where="assert_never_fresher",
     ),
     Mutant(
         name="one token at an edge, whatever an engine has in flight",  # speculative decoding, in place
         function=versions._assign_edges,
-        old="max(before.end, after.start) + tolerance",
-        new="max(before.end, after.start) + ONE_STEP",
+        mistake=node_of(ast.BinOp, lambda node: ast.BinOp(node.left, node.op, ONE)),
         caught_by=overlap_schedule,
         where="assert_never_fresher",
     ),
     Mutant(
         name="one token at the start of a call, whatever an engine has in flight",
         function=versions._assign_edges,
-        old="tolerance if spans[0].version > dispatched else 0",
-        new="ONE_STEP if spans[0].version > dispatched else 0",
+        mistake=InSource(
+            lambda node: isinstance(node, ast.IfExp) and isinstance(node.test, ast.Compare),
+            lambda node: ast.IfExp(node.test, ONE, node.orelse),
+        ),
         caught_by=overlap_schedule,
         where="assert_never_fresher",
     ),
     Mutant(
         name="unbelievable spans count as the newest version",
         function=versions.parse_spans,
-        old="min(dispatched, *versions)",
-        new="max(dispatched, *versions)",
+        mistake=call_of("min", lambda node: ast.Call(ast.Name("max", ast.Load()), node.args, [])),
         caught_by=with_a_hole,
         where="test_report_with_a_hole_falls_back_to_the_oldest_version_in_sight",
     ),
     Mutant(
         name="unbelievable spans count as the version at dispatch",
         function=versions.parse_spans,
-        old="min(dispatched, *versions)",
-        new="dispatched",
+        mistake=call_of("min", lambda node: node.args[0]),
         caught_by=label_only,
         where="label_only",
     ),
     Mutant(
         name="no label counts as the version at dispatch",
         function=versions.parse_spans,
-        old='_parse_version(reported_scalar, "weight_version", newest_possible)',
-        new="int(reported_scalar) if isinstance(reported_scalar, int) else dispatched",
+        mistake=_version_at_dispatch,
         caught_by=label_only,
         where="label_only",
     ),
     Mutant(
         name="loss tokens without a version are passed over",
         function=versions.branch_versions,
-        old="[branch.loss_mask != 0]",
-        new="[(branch.loss_mask != 0) & (branch.weight_versions != NO_VERSION)]",
+        mistake=_unversioned_passed_over,
         caught_by=loss_tokens,
         where="loss_tokens",
     ),
     Mutant(
         name="loss tokens without a version have version -1",
         function=versions.branch_versions,
-        old="versions.min() <= NO_VERSION",
-        new="versions.min() < NO_VERSION",
+        mistake=comparison(ast.LtE, ast.Lt()),
         caught_by=loss_tokens,
         where="loss_tokens",
     ),
     Mutant(
         name="an unknown version has an age",
         function=policy.age,
-        old="oldest_version < 0 or target_version < 0",
-        new="target_version < 0",
+        mistake=node_of(ast.BoolOp, lambda node: node.values[-1]),
         caught_by=known_age,
         where="known_age",
     ),
     Mutant(
         name="work is the number of tokens",
         function=work.sequence_work,
-        old="tokens + quadratic * tokens**2",
-        new="tokens",
+        mistake=lambda original, lengths, quadratic: original(lengths, 0.0),
         caught_by=within_1_percent,
         where="test_work_is_within_1_percent_of_the_mean_with_a_dozen_sequences_per_rank",
     ),
     Mutant(
         name="the heaviest parts are united with the heaviest",
         function=balance.largest_differencing,
-        old="sums.pop(second)[::-1]",
-        new="sums.pop(second)",
+        mistake=node_of(ast.Slice, lambda node: ast.Slice()),
         caught_by=one_sequence_apart,
         where="test_differencing_and_exchanges_leave_a_partition_and_differ_by_one_sequence_at_most",
     ),
     Mutant(
         name="packing first is never looked at",
         function=balance.balance,
-        old="min(plans, key=cost)",
-        new="plans[0]",
+        mistake=call_of("min", lambda node: ast.Subscript(node.args[0], ast.Constant(0), ast.Load())),
         caught_by=never_worse,
         where="test_never_worse_than_packing_first",
     ),
     Mutant(
         name="dual clip of positive advantages",
         function=ppo_clip.dual_clip,
-        old="advantages < 0, cap * advantages.abs()",
-        new="advantages > 0, -cap * advantages",
+        mistake=functools.partial(
+            _dual_clip, most=lambda advantages, cap: torch.where(advantages > 0, -cap * advantages, torch.inf)
+        ),
         caught_by=surrogate,
         where="test_surrogate_and_gradient_equal_the_formula",
     ),
     Mutant(
         name="dual clip of the ratio, not of the loss",
         function=ppo_clip.dual_clip,
-        old="cap * advantages.abs()",
-        new="cap",
+        mistake=functools.partial(_dual_clip, most=lambda advantages, cap: torch.where(advantages < 0, cap, torch.inf)),
         caught_by=surrogate,
         where="test_surrogate_and_gradient_equal_the_formula",
     ),
     Mutant(
         name="a token past the dual clip counts for nothing",
         function=ppo_clip.dual_clip,
-        old="torch.minimum(loss, most)",
-        new="torch.where(loss > most, 0.0, loss)",
+        mistake=_nothing_past_the_clip,
         caught_by=surrogate,
         where="test_surrogate_and_gradient_equal_the_formula",
     ),
     Mutant(
         name="no dual clip",
         function=ppo_clip.dual_clip,
-        old="torch.minimum(loss, most)",
-        new="loss",
+        mistake=functools.partial(_dual_clip, most=lambda advantages, cap: torch.tensor(torch.inf)),
         caught_by=surrogate,
         where="test_surrogate_and_gradient_equal_the_formula",
     ),
     Mutant(
         name="the clip is optimistic",
         function=ppo_clip.clipped_surrogate,
-        old="torch.minimum(plain, clipped)",
-        new="torch.maximum(plain, clipped)",
+        mistake=_optimistic,
         caught_by=surrogate,
         where="test_surrogate_and_gradient_equal_the_formula",
     ),
     Mutant(
         name="the clip ignores clip-higher",
         function=ppo_clip.ClipRange.bounded,
-        old="ratio.clamp(self.low, self.high)",
-        new="ratio.clamp(self.low, 2 - self.low)",
+        mistake=lambda original, clip, ratio: ratio.clamp(clip.low, 2 - clip.low),
         caught_by=surrogate,
         where="test_surrogate_and_gradient_equal_the_formula",
     ),
     Mutant(
         name="weights far below 1 are all alike",
         function=mismatch.importance_log_sums,
-        old="log_weights.double()",
-        new="log_weights.double().clamp(min=-300.0)",
+        mistake=lambda original, logs, mask: original(logs.double().clamp(min=-300.0), mask),
         caught_by=sample_size,
         where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
     ),
     Mutant(
         name="weights far above 1 are all alike",
         function=mismatch.importance_log_sums,
-        old="log_weights.double()",
-        new="log_weights.double().clamp(max=20.0)",
+        mistake=lambda original, logs, mask: original(logs.double().clamp(max=20.0), mask),
         caught_by=sample_size,
         where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
     ),
     Mutant(
         name="sequences without loss count as on-policy",
         function=mismatch.sequence_importance_log_sums,
-        old="loss_tokens(batch) > 0",
-        new="loss_tokens(batch) >= 0",
+        mistake=comparison(ast.Gt, ast.GtE()),
         caught_by=sample_size,
         where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
     ),
     Mutant(
         name="a sequence weighs as its mean token",
         function=mismatch.sequence_importance_log_sums,
-        old="sum_of_loss_tokens(log_ratio, batch)",
-        new="sum_of_loss_tokens(log_ratio, batch) / loss_tokens(batch).clamp(min=1)",
+        mistake=_mean_token,
         caught_by=sample_size,
         where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
     ),
     Mutant(
         name="a share of 1 is asked for, whatever the flag",
         function=StepScale.factor,
-        old=" / self.full_share",
-        new="",
+        mistake=lambda original, scale, log_sums: original(replace(scale, full_share=1.0), log_sums),
         caught_by=sample_size,
         where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
     ),
     Mutant(
         name="the factor goes above 1",
         function=StepScale.factor,
-        old="min(1.0, effective_sample_size(log_sums) / self.full_share)",
-        new="(effective_sample_size(log_sums) / self.full_share)",
+        mistake=_above_one,
         caught_by=sample_size,
         where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
     ),
     Mutant(
         name="logs of sums are added",
         function=metrics.accumulate,
-        old="torch.logaddexp(totals[name], value)",
-        new="totals[name] + value",
+        mistake=call_of("logaddexp", lambda node: ast.BinOp(node.args[0], ast.Add(), node.args[1])),
         caught_by=sample_size,
         where="test_the_share_of_an_optimizer_step_is_that_of_its_sequences",
     ),
@@ -525,8 +643,7 @@ MUTANTS = (
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(mutant.function, FunctionType)
-    monkeypatch.setattr(mutant.function, "__code__", mutant.code())  # whoever imported the function has the mutant
+    apply(mutant.mistake, mutant.function, monkeypatch)
     with pytest.raises((AssertionError, ContractViolation)) as caught:
         mutant.caught_by()
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
