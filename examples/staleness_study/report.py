@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -23,16 +23,15 @@ PAGE = """\
 
 Real Megatron and SGLang on CPU teach a model of 78 K parameters to sort four digits: {steps} steps of 8 prompts × 8
 samples, learning rate 5e-4, one optimizer step per batch. Engines get the weights of 0, 2, 4, 8 or 16 versions ago
-(`--debug-publication-lag`), so that everything trained on has exactly that age once so many versions exist. Each row is
-one [correction](../examples/staleness_study/README.md#corrections), with its published settings where there are any. On
-data of age 0 all of them leave the gradient as it is, so there one run stands for all.
+(`--debug-publication-lag`), so that all training data has exactly that age once so many versions exist. Each row is one
+[correction](../examples/staleness_study/README.md#corrections), with its published settings where there are any. At age
+0 none of them changes the gradient, so one run stands for all.
 
 **A column is not a clean dose of age.** At age N the first N + 1 of the {steps} steps train on samples of version 0,
-since N versions ago there was nothing newer. Their ages grow from 0 to N, and they learn from the starting policy
-alone: {share} % of the run at age {oldest}. So columns differ by their start, too.
+whose ages grow from 0 to N: {share} % of the run at age {oldest}.
 
 The second row is a control: no correction, and a learning rate of 1e-4 instead of 5e-4. Where it does as well as a
-correction, the harm was done by steps too large for data of that age, and smaller ones are a cure as well.
+correction, the steps were too large for data of that age.
 
 {finished}
 
@@ -42,23 +41,20 @@ Made by `make study` from [staleness_study.json](staleness_study.json), which ha
 
 ## Accuracy
 
-Share of right answers to 256 held-out prompts, by the final weights and taking the likeliest tokens. Before training it
-is 0.14.
+Share of right answers to 256 held-out prompts, by the final weights and taking the likeliest tokens; 0.14 before
+training.
 
 {accuracy}
 
-Against no correction:
+Against no correction, then against the control: `+` better in every seed than in any of its seeds, `−` worse, `=` not
+told apart, `?` too few seeds.
 
 {verdict}
 
-Against the control, with the corrections at their learning rate of 5e-4:
-
-{against_control}
-
 ## Reward at the end
 
-Mean reward over the last {reward_steps} steps: of samples at temperature 1, by the weights of as many versions ago as
-the data is old. Where training swings, the final weights are a snapshot and this says more.
+Mean reward of the samples of the last {reward_steps} steps, at temperature 1. Where training swings, it says more than
+the final weights.
 
 {reward}
 
@@ -70,28 +66,24 @@ Steps whose gradient norm (before clipping to 1) is more than {spike:g} times th
 
 ## Effective sample size
 
-(Σw)² / (n Σw²) over the n sequences of a step with w = π / π_rollout of a sequence: the share of them that an
-importance-weighted mean would count. Mean over the last {last} steps. It says how far the policy is from the one that
-sampled, whether or not the correction uses w; a policy that has stopped moving has 1.
+(Σw)² / (n Σw²) over the n sequences of a step with w = π / π_rollout of a sequence, mean over the last {last} steps:
+how far the policy is from the one that sampled, whether or not the correction uses w. A policy that has stopped moving
+has 1.
 
 {ess}
 
 ## What this does not show
 
-- One task, one model of 78 K parameters, answers of five tokens. Products of ratios over thousands of tokens vary far
-  more, so corrections by sequence have it easier here than anywhere else.
-- One learning rate for the corrections, one batch size, one optimizer step per batch. What an age costs depends on how
-  far the policy moves in that many steps: the control shows how much. No correction was run at the control's rate.
-- Settings were not tuned, neither per correction nor per age. A correction that does badly may do well with another
-  bound.
-- Age is constant. Real runs mix ages within a batch, and only there a weight by age such as 0.9^age can tell tokens
-  apart: under a constant age it scales every gradient alike, which Adam undoes.
-- Engine and trainer compute the same log-probs here (fp32, dense, difference 2e-7). Corrections that are meant for
-  numerical mismatch, such as IcePop, are judged by staleness alone.
-- "Missing Old Logits" has no row: its π_old, by the weights that sampled each token, has the engines' log-probs where
-  the trainer computes the same ones, as here. It is the PPO ratio.
-- Orders of batches (`--batch-order`) have no row: they choose among groups that wait, and with exact ages none do.
-- SAO's clip is there, SAO is not: its critic and its single samples would change what is learned at age 0, too.
+- One task, one model of 78 K parameters, answers of five tokens: corrections by sequence have it easier than with
+  products of ratios over thousands of tokens.
+- One learning rate for the corrections (none ran at the control's), one batch size, one optimizer step per batch.
+- Settings were not tuned, neither per correction nor per age.
+- Age is constant. A weight by age, such as 0.9^age, then scales every gradient alike, which Adam undoes; real runs mix
+  ages within a batch.
+- Engine and trainer compute the same log-probs here (fp32, dense, difference 2e-7), so corrections for numerical
+  mismatch, such as IcePop, are judged by staleness alone, and "Missing Old Logits" would be the PPO ratio.
+- Orders of batches (`--batch-order`) have no row: with exact ages no groups wait. SAO's clip has one, SAO not: its
+  critic and its single samples would change age 0, too.
 - Accuracy after a fixed number of steps, not after convergence, and not per second: what old data buys in speed is in
   [benchmarks.md](benchmarks.md).
 - Three seeds tell large differences from none; they don't rank corrections that are close.
@@ -127,8 +119,7 @@ def write_report(results: Sequence[CellResult], seeds: int, docs: Path) -> None:
         share=f"{100 * (AGES[-1] + 1) / STEPS:.0f}",
         oldest=AGES[-1],
         accuracy=table(results, ACCURACY, seeds),
-        verdict=_items(verdict(results, UNCORRECTED, "no correction")),
-        against_control=_items(verdict(results, SMALL_STEPS, "the control")),
+        verdict=verdicts(results),
         reward_steps=REWARD_STEPS,
         reward=table(results, REWARD, seeds),
         spikes=table(results, SPIKES, seeds),
@@ -188,38 +179,25 @@ def _mean(runs: Sequence[CellResult], quantity: Quantity) -> float | None:
     return mean(map(quantity.of, runs)) if runs else None
 
 
-def verdict(results: Sequence[CellResult], reference: Correction, name: str) -> Iterator[str]:
-    """A line per age: which corrections are better or worse than ``reference``, judged by ranges over seeds."""
-    for age in AGES[1:]:
-        plain = [run.greedy for run in runs_of(results, reference, age)]
-        if len(plain) < SEEDS_TO_JUDGE:
-            yield f"Age {age}: too few seeds to tell corrections apart."
-            continue
-        better, worse, alike = list[str](), list[str](), 0
-        for correction in CORRECTIONS:
-            values = [run.greedy for run in runs_of(results, correction, age)]
-            if correction == reference or len(values) < SEEDS_TO_JUDGE:
-                continue
-            if min(values) > max(plain):
-                better.append(correction.title)
-            elif max(values) < min(plain):
-                worse.append(correction.title)
-            else:
-                alike += 1
-        yield (
-            f"Age {age}: {name} gives {_entry(plain, ACCURACY, len(plain))}. "
-            f"In every seed better than in any of its seeds: {_listed(better)}. "
-            f"In every seed worse: {_listed(worse)}. Not told apart from it: {alike}."
-        )
+def verdicts(results: Sequence[CellResult]) -> str:
+    """A row per correction and a column per age, as Markdown: better or worse than no correction and the control."""
+    ages = AGES[1:]
+    lines = [f"| age | {' | '.join(map(str, ages))} |", "|---" * (len(ages) + 1) + "|"]
+    for correction in CORRECTIONS:
+        if correction != UNCORRECTED:
+            references = (UNCORRECTED,) if correction == SMALL_STEPS else (UNCORRECTED, SMALL_STEPS)
+            entries = ["".join(verdict(results, correction, one, age) for one in references) for age in ages]
+            lines.append(f"| {correction.title} | {' | '.join(entries)} |")
+    return "\n".join(lines)
 
 
-def _items(lines: Iterable[str]) -> str:
-    return "\n".join(_wrapped(f"- {line}", indent="  ") for line in lines)
+def verdict(results: Sequence[CellResult], correction: Correction, reference: Correction, age: int) -> str:
+    """Judge by the ranges over seeds: ``+`` better, ``−`` worse, ``=`` overlapping, ``?`` too few seeds."""
+    values, plain = ([run.greedy for run in runs_of(results, one, age)] for one in (correction, reference))
+    if min(len(values), len(plain)) < SEEDS_TO_JUDGE:
+        return "?"
+    return "+" if min(values) > max(plain) else "−" if max(values) < min(plain) else "="
 
 
-def _wrapped(text: str, indent: str = "") -> str:
-    return fill(text, LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _listed(titles: Sequence[str]) -> str:
-    return "; ".join(titles) or "none"
+def _wrapped(text: str) -> str:
+    return fill(text, LINE, break_long_words=False, break_on_hyphens=False)

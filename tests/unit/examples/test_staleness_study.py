@@ -16,7 +16,7 @@ from examples.staleness_study import run_cell as running
 from examples.staleness_study import study
 from examples.staleness_study.cells import AGES, SEEDS, STEPS, Cell, exported, run_flags, study_cells
 from examples.staleness_study.corrections import BY_NAME, CORRECTIONS, SMALL_STEPS, UNCORRECTED, Correction
-from examples.staleness_study.report import ACCURACY, ESS, SPIKES, finished, table, verdict, write_report
+from examples.staleness_study.report import ACCURACY, ESS, SPIKES, finished, table, verdict, verdicts, write_report
 from examples.staleness_study.results import CellResult, Results
 from examples.staleness_study.run_cell import CellFailedError, console_log, read_result
 from miles_async.algorithms.objective import make_objective
@@ -302,14 +302,12 @@ def test_verdict_tells_apart_only_what_differs_in_every_seed() -> None:
     greedy = {"none": (0.3, 0.4), "tis-token": (0.45, 0.5), "gspo": (0.35, 0.9), "cispo": (0.1, 0.2)}
     runs = [result(8, name, value, seed) for name, values in greedy.items() for seed, value in enumerate(values)]
     runs.append(result(8, "opsm", 0.9))  # one seed is no spread
-    few = "too few seeds to tell corrections apart."
-    assert list(verdict(runs, UNCORRECTED, "no correction")) == [
-        f"Age 2: {few}",
-        f"Age 4: {few}",
-        "Age 8: no correction gives 0.35 (0.30–0.40). In every seed better than in any of its seeds: TIS, token. "
-        "In every seed worse: CISPO. Not told apart from it: 1.",
-        f"Age 16: {few}",
-    ]
+    judged = {name: verdict(runs, BY_NAME[name], UNCORRECTED, 8) for name in [*greedy, "opsm"][1:]}
+    assert judged == {"tis-token": "+", "gspo": "=", "cispo": "−", "opsm": "?"}
+    assert verdict(runs, BY_NAME["gspo"], UNCORRECTED, 4) == "?"
+    runs += [result(8, SMALL_STEPS.name, value, seed) for seed, value in enumerate((0.6, 0.7))]
+    assert row(verdicts(runs), "TIS, token") == ["??", "??", "+−", "??"]
+    assert row(verdicts(runs), SMALL_STEPS.title) == ["?", "?", "+", "?"]
 
 
 def test_the_page_says_how_much_is_finished() -> None:
@@ -323,7 +321,7 @@ def test_report_of_a_part_of_the_study_has_page_and_figure(tmp_path: Path) -> No
     write_report([result(cell.age, cell.correction) for cell in CELLS[: 2 + len(CORRECTIONS)]], SEEDS, tmp_path)
     assert (tmp_path / "staleness_study.png").stat().st_size > 10_000
     page = (tmp_path / "staleness_study.md").read_text()
-    assert row(page.split("## Reward")[0], "CISPO") == ["", "–", "–", "0.50 (1 of 3)", "–"]
+    assert row(page.split("Against")[0], "CISPO") == ["", "–", "–", "0.50 (1 of 3)", "–"]
 
 
 def test_nothing_to_report_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
