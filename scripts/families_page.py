@@ -32,7 +32,7 @@ HEADER = """\
 # Families of models
 
 Written by `.venv/bin/python -m scripts.families_page` from the table that the tests take their cases from; not edited
-by hand. `model_type` is that of config.json of `--hf-checkpoint`.
+by hand. `model_type` is a field of `--hf-checkpoint`'s config.json.
 
 **yes**: `tests/integration/test_megatron_layouts.py` builds a tiny model of the family with random weights and compares
 all of the following with transformers and plain PyTorch in this layout, on CPU in fp32:
@@ -45,12 +45,12 @@ all of the following with transformers and plain PyTorch in this layout, on CPU 
 *Engine*: `tests/integration/test_families_verified.py` publishes what the trainer exports to a real SGLang server with
 so many tensor-parallel ranks, and compares every element that the server holds.
 
-The layers are those of `miles_async/backends/megatron/host/spec.py`, on CPU. Transformer Engine's, which GPUs use, were
+The layers are from `miles_async/backends/megatron/host/spec.py`, on CPU. Transformer Engine's, which GPUs use, were
 not compared. Gemma 2 and 3 have the host layers on GPUs too: nothing of Transformer Engine computes the same.
 """
 
 FOOTER = """
-A layout with a name of its own is the combination that it names, such as `pp2-virtual2-cp2`: 2 pipeline stages of 2
+A layout's name is its combination, such as `pp2-virtual2-cp2`: 2 pipeline stages of 2
 virtual ones each, 2 context-parallel ranks.
 
 What else config.json of a family may not say, such as another scaling of positions, is refused at the start with the
