@@ -20,6 +20,7 @@ from miles_async.errors import NoRoomError, RewardError
 from miles_async.rollout.generate import Began, routing_key
 from miles_async.runtime.services import Circuit
 from miles_async.runtime.user_code import expect, run_user_code
+from miles_async.trajectory.messages import canonical
 from miles_async.trajectory.taker import Limits, TurnTaker
 from miles_async.trajectory.tree import Trajectory, Turn
 from miles_async.types import AssistantTurn, Attempt, JsonObject, Observation, Prompt, Sample, TokenRewards
@@ -69,7 +70,8 @@ class MultiTurnGenerate:
         end, metrics, rewards = Observation(), dict[str, float](), dict[Turn, float]()
         for index in range(self.max_turns):
             try:
-                turn = await taker.take(messages, tools)
+                # Copies: an environment may reuse its messages.
+                turn = await taker.take([canonical(message) for message in messages], tools)
             except NoRoomError:
                 if index == 0:
                     raise

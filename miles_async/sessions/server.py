@@ -31,7 +31,7 @@ import msgspec
 from aiohttp import web
 
 from miles_async.api import EngineClient
-from miles_async.errors import MilesAsyncError, NoRoomError, first_error
+from miles_async.errors import MilesAsyncError, NoRoomError, TransientEngineError, first_error
 from miles_async.runtime.clock import now
 from miles_async.runtime.network.keys import SessionKeys
 from miles_async.runtime.network.ports import bind_port
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 _MAX_BODY = 1 << 20  # of requests that the run makes; conversations have a limit of their own
 _BACKLOG = 4096  # agents of a whole batch may connect at once
-_SHORT_BYTES = 1 << 12  # of a request: read and tokenized faster than handed to a thread and back
+_SHORT_BYTES = 1 << 16  # of a request: parsed faster than handed to a thread and back
 _KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream whose answer isn't there yet
 
 
@@ -240,13 +240,12 @@ class SessionServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await self._body(request, session)
-        short = len(body) <= _SHORT_BYTES
-        asked = read_request(body) if short else await self._in_thread(read_request, body)
+        asked = read_request(body) if len(body) <= _SHORT_BYTES else await self._in_thread(read_request, body)
         session.check_options(asked)
         constraint = session.constraint(asked)
         self._counts["requests"] += 1
         completion_id = f"chatcmpl-{self.instance_id}-{self._counts['requests']}"
-        take = partial(self._take, session, asked, constraint, short=short)
+        take = partial(self._take, session, asked, constraint)
         if asked.stream:
             return await self._stream(request, session, asked, take, completion_id)
         answer = chat.completion(await take(), asked, completion_id, session.taker.decode)
@@ -259,9 +258,7 @@ class SessionServer:
             with session.request():  # the trajectory ends for want of room, as if it had been tokenized
                 raise
 
-    async def _take(
-        self, session: Session, asked: ChatRequest, constraint: Constraint | None, *, short: bool
-    ) -> list[Turn]:
+    async def _take(self, session: Session, asked: ChatRequest, constraint: Constraint | None) -> list[Turn]:
         async def take() -> Turn:
             return await session.taker.take(
                 asked.messages,
@@ -271,7 +268,6 @@ class SessionServer:
                 stop=asked.stops,
                 parallel_calls=asked.parallel_calls,
                 constraint=constraint,
-                short=short,
             )
 
         with session.request():
@@ -304,14 +300,19 @@ class SessionServer:
 
 
 def _collected(session: Session) -> bytes:
+    sample, failure = None, session.failure
+    try:
+        sample = session.taker.trajectory.sample("length" if session.cut else None)
+    except TransientEngineError as error:
+        failure = str(error)
     return encode(
         CollectedSession(
             ending=session.ending,
-            sample=session.taker.trajectory.sample("length" if session.cut else None),
+            sample=sample,
             reward=session.reward,
             requests=session.requests,
             cut=session.cut,
-            failure=session.failure,
+            failure=failure,
             waiting=session.waiting,
         )
     )

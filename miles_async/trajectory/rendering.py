@@ -10,8 +10,7 @@ Changes that a template makes inside of a turn, such as dropping earlier reasoni
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Protocol
 
 from miles_async.errors import TrajectoryError
@@ -61,17 +60,14 @@ class ChatFormat(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class Renderer:
     """Renders conversations in pieces."""
 
-    chat: ChatFormat
-    _stops: Mapping[str, int] = field(init=False)  # text of each stop token
-    _keeps_calls: bool = field(init=False)  # whether tool messages need the calls that they answer
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_stops", {self.chat.decode_all([token]): token for token in self.chat.stop_ids})
-        object.__setattr__(self, "_keeps_calls", not self._renders_without_calls())
+    def __init__(self, chat: ChatFormat) -> None:
+        self.chat = chat
+        self.abridges = True  # what is new may be rendered without turns long before
+        self._stops = {chat.decode_all([token]): token for token in chat.stop_ids}  # by their text
+        self._keeps_calls = not self._renders_without_calls()  # tool messages need the calls that they answer
 
     def _renders_without_calls(self) -> bool:
         turn = {"role": "assistant", "content": "a"}

@@ -35,7 +35,7 @@ class ReplyParser:
 
     def reply(
         self,
-        output_ids: Sequence[int],
+        text: str,
         before: str,
         tools: Sequence[JsonObject],
         call_ids: str,
@@ -46,14 +46,14 @@ class ReplyParser:
         """Build the assistant's message.
 
         Args:
-            output_ids: sampled tokens, stop token included.
+            text: what was sampled, without the tokens that bound it.
             before: text of the template in front of it, which may begin the reasoning.
             tools: that were offered; nothing is read as a call without them.
             call_ids: what the ids of tool calls begin with.
             stops: texts that end the turn, and are not part of the message.
             parallel: the message may have several calls; else it has the first one.
         """
-        text, reasoning = _until(self.chat.decode(output_ids), stops), None
+        text, reasoning = _until(text, stops), None
         if self.splits_reasoning:
             reasoning, text = split_reasoning(text, begun=before.rstrip().endswith("<think>"))
         calls: list[Call] = []

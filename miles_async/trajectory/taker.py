@@ -70,19 +70,17 @@ class TurnTaker:
         stop: Sequence[str] = (),
         parallel_calls: bool = True,
         constraint: Constraint | None = None,
-        short: bool = False,
     ) -> Turn:
         """Sample the model's answer to a conversation and keep it in the trajectory.
 
         Args:
-            messages: in the form of chat completions.
+            messages: in the form of chat completions. Must not be changed afterwards.
             tools: offered to the model.
             options: more for the chat template.
             max_tokens: of this turn, within the limits.
             stop: more strings that end the turn; the reply leaves them out, the tokens have them.
             parallel_calls: the reply may have several calls of tools.
             constraint: restricts the turn.
-            short: the conversation is prepared faster than it is handed to a thread and back.
 
         Raises:
             TrajectoryError: messages that have no tokens, a constraint that cannot be kept, and NoRoomError.
@@ -90,7 +88,7 @@ class TurnTaker:
         """
         context, input_ids = (
             self._prepare(messages, tools, options)
-            if short
+            if self.trajectory.adds_little(messages, tools)
             else await self.in_thread(self._prepare, messages, tools, options)
         )
         room = self.limits.room(context)
@@ -113,4 +111,4 @@ class TurnTaker:
 
     def _prepare(self, messages: Sequence[Any], tools: Tools, options: JsonObject | None) -> tuple[Context, Int32]:
         context = self.trajectory.extend(messages, tools, options)
-        return context, context.input_ids()
+        return context, self.trajectory.input_ids(context)

@@ -11,20 +11,26 @@ the turn, or with which it opens another message: a continuation then follows th
 
 Tokens of earlier turns stay even if the template would drop some of them. With ``as_template_writes`` the tree forks
 there instead: the turn continues the conversation as the template writes it, as the first turn of a branch.
+
+A turn takes as long after 500 turns as after 5. A request that continues the latest one is read from where that ended
+(every message before is compared), and what the template writes for it is rendered without the turns in the middle,
+which hardly any template looks at. Whether that is so is checked by rendering the whole conversation at turns 1, 2, 4,
+8 ... of a branch and when the sample is made; where it isn't, all is rendered from then on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from miles_async.errors import TrajectoryError
+from miles_async.errors import TrajectoryError, TransientEngineError
 from miles_async.trajectory.messages import Message, canonical, is_echo
-from miles_async.trajectory.rendering import Renderer, check_unchanged
+from miles_async.trajectory.rendering import Renderer, check_unchanged, text_diff
 from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.turn import with_last_token
 from miles_async.types import (
@@ -42,21 +48,32 @@ from miles_async.types import (
 
 Tools = Sequence[JsonObject]
 
+_LITTLE = 1 << 12  # characters of new messages: rendered and tokenized faster than handed to a thread and back
+_FEW = 32  # messages of a conversation, all of which are rendered as fast
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
     """Context of the next turn: the request of an agent, as tokens."""
 
     parent: Turn | None
+    first: Turn | None  # of the branch; None where this is the first turn's context
+    depth: int  # turns in front
     messages: tuple[Message, ...]  # new after the parent's reply
+    position: int  # of the reply in the conversation
     tools: Tools
     options: JsonObject  # for the template
     text: str  # of the messages, as the template writes them
+    abridged: bool  # the text was rendered without the middle of the conversation
     kept: int  # tokens of the parent's output that stay: all, or all but a stop token
     appended: Int32  # tokens after these
+    appended_text: str
     length: int  # tokens in all
-    prompt_length: int  # of these, before the first turn of the branch
-    appended_text: str  # of ``appended``
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first turn of the branch."""
+        return self.length if self.first is None else self.first.context.length
 
     @property
     def routed(self) -> int:
@@ -84,6 +101,19 @@ class Turn:
     text: str  # the whole turn, without the tokens that bound it
 
 
+class _Request(NamedTuple):
+    """The latest request, which the next one usually continues."""
+
+    messages: Sequence[object] = ()  # as they came
+    conversation: tuple[Message, ...] = ()
+    context: Context | None = None
+    input_ids: Int32 = np.empty(0, np.int32)
+
+    def begins(self, messages: Sequence[object]) -> bool:
+        """Return whether ``messages`` are those of this request and more."""
+        return bool(self.messages) and messages[: len(self.messages)] == self.messages
+
+
 @dataclass(eq=False)
 class Trajectory:
     """The turns of one episode. Thread-safe; turns are only ever added."""
@@ -92,12 +122,13 @@ class Trajectory:
     parser: ReplyParser
     as_template_writes: bool = False  # else as it was sampled
     turns: list[Turn] = field(default_factory=list)  # in order of completion
+    _latest: _Request = field(default=_Request(), init=False)
 
     def extend(self, messages: Sequence[object], tools: Tools = (), options: JsonObject | None = None) -> Context:
         """Turn a conversation whose next turn is the model's into tokens.
 
         Args:
-            messages: the whole conversation, in the form of chat completions.
+            messages: the whole conversation, in the form of chat completions. Must not be changed afterwards.
             tools: offered to the model.
             options: more for the chat template, such as ``enable_thinking``.
 
@@ -105,72 +136,170 @@ class Trajectory:
             TrajectoryError: messages that cannot be read or rendered, or a template that changed what is in the
                 tokens already (with the difference).
         """
-        conversation = [canonical(message) for message in messages]
+        messages, latest = list(messages), self._latest
+        if not latest.begins(messages):
+            latest = _Request()
+        conversation = (*latest.conversation, *map(canonical, messages[len(latest.messages) :]))
         if not conversation or conversation[-1]["role"] == "assistant":
             raise TrajectoryError("expected messages that end before a turn of the assistant")
         tools, options = list(tools), dict(options or {})
-        if not self.as_template_writes:
-            return self._continued(conversation, tools, options)
-        conversation = self._with_replies(conversation)
-        written = self.renderer.chat.render(conversation, tools, options, generation_prompt=True)
-        try:
-            context = self._continued(conversation, tools, options)
-        except TrajectoryError:  # the template changes what is in the tokens
-            return self._from_start(conversation, tools, options, written)
-        if self._decode(context) == written:
-            return context
-        return self._from_start(conversation, tools, options, written)
+        if self.as_template_writes:
+            context = self._as_written(self._with_replies(conversation), tools, options)
+        else:
+            context = self._continued(conversation, tools, options, latest.context)
+        self._latest = _Request(messages, conversation, context, _input_ids(context, latest))
+        return context
+
+    def input_ids(self, context: Context) -> Int32:
+        """Return ``context.input_ids()``, which for the latest context need not be built from all turns."""
+        latest = self._latest
+        return latest.input_ids if latest.context is context else context.input_ids()
+
+    def adds_little(self, messages: Sequence[object], tools: Tools = ()) -> bool:
+        """Return whether :meth:`extend` takes less time than handing it to a thread and back."""
+        messages, latest = list(messages), self._latest
+        if not latest.begins(messages):
+            return len(str(messages)) + len(str(tools)) <= _LITTLE
+        whole = self.as_template_writes or _renders_whole(len(self.turns))
+        new = messages[len(latest.messages) :]
+        return len(str(new)) <= _LITTLE and (not whole or len(messages) <= _FEW)
 
     def add(
         self, context: Context, sampled: Generation, *, stops: Sequence[str] = (), parallel_calls: bool = True
     ) -> Turn:
         """Keep a turn that is over. ``stops``, ``parallel_calls``: what its reply leaves out; see ``ReplyParser``."""
-        ids = sampled.output_ids.tolist()
+        text = self.parser.chat.decode(sampled.output_ids.tolist())
         call_ids = f"call{len(self.turns):03d}"
-        reply = self.parser.reply(ids, context.text, context.tools, call_ids, stops=stops, parallel=parallel_calls)
-        turn = Turn(context=context, sampled=sampled, reply=reply, text=self.parser.chat.decode(ids))
+        reply = self.parser.reply(text, context.text, context.tools, call_ids, stops=stops, parallel=parallel_calls)
+        turn = Turn(context=context, sampled=sampled, reply=reply, text=text)
         self.turns.append(turn)
         return turn
 
-    def _continued(self, conversation: Sequence[Message], tools: Tools, options: JsonObject) -> Context:
-        """Context that appends to the turns that ``conversation`` went through."""
-        parent, length = self._last_common_turn(conversation, tools, options)
-        path = [*_path(parent)]
-        sampled = _positions(path)
-        *earlier, text = self.renderer.pieces(conversation, sampled, tools, options)
+    def _continued(
+        self, conversation: Sequence[Message], tools: Tools, options: JsonObject, latest: Context | None = None
+    ) -> Context:
+        """Context that appends to the turns that ``conversation`` went through.
+
+        ``latest``: of the request that the conversation continues, if it does.
+        """
+        parent = self._deepest_turn(conversation, tools, options, latest)
+        new = conversation[0 if parent is None else parent.context.position + 1 :]
+        abridged = self._abridged_text(parent, new, tools, options)
+        if abridged is not None and not _renders_whole(_depth(parent)):
+            return self._context(parent, new, tools, options, abridged, abridged=True)
+        try:
+            text = self._whole_text(parent, new, tools, options)
+        except TrajectoryError:
+            self.renderer.abridges &= abridged is None
+            raise
+        self.renderer.abridges &= abridged in (None, text)
+        return self._context(parent, new, tools, options, text)
+
+    def _deepest_turn(
+        self, conversation: Sequence[Message], tools: Tools, options: JsonObject, latest: Context | None
+    ) -> Turn | None:
+        """Return the deepest turn that ``conversation`` went through, the last one of several."""
+
+        def echoed(turn: Turn) -> bool:
+            context = turn.context
+            return (
+                context.position < len(conversation)
+                and context.tools == tools
+                and context.options == options
+                and is_echo(conversation[context.position], turn.reply)
+            )
+
+        turns = [*self.turns]
+        if turns and (last := turns[-1]).context is latest and echoed(last):
+            if all(turn.context.position < last.context.position for turn in turns[:-1]):
+                return last  # the conversation went through all in front of it, and nothing else is as deep
+        through: set[Turn | None] = {None}
+        deepest: Turn | None = None
+        for turn in turns:  # parents come before their children
+            context = turn.context
+            start = context.position - len(context.messages)
+            if (
+                context.parent in through
+                and conversation[start : context.position] == context.messages
+                and echoed(turn)
+            ):
+                through.add(turn)
+                if deepest is None or context.position >= deepest.context.position:
+                    deepest = turn
+        return deepest
+
+    def _whole_text(self, parent: Turn | None, new: Sequence[Message], tools: Tools, options: JsonObject) -> str:
+        """Text that the template writes for ``new`` messages after ``parent``.
+
+        Raises TrajectoryError if it refuses the conversation, or writes what is in front of them differently now.
+        """
+        path = _path(parent)
+        positions = [turn.context.position for turn in path]
+        *earlier, text = self.renderer.pieces([*_conversation(parent), *new], positions, tools, options)
         for turn, now in zip(path, earlier, strict=True):
             check_unchanged(turn.context.text, now)
+        return text
+
+    def _abridged_text(
+        self, parent: Turn | None, new: Sequence[Message], tools: Tools, options: JsonObject
+    ) -> str | None:
+        """The same text, rendered with nothing in front but what the first turn answered, and the last two turns.
+
+        None if these are all turns, or if it makes a difference to what the template writes in front of ``new``.
+        """
+        if parent is None or _depth(parent) < 3 or not self.renderer.abridges or self.as_template_writes:
+            return None
+        first, last = parent.context.first, parent.context
+        assert first is not None
+        assert last.parent is not None
+        opening = (*first.context.messages, last.parent.reply, *last.messages)
+        positions = [len(first.context.messages), len(opening)]
+        try:
+            *earlier, text = self.renderer.pieces([*opening, parent.reply, *new], positions, tools, options)
+            for context, now in zip((first.context, last), earlier, strict=True):
+                check_unchanged(context.text, now)
+        except TrajectoryError:
+            return None
+        return text
+
+    def _context(
+        self,
+        parent: Turn | None,
+        new: Sequence[Message],
+        tools: Tools,
+        options: JsonObject,
+        text: str,
+        *,
+        abridged: bool = False,
+    ) -> Context:
+        """Context of ``new`` messages after ``parent``, which the template writes as ``text``."""
         kept, appended_text = self._after(parent, text)
         appended = np.array(self.renderer.chat.tokenize(appended_text), np.int32)
-        before = 0 if parent is None else parent.context.length + kept
+        before = None if parent is None else parent.context
         return Context(
             parent=parent,
-            messages=tuple(conversation[length:]),
+            first=parent if before is None else before.first or parent,
+            depth=_depth(parent),
+            messages=tuple(new),
+            position=len(new) + (0 if before is None else before.position + 1),
             tools=tools,
             options=options,
             text=text,
+            abridged=abridged,
             kept=kept,
             appended=appended,
-            length=before + len(appended),
-            prompt_length=len(appended) if parent is None else parent.context.prompt_length,
             appended_text=appended_text,
+            length=len(appended) + (0 if before is None else before.length + kept),
         )
 
-    def _from_start(self, conversation: Sequence[Message], tools: Tools, options: JsonObject, written: str) -> Context:
-        """Context of a new branch: the whole conversation as the template has ``written`` it."""
-        appended = np.array(self.renderer.chat.tokenize(written), np.int32)
-        return Context(
-            parent=None,
-            messages=tuple(conversation),
-            tools=tools,
-            options=options,
-            text=written,
-            kept=0,
-            appended=appended,
-            length=len(appended),
-            prompt_length=len(appended),
-            appended_text=written,
-        )
+    def _as_written(self, conversation: Sequence[Message], tools: Tools, options: JsonObject) -> Context:
+        """Context with the conversation as the template writes it, in a new branch where it was sampled otherwise."""
+        written = self.renderer.chat.render(conversation, tools, options, generation_prompt=True)
+        with suppress(TrajectoryError):  # the template changes what is in the tokens
+            context = self._continued(conversation, tools, options)
+            if self._decode(context) == written:
+                return context
+        return self._context(None, conversation, tools, options, written)
 
     def _decode(self, context: Context) -> str:
         """Decode all tokens of a context."""
@@ -181,40 +310,20 @@ class Trajectory:
             text = context.appended_text + said + text
         return text
 
-    def _with_replies(self, conversation: Sequence[Message]) -> list[Message]:
+    def _with_replies(self, conversation: Sequence[Message]) -> tuple[Message, ...]:
         """Replace echoed replies by the originals: agents drop reasoning, which the template may render."""
-        replies = {turn: (*_conversation(turn.context.parent), *turn.context.messages) for turn in self.turns}
         result: list[Message] = []
         for message in conversation:
             known = (
                 turn.reply
-                for turn, before in replies.items()
-                if message["role"] == "assistant" and before == tuple(result) and is_echo(message, turn.reply)
+                for turn in self.turns
+                if message["role"] == "assistant"
+                and turn.context.position == len(result)
+                and is_echo(message, turn.reply)
+                and [*_conversation(turn.context.parent), *turn.context.messages] == result
             )
             result.append(next(known, message))
-        return result
-
-    def _last_common_turn(
-        self, conversation: Sequence[Message], tools: Tools, options: JsonObject
-    ) -> tuple[Turn | None, int]:
-        """Return the deepest turn that ``conversation`` went through, and the number of messages up to its reply."""
-        best: tuple[Turn | None, int] = (None, 0)
-        ends: dict[Turn | None, int] = {None: 0}  # turns that match so far → messages up to their reply, inclusive
-        for turn in self.turns:  # parents come before their children
-            context = turn.context
-            start = ends.get(context.parent)
-            if start is None or context.tools != tools or context.options != options:
-                continue
-            end = start + len(context.messages)
-            if (
-                end < len(conversation)
-                and tuple(conversation[start:end]) == context.messages
-                and is_echo(conversation[end], turn.reply)
-            ):
-                ends[turn] = end + 1
-                if end + 1 >= best[1]:
-                    best = (turn, end + 1)
-        return best
+        return tuple(result)
 
     def _after(self, parent: Turn | None, text: str) -> tuple[int, str]:
         """Return (tokens of the parent's output to keep, text to append) for a piece of the template."""
@@ -229,6 +338,22 @@ class Trajectory:
         return kept - stopped, closing + rest
 
     # -------------------------------------------------------------------------------------------- sample
+    def _check_abridged(self, context: Context) -> None:
+        """Raises TransientEngineError if all of the conversation makes a difference to the text of a context."""
+        if not context.abridged:
+            return
+        try:
+            text = self._whole_text(context.parent, context.messages, context.tools, context.options)
+            found = None if text == context.text else text_diff(text, context.text)
+        except TrajectoryError as error:
+            found = str(error)
+        if found is not None:
+            self.renderer.abridges = False
+            raise TransientEngineError(
+                "the chat template writes what is new in a conversation depending on turns long before, so that this "
+                f"one has to be repeated; from now on all of a conversation is rendered at each turn:\n{found}"
+            )
+
     def sample(
         self, finish_reason: FinishReason | None = None, rewards: Mapping[Turn, float] | None = None
     ) -> Sample | None:
@@ -237,11 +362,16 @@ class Trajectory:
         Turns that several leaves share carry loss in the first of them. ``text`` is the last turn's, so that the
         reward is that of the end of the episode. ``finish_reason``: None: the last turn's. ``rewards``: of single
         turns, at the last token of each that carries loss.
+
+        Raises TransientEngineError if the template writes a whole conversation differently than was assumed, so that
+        the episode has to be repeated.
         """
         if not self.turns:
             return None
         inner = {turn.context.parent for turn in self.turns}
         leaves = sorted((turn for turn in self.turns if turn not in inner), key=lambda leaf: -_sampled_tokens(leaf))
+        for turn in self.turns if not self.renderer.abridges else leaves:
+            self._check_abridged(turn.context)
         counted: set[Turn] = set()
         branches = []
         for leaf in leaves:
@@ -264,6 +394,14 @@ class Trajectory:
                 "cached_tokens": sum(turn.cached_tokens for turn in sampled),
             },
         )
+
+
+def _input_ids(context: Context, latest: _Request) -> Int32:
+    """Tokens of a context, from those of the latest request where it continues that one."""
+    parent = context.parent
+    if parent is None or parent.context is not latest.context:
+        return context.input_ids()
+    return np.concatenate([latest.input_ids, parent.sampled.output_ids[: context.kept], context.appended])
 
 
 def _branch(leaf: Turn, counted: set[Turn], rewards: Mapping[Turn, float]) -> Branch:
@@ -350,9 +488,14 @@ def _conversation(turn: Turn | None) -> list[Message]:
     return [message for turn in _path(turn) for message in (*turn.context.messages, turn.reply)]
 
 
-def _positions(path: Sequence[Turn]) -> list[int]:
-    """Positions of the replies of a path's turns in the conversation."""
-    return [end - 1 for end in accumulate(len(turn.context.messages) + 1 for turn in path)]
+def _depth(turn: Turn | None) -> int:
+    """Turns up to this one."""
+    return 0 if turn is None else turn.context.depth + 1
+
+
+def _renders_whole(turns: int) -> bool:
+    """Return whether the whole conversation is rendered after so many turns: so rarely that it takes linear time."""
+    return turns & (turns - 1) == 0
 
 
 def _sampled_tokens(leaf: Turn) -> int:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import uvloop
 
 from miles_async.arguments.sessions import ReasoningParser, TurnHistory
 from miles_async.errors import TransientEngineError
@@ -87,7 +88,8 @@ def main(arguments: list[str]) -> int:
     settings, socket_path = arguments
     keys = take_session_keys(os.environ)
     try:
-        asyncio.run(serve(msgspec.json.decode(settings, type=ServerSettings), keys, Path(socket_path)))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(msgspec.json.decode(settings, type=ServerSettings), keys, Path(socket_path)))
     except* TransientEngineError as errors:
         print(f"session server ends: {errors.exceptions[0]}", file=sys.stderr)
     return 1

@@ -1,7 +1,8 @@
 """What the session server adds to a turn, and how many turns it takes in a second of CPU.
 
-Engines are simulated: a turn takes some seconds, spread so that agents don't move in step. Each session has 8 turns.
-What is added is the time a turn takes for the agent beyond what the engine took for it.
+Engines are simulated: a turn takes some seconds, spread so that agents don't move in step. Sessions have 8 short turns,
+or end with 8k tokens after any number of turns. What is added is the time a turn takes for the agent beyond what the
+engine took for it.
 """
 
 from __future__ import annotations
@@ -23,22 +24,25 @@ from miles_async.runtime.network.keys import make_run_keys
 from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
-from miles_async.types import GenerateRequest, Generation
+from miles_async.types import GenerateRequest, Generation, Int32
 from miles_async.wiring.session_process import ServerSettings
 from tests.benchmarks.report import Row, report
+from tests.fakes.chat_formats import chat_format
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "assets" / "reverse" / "model"
 TURNS = 8
 GOAL = 2000  # turns per second and core of the server
 ANSWER = np.array([14, 13, 2], np.int32)  # "21" and <eos>
+LONG = 8192  # tokens of a long session
 
 
 class TimedEngines:
     """An EngineClient that takes ``seconds`` on average for a turn, and remembers how long it really took."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, answer: Int32) -> None:
         self._random = random.Random(0)
         self._seconds = seconds
+        self._answer = answer
         self.took: dict[str, float] = {}  # routing key → seconds of its last turn
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -46,9 +50,9 @@ class TimedEngines:
         await asyncio.sleep(self._random.uniform(0.5, 1.5) * self._seconds)
         self.took[request.routing_key] = time.perf_counter() - started
         return Generation(
-            output_ids=ANSWER,
-            logprobs=np.full(len(ANSWER), -0.5, np.float32),
-            weight_versions=np.zeros(len(ANSWER), np.int32),
+            output_ids=self._answer,
+            logprobs=np.full(len(self._answer), -0.5, np.float32),
+            weight_versions=np.zeros(len(self._answer), np.int32),
             finish_reason="stop",
             engines=("engine-0",),
             prompt_tokens=len(request.input_ids),
@@ -56,14 +60,23 @@ class TimedEngines:
 
 
 async def measure(
-    concurrency: int, seconds: float, log_dir: Path, *, rounds: int = 1, workers: int = 1
+    concurrency: int,
+    seconds: float,
+    log_dir: Path,
+    *,
+    rounds: int = 1,
+    workers: int = 1,
+    turns: int = TURNS,
+    question: str = "rev",
+    answer: Int32 = ANSWER,
+    model: Path = MODEL,
 ) -> dict[str, float]:
     """Added seconds per turn and CPU seconds per turn of the server, at so many sessions at once, each followed by
     others until there were ``rounds``.
     """
-    engines = TimedEngines(seconds)
+    engines = TimedEngines(seconds, answer)
     settings = ServerSettings(
-        hf_checkpoint=str(MODEL), host="127.0.0.1", session_timeout=600.0, tool_call_parser=None, reasoning_parser=None
+        hf_checkpoint=str(model), host="127.0.0.1", session_timeout=600.0, tool_call_parser=None, reasoning_parser=None
     )
     children: list[ChildProcess] = []
     keys = make_run_keys({}).sessions
@@ -85,22 +98,22 @@ async def measure(
     async def agent(number: int, http: aiohttp.ClientSession) -> None:
         key = f"0-{number}"
         opened = await service.open(
-            SessionSettings(routing_key=key, sampling={"temperature": 1.0}, max_response=4000, max_total=8000)
+            SessionSettings(routing_key=key, sampling={"temperature": 1.0}, max_response=2 * LONG, max_total=2 * LONG)
         )
         await asyncio.sleep(random.uniform(0, seconds))  # agents don't all begin in the same moment
         messages: list[dict[str, Any]] = []
-        for turn in range(TURNS):
-            messages.append({"role": "user", "content": f"rev {number} {turn}"})
+        for turn in range(turns):
+            messages.append({"role": "user", "content": f"{question} {number} {turn}"})
             body = msgspec.json.encode({"model": "policy", "messages": messages})
             started = time.perf_counter()
             async with http.post(f"{opened.base_url}/chat/completions", data=body) as response:
                 assert response.status == 200, await response.text()
-                answer = msgspec.json.decode(await response.read())
+                completion = msgspec.json.decode(await response.read())
             added.append(time.perf_counter() - started - engines.took[key])
-            messages.append(answer["choices"][0]["message"])
+            messages.append(completion["choices"][0]["message"])
         collected = await service.collect(opened)
         assert collected.sample is not None
-        assert collected.sample.metadata["turns"] == TURNS
+        assert collected.sample.metadata["turns"] == turns
 
     try:
         before, started = _cpu_seconds(children), time.perf_counter()
@@ -157,6 +170,33 @@ def rates() -> Iterator[Row]:
             "turns_per_second": round(result["turns_per_second"]),
             "turns_per_cpu_second": round(per_cpu_second),
             "meets_goal": per_cpu_second >= GOAL,
+        }
+
+
+def lengths() -> Iterator[Row]:
+    """Turns per second of the server's CPU in sessions that end with 8k tokens, by their number of turns."""
+    chat = chat_format("qwen3")
+    text = " The quick brown fox jumps over the lazy dog."
+    for turns in (8, 32, 128):
+        repeats = LONG // (2 * turns * len(chat.tokenize(text)))
+        answer = np.array([*chat.tokenize(text * repeats), *chat.tokenize("<|im_end|>")], np.int32)
+        with TemporaryDirectory() as directory:
+            chat._tokenizer.save_pretrained(directory)
+            result = asyncio.run(
+                measure(
+                    *(32, 0.02, Path(directory)),
+                    rounds=max(1, 64 // turns),
+                    turns=turns,
+                    question=text * repeats,
+                    answer=answer,
+                    model=Path(directory),
+                )
+            )
+        yield {
+            "turns": turns,
+            "new_tokens_per_turn": LONG // turns,
+            "turns_per_second": round(result["turns_per_second"]),
+            "turns_per_cpu_second": round(1e3 / result["cpu_ms_per_turn"]),
         }
 
 

@@ -1,20 +1,24 @@
-"""Token-in-token-out over random conversations, for templates in the styles of Qwen3, Llama 3, GLM and Mistral.
+"""Token-in-token-out over random conversations, for templates in the styles of Qwen3, Llama 3 and GLM.
 
 # covers: M14, R3
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from miles_async.errors import TrajectoryError
 from miles_async.trajectory.messages import canonical
-from miles_async.trajectory.tree import Turn
+from miles_async.trajectory.rendering import Renderer
+from miles_async.trajectory.tree import Trajectory, Turn, _Request
 from miles_async.types import NO_VERSION, Branch
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.episodes import Episode, anything, canonical_answers, follow_ups, questions
@@ -197,3 +201,82 @@ def test_a_history_as_the_template_writes_it_is_what_it_makes_of_the_replies(
     for number, turn in enumerate(turns, start=1):
         said = len(turn.sampled.output_ids)
         assert carrying.count(number) in (said, said - 1)
+
+
+# -------------------------------------------------------------------------------------- what is remembered of requests
+def context_of(trajectory: Trajectory, episode: Episode, messages: Sequence[Any]) -> Any:
+    """What a trajectory makes of a request; None if it refuses it."""
+    try:
+        context = trajectory.extend(messages, episode.tools, episode.options)
+    except TrajectoryError:
+        return None
+    ids = context.input_ids().tolist()
+    assert trajectory.input_ids(context).tolist() == ids
+    return context.parent, context.kept, context.text, context.prompt_length, ids
+
+
+def edited(data: st.DataObject, episode: Episode) -> list[dict[str, Any]]:
+    """A history as an agent might send it: mostly what it was, or changed by one character, cut, or an earlier one."""
+    history = json.loads(json.dumps(episode.messages))  # other objects each time, as a server reads them
+    kind = data.draw(st.sampled_from(["kept"] * 8 + ["character", "left out", "cut", "earlier"]))
+    if not history or kind == "kept":
+        return history
+    at = data.draw(st.integers(0, len(history) - 1))
+    if kind == "character":
+        content = history[at]["content"] or ""
+        place = data.draw(st.integers(0, len(content)))
+        history[at]["content"] = content[:place] + "x" + content[place + 1 :]
+    elif kind == "left out":
+        del history[at]
+    elif kind == "cut":
+        del history[at:]
+    else:
+        history = list(data.draw(st.sampled_from([*episode.histories.values()])))
+    return history
+
+
+def check_that_remembering_changes_nothing(style: str, data: st.DataObject) -> None:
+    """Each request has the context that it has in a trajectory of the same turns that remembers no other request and
+    renders the whole conversation.
+    """
+    episode = Episode(style, TOOLS)
+    renderer = Renderer(episode.chat)
+    renderer.abridges = False
+    for _ in range(data.draw(st.integers(4, 12))):
+        history = edited(data, episode)
+        appended = data.draw(follow_ups() if history else questions())
+        reference = Trajectory(renderer, episode.trajectory.parser, turns=list(episode.trajectory.turns))
+        expected = context_of(reference, episode, [*history, *appended])
+        assert context_of(episode.trajectory, episode, [*history, *appended]) == expected
+        if expected is not None:
+            episode.messages = history
+            episode.turn(appended, data.draw(anything()))
+    assert episode.trajectory.renderer.abridges
+    episode.trajectory.sample()
+
+
+@each_style
+@settings(max_examples=40)
+@given(data=st.data())
+def test_what_is_remembered_of_the_request_before_changes_nothing(style: str, data: st.DataObject) -> None:
+    check_that_remembering_changes_nothing(style, data)
+
+
+@pytest.mark.parametrize("compared", [slice(0, 0), slice(-1, None), slice(None, -1)], ids=["none", "last", "first"])
+def test_a_message_before_that_is_not_compared_is_noticed(compared: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The property above fails where only some of the earlier messages are compared."""
+
+    def begins(self: _Request, messages: Sequence[object]) -> bool:
+        known = len(self.messages)
+        return 0 < known <= len(messages) and messages[:known][compared] == self.messages[compared]
+
+    monkeypatch.setattr(_Request, "begins", begins)
+    reproducible = settings(
+        max_examples=300,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises(AssertionError):
+        reproducible(given(data=st.data())(lambda data: check_that_remembering_changes_nothing("qwen3", data)))()

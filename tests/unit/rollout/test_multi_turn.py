@@ -146,6 +146,21 @@ async def test_a_turn_that_a_publication_aborts_goes_on_under_the_new_version() 
     assert sample.routed_experts[:-1, 1].tolist() == calls
 
 
+async def test_messages_that_an_environment_changes_later_are_a_history_that_was_edited() -> None:
+    class Reuses(Lookup):
+        hint: ClassVar[dict[str, Any]] = {"role": "user", "content": ""}
+
+        async def step(self, turn: AssistantTurn) -> Observation:
+            self.hint["content"] += "again, "
+            return Observation(messages=(self.hint,))
+
+    model = ScriptedModel(says("68"))
+    sample = await generate_with(Reuses, max_turns=3)(model, ATTEMPT, 1)
+    assert "again, again, " in CHAT.decode_all(model.requests[2])
+    assert CHAT.decode_all(model.requests[2]).count("again, again, ") == 2  # as the environment has it now
+    assert len(sample.branches) == 2
+
+
 async def test_counts_of_an_environment_are_added_up() -> None:
     sample = await generate_with()(ScriptedModel(says(CALL, CALL, "68")), ATTEMPT, 0)
     assert sample.metadata["metrics"] == {"lookups": 2, "tool_errors": 1.0}

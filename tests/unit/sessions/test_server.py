@@ -21,6 +21,7 @@ from miles_async.errors import StalledError, TransientEngineError
 from miles_async.runtime.network.ports import HeldPort
 from miles_async.sessions.problems import as_json
 from miles_async.sessions.server import SessionServer
+from miles_async.trajectory.tree import Trajectory
 from miles_async.trajectory.turn import take_turn
 from tests.fakes import session_agents
 from tests.fakes.chat_formats import TOOLS
@@ -249,6 +250,14 @@ async def test_an_answer_to_a_client_that_has_gone_is_no_error_of_the_server() -
     with structlog.testing.capture_logs() as logs, pytest.raises(ConnectionResetError):
         await as_json(Mock(), answers)
     assert not logs
+
+
+async def test_a_session_whose_sample_cannot_be_made_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trajectory, "sample", Mock(side_effect=TransientEngineError("it has to be repeated")))
+    async with agent_of(ScriptedModel(says("68"))) as agent:
+        await agent.chat(QUESTION)
+        collected = await agent.collect()
+    assert (collected.sample, collected.failure) == (None, "it has to be repeated")
 
 
 async def test_parallel_requests_become_branches() -> None:

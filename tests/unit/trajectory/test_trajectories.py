@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
-from miles_async.errors import RequestRejectedError, TrajectoryError
+from miles_async.errors import RequestRejectedError, TrajectoryError, TransientEngineError
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.trajectory import tree
 from miles_async.trajectory.messages import canonical, is_echo
+from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import parse_glm, parse_llama3, parse_qwen, split_reasoning
-from tests.fakes.chat_formats import TOOLS
+from tests.fakes.chat_formats import TOOLS, chat_format
 from tests.fakes.episodes import Episode, Say
 
 
@@ -110,6 +116,80 @@ def test_tool_calls_stay_where_a_template_wants_them_for_their_results() -> None
     assert episode.chat.decode_all(turn.context.appended) == "[TOOL_RESULTS]call00000 c[/TOOL_RESULTS]"
 
 
+# ---------------------------------------------------------------------------------------- what turns cost, and why
+def test_a_turn_renders_and_reads_as_much_after_100_turns_as_after_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    episode = Episode("qwen3")
+    work = []
+    for module, name, amount in [(ChatTemplate, "render", len), (tree, "canonical", lambda message: 1)]:
+        original = getattr(module, name)
+
+        def counted(*args: Any, original: Any = original, amount: Any = amount, **options: Any) -> Any:
+            work[-1] += amount(args[1] if len(args) > 1 else args[0])
+            return original(*args, **options)
+
+        monkeypatch.setattr(module, name, counted)
+    for number in range(100):
+        work.append(0)
+        episode.turn([user(f"question {number}")], Say(text="a"))
+    whole = {0, 1, 2, 4, 8, 16, 32, 64}
+    assert {work[n] for n in range(3, 100) if n not in whole} == {5 + 2}  # 5 messages rendered, 2 read
+    assert sum(work) < 15 * 100
+    sample = episode.trajectory.sample()
+    assert sample is not None
+    messages = [canonical(message) for message in episode.messages[:-1]]
+    written = episode.chat.render(messages, (), {}, generation_prompt=True)
+    assert episode.chat.decode_all(sample.tokens).startswith(written)
+
+
+class LooksBack:
+    """A chat format whose template writes, ``at`` the end or in front of each message, how many messages there are."""
+
+    def __init__(self, at: str) -> None:
+        self._chat, self._at = chat_format("qwen3"), at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chat, name)
+
+    def render(self, messages: Sequence[Any], tools: Any, options: Any, *, generation_prompt: bool) -> str:
+        if self._at == "message":
+            messages = [{**m, "content": f"{n}: {m['content']}"} for n, m in enumerate(messages)]
+        text = self._chat.render(messages, tools, options, generation_prompt=generation_prompt)
+        return f"{text}{len(messages)}:" if self._at == "end" else text
+
+
+def looking_back(at: str, turns: int) -> tuple[Episode, list[str]]:
+    """An episode, and what the template writes of the conversation up to each turn."""
+    episode = Episode("qwen3")
+    episode.trajectory.renderer = Renderer(LooksBack(at))
+    return episode, [talk(episode, number) for number in range(turns)]
+
+
+def talk(episode: Episode, number: int) -> str:
+    turn = episode.turn([user(f"question {number}")], Say(text="a"))
+    return episode.chat.decode_all(turn.context.appended)
+
+
+def test_a_template_that_numbers_messages_is_rendered_as_a_whole() -> None:
+    episode, appended = looking_back("message", 7)
+    assert [f"{2 * n}: question {n}" in text for n, text in enumerate(appended)] == [True] * 7
+    assert episode.trajectory.sample() is not None
+
+
+@pytest.mark.parametrize("turns", [4, 7])
+def test_an_episode_is_repeated_if_the_template_looked_at_turns_that_were_not_rendered(turns: int) -> None:
+    episode, appended = looking_back("end", turns)
+    assert [text.endswith(f"{2 * n + 1}:") for n, text in enumerate(appended)][:5] == [True, True, True, False, True][
+        :turns
+    ]
+    with pytest.raises(TransientEngineError, match="has to be repeated"):
+        episode.trajectory.sample()
+    renderer = episode.trajectory.renderer
+    episode = Episode("qwen3")
+    episode.trajectory.renderer = renderer
+    assert [talk(episode, n).endswith(f"{2 * n + 1}:") for n in range(turns)] == [True] * turns
+    assert episode.trajectory.sample() is not None
+
+
 # -------------------------------------------------------------------------------------------------- mismatches
 def test_a_template_that_changes_what_is_in_the_tokens_is_an_error_with_the_difference() -> None:
     episode = Episode("wandering", TOOLS[:1])
@@ -195,6 +275,17 @@ def test_truncated_history_begins_another_branch() -> None:
     sample = episode.trajectory.sample()
     assert sample is not None
     assert len(sample.branches) == 2
+
+
+def test_the_answer_to_the_request_before_does_not_hide_a_deeper_turn() -> None:
+    episode = Episode("qwen3")
+    episode.turn([user("a")], Say(text="b"))
+    second = episode.turn([user("c")], Say(text="d"))
+    history, episode.messages = episode.messages, []
+    again = episode.turn([user("a")], Say(text="b"))
+    assert again.context.parent is None
+    episode.messages = history
+    assert episode.turn([user("e")], Say(text="f")).context.parent is second
 
 
 def test_other_tools_begin_another_branch() -> None:
