@@ -1,4 +1,4 @@
-"""The page of the study, from the results of its cells: tables, what they say, and what they don't."""
+"""The page of the study, from the results of its cells: table, figure, what they say, and what they don't."""
 
 from __future__ import annotations
 
@@ -37,12 +37,17 @@ correction, the steps were too large for data of that age.
 
 Made by `make study` from [staleness_study.json](staleness_study.json), which has every step of every run.
 
-![Accuracy, spikes and effective sample size by correction and age](staleness_study.png)
+![Accuracy, reward, spikes and effective sample size by correction and age](staleness_study.png)
+
+- Accuracy: share of right answers to 256 held-out prompts, by the final weights and taking the likeliest tokens; 0.14
+  before training.
+- Reward at the end: mean reward of the samples of the last {reward_steps} steps, at temperature 1. Where training
+  swings, it says more than the final weights.
+- Spikes: steps whose gradient norm (before clipping to 1) is more than {spike:g} times the median of the run.
+- Effective sample size: (Σw)² / (n Σw²) over the n sequences of a step, w = π / π_rollout of a sequence, mean over the
+  last {last} steps: how far the policy is from the one that sampled; 1 if it has stopped moving.
 
 ## Accuracy
-
-Share of right answers to 256 held-out prompts, by the final weights and taking the likeliest tokens; 0.14 before
-training.
 
 {accuracy}
 
@@ -50,27 +55,6 @@ Against no correction, then against the control: `+` better in every seed than i
 told apart, `?` too few seeds.
 
 {verdict}
-
-## Reward at the end
-
-Mean reward of the samples of the last {reward_steps} steps, at temperature 1. Where training swings, it says more than
-the final weights.
-
-{reward}
-
-## Spikes of the gradient norm
-
-Steps whose gradient norm (before clipping to 1) is more than {spike:g} times the median of the run, in percent.
-
-{spikes}
-
-## Effective sample size
-
-(Σw)² / (n Σw²) over the n sequences of a step with w = π / π_rollout of a sequence, mean over the last {last} steps:
-how far the policy is from the one that sampled, whether or not the correction uses w. A policy that has stopped moving
-has 1.
-
-{ess}
 
 ## What this does not show
 
@@ -92,7 +76,7 @@ has 1.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantity:
-    """A number of a finished cell, as tables and figure show it."""
+    """A number of a finished cell, as table and figure show it."""
 
     title: str
     of: Callable[[CellResult], float]
@@ -113,22 +97,19 @@ def write_report(results: Sequence[CellResult], seeds: int, docs: Path) -> None:
         spike=SPIKE,
         last=LAST_STEPS,
         finished=_wrapped(
-            f"{finished(results, seeds)} Tables have the mean over seeds, and in brackets the lowest and the highest; "
-            "the figure has the means."
+            f"{finished(results, seeds)} The table has the mean over seeds and in brackets the lowest and the highest, "
+            "the figure the means."
         ),
         share=f"{100 * (AGES[-1] + 1) / STEPS:.0f}",
         oldest=AGES[-1],
         accuracy=table(results, ACCURACY, seeds),
         verdict=verdicts(results),
         reward_steps=REWARD_STEPS,
-        reward=table(results, REWARD, seeds),
-        spikes=table(results, SPIKES, seeds),
-        ess=table(results, ESS, seeds),
     )
     (docs / PAGE_NAME).write_text(page)
     panels = {
         quantity.title: [[_mean(runs_of(results, one, age), quantity) for age in AGES] for one in CORRECTIONS]
-        for quantity in (ACCURACY, SPIKES, ESS)
+        for quantity in (ACCURACY, REWARD, SPIKES, ESS)
     }
     draw(panels, [one.title for one in CORRECTIONS], AGES, docs / FIGURE_NAME)
 
