@@ -24,6 +24,7 @@ from miles_async.errors import ConfigurationError
 from miles_async.runtime.hooks import load_factory, load_object
 
 Part = TypeVar("Part")
+LossPart = TypeVar("LossPart", PolicyLoss, Correction)
 
 HERE = "miles_async.algorithms"
 WHOLE = f"{HERE}.whole_batch"
@@ -112,9 +113,9 @@ def token_advantages(arguments: AlgorithmArguments) -> TokenAdvantages | None:
     """Make the trainer's estimator (``--token-advantages``), if any."""
     if arguments.token_advantages is None:
         return None
-    path, flag = _row(TOKEN_ADVANTAGES, arguments.token_advantages), "--token-advantages"
-    made = _made(path, TokenAdvantages, flag, arguments)
-    _check_needs(made, f"{flag} {arguments.token_advantages}", arguments)
+    flag, name = "--token-advantages", arguments.token_advantages
+    made = _made(_row(TOKEN_ADVANTAGES, name), TokenAdvantages, flag, arguments)
+    _check_needs(made, f"{flag} {name}", arguments)
     return made
 
 
@@ -129,23 +130,15 @@ def policy_loss(arguments: AlgorithmArguments) -> PolicyLoss:
     """``--policy-loss``, or the loss of ``--loss-type sft_loss``."""
     if arguments.supervised:
         return _made(SFT_LOSS, PolicyLoss, "--loss-type", arguments)
-    path, flag = _row(POLICY_LOSSES, arguments.policy_loss), "--policy-loss"
-    made = _made(path, PolicyLoss, flag, arguments)
-    _check_needs(made, f"{flag} {arguments.policy_loss}", arguments)
-    _check_critic(made, f"{flag} {arguments.policy_loss}", arguments)
-    return made
+    return _checked(POLICY_LOSSES, PolicyLoss, "--policy-loss", arguments.policy_loss, arguments)
 
 
 def corrections(arguments: AlgorithmArguments) -> tuple[Correction, ...]:
     """Make the corrections of ``--use-tis``, ``--use-rs``, ``--use-opsm`` and by age; any number of them."""
-    found: list[Correction] = []
-    if arguments.use_tis:
-        path, flag = _row(CORRECTIONS, arguments.tis_mode), "--tis-mode"
-        made = _made(path, Correction, flag, arguments)
-        _check_needs(made, f"{flag} {arguments.tis_mode}", arguments)
-        _check_critic(made, f"{flag} {arguments.tis_mode}", arguments)
-        found.append(made)
-    return (*found, *switched(SWITCHED, Correction, arguments))
+    others = switched(SWITCHED, Correction, arguments)
+    if not arguments.use_tis:
+        return others
+    return _checked(CORRECTIONS, Correction, "--tis-mode", arguments.tis_mode, arguments), *others
 
 
 def kl_estimator(arguments: AlgorithmArguments) -> KlEstimator | None:
@@ -191,6 +184,15 @@ def switched(rows: Switched, kind: type[Part], arguments: AlgorithmArguments) ->
 def _made(path: str, kind: type[Part], flag: str, arguments: AlgorithmArguments) -> Part:
     part: Part = load_factory(path, Make, kind, flag)(arguments)
     return part
+
+
+def _checked(
+    rows: Mapping[str, str], kind: type[LossPart], flag: str, name: str, arguments: AlgorithmArguments
+) -> LossPart:
+    made = _made(_row(rows, name), kind, flag, arguments)
+    _check_needs(made, f"{flag} {name}", arguments)
+    _check_critic(made, f"{flag} {name}", arguments)
+    return made
 
 
 def _row(rows: Mapping[str, str], name: str) -> str:

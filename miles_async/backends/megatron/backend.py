@@ -64,9 +64,8 @@ class MegatronBackend:
         # After prepare(), which makes megatron importable.
         from miles_async.backends.megatron import distributed
         from miles_async.backends.megatron.checkpoints.checkpoint import seed_all
-        from miles_async.backends.megatron.critic import load_critic
         from miles_async.backends.megatron.kept_weights import KeptWeights
-        from miles_async.backends.megatron.learner import Learner
+        from miles_async.backends.megatron.learner import Learner, load_critic
         from miles_async.backends.megatron.model.build import load_model
         from miles_async.backends.megatron.model.scores import Scorer
         from miles_async.backends.megatron.per_rollout import FollowingReference, PerRollout

@@ -1,20 +1,28 @@
-"""A trained model on this rank: the policy or the critic."""
+"""Trained models on this rank: the policy, and in the same layout the critic, which learns values of prefixes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from miles_async.algorithms.objective import LossSums
+from miles_async.algorithms.value_loss import ValueLoss
+from miles_async.api import Aggregation
+from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.distributed import complete_parameters
 from miles_async.backends.megatron.metrics import accumulate
-from miles_async.backends.megatron.model.build import LoadedModel
+from miles_async.backends.megatron.model.build import LoadedModel, load_model
 from miles_async.backends.megatron.model.forward import LossFunction, Pipeline
+from miles_async.backends.megatron.model.output import ModelOutput
+from miles_async.backends.megatron.model.scores import values_of
 from miles_async.backends.megatron.optimizer import make_optimizer
 from miles_async.backends.megatron.packing.pack import PackedBatch
 from miles_async.backends.megatron.platform import Platform
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learner:
-    """The model's part on this rank, its optimizer, and the schedule of its learning rate."""
+    """A model's part on this rank, its optimizer, and the schedule of its learning rate."""
 
     model: Pipeline
     optimizer: MegatronOptimizer
@@ -65,3 +73,50 @@ class Learner:
             accumulate(sums, of_micro_batch)
         self.optimizer.prepare_grads()
         return sums, float(self.optimizer.get_grad_norm())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Critic:
+    """The critic's model, loss and schedule."""
+
+    learner: Learner
+    loss: ValueLoss
+    updates: int  # optimizer steps per one of the policy
+    rollouts_alone: int  # first rollout steps, in which the policy is not trained
+
+    def gradient(self, packs: Sequence[PackedBatch]) -> tuple[dict[str, Tensor], float]:
+        """Compute the gradient, as :meth:`Learner.gradient` does. The micro-batches have values and returns."""
+
+        def loss(packed: PackedBatch, output: ModelOutput) -> LossSums:
+            assert packed.returns is not None, "returns come before the first optimizer step"
+            return self.loss(values_of(output, packed.sequences), packed.returns, packed.batch)
+
+        return self.learner.gradient(packs, loss)
+
+
+def load_critic(
+    arguments: CriticArguments,
+    directory: Path,
+    aggregation: Aggregation,
+    model: ModelArguments,
+    optimizer: OptimizerArguments,
+    platform: Platform,
+    *,
+    device: torch.device,
+    total_steps: int,
+) -> Critic:
+    """Load the critic and make its optimizer, which differs from the policy's in the learning rate. Collective.
+
+    ``directory``: of the policy, from which the critic starts unless its flags name another.
+    """
+    directory = arguments.critic_hf_checkpoint or directory
+    rate = dataclasses.replace(
+        optimizer, lr=arguments.critic_lr or optimizer.lr, lr_warmup_iters=arguments.critic_lr_warmup_iters
+    )
+    loaded = load_model(directory, model, platform, trainable=True, value_head=True)
+    return Critic(
+        learner=Learner.of(loaded, rate, model, platform, device=device, total_steps=total_steps),
+        loss=ValueLoss(aggregation=aggregation, clip=arguments.value_clip),
+        updates=arguments.critic_updates_per_step,
+        rollouts_alone=arguments.num_critic_only_steps,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +27,18 @@ MASKS = {
     "age_masked_fraction": "age",
 }
 """Metric → reason, for metrics that count tokens without effect on the policy."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """This rank's results of the optimizer steps of one rollout step."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)  # of metrics, by accumulate()
+    grad_norms: list[float] = field(default_factory=list)  # of the policy's optimizer steps that were made
+    lr_factors: list[float] = field(default_factory=list)  # of these, with a StepScale
+    lags: list[tuple[int, int]] = field(default_factory=list)  # steps made since the batch's version, loss tokens
+    critic_grad_norms: list[float] = field(default_factory=list)
+    breaches: list[Breach] = field(default_factory=list)  # of steps that were skipped
 
 
 def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
@@ -51,22 +64,13 @@ def mean(numbers: Sequence[float]) -> float:
 
 
 def step_metrics(
-    reduced: Mapping[str, Tensor],
-    *,
-    grad_norms: Sequence[float],
-    breaches: Sequence[Breach],
-    lags: Sequence[tuple[int, int]],
-    lr: float,
-    lr_factors: Sequence[float],
-    steps: int,
-    seconds: float,
+    reduced: Mapping[str, Tensor], tally: Tally, *, lr: float, steps: int, seconds: float
 ) -> dict[str, float]:
-    """``reduced``: over all ranks; sums become means over loss tokens, ``_max`` and totals stay. ``loss`` is the mean
-    over what its aggregation counts.
+    """``reduced``: the tally's sums over all ranks. Sums become means over loss tokens, ``_max`` and totals stay;
+    ``loss`` is the mean over what its aggregation counts.
 
     ``grad_norm`` is the mean over the optimizer steps made (before clipping), ``lr`` the last step's, before
-    ``lr_factors`` (one per step made, if any). ``lags``: per optimizer step, the number of steps made before it since
-    the version that the batch was cut for, and its loss tokens, which weigh ``optimizer_lag_mean``.
+    ``lr_factor``. Loss tokens weigh ``optimizer_lag_mean``.
     """
     scalars = {name: float(values) for name, values in reduced.items() if values.ndim == 0}
     loss_tokens = max(scalars.get("loss_tokens", 0.0), 1.0)
@@ -81,19 +85,20 @@ def step_metrics(
     masked = {f"masked_tokens/{reason}": scalars[name] for name, reason in MASKS.items() if name in scalars}
     masked["masked_tokens/no_loss"] = totals["tokens"] - totals["loss_tokens"]
     optimizer = {
-        "grad_norm": mean(grad_norms),
+        "grad_norm": mean(tally.grad_norms),
         "lr": lr,
-        **({"lr_factor": sum(lr_factors) / len(lr_factors)} if lr_factors else {}),
+        **({"lr_factor": mean(tally.lr_factors)} if tally.lr_factors else {}),
         "optimizer_steps": float(steps),
-        "optimizer_lag_mean": sum(lag * tokens for lag, tokens in lags) / max(sum(tokens for _, tokens in lags), 1),
-        "optimizer_lag_max": float(max((lag for lag, _ in lags), default=0)),
-        "skipped_optimizer_steps": float(steps - len(grad_norms)),
+        "optimizer_lag_mean": sum(lag * tokens for lag, tokens in tally.lags)
+        / max(sum(tokens for _, tokens in tally.lags), 1),
+        "optimizer_lag_max": float(max((lag for lag, _ in tally.lags), default=0)),
+        "skipped_optimizer_steps": float(steps - len(tally.grad_norms)),
         "step_seconds": seconds,
     }
     # Supervised tokens were not sampled: there is nothing to compare with.
     sampled = "mismatch_tokens" in reduced or not reduced.get("loss_tokens")
     tokens = (mismatch_metrics(reduced) | spread_metrics(reduced) if sampled else {}) | masked | value_metrics(scalars)
-    return means | tokens | totals | optimizer | _bad_steps(breaches)
+    return means | tokens | totals | optimizer | _bad_steps(tally.breaches)
 
 
 def _bad_steps(breaches: Sequence[Breach]) -> dict[str, float]:

@@ -3,11 +3,11 @@
 The loss is a mean over an optimizer step (over its loss tokens, or its sequences: ``--loss-aggregation``), over all
 micro-batches and data-parallel ranks, so neither packing nor the number of ranks changes it.
 
-An optimizer step whose gradient is exactly 0 is skipped: no token carries loss, or all advantages are 0 and there is
-neither a KL loss nor an entropy bonus. Adam would otherwise move the weights by the momentum of earlier steps, and
-weight decay would shrink them. So is a step that breaks a limit (``step_limits.py``). All ranks decide alike, since all
-have the same loss tokens and the same gradient norm. The learning rate counts a skipped step like any other, so that
-its schedule depends on the number of rollout steps alone; so do weight versions.
+An optimizer step whose gradient is exactly 0 is skipped (no token carries loss, or all advantages are 0 and there is
+neither a KL loss nor an entropy bonus): Adam would move the weights by the momentum of earlier steps, and weight decay
+would shrink them. A step that breaks a limit is skipped, too (``step_limits.py``). All ranks have the same loss tokens
+and gradient norm, so they decide alike. The schedule of the learning rate counts skipped steps, and so depends on the
+number of rollout steps alone, as do weight versions.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from miles_async.algorithms.step_scale import LOG_SUMS as STEP_SUMS
 from miles_async.algorithms.step_scale import StepScale, scaled_rates
 from miles_async.algorithms.whole_batch.transform import Trajectories, WholeBatch
 from miles_async.api import Need
-from miles_async.backends.megatron.critic import Critic
 from miles_async.backends.megatron.distributed import gather_from_replicas, reduce_metrics
 from miles_async.backends.megatron.gradient_norms import GradientNorms
 from miles_async.backends.megatron.kept_weights import KeptWeights
-from miles_async.backends.megatron.learner import Learner
-from miles_async.backends.megatron.metrics import accumulate, mean, step_metrics
+from miles_async.backends.megatron.learner import Critic, Learner
+from miles_async.backends.megatron.metrics import Tally, accumulate, mean, step_metrics
 from miles_async.backends.megatron.model.forward import Pipeline, Scoring
 from miles_async.backends.megatron.model.output import ModelOutput
 from miles_async.backends.megatron.model.scores import Scorer, values_of
 from miles_async.backends.megatron.packing.pack import PackedBatch, PackLayout, pack_batch
 from miles_async.backends.megatron.packing.routing_replay import Experts
-from miles_async.backends.megatron.step_limits import Breach, StepLimits
+from miles_async.backends.megatron.step_limits import StepLimits
 from miles_async.errors import ContractViolation
 from miles_async.types import TrainShard
 
@@ -50,18 +49,18 @@ Packs = list[PackedBatch]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRunner:
-    """Parts that one rank trains with; built once by the backend, stateless."""
+    """One rank's parts for training; built once by the backend, stateless."""
 
     policy: Learner
-    kept: KeptWeights | None  # there if ratios compare with the weights of the version that sampled a token
-    critic: Critic | None  # there if the objective needs its values
-    reference: Pipeline | None  # frozen model; there if the objective needs its log-probs
+    kept: KeptWeights | None  # if ratios compare with the weights that sampled a token
+    critic: Critic | None  # if the objective needs its values
+    reference: Pipeline | None  # frozen model, if the objective needs its log-probs
     objective: Objective
     limits: StepLimits
     scale: StepScale | None  # of the learning rate; None: 1
     epochs: int
     total_steps: int  # optimizer steps of the whole run
-    mtp_loss_scaling_factor: float  # of the loss of layers for multi-token prediction, where they are trained
+    mtp_loss_scaling_factor: float  # of layers for multi-token prediction, if trained
     scorer: Scorer
     layout: PackLayout
     device: torch.device
@@ -69,11 +68,11 @@ class StepRunner:
     def train(self, shard: TrainShard, *, same_weights: bool) -> dict[str, float]:
         """Run all optimizer steps of the shard; return metrics over all ranks. Collective.
 
-        ``same_weights``: the weights are those of the shard's version as engines have them. Raises ContractViolation
-        when the ranks' loss tokens are not those that the shard promises.
+        ``same_weights``: engines have these weights as the shard's version. Raises ContractViolation if the ranks' loss
+        tokens differ from the number in the shard.
         """
         started = time.perf_counter()
-        present = shard.target_version if same_weights else None  # the version that engines have these weights as
+        present = shard.target_version if same_weights else None  # the version of these weights on engines
         if self.kept is not None and present is not None:
             self.kept.keep(present)
         steps = [
@@ -83,13 +82,9 @@ class StepRunner:
         steps = self._with_values(self._with_logprobs(steps, present))
         steps = self._prepared(steps, self._trajectories(shard)) * self.epochs
         loss_tokens = shard.loss_tokens * self.epochs
-        totals: dict[str, Tensor] = {}
-        norms: list[float] = []
-        breaches: list[Breach] = []
-        lr_factors: list[float] = []
-        lags: list[tuple[int, int]] = []  # (optimizer steps made since the shard's version, loss tokens)
-        critic_norms: list[float] = []
+        tally = Tally()
         rollouts = self.policy.scheduler.num_steps // max(len(steps), 1)  # trained so far
+        critic_alone = self.critic is not None and rollouts < self.critic.rollouts_alone
         for index, packs in enumerate(steps):
             self.policy.scheduler.step(1)
             if self.critic is not None:
@@ -97,49 +92,45 @@ class StepRunner:
             if loss_tokens[index] == 0:  # on no rank; there is no mean over nothing
                 continue
             for packed in packs:
-                accumulate(totals, self._counts(packed))
+                accumulate(tally.sums, self._counts(packed))
             if self.critic is not None:
-                for _ in range(self.critic.updates):
-                    sums, norm = self.critic.gradient(packs)
-                    accumulate(totals, sums)
-                    if (breach := self.limits.breach_of_critic(norm)) is not None:
-                        breaches.append(breach)
-                    elif norm > 0:
-                        self.critic.learner.optimizer.step()
-                        critic_norms.append(norm)
-                if rollouts < self.critic.rollouts_alone:
-                    continue
-            sums, norm = self.policy.gradient(packs, partial(self._loss, index))
-            accumulate(totals, sums)
-            lags.append((len(norms), loss_tokens[index]))
-            breach = self.limits.breach(norm, sums, self.device, same_weights=same_weights)
-            if breach is not None:
-                breaches.append(breach)
-            elif norm > 0:
-                if self.scale is None:
-                    self.policy.optimizer.step()
-                else:
-                    lr_factors.append(self._scaled_step(self.scale, sums))
-                norms.append(norm)
-        reduced = reduce_metrics(totals, self.device)
+                self._train_critic(self.critic, packs, tally)
+            if not critic_alone:
+                tally.lags.append((len(tally.grad_norms), loss_tokens[index]))
+                self._train_policy(index, packs, tally, same_weights=same_weights)
+        reduced = reduce_metrics(tally.sums, self.device)
         _check_loss_tokens(reduced, sum(loss_tokens), shard.target_version)
         of_critic = {}
         if self.critic is not None:
-            of_critic = {"critic_grad_norm": mean(critic_norms), "critic_lr": self.critic.learner.lr}
-        return of_critic | step_metrics(
-            reduced,
-            grad_norms=norms,
-            breaches=breaches,
-            lags=lags,
-            lr=self.policy.lr,
-            lr_factors=lr_factors,
-            steps=len(steps),
-            seconds=time.perf_counter() - started,
-        )
+            of_critic = {"critic_grad_norm": mean(tally.critic_grad_norms), "critic_lr": self.critic.learner.lr}
+        seconds = time.perf_counter() - started
+        return of_critic | step_metrics(reduced, tally, lr=self.policy.lr, steps=len(steps), seconds=seconds)
+
+    def _train_critic(self, critic: Critic, packs: Packs, tally: Tally) -> None:
+        for _ in range(critic.updates):
+            sums, norm = critic.gradient(packs)
+            accumulate(tally.sums, sums)
+            if (breach := self.limits.breach_of_critic(norm)) is not None:
+                tally.breaches.append(breach)
+            elif norm > 0:
+                critic.learner.optimizer.step()
+                tally.critic_grad_norms.append(norm)
+
+    def _train_policy(self, index: int, packs: Packs, tally: Tally, *, same_weights: bool) -> None:
+        sums, norm = self.policy.gradient(packs, partial(self._loss, index))
+        accumulate(tally.sums, sums)
+        if (breach := self.limits.breach(norm, sums, self.device, same_weights=same_weights)) is not None:
+            tally.breaches.append(breach)
+        elif norm > 0:
+            if self.scale is None:
+                self.policy.optimizer.step()
+            else:
+                tally.lr_factors.append(self._scaled_step(self.scale, sums))
+            tally.grad_norms.append(norm)
 
     def _with_logprobs(self, steps: list[Packs], present: int | None) -> list[Packs]:
-        """Adds what the objective needs of models before any optimizer step; ``present``: the version of the
-        weights that the policy has, if they are those of one.
+        """Add the log-probs that the objective needs before any optimizer step. ``present``: the version of the
+        policy's weights, if engines have them.
         """
         objective = self.objective
         if "ref_logprobs" in objective.needs:
@@ -157,8 +148,7 @@ class StepRunner:
             ]
         if self.kept is not None:
             return self._with_kept_logprobs(self.kept, steps, present)
-        # The first step's loss finds the old policy in its own forward pass: nothing has changed it yet. That is lost
-        # where the step comes again.
+        # The first step's loss has the old policy in its own forward pass, unless the step is repeated.
         first = 0 if early or self.epochs > 1 else 1
         record = objective.routing_replay == "old_policy"
         return steps[:first] + self._with_scores(
@@ -166,7 +156,7 @@ class StepRunner:
         )
 
     def _with_kept_logprobs(self, kept: KeptWeights, steps: list[Packs], present: int | None) -> list[Packs]:
-        """Adds the log-probs of each token by the weights of the version that sampled it."""
+        """Add the log-probs of each token by the version that sampled it."""
         batches = [packed.batch for packs in steps for packed in packs]
         sampled = torch.cat([batch.weight_versions[batch.loss_mask != 0] for batch in batches])
         for version in gather_from_replicas(kept.scoring(sampled)).unique().tolist():
@@ -182,7 +172,7 @@ class StepRunner:
         return steps
 
     def _with_values(self, steps: list[Packs]) -> list[Packs]:
-        """Adds values, and on the last pipeline stage the returns that the critic learns from."""
+        """Add values, and on the last pipeline stage returns, for the critic."""
         if self.critic is None:
             return steps
         steps = self._with_scores(steps, "values", self.critic.learner.model, values_of)
@@ -196,7 +186,7 @@ class StepRunner:
     def _with_scores(
         self, steps: list[Packs], name: Need, model: Pipeline, scoring: Scoring, *, record: bool = False
     ) -> list[Packs]:
-        """``record``: also add the experts that were chosen, for the optimizer steps to choose them again."""
+        """Add an array. ``record``: also the chosen experts, which optimizer steps then replay."""
         if not steps:
             return steps
         scored = model.score([packed.sequences for packs in steps for packed in packs], scoring, record=record)
@@ -216,7 +206,7 @@ class StepRunner:
         return norms.of(shard)
 
     def _prepared(self, steps: list[Packs], trajectories: Trajectories | None) -> list[Packs]:
-        """What the objective makes of whole batches, where the losses are: on the last pipeline stage."""
+        """Apply the objective's transforms, on the last pipeline stage."""
         if not self.objective.transforms or not parallel_state.is_pipeline_last_stage():
             return steps
         batches = [packed.batch for packs in steps for packed in packs]
@@ -225,7 +215,7 @@ class StepRunner:
         return [[dataclasses.replace(packed, batch=next(found)) for packed in packs] for packs in steps]
 
     def _scaled_step(self, scale: StepScale, sums: Mapping[str, Tensor]) -> float:
-        """Make an optimizer step; return the factor of its learning rate. ``sums``: this rank's. Collective."""
+        """Make an optimizer step with a scaled learning rate; return the factor. ``sums``: this rank's. Collective."""
         of_rank = sums.get(STEP_SUMS, torch.full((3,), -torch.inf, device=self.device))
         factor = scale.factor(reduce_metrics({STEP_SUMS: of_rank}, self.device)[STEP_SUMS])
         with scaled_rates(self.policy.optimizer.param_groups, factor):
@@ -274,7 +264,7 @@ def _computed(packed: PackedBatch, name: Need, values: Tensor) -> PackedBatch:
 
 
 def _merged(packed: PackedBatch, scored: PackedBatch, by_this: Tensor) -> PackedBatch:
-    """The old log-probs of ``scored`` where ``by_this``, elsewhere those that there were."""
+    """Take the old log-probs of ``scored`` where ``by_this``, else of ``packed``."""
     before, now = (each.batch.computed.get("old_logprobs") for each in (packed, scored))
     if before is None or now is None:
         return scored
@@ -289,6 +279,6 @@ def _check_loss_tokens(reduced: Mapping[str, Tensor], promised: int, version: in
     found = float(reduced.get("loss_tokens", 0.0))
     if found != promised:
         raise ContractViolation(
-            f"the batch for version {version} promises {promised} loss tokens over all ranks, trained were {found:g}: "
-            "its shards do not belong together"
+            f"the batch for version {version} has {promised} loss tokens over all ranks, trained were {found:g}: its "
+            "shards do not belong together"
         )
