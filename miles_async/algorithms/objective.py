@@ -17,9 +17,8 @@ from typing import Literal
 from torch import Tensor
 
 from miles_async.algorithms import registry
+from miles_async.algorithms.coefficients import EntropyBonus, KlCoefficient, KlInAdvantages
 from miles_async.algorithms.distillation import Distillation
-from miles_async.algorithms.entropy import EntropyBonus
-from miles_async.algorithms.kl_coefficient import KlCoefficient, KlInAdvantages
 from miles_async.algorithms.ratio import interpolated
 from miles_async.algorithms.reference_updates import ReferenceUpdates
 from miles_async.algorithms.whole_batch.transform import (

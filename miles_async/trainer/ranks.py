@@ -148,7 +148,7 @@ class TrainerRanks:
 
     async def stage_weights(self, version: int) -> StagedWeights:
         senders = sorted(info.sender for info in self._ranks if info.sender is not None)
-        work = [self._on_sender(sender, "weights", TrainerActor.stage_weights, version) for sender in senders]
+        work = [self.on_sender(sender, "weights", TrainerActor.stage_weights, version) for sender in senders]
         staged = united(await gathered(*work))
         if (place := Path(staged.directory).parent) != self._staged_in:
             self._staged_in = place
@@ -158,15 +158,10 @@ class TrainerRanks:
     def sender(self, index: int, *, repair: bool = False) -> RankSender:
         return RankSender(self, index, "repairs" if repair else "weights")
 
-    async def call_sender(
-        self, index: int, thread: Thread, method: Callable[..., Answer], arguments: Sequence[object]
-    ) -> Answer:
-        """See :class:`RankSender`."""
-        return await self._on_sender(index, thread, TrainerActor.call_sender, method, arguments)
-
-    async def _on_sender(
+    async def on_sender(
         self, index: int, thread: Thread, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts
     ) -> Answer:
+        """Call ``method`` on the rank with sender ``index``."""
         rank = next((info.rank for info in self._ranks if info.sender == index), 0)
         return await self._call_one(rank, thread, method, *arguments)
 
@@ -307,7 +302,7 @@ class RankSender:
     thread: Thread
 
     async def call(self, method: Callable[[Any, *Ts], Answer], *arguments: *Ts) -> Answer:
-        return await self.ranks.call_sender(self.index, self.thread, method, arguments)
+        return await self.ranks.on_sender(self.index, self.thread, TrainerActor.call_sender, method, arguments)
 
 
 def united(shares: Sequence[StagedWeights]) -> StagedWeights:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from miles_async.algorithms.kl_coefficient import KlCoefficient
+from miles_async.algorithms.coefficients import KlCoefficient
 from miles_async.algorithms.registry import reward_kl_estimator
 from miles_async.algorithms.sequences import sum_to_go
 from miles_async.api import TokenBatch

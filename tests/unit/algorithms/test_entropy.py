@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_async.algorithms import entropy as entropy_module
-from miles_async.algorithms.entropy import EntropyBonus
+from miles_async.algorithms import coefficients
+from miles_async.algorithms.coefficients import EntropyBonus
 from miles_async.algorithms.objective import make_objective
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.fakes.token_batches import token_batch
@@ -43,7 +43,7 @@ def test_the_mean_entropy_of_tokens_is_subtracted_by_its_coefficient_of_the_mome
 
 def test_an_error_of_a_thousandth_is_noticed() -> None:
     harmless = {"begin", "end"}  # where only whether there is a bonus counts
-    assert set(unnoticed(entropy_module, agrees)) <= harmless
+    assert set(unnoticed(coefficients, agrees)) <= harmless
 
 
 def test_the_schedule_ends_with_the_run() -> None:

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from miles_async.algorithms import kl_coefficient
-from miles_async.algorithms.kl_coefficient import KlCoefficient
+from miles_async.algorithms import coefficients
+from miles_async.algorithms.coefficients import KlCoefficient
 from miles_async.algorithms.objective import Objective, make_objective
 from miles_async.algorithms.token_advantages.kl_in_reward import KlInReward
 from miles_async.arguments.algorithm import AlgorithmArguments
@@ -36,7 +36,7 @@ def test_the_coefficient_moves_towards_the_target_by_a_bounded_share() -> None:
 
 
 def test_an_error_of_a_thousandth_is_noticed() -> None:
-    assert unnoticed(kl_coefficient, lambda: not disagrees()) == ["kl"]  # where it is asked whether it is finite
+    assert unnoticed(coefficients, lambda: not disagrees()) == ["kl"]  # where it is asked whether it is finite
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
