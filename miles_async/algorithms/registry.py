@@ -156,7 +156,7 @@ def reward_kl_estimator(arguments: AlgorithmArguments) -> KlEstimator:
 def aggregation(arguments: AlgorithmArguments) -> Aggregation:
     """``--loss-aggregation``."""
     path, flag = _row(AGGREGATIONS, arguments.loss_aggregation), "--loss-aggregation"
-    if arguments.loss_aggregation == "sequence_sum":  # the only one with a flag of its own
+    if arguments.loss_aggregation == "sequence_sum":  # the only one that reads a flag
         return _made(path, Aggregation, flag, arguments)
     return load_object(path, Aggregation, flag)
 

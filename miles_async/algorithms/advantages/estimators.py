@@ -33,7 +33,7 @@ def make_rloo(_: AlgorithmArguments) -> AdvantageEstimator:
 
 
 def make_reinforce(_: AlgorithmArguments) -> AdvantageEstimator:
-    """``reinforce``: the reward itself (Williams 1992); for ``--token-advantages`` with a baseline of their own."""
+    """``reinforce``: the reward itself (Williams 1992); for ``--token-advantages`` that subtract a baseline."""
     return rewards_of
 
 

@@ -1,8 +1,9 @@
 """Exact checkpoints of one training state: model, optimizer, schedule, random generators, per-rollout state.
 
-After a load the next step is bitwise that of an uninterrupted run with the same flags and layout of ranks. The format
-is megatron's dist_checkpointing (torch_dist): every rank writes its part. Tensors are saved whole, whichever ranks hold
-their parts, so another layout can load them; random generators belong to ranks, and are seeded anew in another layout.
+After a load, the next step is bitwise the same as without interruption, with the same flags and layout of ranks. The
+format is megatron's dist_checkpointing (torch_dist): every rank writes its part. Tensors are saved whole, whichever
+ranks hold their parts, so another layout can load them; random generators belong to ranks, and are seeded again in
+another layout.
 
 Only results of training are saved. Values of flags (learning rate, betas, decay) are not, so that flags win; nor is the
 frozen model under adapters, which is --hf-checkpoint's.

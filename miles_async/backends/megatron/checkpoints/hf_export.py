@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ADAPTER_DIRECTORY = "adapter"  # transformers would load adapter files next to the weights with them
 INDEX_FILE = "model.safetensors.index.json"
-MOST_BYTES = 1 << 28  # of one file: the largest vocabularies have 40 MB, and what is larger is weights by another name
+MOST_BYTES = 1 << 28  # of one file: the largest vocabularies have 40 MB; larger files are weights by another name
 _WEIGHTS = frozenset(
     f".{suffix}" for suffix in "safetensors bin pt pth ckpt gguf ggml h5 msgpack npz onnx onnx_data ot pkl".split()
 )
@@ -54,7 +54,7 @@ def save_hf(directory: Path, model: LoadedModel, source: Path, arguments: ModelA
         files = model.bridge.hf_pretrained.state.source.key_to_filename_map
         sizes = write_files(model.saved(), files, directory, rank=rank, ranks=ranks)
         for file in sorted(set(files.values()))[rank::ranks]:
-            if (directory / file).exists():  # safetensors lets nobody else read it, whatever the umask
+            if (directory / file).exists():  # safetensors writes with mode 600, whatever the umask
                 shutil.copymode(directory / "config.json", directory / file)
         if rank == 0 and (source / INDEX_FILE).exists():
             _write_json(directory / INDEX_FILE, file_index(sizes, files))

@@ -1,8 +1,8 @@
-"""Stand-ins for modules that megatron imports unconditionally, and mends of what it does where they are absent.
+"""Stand-ins for modules that megatron imports unconditionally, and fixes for their absence.
 
-megatron-bridge 0.3 imports transformer_engine in its LoRA layers, megatron-core 0.16 imports triton in inference
-kernels. Nothing of it is used here: classes can be defined, using one raises. Where the real module is
-installed there is no stand-in. A GPU machine may lack them, too.
+megatron-bridge 0.3 imports transformer_engine in its LoRA layers, megatron-core 0.16 triton in inference kernels. None
+of it is used here: classes can be defined, but using one raises. An installed module gets no stand-in. A GPU machine
+may lack them, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def stand_ins() -> dict[str, Callable[[], dict[str, types.ModuleType]]]:
 
 
 def patches() -> dict[str, Callable[[types.ModuleType], None]]:
-    """Map modules that misbehave without Transformer Engine to what mends them."""
+    """Map modules that misbehave without Transformer Engine to fixes."""
     if importlib.util.find_spec("transformer_engine") is not None:
         return {}
     return {
@@ -43,12 +43,12 @@ def patches() -> dict[str, Callable[[types.ModuleType], None]]:
 
 
 def define_te_general_gemm(module: types.ModuleType) -> None:
-    """The name stays undefined without transformer_engine, and is compared with None later."""
+    """Define the name, which is undefined without transformer_engine and compared with None later."""
     module.__dict__.setdefault("te_general_gemm", None)
 
 
 def _without_te(module: types.ModuleType) -> None:
-    # Takes the mock objects that stand for transformer_engine's classes for the real ones: isinstance() raises.
+    # It mistakes mock objects for transformer_engine's classes: isinstance() raises.
     module.HAVE_TE = False  # type: ignore[attr-defined]
 
 

@@ -33,8 +33,8 @@ from miles_async.backends.megatron.packing.shared_prefixes import SharedPrefixes
 class SdpaAttention(MegatronModule):
     """Causal attention by ``scaled_dot_product_attention``, for [s, b, h, d] batches and packed [t, h, d] sequences.
 
-    Layers may see a window of the last tokens only. Softcapping of scores (Gemma 2) and sinks, a learned score per head
-    that takes its share of attention (gpt-oss), are computed plainly: they take the memory of all scores.
+    Layers may be limited to a window of the last tokens. Softcapping of scores (Gemma 2) and sinks, a learned score per
+    head that takes a share of attention (gpt-oss), materialize all scores.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SdpaAttention(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, depths: Tensor | None = None) -> Tensor:
         """[b, q, h, d], [b, k, h, d], [b, k, h, d] → [b, q, h, d].
 
-        ``depths``: int64 [b, q], which of the k tokens the queries are of; None: the last ones.
+        ``depths``: int64 [b, q], positions of the queries among the k tokens; None: the last ones.
         """
         width = value.shape[-1]
         if width < key.shape[-1]:  # latent attention; only equal widths get a kernel that keeps no scores [q, k]

@@ -1,7 +1,7 @@
 """A view of ``torch`` in which every CUDA device is the host. ``torch`` itself stays as it is.
 
 For megatron-core 0.16 and megatron-bridge 0.3, which write ``device="cuda"``, ``torch.cuda.current_device()`` and
-``torch.cuda.Stream()`` literally. ``torch.cuda.is_available()`` stays False for everybody.
+``torch.cuda.Stream()`` literally. ``torch.cuda.is_available()`` remains False.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FACTORIES = (
 
 
 class View(types.ModuleType):
-    """A module that answers from ``overrides`` first and from the real module otherwise."""
+    """A module with ``overrides`` in front of the real module's attributes."""
 
     def __init__(self, real: types.ModuleType, overrides: dict[str, object]) -> None:
         super().__init__(real.__name__, real.__doc__)
@@ -51,7 +51,7 @@ class HostStream:
 
 
 class HostEvent:
-    """An event that has always happened already."""
+    """An event that has already happened."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Adjust each megatron module after its body has run: replace its ``torch`` by the view and apply its patch."""
+"""Adjust each megatron module after its import: replace its ``torch`` by the view and apply its patch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ StandIn = Callable[[], Mapping[str, types.ModuleType]]
 
 
 def install(view: types.ModuleType, patches: Mapping[str, Patch], stand_ins: Mapping[str, StandIn]) -> None:
-    """Adjust the megatron modules imported so far and all that will be."""
+    """Adjust all megatron modules, those already imported and later ones."""
     sys.meta_path.insert(0, _Finder(view, patches, stand_ins))
     for name, module in list(sys.modules.items()):
         if module is not None and name.startswith(SCOPE):
@@ -60,7 +60,7 @@ def _adjust(module: types.ModuleType, view: types.ModuleType, patches: Mapping[s
 
 @contextlib.contextmanager
 def _visible(modules: Mapping[str, types.ModuleType]) -> Iterator[None]:
-    """Make stand-ins importable only while one importing module's body runs, so that no other module finds them."""
+    """Make stand-ins importable only while one module's body runs, so that no other module finds them."""
     sys.modules.update(modules)
     try:
         yield

@@ -11,21 +11,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddedGroup:
-    """A batch of sequences of similar length: which tokens its queries and keys are of, as indices int64."""
+    """A batch of sequences of similar length: indices of its queries' and keys' tokens, int64."""
 
     queries: Tensor  # [b, q]
     valid: Tensor  # bool [b, q]: False for padding
     keys: Tensor  # [b, k]
-    depths: Tensor | None = None  # int64 [b, q]: which of the k tokens each query is of; None: all of them, in order
+    depths: Tensor | None = None  # int64 [b, q]: position of each query among the k tokens; None: in order
 
 
 def padded_groups(cu_seqlens: Tensor, own: Tensor | None = None) -> Iterator[PaddedGroup]:
-    """Group sequences by the next powers of two of their lengths, so that few attention calls are made and at most half
-    of a batch is padding. Padding stands to the right, where causal attention never looks.
+    """Group sequences by the next powers of two of their lengths, so that there are few attention calls and at most
+    half of a batch is padding. Padding is on the right, where causal attention never looks.
 
     Args:
         cu_seqlens: int [S + 1], boundaries of the sequences.
-        own: int64 [S], tokens at the end of each sequence that have queries; None: all tokens have.
+        own: int64 [S], number of tokens at the end of each sequence that have queries; None: all.
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     queries = lengths if own is None else own

@@ -1,8 +1,7 @@
-"""Layer spec without Transformer Engine: megatron's own layers plus the two parts they lack.
+"""Layer spec without Transformer Engine.
 
-megatron-core's local spec has a norm that refuses sequence parallelism and an attention that refuses packed
-sequences. This spec replaces both with plain PyTorch, on any device (``norms.py``, ``host/attention.py``); ``Platform``
-says where it is used.
+The norm of megatron-core's local spec refuses sequence parallelism, its attention refuses packed sequences. This spec
+replaces both with plain PyTorch, on any device (``norms.py``, ``host/attention.py``), where ``Platform`` says so.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class NormedRowParallelLinear(RowParallelLinear):
 class ExpertRowParallelLinear(RowParallelLinear):
     """Down projection of an expert that has biases (gpt-oss).
 
-    megatron-core's (0.16) takes the bias for one that tensor-parallel ranks have in common, though they have other
-    experts: its gradient would be summed over them and its norm counted once. And the MLP adds the bias in place, to an
-    output that autograd does not let it change.
+    megatron-core (0.16) treats the bias as shared by tensor-parallel ranks, though these have different experts: its
+    gradient would be summed over them and its norm counted once. And the MLP adds the bias in place, to an output that
+    autograd does not allow to change.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:

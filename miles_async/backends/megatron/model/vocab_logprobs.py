@@ -124,9 +124,9 @@ def _dtype(weight: Tensor) -> torch.dtype:
 def _chunks(
     count: int, weight: Tensor, chunk: int, *, entropy: bool = False, softcapped: bool = False
 ) -> Iterator[slice]:
-    """Slices of rows, so few that ``chunk`` rows of fp32 logits are not exceeded by all that lives beside them: the
-    model's own dtype of logits or their gradient, half as large, or for the entropy their exponentials, or for the
-    gradient of softcapped logits their slopes.
+    """Slices of rows, small enough that ``chunk`` rows of fp32 logits bound the logits and what coexists with them:
+    logits or their gradient in the model's dtype (half as large), their exponentials (for the entropy), or slopes of
+    softcapped logits (for the gradient).
     """
     copies = 2.0 if entropy else 1.0 if weight.dtype == _dtype(weight) else 1.5
     size = max(1, int(chunk / (copies + softcapped)))
@@ -150,7 +150,7 @@ def _logits(
 def _places(
     rows: slice, row_of: Tensor, labels: Tensor, weight: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Row and column of every label in this rank's logits of ``rows``, and which of the labels are there (bool)."""
+    """Row and column of every label in this rank's logits of ``rows``, and whether this rank has it (bool)."""
     width = weight.shape[0]
     row, column = row_of - rows.start, labels - (group.rank() * width if group is not None else 0)
     inside = (row_of >= rows.start) & (row_of < rows.stop) & (column >= 0) & (column < width)
