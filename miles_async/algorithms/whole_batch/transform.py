@@ -104,8 +104,3 @@ def per_token_of(values: Tensor, batch: TokenBatch, flag: str) -> Tensor:
             f"{flag}: expected one number per token, shape {list(batch.loss_mask.shape)}, found {list(values.shape)}"
         )
     return values
-
-
-def alone(values: Tensor) -> Tensor:
-    """Gather where there is one rank."""
-    return values

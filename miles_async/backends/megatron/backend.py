@@ -65,7 +65,7 @@ class MegatronBackend:
         from miles_async.backends.megatron import distributed
         from miles_async.backends.megatron.checkpoints.checkpoint import seed_all
         from miles_async.backends.megatron.kept_weights import KeptWeights
-        from miles_async.backends.megatron.learner import Learner, load_critic
+        from miles_async.backends.megatron.learner import Learner, Training, load_critic
         from miles_async.backends.megatron.model.build import load_model
         from miles_async.backends.megatron.model.scores import Scorer
         from miles_async.backends.megatron.per_rollout import FollowingReference, PerRollout
@@ -85,20 +85,14 @@ class MegatronBackend:
         minimised = objective()
         replays_routing = minimised.routing_replay is not None
         self._model = load_model(directory, model, platform, trainable=True, replays_routing=replays_routing)
-        policy = Learner.of(self._model, optimizer, model, platform, device=self.device, total_steps=total_steps)
+        training = Training(
+            model=model, optimizer=optimizer, platform=platform, device=self.device, total_steps=total_steps
+        )
+        policy = Learner.of(self._model, training)
         self._learners = {POLICY: policy}
         values = None
         if "values" in minimised.needs:
-            values = load_critic(
-                critic,
-                directory,
-                minimised.aggregation,
-                model,
-                optimizer,
-                platform,
-                device=self.device,
-                total_steps=total_steps,
-            )
+            values = load_critic(critic, directory, minimised.aggregation, training)
             self._learners[CRITIC] = values.learner
         reference, following = None, None
         if "ref_logprobs" in minimised.needs:

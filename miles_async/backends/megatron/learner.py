@@ -33,6 +33,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """How this rank's models are trained."""
+
+    model: ModelArguments
+    optimizer: OptimizerArguments
+    platform: Platform
+    device: torch.device
+    total_steps: int  # optimizer steps of the whole run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Learner:
     """A model's part on this rank, its optimizer, and the schedule of its learning rate."""
 
@@ -41,19 +52,13 @@ class Learner:
     scheduler: OptimizerParamScheduler
 
     @staticmethod
-    def of(
-        loaded: LoadedModel,
-        arguments: OptimizerArguments,
-        model: ModelArguments,
-        platform: Platform,
-        *,
-        device: torch.device,
-        total_steps: int,
-    ) -> Learner:
+    def of(loaded: LoadedModel, by: Training) -> Learner:
         """Make the optimizer and schedule of a trainable model. Collective."""
-        optimizer, scheduler = make_optimizer(loaded.modules, arguments, model, platform, total_steps=total_steps)
+        optimizer, scheduler = make_optimizer(
+            loaded.modules, by.optimizer, by.model, by.platform, total_steps=by.total_steps
+        )
         complete_parameters(loaded.modules)
-        return Learner(model=loaded.pipeline(device), optimizer=optimizer, scheduler=scheduler)
+        return Learner(model=loaded.pipeline(by.device), optimizer=optimizer, scheduler=scheduler)
 
     @property
     def lr(self) -> float:
@@ -94,28 +99,20 @@ class Critic:
         return self.learner.gradient(packs, loss)
 
 
-def load_critic(
-    arguments: CriticArguments,
-    directory: Path,
-    aggregation: Aggregation,
-    model: ModelArguments,
-    optimizer: OptimizerArguments,
-    platform: Platform,
-    *,
-    device: torch.device,
-    total_steps: int,
-) -> Critic:
+def load_critic(arguments: CriticArguments, directory: Path, aggregation: Aggregation, policy: Training) -> Critic:
     """Load the critic and make its optimizer, which differs from the policy's in the learning rate. Collective.
 
     ``directory``: of the policy, from which the critic starts unless its flags name another.
     """
     directory = arguments.critic_hf_checkpoint or directory
-    rate = dataclasses.replace(
-        optimizer, lr=arguments.critic_lr or optimizer.lr, lr_warmup_iters=arguments.critic_lr_warmup_iters
+    optimizer = dataclasses.replace(
+        policy.optimizer,
+        lr=arguments.critic_lr or policy.optimizer.lr,
+        lr_warmup_iters=arguments.critic_lr_warmup_iters,
     )
-    loaded = load_model(directory, model, platform, trainable=True, value_head=True)
+    loaded = load_model(directory, policy.model, policy.platform, trainable=True, value_head=True)
     return Critic(
-        learner=Learner.of(loaded, rate, model, platform, device=device, total_steps=total_steps),
+        learner=Learner.of(loaded, dataclasses.replace(policy, optimizer=optimizer)),
         loss=ValueLoss(aggregation=aggregation, clip=arguments.value_clip),
         updates=arguments.critic_updates_per_step,
         rollouts_alone=arguments.num_critic_only_steps,

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from miles_async.algorithms.objective import LossSums, Objective, make_objective
 from miles_async.algorithms.value_loss import ValueLoss
-from miles_async.algorithms.whole_batch.transform import WholeBatch, alone
+from miles_async.algorithms.whole_batch.transform import WholeBatch
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
+from tests.unit.algorithms.ranks import alone
 from tests.unit.algorithms.references import Flags, covariances, loss_of_step, value_loss_of_step
 from tests.unit.algorithms.steps import (
     HAIR,

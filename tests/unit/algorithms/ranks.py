@@ -15,6 +15,11 @@ from miles_async.algorithms.whole_batch.transform import Gather
 T = TypeVar("T")
 
 
+def alone(values: Tensor) -> Tensor:
+    """Gather where there is one rank."""
+    return values
+
+
 def on_ranks(count: int, work: Callable[[int, Gather], T]) -> list[T]:
     """``work(rank, gather)`` of all ranks, in their order."""
     meeting, given = threading.Barrier(count), [torch.empty(0)] * count

@@ -18,12 +18,12 @@ from torch import Tensor
 from miles_async.algorithms.objective import make_objective
 from miles_async.algorithms.whole_batch import optimal_baseline
 from miles_async.algorithms.whole_batch.optimal_baseline import optimal_baselines
-from miles_async.algorithms.whole_batch.transform import Gather, Trajectories, WholeBatch, alone
+from miles_async.algorithms.whole_batch.transform import Gather, Trajectories, WholeBatch
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.fakes.token_batches import token_batch
 from tests.unit.algorithms.formula_errors import unnoticed
-from tests.unit.algorithms.ranks import on_ranks
+from tests.unit.algorithms.ranks import alone, on_ranks
 
 SEEDS = range(4)
 GROUPS = (0, 0, 0, 1, 1, 1, 1, 2, 3, 3)  # of group 2 one sample is left

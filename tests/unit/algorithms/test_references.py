@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from miles_async.algorithms import registry
-from miles_async.algorithms.whole_batch.transform import WholeBatch, alone
+from miles_async.algorithms.whole_batch.transform import WholeBatch
 from tests.unit.algorithms.cases import (
     CASES,
     SEEDS,
@@ -21,6 +21,7 @@ from tests.unit.algorithms.cases import (
     ours,
     ours_of_critic,
 )
+from tests.unit.algorithms.ranks import alone
 from tests.unit.algorithms.references import AGGREGATIONS, POLICY_LOSSES
 from tests.unit.algorithms.steps import micro_batch
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from miles_async.algorithms import registry
 from miles_async.algorithms.objective import Objective
-from miles_async.algorithms.whole_batch.transform import Gather, WholeBatch, alone, with_advantages
+from miles_async.algorithms.whole_batch.transform import Gather, WholeBatch, with_advantages
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.unit.algorithms.cases import CASES, Case, objective_of
-from tests.unit.algorithms.ranks import on_ranks
+from tests.unit.algorithms.ranks import alone, on_ranks
 from tests.unit.algorithms.steps import Step, micro_batch
 
 
