@@ -25,8 +25,7 @@ from miles_async.runtime.serialization import decode, encode
 from miles_async.types import TrainShard
 
 if TYPE_CHECKING:
-    from miles_async.backends.megatron.checkpoints.checkpoint import StagedSave
-    from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer
+    from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer, StagedSave
     from miles_async.backends.megatron.offload import HostStorages
 
 POLICY, CRITIC = "", "critic"
@@ -214,11 +213,11 @@ class MegatronBackend:
 
     def stage_save(self, directory: Path) -> None:
         """Copy the state that :meth:`save` writes to the host, for :meth:`write_save`."""
-        from miles_async.backends.megatron.checkpoints.checkpoint import StagedSave
+        from miles_async.backends.megatron.checkpoints.checkpoint import stage_save
         from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer
 
         self._staged = [
-            StagedSave(
+            stage_save(
                 directory / name,
                 learner,
                 self._per_rollout if name == POLICY else None,

@@ -11,10 +11,8 @@ frozen model under adapters, which is --hf-checkpoint's.
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -22,16 +20,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_async.backends.megatron.adapters.attach import ADAPTER
-from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer, PlannedSave
+from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer, StagedSave, as_checkpoint_error
 from miles_async.backends.megatron.distributed import together
 from miles_async.backends.megatron.optimizer import parts_of, separate_steps
 from miles_async.backends.megatron.per_rollout import PerRollout
@@ -49,62 +45,28 @@ if TYPE_CHECKING:
 FORMAT = "fully_reshardable"
 SHARDING = {"distrib_optim_sharding_type": FORMAT, "chained_optim_avoid_prefix": True}
 
-# Errors of megatron and torch for files that cannot be written, read or understood. CheckpointException is a
-# BaseException in torch 2.
-FOREIGN_ERRORS = (
-    OSError,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    KeyError,
-    AssertionError,
-    pickle.PickleError,
-    CheckpointingException,
-    CheckpointException,
-)
 
-
-class StagedSave:
-    """A rank's part of a checkpoint: planned with the other ranks, and to be written. Raises CheckpointError."""
-
-    def __init__(
-        self,
-        directory: Path,
-        learner: Learner,
-        per_rollout: PerRollout | None,
-        copies: HostBuffer | None = None,
-    ) -> None:
-        """Collective. ``directory`` must be absent or empty. ``copies``: where to copy the state, so that training may
-        continue; without, the state must not change before :meth:`write` returns. ``per_rollout``: of the policy.
-        """
-        self._failure = f"cannot write {directory}"
-        with _as_checkpoint_error(self._failure):
-            if dist.get_rank() == 0:
-                directory.mkdir(parents=True, exist_ok=True)
-            dist.barrier()
-            if any(directory.iterdir()):
-                raise CheckpointError(f"{self._failure}: the directory is not empty")
-            dist.barrier()
-            state = {
-                **_parameters(learner, loading=False),
-                "optimizer_step": optimizer_step(learner.optimizer),
-                "schedule_step": learner.scheduler.num_steps,
-                "rng": _sharded_rng(),
-                **({} if per_rollout is None else per_rollout.sharded_state()),
-            }
-            self._planned = PlannedSave(directory, state, copies)
-
-    def write(self) -> bytes:
-        """Write this rank's files, in any thread. Return its part of the index."""
-        with _as_checkpoint_error(self._failure):
-            return self._planned.write()
-
-    def finish(self, parts: Sequence[bytes]) -> dict[str, str]:
-        """Complete the checkpoint with the parts of all ranks, in their order; on rank 0. Return the digests of all
-        ranks' files, by name.
-        """
-        with _as_checkpoint_error(self._failure):
-            return self._planned.finish(parts)
+def stage_save(
+    directory: Path, learner: Learner, per_rollout: PerRollout | None, copies: HostBuffer | None = None
+) -> StagedSave:
+    """Plan a save. Collective. ``directory`` must be absent or empty. ``copies``: where to copy the state, so that
+    training may continue; without, the state must not change before it is written. ``per_rollout``: of the policy.
+    """
+    with as_checkpoint_error(failure := f"cannot write {directory}"):
+        if dist.get_rank() == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        if any(directory.iterdir()):
+            raise CheckpointError(f"{failure}: the directory is not empty")
+        dist.barrier()
+        state = {
+            **_parameters(learner, loading=False),
+            "optimizer_step": optimizer_step(learner.optimizer),
+            "schedule_step": learner.scheduler.num_steps,
+            "rng": _sharded_rng(),
+            **({} if per_rollout is None else per_rollout.sharded_state()),
+        }
+        return StagedSave(directory, state, copies)
 
 
 def save(directory: Path, learner: Learner, per_rollout: PerRollout | None) -> dict[str, str]:
@@ -112,7 +74,7 @@ def save(directory: Path, learner: Learner, per_rollout: PerRollout | None) -> d
 
     Returns the digests of all ranks' files on rank 0, nothing on the others.
     """
-    staged = StagedSave(directory, learner, per_rollout)
+    staged = stage_save(directory, learner, per_rollout)
     parts = gather_records(together(staged.write), bytes)
     return together(lambda: staged.finish(parts) if dist.get_rank() == 0 else {})
 
@@ -126,7 +88,7 @@ def load(directory: Path, learner: Learner, per_rollout: PerRollout | None, *, s
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         what = "holds no trainer checkpoint" if directory.is_dir() else "does not exist"
         raise CheckpointError(f"cannot read {directory}: it {what}")
-    with _as_checkpoint_error(f"cannot read {directory}"):
+    with as_checkpoint_error(f"cannot read {directory}"):
         wanted, found = _parameters(learner, loading=True), load_sharded_metadata(str(directory))
         _check_adapters(adapted=any(map(_is_adapted, wanted["model"].values())), found=_is_adapted(found))
         _check_ahead_layers(trained=ahead, found=any("mtp.layers." in name for name in found))
@@ -155,24 +117,6 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def _as_checkpoint_error(what: str) -> Iterator[None]:
-    try:
-        yield
-    except FOREIGN_ERRORS as error:
-        raise CheckpointError(f"{what}: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first cause of a failure, without torch's collection of tracebacks."""
-    if isinstance(error, CheckpointException):
-        if not error.failures:
-            return "a rank failed; rank 0 knows which and why"
-        error = next(iter(error.failures.values()))[0]
-    text = str(error).strip()
-    return text if isinstance(error, OSError | CheckpointingException) else f"{type(error).__name__}: {text}"
 
 
 # ------------------------------------------------------------------------------------- model and optimizer

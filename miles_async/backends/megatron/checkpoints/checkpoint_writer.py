@@ -9,10 +9,12 @@ steps. A thread avoids all of that: torch writes tensors without holding the int
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import queue
 import weakref
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,16 +22,18 @@ import msgspec
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo, _write_item
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
+from miles_async.errors import CheckpointError
 from miles_async.runtime.files.digests import DigestedFile
 
 if TYPE_CHECKING:
@@ -38,6 +42,20 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "torch_dist", 1
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
+
+# Errors of megatron and torch for files that cannot be written, read or understood. CheckpointException is a
+# BaseException in torch 2.
+FOREIGN_ERRORS = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    AssertionError,
+    pickle.PickleError,
+    CheckpointingException,
+    CheckpointException,
+)
 
 
 class HostBuffer:
@@ -79,8 +97,8 @@ def _host_memory(size: int, *, pinned: bool) -> Tensor:
     return memory
 
 
-class PlannedSave:
-    """A rank's part of a checkpoint that all ranks have planned together."""
+class StagedSave:
+    """A rank's part of a checkpoint that all ranks have planned together. Methods raise CheckpointError."""
 
     def __init__(self, directory: Path, state: ShardedStateDict, copies: HostBuffer | None) -> None:
         """Collective. ``state``: megatron's sharded state. ``copies``: where to copy it; if None, it must not change
@@ -111,7 +129,8 @@ class PlannedSave:
                         written.append(result)
                     digests[name] = file.finish()
             except Exception as error:
-                raise _reason(error) from error
+                with as_checkpoint_error(f"cannot write {self._directory}"):
+                    raise _reason(error) from error
         return _encode(written, digests)
 
     def finish(self, parts: Sequence[bytes]) -> dict[str, str]:
@@ -120,8 +139,9 @@ class PlannedSave:
         Returns digests of the ranks' files, by name.
         """
         decoded = [_decode(part) for part in parts]
-        self._writer.finish(self._metadata, [written for written, _ in decoded])
-        save_config(CheckpointingConfig(FORMAT, VERSION), str(self._directory))
+        with as_checkpoint_error(f"cannot write {self._directory}"):
+            self._writer.finish(self._metadata, [written for written, _ in decoded])
+            save_config(CheckpointingConfig(FORMAT, VERSION), str(self._directory))
         return dict(ChainMap(*(digests for _, digests in decoded)))
 
 
@@ -166,3 +186,22 @@ def _reason(error: BaseException) -> BaseException:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     return cause or error
+
+
+@contextlib.contextmanager
+def as_checkpoint_error(what: str) -> Iterator[None]:
+    """Turn errors about files, also of megatron and torch, into CheckpointError."""
+    try:
+        yield
+    except FOREIGN_ERRORS as error:
+        raise CheckpointError(f"{what}: {_first_cause(error)}") from error
+
+
+def _first_cause(error: BaseException) -> str:
+    """Return the first cause of a failure, without torch's collection of tracebacks."""
+    if isinstance(error, CheckpointException):
+        if not error.failures:
+            return "a rank failed; rank 0 knows which and why"
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).strip()
+    return text if isinstance(error, OSError | CheckpointingException) else f"{type(error).__name__}: {text}"
