@@ -18,20 +18,6 @@ FIRST_OF_GROUP = (1, 2, 3, 4, 8, 16)
 AGES = ("age_0", "age_1", "age_2", "age_3", "age_4-7", "age_8-15", "age_16+")
 TURNS = ("turn_1", "turn_2", "turn_3", "turn_4", "turn_5-8", "turn_9-16", "turn_17+")
 
-MISMATCH_SUMS = frozenset(
-    {
-        "mismatch_tokens",
-        "rollout_kl",
-        "rollout_kl_k3",
-        "logprob_diff_tokens",
-        "logprob_diff_sum",
-        "logprob_diff_max",
-        "importance_log_sums",
-        "sequence_importance_log_sums",
-        *(f"{of}_{what}" for of in ("ages", "turns") for what in ("sums", "histogram", "max")),
-    }
-)
-
 
 @torch.no_grad()
 def mismatch_sums(logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor]:

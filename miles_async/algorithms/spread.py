@@ -13,8 +13,6 @@ from miles_async.algorithms.ratio import bounded_difference
 from miles_async.algorithms.sequences import loss_tokens
 from miles_async.api import TokenBatch
 
-SPREAD_SUMS = frozenset({"advantage_sums", "advantage_abs_max", "log_ratio_histogram", "sequences"})
-
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
 

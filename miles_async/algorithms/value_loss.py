@@ -24,20 +24,6 @@ from torch import Tensor
 from miles_async.algorithms.objective import LossSums
 from miles_async.api import Aggregation, TokenBatch
 
-VALUE_SUMS = frozenset(
-    {
-        "value_loss",
-        "value_loss_count",
-        "value_tokens",
-        "value_clipped",
-        "value_sum",
-        "return_sum",
-        "return_squares",
-        "error_sum",
-        "error_squares",
-    }
-)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueLoss:

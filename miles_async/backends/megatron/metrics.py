@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from miles_async.algorithms.mismatch import MISMATCH_SUMS, mismatch_metrics
-from miles_async.algorithms.spread import SPREAD_SUMS, spread_metrics
-from miles_async.algorithms.value_loss import VALUE_SUMS, value_metrics
+from miles_async.algorithms.mismatch import mismatch_metrics
+from miles_async.algorithms.spread import spread_metrics
+from miles_async.algorithms.value_loss import value_metrics
 from miles_async.backends.megatron.step_limits import Breach
 from miles_async.bad_steps import PREFIX
 
-TOTALS = frozenset({"tokens", "loss_tokens"})
-LOSS = frozenset({"loss", "loss_count"})
+MEAN = "mean/"  # prefix of sums that are reported as means over loss tokens
+TOTALS = ("loss_tokens", "tokens")
 MASKS = {
     "clip_fraction": "clip",
     "dual_clip_fraction": "dual_clip",
@@ -66,23 +66,20 @@ def mean(numbers: Sequence[float]) -> float:
 def step_metrics(
     reduced: Mapping[str, Tensor], tally: Tally, *, lr: float, steps: int, seconds: float
 ) -> dict[str, float]:
-    """``reduced``: the tally's sums over all ranks. Sums become means over loss tokens, ``_max`` and totals stay;
-    ``loss`` is the mean over what its aggregation counts.
+    """``reduced``: the tally's sums over all ranks. Sums named ``MEAN`` become means over loss tokens, but ``_max``
+    stays; ``loss`` is the mean over what its aggregation counts.
 
     ``grad_norm`` is the mean over the optimizer steps made (before clipping), ``lr`` the last step's, before
     ``lr_factor``. Loss tokens weigh ``optimizer_lag_mean``.
     """
     scalars = {name: float(values) for name, values in reduced.items() if values.ndim == 0}
     loss_tokens = max(scalars.get("loss_tokens", 0.0), 1.0)
-    means = {
-        name: value if name.endswith("_max") else value / loss_tokens
-        for name, value in scalars.items()
-        if name not in TOTALS | MISMATCH_SUMS | SPREAD_SUMS | VALUE_SUMS | LOSS
-    }
+    of_tokens = {name.removeprefix(MEAN): value for name, value in scalars.items() if name.startswith(MEAN)}
+    means = {name: value if name.endswith("_max") else value / loss_tokens for name, value in of_tokens.items()}
     if "loss" in scalars:
         means["loss"] = scalars["loss"] / max(scalars["loss_count"], 1.0)
-    totals = {name: scalars.get(name, 0.0) for name in sorted(TOTALS)}
-    masked = {f"masked_tokens/{reason}": scalars[name] for name, reason in MASKS.items() if name in scalars}
+    totals = {name: scalars.get(name, 0.0) for name in TOTALS}
+    masked = {f"masked_tokens/{reason}": of_tokens[name] for name, reason in MASKS.items() if name in of_tokens}
     masked["masked_tokens/no_loss"] = totals["tokens"] - totals["loss_tokens"]
     optimizer = {
         "grad_norm": mean(tally.grad_norms),

@@ -34,7 +34,7 @@ from miles_async.backends.megatron.distributed import gather_from_replicas, redu
 from miles_async.backends.megatron.gradient_norms import GradientNorms
 from miles_async.backends.megatron.kept_weights import KeptWeights
 from miles_async.backends.megatron.learner import Critic, Learner
-from miles_async.backends.megatron.metrics import Tally, accumulate, mean, step_metrics
+from miles_async.backends.megatron.metrics import MEAN, Tally, accumulate, mean, step_metrics
 from miles_async.backends.megatron.model.forward import Pipeline, Scoring
 from miles_async.backends.megatron.model.output import ModelOutput
 from miles_async.backends.megatron.model.scores import Scorer, values_of
@@ -241,8 +241,7 @@ class StepRunner:
             loss = loss + self.mtp_loss_scaling_factor * objective.aggregation(misses, packed.batch)[0]
             of_ahead = {"mtp_loss": (misses.detach() * packed.batch.loss_mask).sum()}
         metrics = {
-            **sums.metrics,
-            **of_ahead,
+            **{MEAN + name: values for name, values in {**sums.metrics, **of_ahead}.items()},
             **({} if before is None else mismatch_sums(before, batch)),
             **(spread_sums(logprobs, sums.batch) if objective.sampled else {}),
             **({} if self.scale is None else self.scale.sums(logprobs, batch)),
@@ -255,7 +254,7 @@ class StepRunner:
         counts = {"tokens": packed.sequences.num_tokens, "loss_tokens": packed.loss_tokens}
         if self.kept is not None:
             versions = packed.batch.weight_versions[packed.batch.loss_mask != 0]
-            counts["unkept_version_fraction"] = int((self.kept.scoring(versions) != versions).sum())
+            counts[f"{MEAN}unkept_version_fraction"] = int((self.kept.scoring(versions) != versions).sum())
         return {name: torch.tensor(float(count), device=self.device) for name, count in counts.items()}
 
 
