@@ -92,7 +92,7 @@ def _bare_loop(arguments: ModelArguments, shard: TrainShard) -> Callable[[], Non
 
     from miles_async.arguments.optimizer import OptimizerArguments
     from miles_async.backends.megatron.model.build import load_model
-    from miles_async.backends.megatron.optimizer import make_optimizer
+    from miles_async.backends.megatron.optimizer import Training, make_optimizer
     from miles_async.backends.megatron.packing.pack import PackLayout, pack_batch
     from miles_async.backends.megatron.platform import Platform
     from tests.integration.megatron_scenario import LR
@@ -102,9 +102,14 @@ def _bare_loop(arguments: ModelArguments, shard: TrainShard) -> Callable[[], Non
     loaded = load_model(arguments.hf_checkpoint, arguments, platform, trainable=True)
     [module] = loaded.modules
     del module.module.output_layer.__dict__["forward"]  # type: ignore[union-attr]  # Megatron's own gives logits
-    optimizer, scheduler = make_optimizer(
-        loaded.modules, OptimizerArguments(lr=LR), arguments, platform, total_steps=100
+    training = Training(
+        model=arguments,
+        optimizer=OptimizerArguments(lr=LR),
+        platform=platform,
+        device=torch.device("cpu"),
+        total_steps=100,
     )
+    optimizer, scheduler = make_optimizer(loaded.modules, training)
     packs = [pack_batch(batch, 0, PackLayout(), torch.device("cpu")) for batch in shard.optimizer_steps[0]]
 
     def forward(packed: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

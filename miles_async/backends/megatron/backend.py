@@ -64,9 +64,10 @@ class MegatronBackend:
         from miles_async.backends.megatron import distributed
         from miles_async.backends.megatron.checkpoints.checkpoint import seed_all
         from miles_async.backends.megatron.kept_weights import KeptWeights
-        from miles_async.backends.megatron.learner import Learner, Training, load_critic
+        from miles_async.backends.megatron.learner import Learner, load_critic
         from miles_async.backends.megatron.model.build import load_model
         from miles_async.backends.megatron.model.scores import Scorer
+        from miles_async.backends.megatron.optimizer import Training
         from miles_async.backends.megatron.per_rollout import FollowingReference, PerRollout
         from miles_async.backends.megatron.step import StepRunner
         from miles_async.backends.megatron.step_limits import StepLimits

@@ -8,39 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from miles_async.algorithms.objective import LossSums
 from miles_async.algorithms.value_loss import ValueLoss
 from miles_async.api import Aggregation
 from miles_async.arguments.critic import CriticArguments
-from miles_async.arguments.model import ModelArguments
-from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.distributed import complete_parameters
 from miles_async.backends.megatron.metrics import accumulate
 from miles_async.backends.megatron.model.build import LoadedModel, load_model
 from miles_async.backends.megatron.model.forward import LossFunction, Pipeline
 from miles_async.backends.megatron.model.output import ModelOutput
 from miles_async.backends.megatron.model.scores import values_of
-from miles_async.backends.megatron.optimizer import make_optimizer
+from miles_async.backends.megatron.optimizer import Training, make_optimizer
 from miles_async.backends.megatron.packing.pack import PackedBatch
-from miles_async.backends.megatron.platform import Platform
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
-    """How this rank's models are trained."""
-
-    model: ModelArguments
-    optimizer: OptimizerArguments
-    platform: Platform
-    device: torch.device
-    total_steps: int  # optimizer steps of the whole run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +37,11 @@ class Learner:
     scheduler: OptimizerParamScheduler
 
     @staticmethod
-    def of(loaded: LoadedModel, by: Training) -> Learner:
+    def of(loaded: LoadedModel, training: Training) -> Learner:
         """Make the optimizer and schedule of a trainable model. Collective."""
-        optimizer, scheduler = make_optimizer(
-            loaded.modules, by.optimizer, by.model, by.platform, total_steps=by.total_steps
-        )
+        optimizer, scheduler = make_optimizer(loaded.modules, training)
         complete_parameters(loaded.modules)
-        return Learner(model=loaded.pipeline(by.device), optimizer=optimizer, scheduler=scheduler)
+        return Learner(model=loaded.pipeline(training.device), optimizer=optimizer, scheduler=scheduler)
 
     @property
     def lr(self) -> float:

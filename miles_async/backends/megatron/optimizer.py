@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -23,15 +24,20 @@ from miles_async.backends.megatron.platform import Platform
 TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
-def make_optimizer(
-    modules: list[Module],
-    arguments: OptimizerArguments,
-    model: ModelArguments,
-    platform: Platform,
-    *,
-    total_steps: int,
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Build AdamW over data-parallel shards and the learning-rate schedule of ``total_steps`` optimizer steps."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """How this rank's models are trained."""
+
+    model: ModelArguments
+    optimizer: OptimizerArguments
+    platform: Platform
+    device: torch.device
+    total_steps: int  # optimizer steps of the whole run
+
+
+def make_optimizer(modules: list[Module], training: Training) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Build AdamW over data-parallel shards and the learning-rate schedule."""
+    arguments, model = training.optimizer, training.model
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -45,13 +51,13 @@ def make_optimizer(
             bf16=model.bf16,
             params_dtype=torch.bfloat16 if model.bf16 else torch.float32,
             use_distributed_optimizer=True,
-            **overrides.optimizer_values(megatron_settings(model.megatron_extra).optimizer, platform),
+            **overrides.optimizer_values(megatron_settings(model.megatron_extra).optimizer, training.platform),
         ),
         modules,
     )
     index_groups(optimizer)
     make_state(optimizer)
-    return optimizer, make_schedule(optimizer, arguments, total_steps)
+    return optimizer, make_schedule(optimizer, arguments, training.total_steps)
 
 
 def make_schedule(
