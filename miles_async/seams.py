@@ -6,9 +6,10 @@ A narrow protocol with a single consumer stands beside that consumer, such as ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, TypeVarTuple, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, cast, runtime_checkable
 
 from miles_async.api import Metrics
 from miles_async.arguments.weights import PauseMode
@@ -17,9 +18,12 @@ from miles_async.types import (
     CollectedSession,
     EngineLoad,
     FleetMembers,
+    GenerateRequest,
+    Generation,
     GroupBackend,
     HeldWeights,
     Incarnation,
+    Int32,
     JsonObject,
     OpenSession,
     PreparedBatch,
@@ -31,8 +35,14 @@ from miles_async.types import (
 )
 
 Ts = TypeVarTuple("Ts")
+T = TypeVar("T")
 Answer = TypeVar("Answer")
 Half = TypeVar("Half", covariant=True)
+
+TokenVersions = Callable[[object, object, int], Int32]
+"""(spans as reported or None, version label as reported or None, number of output tokens) → version of each token, by
+``staleness.versions.token_versions``. Raises VersionUnknownError.
+"""
 
 
 @runtime_checkable
@@ -237,9 +247,148 @@ class TrainerSide(WeightSenders, Protocol):
     async def stop(self) -> None: ...
 
 
+class InferenceServer(Protocol):
+    """One kind of inference server (``engines/sglang``): the requests that a run sends to such a server, and what its
+    answers mean.
+
+    Generation goes through the router, so only its path, body and answer are described here. Every other method calls
+    the server at ``url`` directly and raises EngineError with the server's own words, EngineTimeoutError if there is no
+    answer within ``timeout`` seconds.
+    """
+
+    generate_path: str  # of generation requests, such as "/generate"
+
+    def encode(self, request: GenerateRequest, *, request_id: str, version: int, experts: bool) -> bytes:
+        """Body of a generation request. It must not reuse cached prefixes of requests with another ``version``.
+        ``experts``: it asks for those of the tokens from ``experts_from`` on.
+        """
+        ...
+
+    def decode(self, body: bytes, content_type: str, url: str, versions: TokenVersions) -> Generation:
+        """Read the answer to a generation request. Raises TransientEngineError, naming ``url``, if it is unusable, and
+        what ``versions`` raises.
+
+        ``versions``: makes ``weight_versions`` of what the server reports. ``engines`` is left to the caller, and
+        ``routed_experts`` may be flat.
+        """
+        ...
+
+    async def abort(self, url: str, request_id: str, timeout: float) -> None:
+        """End one request. No-op if the server does not have it."""
+        ...
+
+    async def abort_all(self, url: str, timeout: float) -> None: ...
+
+    # State
+    async def weight_version(self, url: str, timeout: float) -> str:
+        """Version of the weights that the server claims to hold. Answered at once, paused or not."""
+        ...
+
+    async def probe(self, url: str, timeout: float) -> int:
+        """Wait until all of the server has answered, paused or not. Returns the number of tokens of one request that a
+        forward pass may yield: 1 without speculative decoding.
+        """
+        ...
+
+    async def make_progress(self, url: str, timeout: float) -> None:
+        """Wait until a token was generated after this call; an idle server generates one for it. Not while paused."""
+        ...
+
+    async def load(self, url: str, timeout: float) -> EngineLoad: ...
+
+    async def score(self, url: str, tokens: Sequence[int], timeout: float, *, first: int = 1) -> CanaryScore:
+        """Log-probs of tokens[first:] at temperature 1, computed without cached prefixes beyond those before ``first``.
+        Not while paused. Raises RequestRejectedError for tokens that the server cannot score.
+        """
+        ...
+
+    async def report_weights(self, url: str, share: TensorShare, timeout: float) -> str:
+        """Have the server write a report of the weights that it holds, with digests of a share of them. Returns the
+        report's fingerprint, which is the same for servers that report the same.
+        """
+        ...
+
+    async def held_weights(self, url: str, report: str, timeout: float) -> HeldWeights:
+        """Read the server's last report. Raises EngineError if its fingerprint is not ``report``."""
+        ...
+
+    # Publication: pause → weights by one of the ways below → resume.
+    async def pause(self, url: str, mode: PauseMode, timeout: float) -> None: ...
+
+    async def resume(self, url: str, timeout: float) -> None: ...
+
+    async def flush_cache(self, url: str, timeout: float) -> None:
+        """Forget all cached prefixes. Raises EngineError while requests use them."""
+        ...
+
+    async def release_memory(self, url: str, timeout: float) -> None:
+        """Free the GPU's memory while the server is paused: weights and cache are lost."""
+        ...
+
+    async def retake_memory(self, url: str, timeout: float) -> None:
+        """Undo :meth:`release_memory`, with any weights: it generates after the next publication."""
+        ...
+
+    async def join_group(
+        self,
+        url: str,
+        first_rank: int,
+        group_name: str,
+        address: str,
+        port: int,
+        world_size: int,
+        backend: GroupBackend,
+        timeout: float,
+    ) -> None:
+        """Join a torch process group with the server's ranks, which are ``first_rank`` and those after it."""
+        ...
+
+    async def leave_group(self, url: str, group_name: str, timeout: float) -> None: ...
+
+    async def receive_stream(
+        self, url: str, group_names: Sequence[str], version: int, flush_cache: bool, timeout: float
+    ) -> None:
+        """Receive and load, as one update, what the senders (rank 0) of these process groups send. Each of them first
+        announces its buckets, by broadcasts of an int64 and as many bytes of MessagePack (``StagedWeights.buckets``).
+        Then each bucket is one uint8 tensor: over NCCL a broadcast, over gloo sent to rank 1 with tag 0, which passes
+        it on to the others. Buckets have to be received in the order of their indices. Only for
+        ``EngineKind.streams``.
+        """
+        ...
+
+    async def begin_update(self, url: str, timeout: float) -> None: ...
+
+    async def receive_bucket(
+        self,
+        url: str,
+        group_name: str,
+        tensors: Sequence[TensorMeta],
+        version: int,
+        flush_cache: bool,
+        timeout: float,
+    ) -> None:
+        """Receive one broadcast with the bytes of ``tensors``, one after another."""
+        ...
+
+    async def receive_handles(
+        self, url: str, handles: str, ranks: int, version: int, flush_cache: bool, timeout: float
+    ) -> None:
+        """Load one bucket from device memory that the server's ``ranks`` share with the sender."""
+        ...
+
+    async def end_update(self, url: str, timeout: float) -> None:
+        """Post-process the weights received since :meth:`begin_update`."""
+        ...
+
+    async def load_files(self, url: str, directory: str, version: int, flush_cache: bool, timeout: float) -> None:
+        """Replace the tensors of all safetensors files of ``directory``, which is on the server's host. Needs no
+        :meth:`begin_update` and :meth:`end_update`.
+        """
+        ...
+
+
 class EngineFleet(Protocol):
-    """The engines as the publisher and the transports see them. Every call fans out to the named engines concurrently
-    and returns, per engine, None (or what was asked for) or the error that it met; it raises only for its own bugs.
+    """The engines as the publisher and the transports see them.
 
     An engine is named by its incarnation: if it has been restarted, even while it was called, the result is an error
     and nothing of the call counts for the new start.
@@ -247,37 +396,42 @@ class EngineFleet(Protocol):
 
     async def members(self) -> FleetMembers: ...
 
-    async def probe(self, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Ask each engine down to its schedulers; those that do not answer soon are dead or hang."""
+    async def call(
+        self,
+        engines: Sequence[Incarnation],
+        operation: Callable[[InferenceServer, str, *Ts, float], Coroutine[Any, Any, Answer]],
+        *arguments: *Ts,
+        brief: bool = False,
+    ) -> Mapping[Incarnation, Answer | Exception]:
+        """Run an operation on these engines concurrently, each with the deadline that the operation has.
+
+        Returns what each engine answers, or the error that it meets; raises only for bugs in the fleet. ``brief``: wait
+        a few seconds at most, since a healthy engine needs no time or the answer is not needed.
+
+        ``pause`` also holds new requests back on the client until ``resume``. An operation that replaces weights makes
+        them unverified until :meth:`admit`.
+
+        >>> errors = await fleet.call(engines, InferenceServer.pause, "retract")
+        """
         ...
 
-    async def weight_versions(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, str | Exception]:
-        """Version that each engine claims to hold: a number, or "default" before its first publication."""
+    async def stream_sent(self, engines: Sequence[Incarnation], *, broken: bool) -> None:
+        """Start the deadline of these engines' ``receive_stream``: its senders have finished. ``broken``: with an
+        error, which engines that are alive meet, too.
+        """
         ...
 
-    async def pause(self, engines: Sequence[Incarnation], mode: PauseMode) -> EngineErrors:
-        """Pause the engines and hold new requests back on the client, until :meth:`resume`."""
-        ...
+    async def on_host(
+        self,
+        engines: Sequence[Incarnation],
+        function: Callable[[Path, *Ts], Answer],
+        *arguments: *Ts,
+        room: int = 0,
+    ) -> Mapping[Incarnation, Answer | Exception]:
+        """Call ``function(directory, *arguments)`` in a thread on each engine's host; return as :meth:`call` does.
 
-    async def flush_cache(self, engines: Sequence[Incarnation]) -> EngineErrors: ...
-
-    async def resume(self, engines: Sequence[Incarnation]) -> EngineErrors: ...
-
-    async def release_memory(self, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Free the GPUs of paused engines until :meth:`retake_memory`, after which they need a publication."""
-        ...
-
-    async def retake_memory(self, engines: Sequence[Incarnation]) -> EngineErrors: ...
-
-    async def score(
-        self, engines: Sequence[Incarnation], tokens: Sequence[int]
-    ) -> Mapping[Incarnation, CanaryScore | Exception]: ...
-
-    async def held_weights(
-        self, engines: Sequence[Incarnation], share: TensorShare
-    ) -> Mapping[Incarnation, HeldWeights | Exception]:
-        """Report what each engine holds while it is paused, with digests of a share of it. Engines that hold the same
-        may share the object.
+        ``directory`` belongs to this start of the engine and is removed with it; it is in memory if there is ``room``
+        for that many bytes, else on disk. References to objects in ``arguments`` are resolved on the host.
         """
         ...
 
@@ -291,81 +445,25 @@ class EngineFleet(Protocol):
         """
         ...
 
-    # Ways for weights to reach a paused engine, whose weights count as unverified from the first of these calls until
-    # ``admit``. Weights received between begin and end are post-processed at the end, loaded files at once.
-    async def connect(
-        self,
-        engines: Sequence[Incarnation],
-        group_name: str,
-        address: str,
-        port: int,
-        world_size: int,
-        backend: GroupBackend,
-    ) -> EngineErrors:
-        """Join a process group as ranks 1.. in the order given; tensor-parallel engines take several ranks."""
-        ...
 
-    async def disconnect(self, engines: Sequence[Incarnation], group_name: str) -> EngineErrors: ...
+@dataclass(frozen=True, slots=True)
+class PerEngine(Generic[T]):
+    """An argument of :meth:`EngineFleet.call` with a value for each engine."""
 
-    async def receive_stream(
-        self, engines: Sequence[Incarnation], group_names: Sequence[str], version: int, flush_cache: bool
-    ) -> EngineErrors:
-        """Receive all that the senders of these process groups announce and send, and load it, as one update. Not for
-        engines that are ``FleetMembers.bucketwise``.
+    values: Mapping[Incarnation, T]
 
-        Over NCCL every bucket is a broadcast. Over gloo it is sent to rank 1 with tag 0, and the others get it from
-        there.
 
-        Engines have the deadline of a call from :meth:`stream_sent` on.
-        """
-        ...
+def per_engine(values: Mapping[Incarnation, T]) -> T:
+    """Pass each engine its own value: a :class:`PerEngine`, typed as what the operation takes.
 
-    async def stream_sent(self, group_names: Sequence[str], *, broken: bool) -> None:
-        """The senders are through with what :meth:`receive_stream` receives. ``broken``: by an error, which engines
-        that are alive meet, too.
-        """
-        ...
+    >>> await fleet.call(engines, InferenceServer.load_files, per_engine(directories), version, True)
+    """
+    return cast(T, PerEngine(values))
 
-    async def begin_update(self, engines: Sequence[Incarnation]) -> EngineErrors: ...
 
-    async def receive_bucket(
-        self,
-        engines: Sequence[Incarnation],
-        group_name: str,
-        tensors: Sequence[TensorMeta],
-        version: int,
-        flush_cache: bool,
-    ) -> EngineErrors:
-        """Receive one broadcast: the bytes of ``tensors``, one after another."""
-        ...
-
-    async def receive_handles(
-        self, engines: Sequence[Incarnation], handles: str, version: int, flush_cache: bool
-    ) -> EngineErrors:
-        """Load one bucket from device memory that the engine shares with its sender, who makes ``handles``."""
-        ...
-
-    async def end_update(self, engines: Sequence[Incarnation], *, abandon: bool = False) -> EngineErrors:
-        """Post-process the received weights. ``abandon``: after a failure; do not wait for engines that hang."""
-        ...
-
-    async def load_files(self, directories: Mapping[Incarnation, str], version: int, flush_cache: bool) -> EngineErrors:
-        """Replace the tensors of all safetensors files in each engine's directory, which is on its host."""
-        ...
-
-    async def on_host(
-        self,
-        engines: Sequence[Incarnation],
-        function: Callable[[Path, *Ts], Answer],
-        *arguments: *Ts,
-        room: int = 0,
-    ) -> Mapping[Incarnation, Answer | Exception]:
-        """Call ``function(directory, *arguments)`` in a thread on each engine's host.
-
-        ``directory`` belongs to this start of the engine and is removed with it; it is in memory if there is ``room``
-        for that many bytes, else on disk. References to objects in ``arguments`` are resolved on the host.
-        """
-        ...
+def arguments_of(engine: Incarnation, arguments: Iterable[object]) -> list[object]:
+    """Arguments of a call as ``engine`` gets them."""
+    return [each.values[engine] if isinstance(each, PerEngine) else each for each in arguments]
 
 
 EngineErrors = Mapping[Incarnation, Exception | None]

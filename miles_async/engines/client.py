@@ -25,12 +25,12 @@ import structlog
 from miles_async.arguments.routing import RouterShape
 from miles_async.engines.answer_guard import check_answer, experts_of
 from miles_async.engines.http import ERROR_TEXT, Http
-from miles_async.engines.kind import InferenceServer
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, RequestRejectedError, StalledError, TransientEngineError
 from miles_async.runtime.clock import now
 from miles_async.runtime.loop_turns import LoopTurns
+from miles_async.seams import InferenceServer
 from miles_async.staleness.versions import token_versions
 from miles_async.types import GenerateRequest, Generation
 

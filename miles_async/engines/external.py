@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from miles_async.engines.http import Http
-from miles_async.engines.kind import Arguments, InferenceServer, ServerHandle
+from miles_async.engines.kind import Arguments, ServerHandle
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.network.addresses import LOCAL, Network
 from miles_async.runtime.network.keys import EngineKeys
+from miles_async.seams import InferenceServer
 
 _PROBE_SECONDS = 5.0
 _POLL_SECONDS = 1.0

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import structlog
 
-from miles_async.engines.kind import InferenceServer
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.errors import EngineError
 from miles_async.runtime.clock import now
+from miles_async.seams import InferenceServer
 
 T = TypeVar("T")
 

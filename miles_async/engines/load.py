@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 
-from miles_async.engines.kind import InferenceServer
 from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.errors import EngineError
+from miles_async.seams import InferenceServer
 from miles_async.types import EngineLoad
 
 LOAD_SECONDS = 2.0  # a server has the answer at hand; a later one would be out of date

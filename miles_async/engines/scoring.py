@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from itertools import count
 
-from miles_async.engines.kind import InferenceServer
 from miles_async.engines.registry import EngineRegistry
 from miles_async.errors import (
     EngineError,
@@ -15,6 +14,7 @@ from miles_async.errors import (
     RequestRejectedError,
     ServiceUnavailableError,
 )
+from miles_async.seams import InferenceServer
 from miles_async.types import Float32
 
 

@@ -18,7 +18,6 @@ from miles_async.arguments.weights import WeightsArguments
 from miles_async.engines.client import RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
-from miles_async.engines.kind import InferenceServer
 from miles_async.engines.load import Loads
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
@@ -28,6 +27,7 @@ from miles_async.engines.traffic import Traffic
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.keys import EngineKeys
 from miles_async.runtime.tasks import afterwards, gathered, quietly
+from miles_async.seams import InferenceServer
 from miles_async.types import EngineStats
 
 

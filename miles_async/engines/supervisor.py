@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import structlog
 
 from miles_async.engines.health import EngineHealth
-from miles_async.engines.kind import InferenceServer, LaunchServer, ServerHandle
+from miles_async.engines.kind import LaunchServer, ServerHandle
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.router import Router
 from miles_async.engines.routing import Routing
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, first_error
 from miles_async.runtime.processes.restarts import RestartBudget
 from miles_async.runtime.tasks import first_of, gathered, quietly
+from miles_async.seams import InferenceServer
 
 log = structlog.get_logger(__name__)
 

@@ -21,9 +21,7 @@ from contextlib import asynccontextmanager, nullcontext
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.seams import TrainerSide, WeightSender
 from miles_async.types import Incarnation, Publication, StagedWeights
-from miles_async.weights.deadline import publication_deadline
-from miles_async.weights.engine_update import PublicationState
-from miles_async.weights.update import FleetUpdater
+from miles_async.weights.update import FleetUpdater, PublicationState, publication_deadline
 
 ADMISSION_SECONDS = 10.0  # for repaired engines to be admitted: deliveries wait for that
 

@@ -1,31 +1,55 @@
-"""Bring one fleet to staged weights (C8): choose the engines, wait for some to be up, keep deadlines, admit.
+"""Bring one fleet to staged weights (C8): prepare → pause → flush → send → compare → resume → canary → admit.
+
+Rollouts stand still from the pause until the engines are admitted (``pause_seconds``). What the transport can prepare
+(``prepare_seconds``) happens before that, while engines generate. Engines are resumed in a ``finally``.
+
+New requests wait on the client from pause to admission, so none of them meets an unverified engine. The canary has to
+run after ``resume``: a paused SGLang answers no generation request. Requests already in flight run meanwhile; if the
+canary fails, their engine is fenced and they are generated again elsewhere.
+
+An engine that fails at any step is fenced; the others continue.
 
 ``--publish-order all`` updates all engines at once. ``rolling`` updates a few at a time and makes the version visible
-when all of them are through; meanwhile requests go on under the version before (``engines/registry.py``).
-``engine_update.py`` is what happens to the engines of one update.
+when all of them have it; meanwhile requests run under the version before (``engines/registry.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from enum import Enum
+from typing import TypeVar
 
 import msgspec
 import structlog
 
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import PublicationError
-from miles_async.seams import EngineFleet, WeightTransport
+from miles_async.runtime.clock import now
+from miles_async.seams import EngineFleet, InferenceServer, WeightTransport
 from miles_async.types import FleetMembers, Incarnation, Publication, StagedWeights
-from miles_async.weights.deadline import publication_deadline
-from miles_async.weights.engine_update import EngineUpdate, PublicationState, summarize
-from miles_async.weights.verification import Verification
+from miles_async.weights.verify import EVERYTHING, Findings, Verification, read_held_weights
 
 log = structlog.get_logger(__name__)
 
+Answer = TypeVar("Answer")
+
 Admission = AbstractAsyncContextManager[bool]
 """Engines are admitted inside it, if it says so."""
+
+
+class PublicationState(Enum):
+    """Step of a publication, shown by the watchdog."""
+
+    IDLE = "idle"
+    STAGING = "staging"  # while the fleet may be in one of these:
+    WAITING_FOR_ENGINES = "waiting for engines"
+    PREPARING = "preparing"
+    PAUSING = "pausing"
+    SENDING = "sending"
+    VERIFYING = "verifying"
 
 
 class FleetUpdater:
@@ -46,10 +70,10 @@ class FleetUpdater:
         """
         self.state = PublicationState.IDLE  # for the watchdog
         self.last_loss = ""  # which engine was lost last, and why: for the message when none is left
-        self._fleet = fleet
-        self._transport = transport
-        self._arguments = arguments
-        self._verification = Verification(arguments, tolerance)
+        self.fleet = fleet
+        self.transport = transport
+        self.arguments = arguments
+        self.verification = Verification(arguments, tolerance)
         self._engines_timeout = engines_timeout
         self._poll_seconds = poll_seconds
 
@@ -66,17 +90,17 @@ class FleetUpdater:
         try:
             while not any(update.left for update in updates):
                 for engines in self._portions(await self._wait_for_engines(apart)):
-                    async with self._deadline(version), self._updating(engines) as update:
-                        updates.append(update)
-                        await update.run(staged)
-                        await update.admit(staged.version)
+                    updates.append(update := EngineUpdate(self, staged, engines))
+                    async with self._deadline(version):
+                        await update.run()
+                        await update.admit()
         finally:
             self.state = PublicationState.IDLE
-        return summarize(version, staged, updates)
+        return _summarize(version, staged, updates)
 
     async def joining(self) -> tuple[Incarnation, ...]:
         """Engines that wait for weights."""
-        return (await self._fleet.members()).joining
+        return (await self.fleet.members()).joining
 
     async def repair(
         self, staged: StagedWeights, joining: Sequence[Incarnation], admission: Admission
@@ -88,16 +112,16 @@ class FleetUpdater:
         """
         if not joining:
             return ()
+        update = EngineUpdate(self, staged, joining)
         try:
-            async with self._updating(joining) as update:
-                async with asyncio.timeout(self._arguments.publication_timeout):
-                    await update.run(staged)
-                async with admission as admitted:
-                    if admitted:
-                        await update.admit(staged.version)
-                repaired = update.left
+            async with asyncio.timeout(self.arguments.publication_timeout):
+                await update.run()
+            async with admission as admitted:
+                if admitted:
+                    await update.admit()
+            repaired = update.left
         except TimeoutError:
-            await self._fleet.fence(joining, "repair timed out (--publication-timeout)")
+            await self.fleet.fence(joining, "repair timed out (--publication-timeout)")
             repaired = ()
         finally:
             self.state = PublicationState.IDLE
@@ -110,29 +134,19 @@ class FleetUpdater:
         Raises PublicationError past ``--publication-timeout``.
         """
         awaited = "engines and sending ranks to release what they keep between deliveries"
-        async with publication_deadline(self._arguments.publication_timeout, awaited):
-            await self._transport.close()
-
-    @asynccontextmanager
-    async def _updating(self, engines: Sequence[Incarnation]) -> AsyncIterator[EngineUpdate]:
-        """An update of these engines; whom it lost is remembered, however it ends."""
-        update = EngineUpdate(self._fleet, self._transport, self._arguments, self._verification, engines, self._enter)
-        try:
-            yield update
-        finally:
-            self.last_loss = update.last_loss or self.last_loss
-
-    def _enter(self, state: PublicationState) -> None:
-        self.state = state
+        async with publication_deadline(self.arguments.publication_timeout, awaited):
+            await self.transport.close()
 
     def _portions(self, members: FleetMembers) -> Iterator[tuple[Incarnation, ...]]:
-        """The engines to update together. Joining engines come first: they stop nobody, and then more engines go on."""
-        if self._arguments.publish_order == "all":
+        """Engines to update together. Joining engines come first: they interrupt no request, and more engines serve
+        afterwards.
+        """
+        if self.arguments.publish_order == "all":
             yield (*members.serving, *members.joining)
             return
         if members.joining:
             yield members.joining
-        at_once = self._arguments.rolling_engines
+        at_once = self.arguments.rolling_engines
         for first in range(0, len(members.serving), at_once):
             yield members.serving[first : first + at_once]
 
@@ -140,11 +154,11 @@ class FleetUpdater:
     async def _deadline(self, version: int) -> AsyncIterator[None]:
         """Allow ``--publication-timeout`` for the block."""
         try:
-            async with asyncio.timeout(self._arguments.publication_timeout):
+            async with asyncio.timeout(self.arguments.publication_timeout):
                 yield
         except TimeoutError as error:
             raise PublicationError(
-                f"version {version} was not published within {self._arguments.publication_timeout:g} s "
+                f"version {version} was not published within {self.arguments.publication_timeout:g} s "
                 f"(--publication-timeout); last state: {self.state.value}; {self.last_loss or 'no engine was lost'}"
             ) from error
 
@@ -166,6 +180,131 @@ class FleetUpdater:
             ) from error
 
     async def _members(self, apart: Callable[[], Collection[Incarnation]]) -> FleetMembers:
-        members = await self._fleet.members()
+        members = await self.fleet.members()
         joining = tuple(engine for engine in members.joining if engine not in apart())
         return msgspec.structs.replace(members, joining=joining)
+
+
+class EngineUpdate:
+    """One update of some engines. Those that fail a step are fenced and left out of the next; steps are timed."""
+
+    def __init__(self, updater: FleetUpdater, staged: StagedWeights, engines: Sequence[Incarnation]) -> None:
+        self.left = tuple(engines)  # engines that have not failed
+        self.lost: tuple[Incarnation, ...] = ()
+        self.step_seconds: dict[str, float] = {}
+        self.prepare_seconds = 0.0
+        self.pause_seconds = 0.0
+        self.sent_fraction = 0.0
+        self.findings = Findings()
+        self._updater = updater
+        self._staged = staged
+        self._step_began = now()
+
+    async def run(self) -> None:
+        """Bring the staged weights to the engines and verify them."""
+        updater, staged = self._updater, self._staged
+        fleet, arguments = updater.fleet, updater.arguments
+        joining = (await fleet.members()).joining
+        started = self._step_began = now()
+        updater.state = PublicationState.PREPARING
+        await self._settle("probe", await fleet.call(self.left, InferenceServer.probe, brief=True))
+        await self._settle("preparing", await updater.transport.prepare(staged, self.left) if self.left else {})
+        self.prepare_seconds = now() - started
+        started = now()
+        try:
+            updater.state = PublicationState.PAUSING
+            mode = arguments.pause_generation_mode
+            await self._settle("pausing", await fleet.call(self.left, InferenceServer.pause, mode))
+            # In place, requests in flight keep their cache, and SGLang refuses to flush it. Engines that join have none
+            # of our requests.
+            flushed = self.left if mode != "in_place" else [engine for engine in self.left if engine in joining]
+            await self._settle("flush", await fleet.call(flushed, InferenceServer.flush_cache))
+            updater.state = PublicationState.SENDING
+            await self._settle("send", await updater.transport.deliver(staged, self.left) if self.left else {})
+            if arguments.compares_digests:
+                updater.state = PublicationState.VERIFYING
+                await self._compare(joining)
+        finally:
+            await self._settle("resume", await fleet.call(self.left, InferenceServer.resume))
+        if arguments.verify_weights != "off":
+            updater.state = PublicationState.VERIFYING
+            scores = await self._settle(
+                "canary", await fleet.call(self.left, InferenceServer.score, staged.canary_tokens)
+            )
+            await self._lose(updater.verification.judge_scores(staged, scores, self.findings))
+        self.pause_seconds = now() - started
+        self.sent_fraction = updater.transport.sent_fraction
+
+    async def admit(self) -> None:
+        """Route requests to the engines under the version."""
+        started = self._step_began = now()
+        await self._settle("admit", await self._updater.fleet.admit(self.left, self._staged.version))
+        self.pause_seconds += now() - started
+
+    async def _compare(self, joining: Collection[Incarnation]) -> None:
+        """Fence every engine that holds anything else than was staged, while none of them generates."""
+        fleet, verification = self._updater.fleet, self._updater.verification
+        serving = [engine for engine in self.left if engine not in joining]
+        new = [engine for engine in self.left if engine in joining]  # nothing in them has been compared before
+        for engines, share in ((serving, verification.share(self._staged.version)), (new, EVERYTHING)):
+            held = await self._settle("compare", await read_held_weights(fleet, engines, share))
+            await self._lose(await verification.compare_digests(self._staged, held, share, self.findings))
+
+    async def _settle(
+        self, step: str, results: Mapping[Incarnation, Answer | Exception]
+    ) -> Mapping[Incarnation, Answer]:
+        """Record how long a step took and fence the engines that failed it. Returns the answers of the others."""
+        self.step_seconds[step] = self.step_seconds.get(step, 0.0) + now() - self._step_began
+        await self._lose(
+            {engine: f"{step}: {found}" for engine, found in results.items() if isinstance(found, Exception)}
+        )
+        self._step_began = now()
+        return {engine: found for engine, found in results.items() if not isinstance(found, Exception)}
+
+    async def _lose(self, problems: Mapping[Incarnation, str]) -> None:
+        """Fence these engines for these reasons."""
+        self.left = tuple(engine for engine in self.left if engine not in problems)
+        for engine, problem in problems.items():
+            log.warning("engine fenced", engine=str(engine), reason=problem)
+            self.lost = (*self.lost, engine)
+            self._updater.last_loss = f"{engine} was lost: {problem}"
+            await self._updater.fleet.fence([engine], problem)
+
+
+@asynccontextmanager
+async def publication_deadline(seconds: float, awaited: str) -> AsyncIterator[None]:
+    """Allow ``seconds``, of ``--publication-timeout``, for the block. Raises PublicationError with ``awaited``."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise PublicationError(f"the publisher waited {seconds:g} s for {awaited} (--publication-timeout)") from error
+
+
+def _summarize(version: int, staged: StagedWeights, updates: Sequence[EngineUpdate]) -> Publication:
+    """The updates of all portions as one publication. Seconds of pausing are the mean over engines."""
+    engines = [len(update.left) for update in updates]
+    findings = [update.findings for update in updates]
+    steps: Counter[str] = Counter()
+    for update in updates:
+        steps.update(update.step_seconds)
+    return Publication(
+        version=version,
+        sent_version=staged.version,
+        engines=tuple(str(engine) for update in updates for engine in update.left),
+        fenced=tuple(str(engine) for update in updates for engine in update.lost),
+        copy_seconds=staged.copy_seconds,
+        prepare_seconds=staged.prepare_seconds + sum(update.prepare_seconds for update in updates),
+        pause_seconds=_mean([update.pause_seconds for update in updates], engines),
+        step_seconds=steps,
+        canary_difference=max(each.canary_difference for each in findings),
+        canary_undecided=tuple(str(engine) for each in findings for engine in each.canary_undecided),
+        compared_tensors=min((count for each in findings for count in each.compared_tensors), default=0),
+        incomparable_tensors=max((count for each in findings for count in each.incomparable_tensors), default=0),
+        total_bytes=staged.total_bytes,
+        sent_fraction=_mean([update.sent_fraction for update in updates], engines),
+    )
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

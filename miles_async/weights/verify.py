@@ -1,4 +1,4 @@
-"""Does an engine hold the weights that the trainer sent?
+"""Does an engine hold the weights that the trainer sent (``--verify-weights``)?
 
 Digests compare every element that it holds with what was staged. The canary compares what it computes: its log-probs of
 one text with the trainer's, for the new version and for the one before.
@@ -6,16 +6,32 @@ one text with the trainer's, for the new version and for the one before.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
+from miles_async.arguments.weights import WeightsArguments
 from miles_async.runtime.tensor_digest import total
-from miles_async.types import CanaryScore, Float32, HeldPart, HeldWeights, StagedWeights, TensorMeta, TensorShare
+from miles_async.seams import EngineFleet, InferenceServer
+from miles_async.types import (
+    CanaryScore,
+    Float32,
+    HeldPart,
+    HeldWeights,
+    Incarnation,
+    StagedWeights,
+    TensorMeta,
+    TensorShare,
+)
+
+log = structlog.get_logger(__name__)
 
 QUANTILE = 0.9  # of the differences: a few tokens may differ by anything
 QUANTILE_TOLERANCE = 4.0  # this quantile may be so many tolerances; in a normal distribution it is 2 means
@@ -49,6 +65,115 @@ def canary_tolerance(given: float | None, *, bf16: bool) -> float:
     if given is not None:
         return given
     return 0.25 if bf16 else 1e-3
+
+
+@dataclass(slots=True)
+class Findings:
+    """Findings of one update, beside the engines that failed."""
+
+    canary_difference: float = 0.0  # largest over engines
+    canary_undecided: list[Incarnation] = field(default_factory=list)
+    compared_tensors: list[int] = field(default_factory=list)  # one entry per engine that passed
+    incomparable_tensors: list[int] = field(default_factory=list)
+
+
+class Verification:
+    """Compares reports of engines with the staged weights."""
+
+    def __init__(self, arguments: WeightsArguments, tolerance: float) -> None:
+        """``tolerance``: for the mean difference of the canary's log-probs."""
+        self._arguments = arguments
+        self._tolerance = tolerance
+        self._told: set[tuple[str, ...]] = set()  # lists of tensors that can't be compared, which were logged
+
+    def share(self, version: int) -> TensorShare:
+        """The tensors of which engines that serve already report digests."""
+        if self._arguments.verify_weights == "full":
+            return EVERYTHING
+        shares = self._arguments.verify_weights_shares
+        return TensorShare(version % shares, shares)
+
+    async def compare_digests(
+        self, staged: StagedWeights, held: Mapping[Incarnation, HeldWeights], share: TensorShare, findings: Findings
+    ) -> dict[Incarnation, str]:
+        """Describe, per engine, how its weights differ from the staged ones. A report that engines share is compared
+        once.
+        """
+        problems: dict[Incarnation, str] = {}
+        compared: dict[int, Comparison] = {}  # by the identity of a report
+        skip = self._arguments.verify_weights_skip
+        for engine, weights in held.items():
+            if id(weights) not in compared:
+                compared[id(weights)] = await asyncio.to_thread(
+                    compare_digests, staged, weights, share=share, skip=skip
+                )
+            found = compared[id(weights)]
+            if found.problem:
+                problems[engine] = found.problem
+                continue
+            findings.compared_tensors.append(found.compared)
+            findings.incomparable_tensors.append(len(found.incomparable))
+            self._tell_incomparable(engine, found.incomparable)
+        return problems
+
+    def judge_scores(
+        self, staged: StagedWeights, scores: Mapping[Incarnation, CanaryScore], findings: Findings
+    ) -> dict[Incarnation, str]:
+        """Describe, per engine, how its canary disagrees."""
+        problems: dict[Incarnation, str] = {}
+        for engine, score in scores.items():
+            verdict = judge_canary(staged, score, self._tolerance)
+            if verdict.problem:
+                problems[engine] = verdict.problem
+                continue
+            findings.canary_difference = max(findings.canary_difference, verdict.difference)
+            if staged.previous_canary_logprobs and not verdict.tells_versions_apart:
+                findings.canary_undecided.append(engine)
+        if findings.canary_undecided and self._arguments.verify_weights == "canary":
+            log.warning(
+                "the canary could not distinguish this version from the one before: an engine that kept the old "
+                "weights would pass, too (--verify-weights full or sample compares all elements)",
+                version=staged.version,
+                engines=len(findings.canary_undecided),
+            )
+        return problems
+
+    def _tell_incomparable(self, engine: Incarnation, names: tuple[str, ...]) -> None:
+        """Log each list once: it is the same at every publication."""
+        if names and names not in self._told:
+            self._told.add(names)
+            log.warning(
+                "tensors that can't be compared: skipped, or the engine keeps them in another form (quantized, "
+                "reordered for a kernel); only the canary says something about them",
+                engine=str(engine),
+                tensors=len(names),
+                first=names[:SHOWN],
+            )
+
+
+async def read_held_weights(
+    fleet: EngineFleet, engines: Sequence[Incarnation], share: TensorShare
+) -> Mapping[Incarnation, HeldWeights | Exception]:
+    """What each engine holds while it is paused, with digests of a share of it.
+
+    Engines whose reports have the same fingerprint share the object: the first that answers is read.
+    """
+    found = await fleet.call(engines, InferenceServer.report_weights, share)
+    results: dict[Incarnation, HeldWeights | Exception] = {}
+    alike: defaultdict[str, list[Incarnation]] = defaultdict(list)
+    for engine, report in found.items():
+        if isinstance(report, Exception):
+            results[engine] = report
+        else:
+            alike[report].append(engine)
+    for report, reporters in alike.items():  # one, unless something is wrong
+        for number, engine in enumerate(reporters):
+            held = (await fleet.call([engine], InferenceServer.held_weights, report))[engine]
+            results[engine] = held
+            if not isinstance(held, Exception):
+                results |= dict.fromkeys(reporters[number:], held)
+                break
+    return results
 
 
 # ---------------------------------------------------------------------------------------------- the canary

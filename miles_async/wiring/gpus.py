@@ -22,7 +22,7 @@ from miles_async.engines.placement import EnginePlace
 from miles_async.errors import EngineError
 from miles_async.rollout.actor import RolloutProcess
 from miles_async.runtime.tasks import gathered
-from miles_async.seams import EngineErrors, EngineFleet
+from miles_async.seams import EngineErrors, EngineFleet, InferenceServer
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.types import Incarnation
 
@@ -78,7 +78,7 @@ class SharedGpus:
             return
         await self._trainer.offload()
         self._engines_have_them = True
-        errors = await self._fleet.retake_memory(await self._engines())
+        errors = await self._fleet.call(await self._engines(), InferenceServer.retake_memory)
         for engine, error in errors.items():
             if error is not None:
                 await self._fleet.fence([engine], f"GPU memory: {error}")
@@ -86,8 +86,8 @@ class SharedGpus:
     async def _release(self) -> None:
         """Raises EngineError: as long as an engine keeps its memory, the trainer has no room."""
         engines = await self._engines()
-        await self._check(await self._fleet.pause(engines, "retract"))
-        await self._check(await self._fleet.release_memory(engines))
+        await self._check(await self._fleet.call(engines, InferenceServer.pause, "retract"))
+        await self._check(await self._fleet.call(engines, InferenceServer.release_memory))
         self._engines_have_them = False
 
     async def _check(self, errors: EngineErrors) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from miles_async.seams import InferenceServer
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.staging import Staging
 from miles_async.weights.staging_options import StagingOptions
@@ -41,7 +42,8 @@ class Hosts:
     ) -> Mapping[Incarnation, Any]:
         return {engine: function(self.directories[engine], *arguments) for engine in engines}
 
-    async def weight_versions(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, str]:
+    async def call(self, engines: Sequence[Incarnation], operation: Callable[..., Any]) -> Mapping[Incarnation, str]:
+        assert operation is InferenceServer.weight_version
         return dict.fromkeys(engines, self.version)
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from miles_async.seams import InferenceServer, per_engine
 from miles_async.weights.transports.distributed.driver import Broadcasts
 from tests.benchmarks.publication_parts import HERE, SIZES
 from tests.benchmarks.publication_processes import (
@@ -110,9 +111,10 @@ async def measure_plain(trainer: Trainer, fleet: Fleet) -> Plain:
     sender = trainer.sender(0)
     address, port = await sender.call(Broadcasts.open_group, "plain", 1 + len(fleet.processes))
     engines = (await fleet.members()).serving
+    ranks = per_engine({engine: rank for rank, engine in enumerate(engines, start=1)})
     await asyncio.gather(
         sender.call(Broadcasts.join_group, "plain"),
-        fleet.connect(engines, "plain", address, port, 1 + len(engines), "gloo"),
+        fleet.call(engines, InferenceServer.join_group, ranks, "plain", address, port, 1 + len(engines), "gloo"),
     )
     rates, cpu_seconds = [], []
     for receive in (("receive_plainly", "plain", sizes), ("receive_all", "plain", tuple(staged.buckets.values()))):
@@ -128,7 +130,9 @@ async def measure_plain(trainer: Trainer, fleet: Fleet) -> Plain:
             cpu.append(await total_cpu_seconds(trainer, fleet) - before)
         rates.append(sum(sizes) / min(seconds))
         cpu_seconds.append(min(cpu))
-    await asyncio.gather(sender.call(Broadcasts.leave_group, "plain"), fleet.disconnect(engines, "plain"))
+    await asyncio.gather(
+        sender.call(Broadcasts.leave_group, "plain"), fleet.call(engines, InferenceServer.leave_group, "plain")
+    )
     return Plain(rate=rates[0], copied_rate=rates[1], cpu_seconds=cpu_seconds[1])
 
 

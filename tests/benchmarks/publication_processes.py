@@ -16,6 +16,7 @@ import numpy as np
 
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.runtime.files.scratch import MEMORY
+from miles_async.seams import arguments_of
 from miles_async.trainer.ranks import united
 from miles_async.types import CanaryScore, FleetMembers, Incarnation, Publication, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
@@ -90,38 +91,31 @@ class Fleet:
             ranks=dict.fromkeys(self.processes, 1),
         )
 
-    async def weight_versions(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, str]:
-        return dict.fromkeys(engines, str(self.version))
-
-    async def connect(
-        self, engines: Sequence[Incarnation], name: str, address: str, port: int, world_size: int, backend: str
-    ) -> Mapping[Incarnation, None]:
-        async with asyncio.TaskGroup() as scope:
-            for rank, engine in enumerate(engines, start=1):
-                scope.create_task(self.processes[engine.engine].call("join", name, rank, address, port, world_size))
+    async def call(
+        self, engines: Sequence[Incarnation], operation: Callable[..., Any], *arguments: Any, brief: bool = False
+    ) -> Mapping[Incarnation, Any]:
+        match operation.__name__, arguments:
+            case "weight_version", ():
+                return dict.fromkeys(engines, str(self.version))
+            case "join_group", (first_ranks, name, address, port, world_size, _):
+                async with asyncio.TaskGroup() as scope:
+                    for engine in engines:
+                        join = (name, *arguments_of(engine, [first_ranks]), address, port, world_size)
+                        scope.create_task(self.processes[engine.engine].call("join", *join))
+                return dict.fromkeys(engines)
+            case "leave_group", (name,):
+                return await self._each(engines, "leave", name)
+            case "receive_stream", (names, self.version, _):
+                return await self._each(engines, "receive_stream", tuple(names))
+            case "load_files", (directories, self.version, _):
+                return await self._each(engines, "load", *arguments_of(engines[0], [directories]))
+            case "score", _:
+                await self._each(engines, "score")
+                return dict.fromkeys(engines, CanaryScore(str(self.version), np.zeros(1, np.float32)))
         return dict.fromkeys(engines)
 
-    async def disconnect(self, engines: Sequence[Incarnation], name: str) -> Mapping[Incarnation, None]:
-        return await self._each(engines, "leave", name)
-
-    async def receive_stream(
-        self, engines: Sequence[Incarnation], names: Sequence[str], version: int, flush_cache: bool
-    ) -> Mapping[Incarnation, None]:
-        self.version = version
-        return await self._each(engines, "receive_stream", tuple(names))
-
-    async def stream_sent(self, names: Sequence[str], *, broken: bool) -> None:
+    async def stream_sent(self, engines: Sequence[Incarnation], *, broken: bool) -> None:
         assert not broken
-
-    async def load_files(
-        self, directories: Mapping[Incarnation, str], version: int, flush_cache: bool
-    ) -> Mapping[Incarnation, None]:
-        self.version = version
-        return await self._each(tuple(directories), "load", next(iter(directories.values())))
-
-    async def score(self, engines: Sequence[Incarnation], tokens: Sequence[int]) -> Mapping[Incarnation, CanaryScore]:
-        await self._each(engines, "score")
-        return dict.fromkeys(engines, CanaryScore(str(self.version), np.zeros(1, np.float32)))
 
     async def on_host(
         self,
@@ -141,7 +135,7 @@ class Fleet:
     async def _nothing(self, engines: Sequence[Incarnation], *_: Any) -> Mapping[Incarnation, None]:
         return dict.fromkeys(engines)
 
-    probe = pause = flush_cache = resume = admit = _nothing
+    admit = _nothing
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ import numpy as np
 
 from miles_async.errors import EngineError
 from miles_async.runtime.files.digests import digest_pieces, split
+from miles_async.seams import arguments_of
 from miles_async.types import (
     CanaryScore,
     EngineLoad,
@@ -33,6 +34,9 @@ from miles_async.types import (
 CANARY = (1, 2, 3)
 CANARY_LOGPROBS = (-1.0, -2.0)
 DIGEST = "00000000000000aa"  # of every tensor
+SHORT_NAMES = {"flush_cache": "flush"}  # of operations in events
+
+Results = Mapping[Incarnation, Any]
 
 
 class InProcess:
@@ -149,7 +153,9 @@ class FakeFleet:
         self.paused: set[str] = set()
         self.released: set[str] = set()  # without memory
         self.bucketwise: frozenset[str] = frozenset()
-        self.sent: list[tuple[str, ...]] = []  # process groups whose senders were through
+        self.ranks = 1  # of each engine
+        self.first_ranks: Any = None  # in the process group that was joined last
+        self.sent: list[tuple[Incarnation, ...]] = []  # engines whose senders had finished
         self.sessions: set[str] = set()  # engines between begin and end of an update
         self.complete: dict[str, list[str]] = {}  # tensors received in the session
         self.fenced: list[str] = []
@@ -160,7 +166,7 @@ class FakeFleet:
             serving=tuple(map(self.current, self.serving)),
             joining=tuple(map(self.current, self.joining)),
             starting=(),
-            ranks=dict.fromkeys((*self.serving, *self.joining), 1),
+            ranks=dict.fromkeys((*self.serving, *self.joining), self.ranks),
             bucketwise=self.bucketwise,
         )
 
@@ -185,42 +191,48 @@ class FakeFleet:
             return EngineError(f"{engine} was lost")
         return EngineError(f"{step} refused") if engine.engine in self.faults.get(step, ()) else None
 
-    async def probe(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
-        return self._result("probe", engines)
+    async def call(
+        self, engines: Sequence[Incarnation], operation: Callable[..., Any], *arguments: Any, brief: bool = False
+    ) -> Mapping[Incarnation, Any]:
+        """Run the method below that has the operation's name; an operation without one only succeeds or fails."""
+        if not engines:
+            return {}
+        if method := getattr(self, operation.__name__, None):
+            results: Mapping[Incarnation, Any] = await method(engines, *arguments)
+            return results
+        return self._result(SHORT_NAMES.get(operation.__name__, operation.__name__), engines)
 
-    async def weight_versions(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, str | Exception]:
+    async def weight_version(self, engines: Sequence[Incarnation]) -> Results:
         return {engine: str(self.versions.get(engine.engine, "default")) for engine in engines}
 
-    async def pause(self, engines: Sequence[Incarnation], mode: str) -> Mapping[Incarnation, Exception | None]:
+    async def pause(self, engines: Sequence[Incarnation], mode: str) -> Results:
         self.paused |= ids(engines)
         return self._result(f"pause {mode}", engines)
 
-    async def release_memory(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
+    async def resume(self, engines: Sequence[Incarnation]) -> Results:
+        self.paused -= ids(engines)
+        return self._result("resume", engines)
+
+    async def release_memory(self, engines: Sequence[Incarnation]) -> Results:
         self.released |= ids(engines)
         return self._result("release", engines)
 
-    async def retake_memory(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
+    async def retake_memory(self, engines: Sequence[Incarnation]) -> Results:
         self.released -= ids(engines)
         return self._result("retake", engines)
 
-    async def flush_cache(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
-        return self._result("flush", engines)
-
-    async def connect(
-        self, engines: Sequence[Incarnation], group_name: str, address: str, port: int, world_size: int, backend: str
-    ) -> Mapping[Incarnation, Exception | None]:
+    async def join_group(self, engines: Sequence[Incarnation], ranks: Any, group_name: str, *rest: Any) -> Results:
         errors = self._result("connect", engines)
+        self.first_ranks = [arguments_of(engine, [ranks])[0] for engine in engines]
         if not any(errors.values()):
             self.groups[group_name] = ids(engines)
         return errors
 
-    async def disconnect(
-        self, engines: Sequence[Incarnation], group_name: str
-    ) -> Mapping[Incarnation, Exception | None]:
+    async def leave_group(self, engines: Sequence[Incarnation], group_name: str) -> Results:
         self.groups.pop(group_name, None)
         return self._result("disconnect", engines)
 
-    async def begin_update(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
+    async def begin_update(self, engines: Sequence[Incarnation]) -> Results:
         result = self._result("begin", engines)
         for engine in engines:
             if engine.engine in self.sessions:  # SGLang refuses a second session
@@ -230,14 +242,13 @@ class FakeFleet:
                 self.complete[engine.engine] = []
         return result
 
+    async def end_update(self, engines: Sequence[Incarnation]) -> Results:
+        self.sessions -= ids(engines)
+        return self._result("end", engines)
+
     async def receive_bucket(
-        self,
-        engines: Sequence[Incarnation],
-        group_name: str,
-        tensors: Sequence[TensorMeta],
-        version: int,
-        flush_cache: bool,
-    ) -> Mapping[Incarnation, Exception | None]:
+        self, engines: Sequence[Incarnation], _: str, tensors: Sequence[TensorMeta], version: int, flush_cache: bool
+    ) -> Results:
         self.versions |= dict.fromkeys(ids(engines), version)
         result = self._together(f"receive {tensors[0].name}", engines)
         for engine, error in result.items():
@@ -247,56 +258,26 @@ class FakeFleet:
 
     async def receive_stream(
         self, engines: Sequence[Incarnation], group_names: Sequence[str], version: int, flush_cache: bool
-    ) -> Mapping[Incarnation, Exception | None]:
+    ) -> Results:
         self.versions |= dict.fromkeys(ids(engines), version)
         result = self._together("receive all", engines)
         self.complete |= {engine.engine: [*self.tensors] for engine, error in result.items() if error is None}
         return result
 
-    async def stream_sent(self, group_names: Sequence[str], *, broken: bool) -> None:
-        self.sent.append(tuple(group_names))
-
-    def _together(self, step: str, engines: Sequence[Incarnation]) -> dict[Incarnation, Exception | None]:
-        """One broken member breaks the process group for all."""
-        result = self._result(step, engines)
-        if any(result.values()):
-            result = {engine: error or EngineError("connection closed by peer") for engine, error in result.items()}
-        return result
-
     async def receive_handles(
-        self, engines: Sequence[Incarnation], handles: str, version: int, flush_cache: bool
-    ) -> Mapping[Incarnation, Exception | None]:
+        self, engines: Sequence[Incarnation], handles: str, ranks: Any, version: int, flush_cache: bool
+    ) -> Results:
         self.versions |= dict.fromkeys(ids(engines), version)
         return self._result(f"open {handles}", engines)
 
-    async def end_update(
-        self, engines: Sequence[Incarnation], *, abandon: bool = False
-    ) -> Mapping[Incarnation, Exception | None]:
-        self.sessions -= ids(engines)
-        return self._result("end", engines)
-
     async def load_files(
-        self, directories: Mapping[Incarnation, str], version: int, flush_cache: bool
-    ) -> Mapping[Incarnation, Exception | None]:
-        self.versions |= dict.fromkeys(ids(directories), version)
-        return self._result(f"load {sorted(set(directories.values()))}", tuple(directories))
+        self, engines: Sequence[Incarnation], directories: Any, version: int, flush_cache: bool
+    ) -> Results:
+        self.versions |= dict.fromkeys(ids(engines), version)
+        found = sorted({str(arguments_of(engine, [directories])[0]) for engine in engines})
+        return self._result(f"load {found}", engines)
 
-    async def on_host(
-        self,
-        engines: Sequence[Incarnation],
-        function: Callable[..., Any],
-        *arguments: Any,
-        room: int = 0,
-    ) -> Mapping[Incarnation, Any | Exception]:
-        return self._result(f"host {function.__name__}", engines)
-
-    async def resume(self, engines: Sequence[Incarnation]) -> Mapping[Incarnation, Exception | None]:
-        self.paused -= ids(engines)
-        return self._result("resume", engines)
-
-    async def score(
-        self, engines: Sequence[Incarnation], tokens: Sequence[int]
-    ) -> Mapping[Incarnation, CanaryScore | Exception]:
+    async def score(self, engines: Sequence[Incarnation], tokens: Sequence[int]) -> Results:
         self.events.append("score")
         return {
             engine: CanaryScore(
@@ -306,12 +287,32 @@ class FakeFleet:
             for engine in engines
         }
 
-    async def held_weights(
-        self, engines: Sequence[Incarnation], share: TensorShare
-    ) -> Mapping[Incarnation, HeldWeights | Exception]:
+    async def report_weights(self, engines: Sequence[Incarnation], share: TensorShare) -> Results:
         self.shares.append(share)
         errors = self._result("digests", engines)
-        return {engine: error or self._held(engine.engine) for engine, error in errors.items()}
+        return {engine: error or engine.engine for engine, error in errors.items()}
+
+    async def held_weights(self, engines: Sequence[Incarnation], report: str) -> Results:
+        return {engine: self._held(engine.engine) for engine in engines}
+
+    async def stream_sent(self, engines: Sequence[Incarnation], *, broken: bool) -> None:
+        self.sent.append(tuple(engines))
+
+    def _together(self, step: str, engines: Sequence[Incarnation]) -> dict[Incarnation, Exception | None]:
+        """One broken member breaks the process group for all."""
+        result = self._result(step, engines)
+        if any(result.values()):
+            result = {engine: error or EngineError("connection closed by peer") for engine, error in result.items()}
+        return result
+
+    async def on_host(
+        self,
+        engines: Sequence[Incarnation],
+        function: Callable[..., Any],
+        *arguments: Any,
+        room: int = 0,
+    ) -> Mapping[Incarnation, Any | Exception]:
+        return self._result(f"host {function.__name__}", engines)
 
     def _held(self, engine: str) -> HeldWeights:
         part = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)

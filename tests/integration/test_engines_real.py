@@ -35,6 +35,7 @@ from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
 from miles_async.runtime.network.addresses import LOCAL
+from miles_async.seams import InferenceServer
 from miles_async.staleness.versions import token_versions
 from miles_async.types import GenerateRequest, Generation, Incarnation, Int32, TensorMeta
 from miles_async.weights.staging_options import StagingOptions
@@ -343,12 +344,13 @@ class Trainer:
         address, port = self.sender.open_group("g", 2)
         _, joined = await asyncio.gather(
             asyncio.to_thread(self.sender.join_group, "g"),
-            stack.fleet.connect(one(stack), "g", address, port, 2, "gloo"),
+            stack.fleet.call(one(stack), InferenceServer.join_group, 1, "g", address, port, 2, "gloo"),
         )
         assert joined == dict.fromkeys(one(stack))
         yield
         left, _ = await asyncio.gather(
-            stack.fleet.disconnect(one(stack), "g"), asyncio.to_thread(self.sender.leave_group, "g")
+            stack.fleet.call(one(stack), InferenceServer.leave_group, "g", brief=True),
+            asyncio.to_thread(self.sender.leave_group, "g"),
         )
         assert left == dict.fromkeys(one(stack))
         self.sender.close()
@@ -360,16 +362,16 @@ class Trainer:
         fleet, engine = stack.fleet, one(stack)
         self.sender.copy(version, load_file(self.model / "model.safetensors").items())
         staged = self.sender.stage(version)
-        assert await fleet.pause(engine, mode) == dict.fromkeys(engine)
+        assert await fleet.call(engine, InferenceServer.pause, mode) == dict.fromkeys(engine)
         if mode != "in_place":
-            assert await fleet.flush_cache(engine) == dict.fromkeys(engine)
+            assert await fleet.call(engine, InferenceServer.flush_cache) == dict.fromkeys(engine)
         assert len(staged.buckets) > 1
         _, received = await asyncio.gather(
             asyncio.to_thread(self.sender.send, "g", version, True),
-            fleet.receive_stream(engine, ["g"], version, mode != "in_place"),
+            fleet.call(engine, InferenceServer.receive_stream, ["g"], version, mode != "in_place"),
         )
         assert received == dict.fromkeys(engine)
-        assert await fleet.resume(engine) == dict.fromkeys(engine)
+        assert await fleet.call(engine, InferenceServer.resume) == dict.fromkeys(engine)
 
 
 def one(stack: EngineStack) -> tuple[Incarnation]:
@@ -398,7 +400,7 @@ async def test_the_first_publication_opens_the_gate(running: Running) -> None:  
     trainer = Trainer(running.models[1])
     async with trainer.connected(running.stack):
         await trainer.publish(running.stack, 0, "retract")
-    [score] = (await running.stack.fleet.score(one(running.stack), range(3, 40))).values()
+    [score] = (await running.stack.fleet.call(one(running.stack), InferenceServer.score, range(3, 40))).values()
     assert not isinstance(score, Exception)
     assert score.weight_version == "0"
     np.testing.assert_allclose(score.logprobs, reference_logprobs(running.models[1], range(3, 40)), atol=1e-4)

@@ -30,6 +30,7 @@ from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, PublicationError
 from miles_async.runtime.network.addresses import LOCAL
+from miles_async.seams import InferenceServer
 from miles_async.types import CanaryScore, GenerateRequest, Generation
 from miles_async.weights.transports.distributed.rank import DistributedSender
 from miles_async.weights.transports.host_files import Source
@@ -121,7 +122,7 @@ class Cluster:
             assert record.version == self.trainer.version
         for sequence in random_sequences():
             both = [record.current for record in self.stack.registry.engines.values()]
-            for score in (await self.stack.fleet.score(both, sequence)).values():
+            for score in (await self.stack.fleet.call(both, InferenceServer.score, sequence)).values():
                 assert isinstance(score, CanaryScore)
                 assert score.weight_version == str(self.trainer.version)
                 np.testing.assert_allclose(score.logprobs, self.trainer.logprobs(sequence), atol=1e-4)

@@ -30,7 +30,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import PublicationError
-from miles_async.seams import EngineErrors
+from miles_async.seams import InferenceServer
 from miles_async.types import CanaryScore, FleetMembers, Incarnation
 from tests.fakes.fake_engine import FakeRouter
 from tests.integration.publishing import (
@@ -66,11 +66,12 @@ class RecordingFleet(Fleet):
         self.fenced: list[str] = []
         self.before_pause: Callable[[], Awaitable[None]] | None = None  # once
 
-    async def pause(self, engines: Sequence[Incarnation], mode: str) -> EngineErrors:
-        before, self.before_pause = self.before_pause, None
-        if before is not None:
+    async def call(self, engines: Any, operation: Any, *arguments: Any, brief: bool = False) -> Any:  # type: ignore[override]
+        before = self.before_pause
+        if operation is InferenceServer.pause and before is not None:
+            self.before_pause = None
             await before()
-        return await super().pause(engines, mode)
+        return await super().call(engines, operation, *arguments, brief=brief)
 
     async def fence(self, engines: Sequence[Incarnation], reason: str) -> None:
         self.fenced.append(reason)
@@ -177,7 +178,9 @@ async def test_what_is_trained_is_what_generates(server: Server, transport: str,
     assert server.registry.version == version
     assert publication.canary_difference < 1e-4
     for sequence in random_sequences():
-        [score] = (await server.fleet.score([server.registry.engines[ENGINE].current], sequence)).values()
+        [score] = (
+            await server.fleet.call([server.registry.engines[ENGINE].current], InferenceServer.score, sequence)
+        ).values()
         assert isinstance(score, CanaryScore)
         np.testing.assert_allclose(score.logprobs, server.trainer.logprobs(sequence), atol=1e-4)
     assert np.abs(np.subtract(score.logprobs, before)).max() > 1e-2  # else older weights would pass as well

@@ -15,8 +15,9 @@ import pytest
 from miles_async.algorithms.registry import advantage_estimator, policy_loss, token_advantages
 from miles_async.api import Agent, Environment, Generate, GroupFilter, MakeEnvironment, Reward, Tracker
 from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.engines.kind import InferenceServer, ServerCommand
+from miles_async.engines.kind import ServerCommand
 from miles_async.runtime.hooks import load_factory, load_instance, load_object
+from miles_async.seams import InferenceServer
 from miles_async.weights.transports.spec import TransportSpec
 
 PAGES = Path(__file__).parents[2] / "docs" / "extending"

@@ -20,7 +20,7 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.rollout.manager import RolloutManager
-from miles_async.seams import EngineErrors, EngineFleet, EngineLoads, RolloutSide, TrainerSide
+from miles_async.seams import EngineErrors, EngineFleet, EngineLoads, InferenceServer, RolloutSide, TrainerSide
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.types import Incarnation, TensorMeta
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
@@ -77,15 +77,15 @@ async def fake_fleet(num_engines: int) -> AsyncIterator[FakeFleet]:
 async def receive_buckets(fleet: Any, engines: Any, version: int, flush_cache: bool) -> list[EngineErrors]:
     bucket = (TensorMeta("w", "float32", (2,)),)
     return [
-        await fleet.begin_update(engines),
-        await fleet.receive_bucket(engines, f"group-{version}", bucket, version, flush_cache),
-        await fleet.end_update(engines),
+        await fleet.call(engines, InferenceServer.begin_update),
+        await fleet.call(engines, InferenceServer.receive_bucket, f"group-{version}", bucket, version, flush_cache),
+        await fleet.call(engines, InferenceServer.end_update),
     ]
 
 
 async def receive_stream(fleet: Any, engines: Any, version: int, flush_cache: bool) -> list[EngineErrors]:
-    errors = await fleet.receive_stream(engines, [f"group-{version}"], version, flush_cache)
-    await fleet.stream_sent([f"group-{version}"], broken=False)
+    errors = await fleet.call(engines, InferenceServer.receive_stream, [f"group-{version}"], version, flush_cache)
+    await fleet.stream_sent(engines, broken=False)
     return [errors]
 
 
@@ -98,13 +98,13 @@ async def test_a_publication_looks_the_same_from_outside(make: Any, mode: str, b
         assert engines == (Incarnation("engine-0", 0), Incarnation("engine-1", 0))
         for version in (0, 1):
             for errors in (
-                await fleet.connect(engines, f"group-{version}", "127.0.0.1", 1, 3, "gloo"),
-                await fleet.pause(engines, mode),
+                await fleet.call(engines, InferenceServer.join_group, 1, f"group-{version}", "127.0.0.1", 1, 3, "gloo"),
+                await fleet.call(engines, InferenceServer.pause, mode),
                 *await (receive_buckets if bucketwise else receive_stream)(fleet, engines, version, mode != "in_place"),
-                await fleet.resume(engines),
+                await fleet.call(engines, InferenceServer.resume),
             ):
                 assert errors == dict.fromkeys(engines)
-            scores = await fleet.score(engines, (1, 2, 3))
+            scores = await fleet.call(engines, InferenceServer.score, (1, 2, 3))
             assert {engine: score.weight_version for engine, score in scores.items()} == dict.fromkeys(
                 engines, str(version)
             )
@@ -115,6 +115,6 @@ async def test_a_publication_looks_the_same_from_outside(make: Any, mode: str, b
         members = await fleet.members()
         assert members.serving == engines[:1]
         assert members.joining == ()
-        errors = await fleet.begin_update(engines)
+        errors = await fleet.call(engines, InferenceServer.begin_update)
         assert errors[engines[0]] is None
         assert "engine-1 was lost" in str(errors[engines[1]])

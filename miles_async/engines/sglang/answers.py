@@ -14,8 +14,8 @@ from base64 import b64decode
 import msgspec
 import numpy as np
 
-from miles_async.engines.kind import TokenVersions
 from miles_async.errors import TransientEngineError
+from miles_async.seams import TokenVersions
 from miles_async.types import FinishReason, Float32, Generation, Int32, RoutedExperts
 
 PACK = "packed_answer"  # field of a request: true asks for the packed form

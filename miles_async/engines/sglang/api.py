@@ -11,7 +11,6 @@ import orjson
 
 from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import ERROR_TEXT, Http, decode_json
-from miles_async.engines.kind import TokenVersions
 from miles_async.engines.sglang.answers import PACK, read_answer
 from miles_async.engines.sglang.held_report import (
     FINGERPRINT_ACTION,
@@ -23,6 +22,7 @@ from miles_async.engines.sglang.held_report import (
 from miles_async.engines.sglang.names import STREAM
 from miles_async.engines.sglang.scores import PACK_SCORES, read_scores
 from miles_async.errors import EngineError, EngineTimeoutError, RequestRejectedError
+from miles_async.seams import TokenVersions
 from miles_async.types import (
     CanaryScore,
     EngineLoad,
@@ -90,7 +90,7 @@ class _CheckReply(msgspec.Struct):
 
 
 class SGLangServer:
-    """Implements ``kind.InferenceServer``."""
+    """Implements ``seams.InferenceServer``."""
 
     generate_path = "/generate"
 
@@ -121,23 +121,23 @@ class SGLangServer:
 
     async def weight_version(self, url: str, timeout: float) -> str:
         """The label of the weights: a number, or "default" before the first publication."""
-        answer = await self._call("GET", url, "/model_info", None, timeout)
+        answer = await self._call(url, "/model_info", timeout)
         return decode_json(answer, _ModelInfo, f"{url}/model_info").weight_version
 
     async def probe(self, url: str, timeout: float) -> int:
         """Wait for the answers of all schedulers, paused or not."""
-        answer = await self._call("GET", url, "/server_info", None, timeout)
+        answer = await self._call(url, "/server_info", timeout)
         return decode_json(answer, _ServerInfo, f"{url}/server_info").tokens_in_flight
 
     async def make_progress(self, url: str, timeout: float) -> None:
         """Wait for a token of any request; an idle server generates one. SGLang gives up after 20 s."""
-        await self._call("GET", url, "/health_generate", None, timeout)
+        await self._call(url, "/health_generate", timeout)
 
     async def load(self, url: str, timeout: float) -> EngineLoad:
         """Cheap: the HTTP process reads what schedulers leave in shared memory, at every prefill and every 15th decode
         step. While paused they leave nothing.
         """
-        loads = decode_json(await self._call("GET", url, "/v1/loads", None, timeout), _Loads, f"{url}/v1/loads").loads
+        loads = decode_json(await self._call(url, "/v1/loads", timeout), _Loads, f"{url}/v1/loads").loads
         if not loads:
             raise EngineError(f"{url}/v1/loads: expected the load of a scheduler, found none yet")
         return EngineLoad(
@@ -147,35 +147,34 @@ class SGLangServer:
         )
 
     async def pause(self, url: str, mode: PauseMode, timeout: float) -> None:
-        await self._post(url, "/pause_generation", {"mode": mode}, timeout)
+        await self._call(url, "/pause_generation", timeout, {"mode": mode})
 
     async def resume(self, url: str, timeout: float) -> None:
-        await self._post(url, "/continue_generation", {}, timeout)
+        await self._call(url, "/continue_generation", timeout, {})
 
     async def release_memory(self, url: str, timeout: float) -> None:
         """Needs a server that was started with --enable-memory-saver, and without requests."""
-        await self._post(url, "/release_memory_occupation", {"tags": MEMORY_TAGS}, timeout)
+        await self._call(url, "/release_memory_occupation", timeout, {"tags": MEMORY_TAGS})
 
     async def retake_memory(self, url: str, timeout: float) -> None:
-        await self._post(url, "/resume_memory_occupation", {"tags": MEMORY_TAGS}, timeout)
+        await self._call(url, "/resume_memory_occupation", timeout, {"tags": MEMORY_TAGS})
 
     async def flush_cache(self, url: str, timeout: float) -> None:
-        await self._post(url, "/flush_cache", {}, timeout)
+        await self._call(url, "/flush_cache", timeout, {})
 
     async def abort(self, url: str, request_id: str, timeout: float) -> None:
-        await self._post(url, "/abort_request", {"rid": request_id}, timeout)
+        await self._call(url, "/abort_request", timeout, {"rid": request_id})
 
     async def abort_all(self, url: str, timeout: float) -> None:
-        await self._post(url, "/abort_request", {"abort_all": True}, timeout)
+        await self._call(url, "/abort_request", timeout, {"abort_all": True})
 
     async def join_group(
         self,
         url: str,
-        *,
+        first_rank: int,
         group_name: str,
         address: str,
         port: int,
-        first_rank: int,
         world_size: int,
         backend: GroupBackend,
         timeout: float,
@@ -188,10 +187,10 @@ class SGLangServer:
             "group_name": group_name,
             "backend": backend,
         }
-        await self._post(url, "/init_weights_update_group", body, timeout)
+        await self._call(url, "/init_weights_update_group", timeout, body)
 
     async def leave_group(self, url: str, group_name: str, timeout: float) -> None:
-        await self._post(url, "/destroy_weights_update_group", {"group_name": group_name}, timeout)
+        await self._call(url, "/destroy_weights_update_group", timeout, {"group_name": group_name})
 
     async def receive_stream(
         self, url: str, group_names: Sequence[str], version: int, flush_cache: bool, timeout: float
@@ -206,13 +205,13 @@ class SGLangServer:
             "flush_cache": flush_cache,
             "weight_version": str(version),
         }
-        await self._post(url, "/update_weights_from_distributed", body, timeout)
+        await self._call(url, "/update_weights_from_distributed", timeout, body)
 
     async def begin_update(self, url: str, timeout: float) -> None:
-        await self._post(url, "/begin_weight_update", {}, timeout)
+        await self._call(url, "/begin_weight_update", timeout, {})
 
     async def end_update(self, url: str, timeout: float) -> None:
-        await self._post(url, "/end_weight_update", {}, timeout)
+        await self._call(url, "/end_weight_update", timeout, {})
 
     async def receive_bucket(
         self,
@@ -233,7 +232,7 @@ class SGLangServer:
             "flush_cache": flush_cache,
             "weight_version": str(version),
         }
-        await self._post(url, "/update_weights_from_distributed", body, timeout)
+        await self._call(url, "/update_weights_from_distributed", timeout, body)
 
     async def receive_handles(
         self, url: str, handles: str, ranks: int, version: int, flush_cache: bool, timeout: float
@@ -245,7 +244,7 @@ class SGLangServer:
             "flush_cache": flush_cache,
             "weight_version": str(version),
         }
-        await self._post(url, "/update_weights_from_tensor", body, timeout)
+        await self._call(url, "/update_weights_from_tensor", timeout, body)
 
     async def load_files(self, url: str, directory: str, version: int, flush_cache: bool, timeout: float) -> None:
         """SGLang's loader restores and post-processes by itself. A file that it cannot read ends the server."""
@@ -255,7 +254,7 @@ class SGLangServer:
             "flush_cache": flush_cache,
             "weight_version": str(version),
         }
-        await self._post(url, "/update_weights_from_disk", body, timeout)
+        await self._call(url, "/update_weights_from_disk", timeout, body)
 
     async def report_weights(self, url: str, share: TensorShare, timeout: float) -> str:
         """Needs a server that was started with HELD_WEIGHTS_VARIABLE."""
@@ -282,34 +281,34 @@ class SGLangServer:
             "logprob_start_len": first - 1,
             PACK_SCORES: True,
         }
-        answer = await self._call("POST", url, "/generate", msgspec.json.encode(body), timeout)
+        answer = await self._call(url, "/generate", timeout, body, self._http.as_client)
         return read_scores(answer, len(tokens) - first, f"{url}/generate")
 
     async def _check_weights(self, url: str, action: str, subject: str, timeout: float) -> list[str]:
         """Answers of all ranks to an action of ``held_report.py``."""
         body = {"action": f"{action} {subject}", "selector": "target"}
-        answer = await self._post(url, "/weights_checker", body, timeout)
+        answer = await self._call(url, "/weights_checker", timeout, body)
         reply = decode_json(answer, _CheckReply, f"{url}/weights_checker")
         return [rank.checksums.get(action, "") for rank in reply.ranks]
 
-    async def _post(self, url: str, path: str, body: Mapping[str, object], timeout: float) -> bytes:
-        """Call something that changes the server, which takes the admin key."""
-        return await self._call("POST", url, path, msgspec.json.encode(body), timeout, self._http.as_admin)
-
     async def _call(
         self,
-        method: str,
         url: str,
         path: str,
-        body: bytes | None,
         timeout: float,
+        body: Mapping[str, object] | None = None,
         key: Mapping[str, str] | None = None,
     ) -> bytes:
-        headers = {**_HEADERS, **(self._http.as_client if key is None else key)}
+        """GET ``path``, or POST ``body`` to it. Something that changes the server takes the admin key, which is the
+        default for a POST.
+        """
+        method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
+        if key is None:
+            key = self._http.as_client if body is None else self._http.as_admin
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._http.session.request(method, url + path, data=body, headers=headers) as response,
+                self._http.session.request(method, url + path, data=data, headers={**_HEADERS, **key}) as response,
             ):
                 answer = await response.read()
         except TimeoutError:

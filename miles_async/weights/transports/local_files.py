@@ -21,10 +21,9 @@ from typing import TypeVar, TypeVarTuple
 import structlog
 
 from miles_async.runtime.tasks import gathered
-from miles_async.seams import EngineErrors, EngineFleet
+from miles_async.seams import EngineErrors, EngineFleet, InferenceServer, per_engine
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.files import bucket_file, delta_file
-from miles_async.weights.survivors import Survivors
 from miles_async.weights.transports import host_files
 from miles_async.weights.transports.host_files import CHANGED, Source
 from miles_async.weights.transports.spec import DriverSide, Half
@@ -70,7 +69,7 @@ class LocalFilesTransport:
         holders = await self._holders(staged, engines)
         self._directories = dict(await self._link_to_holders(staged, hosts, places, holders, with_base))
         sent = 0
-        while waiting := [engine for engine in hosts.survivors.left if engine not in self._directories]:
+        while waiting := [engine for engine in hosts.left if engine not in self._directories]:
             groups: defaultdict[object, list[Incarnation]] = defaultdict(list)
             for engine in sorted(waiting, key=lambda engine: engine not in with_base):
                 groups[places[engine].parent].append(engine)
@@ -93,12 +92,12 @@ class LocalFilesTransport:
             for linked in await gathered(*linking):
                 self._directories |= linked
         self.sent_fraction = sent / max(1, len(engines) * staged.total_bytes)
-        return hosts.survivors.errors
+        return hosts.errors
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Make each server load from its own host."""
-        directories = {engine: self._directories[engine] for engine in engines}
-        errors = await self._fleet.load_files(directories, staged.version, self._flush_cache)
+        arguments = (per_engine(self._directories), staged.version, self._flush_cache)
+        errors = await self._fleet.call(engines, InferenceServer.load_files, *arguments)
         if not self._keep:
             await self._fleet.on_host(engines, host_files.discard)  # files that this misses go with the engine
         return errors
@@ -129,7 +128,7 @@ class LocalFilesTransport:
         """Link the files of holders on the same node. Returns what these engines have to load."""
         names = {place.parent: place.name for place in holders.values()}
         linking = []
-        for engine in self._may_take(staged, hosts.survivors.left):
+        for engine in self._may_take(staged, hosts.left):
             if (name := names.get(places[engine].parent)) is not None:
                 self._taken[engine.engine] = staged.version
                 linking.append(hosts.link(name, [engine], _files(staged, changes=engine in with_base)))
@@ -173,8 +172,8 @@ class LocalFilesTransport:
         """Engines whose host and whose server hold the version that the delta starts from."""
         if staged.delta is None:
             return ()
-        serving = await hosts.survivors.each(self._fleet.weight_versions)
-        held = await hosts.run(hosts.survivors.left, host_files.held_version)
+        serving = hosts.keep(await self._fleet.call(hosts.left, InferenceServer.weight_version))
+        held = await hosts.run(hosts.left, host_files.held_version)
         base = staged.delta.base_version
         return [engine for engine, version in held.items() if version == base and serving[engine] == str(base)]
 
@@ -183,20 +182,27 @@ class _Hosts:
     """The hosts of engines that get files, as long as nothing fails on them."""
 
     def __init__(self, fleet: EngineFleet, staged: StagedWeights, engines: Sequence[Incarnation]) -> None:
-        self.survivors = Survivors(engines)
+        self.errors: dict[Incarnation, Exception | None] = dict.fromkeys(engines)
         self._fleet = fleet
         self._version = staged.version
         self._room = 2 * staged.total_bytes  # two versions, while the next one is put together
+
+    @property
+    def left(self) -> list[Incarnation]:
+        """The engines that have not failed."""
+        return [engine for engine, error in self.errors.items() if error is None]
+
+    def keep(self, results: Mapping[Incarnation, Answer | Exception]) -> dict[Incarnation, Answer]:
+        """Remember who failed; return the answers of the others."""
+        self.errors |= {engine: found for engine, found in results.items() if isinstance(found, Exception)}
+        return {engine: found for engine, found in results.items() if not isinstance(found, Exception)}
 
     async def run(
         self, engines: Sequence[Incarnation], function: Callable[[Path, *Ts], Answer], *arguments: *Ts
     ) -> Mapping[Incarnation, Answer]:
         """Run ``function(directory, *arguments)`` on the hosts of those of ``engines`` that are left."""
-
-        def step(left: Sequence[Incarnation]) -> Awaitable[Mapping[Incarnation, Answer | Exception]]:
-            return self._fleet.on_host(left, function, *arguments, room=self._room)
-
-        return await self.survivors.each(step, only=engines)
+        left = [engine for engine in engines if self.errors[engine] is None]
+        return self.keep(await self._fleet.on_host(left, function, *arguments, room=self._room) if left else {})
 
     async def link(
         self, neighbour: str, engines: Sequence[Incarnation], files: Sequence[str]

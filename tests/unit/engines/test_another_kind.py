@@ -16,13 +16,14 @@ import pytest
 
 from miles_async.engines.client import ROUTED_WORKER, RouterClient
 from miles_async.engines.fleet import Fleet
-from miles_async.engines.kind import InferenceServer, ServerSpec, TokenVersions
+from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError
+from miles_async.seams import InferenceServer, TokenVersions, per_engine
 from miles_async.simulation.engines import ROUTER_URL, SimulatedRouter
 from miles_async.simulation.network import Network, Response, SimulatedHttp
 from miles_async.types import (
@@ -109,7 +110,7 @@ class EchoServer:
         return HeldWeights(parts={})
 
     async def join_group(
-        self, url: str, *, group_name: str, address: str, port: int, first_rank: int, world_size: int, backend: str,
+        self, url: str, first_rank: int, group_name: str, address: str, port: int, world_size: int, backend: str,
         timeout: float,
     ) -> None:  # fmt: skip
         self._at(url).calls.append(f"join {group_name} as {first_rank} of {world_size}")
@@ -201,16 +202,19 @@ async def test_weights_reach_another_kind_of_server_and_it_generates_with_them()
 
     engines = (await fleet.members()).joining
     assert engines == (Incarnation("echo-0", 0), Incarnation("echo-1", 0))
+    first_ranks = {engines[0]: 1, engines[1]: 2}
     bucket = (TensorMeta("w", "float32", (2,)),)
     for errors in (
-        await fleet.connect(engines, "weights", "127.0.0.1", 1, 3, "gloo"),
-        await fleet.pause(engines, "retract"),
-        await fleet.flush_cache(engines),
-        await fleet.begin_update(engines),
-        await fleet.receive_bucket(engines, "weights", bucket, 7, True),
-        await fleet.end_update(engines),
-        await fleet.resume(engines),
-        await fleet.disconnect(engines, "weights"),
+        await fleet.call(
+            engines, InferenceServer.join_group, per_engine(first_ranks), "weights", "127.0.0.1", 1, 3, "gloo"
+        ),
+        await fleet.call(engines, InferenceServer.pause, "retract"),
+        await fleet.call(engines, InferenceServer.flush_cache),
+        await fleet.call(engines, InferenceServer.begin_update),
+        await fleet.call(engines, InferenceServer.receive_bucket, "weights", bucket, 7, True),
+        await fleet.call(engines, InferenceServer.end_update),
+        await fleet.call(engines, InferenceServer.resume),
+        await fleet.call(engines, InferenceServer.leave_group, "weights", brief=True),
         await fleet.admit(engines, 7),
     ):
         assert errors == dict.fromkeys(engines)

@@ -19,7 +19,9 @@ from miles_async.engines.sglang.held_report import REPORT_ACTION
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, EngineTimeoutError
+from miles_async.seams import InferenceServer, per_engine
 from miles_async.types import HeldPart, HeldWeights, Incarnation, TensorMeta, TensorShare
+from miles_async.weights.verify import read_held_weights
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
 
 E0, E1 = Incarnation("engine-0", 0), Incarnation("engine-1", 0)
@@ -65,12 +67,12 @@ class Setup:
         """As weights.publisher does, everything going well."""
         fleet = self.fleet
         for errors in (
-            await fleet.connect(engines, "g", "127.0.0.1", 1, 1 + len(engines), "gloo"),
-            await fleet.pause(engines, mode),
-            await fleet.begin_update(engines),
-            await fleet.receive_bucket(engines, "g", BUCKET, version, mode != "in_place"),
-            await fleet.end_update(engines),
-            await fleet.resume(engines),
+            await fleet.call(engines, InferenceServer.join_group, 1, "g", "127.0.0.1", 1, 1 + len(engines), "gloo"),
+            await fleet.call(engines, InferenceServer.pause, mode),
+            await fleet.call(engines, InferenceServer.begin_update),
+            await fleet.call(engines, InferenceServer.receive_bucket, "g", BUCKET, version, mode != "in_place"),
+            await fleet.call(engines, InferenceServer.end_update),
+            await fleet.call(engines, InferenceServer.resume),
         ):
             assert errors == dict.fromkeys(engines)
         assert await fleet.admit(engines, version) == dict.fromkeys(engines)
@@ -109,8 +111,8 @@ async def test_a_probe_notes_how_many_tokens_an_engine_may_have_in_flight() -> N
     async with started(2) as setup:
         info = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4}
         setup.servers[1][0].engine.server_info = info
-        errors = await setup.fleet.probe((await setup.fleet.members()).joining)
-        assert set(errors.values()) == {None}
+        found = await setup.fleet.call((E0, E1), InferenceServer.probe, brief=True)
+        assert found == {E0: 1, E1: 4}
         assert [record.tokens_in_flight for record in setup.registry.engines.values()] == [1, 4]
 
 
@@ -131,14 +133,14 @@ async def test_requests_wait_from_pause_until_admit() -> None:  # covers: C8
         one = (E0,)
         await setup.publish(one, 0)
         fleet, may_dispatch = setup.fleet, setup.registry.may_dispatch
-        await fleet.pause(one, "retract")
+        await fleet.call(one, InferenceServer.pause, "retract")
         assert not may_dispatch()
-        await fleet.begin_update(one)
-        await fleet.receive_bucket(one, "g", BUCKET, 1, True)
-        await fleet.end_update(one)
-        await fleet.resume(one)
+        await fleet.call(one, InferenceServer.begin_update)
+        await fleet.call(one, InferenceServer.receive_bucket, "g", BUCKET, 1, True)
+        await fleet.call(one, InferenceServer.end_update)
+        await fleet.call(one, InferenceServer.resume)
         assert not may_dispatch()  # new weights, not verified
-        score = (await fleet.score(one, [5, 6, 7]))[E0]
+        score = (await fleet.call(one, InferenceServer.score, [5, 6, 7]))[E0]
         assert not isinstance(score, Exception)
         assert (score.weight_version, score.logprobs.tolist()) == ("1", [-1.0, -1.0])
         assert not may_dispatch()
@@ -149,17 +151,17 @@ async def test_requests_wait_from_pause_until_admit() -> None:  # covers: C8
 async def test_a_pause_without_update_ends_with_resume() -> None:
     async with started(1) as setup:
         await setup.publish((E0,), 0)
-        await setup.fleet.pause((E0,), "in_place")
-        await setup.fleet.resume((E0,))
+        await setup.fleet.call((E0,), InferenceServer.pause, "in_place")
+        await setup.fleet.call((E0,), InferenceServer.resume)
         assert setup.registry.may_dispatch()
 
 
 async def test_repairing_a_joining_engine_does_not_stop_the_serving_one() -> None:
     async with started(2) as setup:
         await setup.publish((E0,), 5)
-        await setup.fleet.pause((E1,), "abort")
+        await setup.fleet.call((E1,), InferenceServer.pause, "abort")
         assert setup.registry.may_dispatch()
-        await setup.fleet.resume((E1,))
+        await setup.fleet.call((E1,), InferenceServer.resume)
         await setup.publish((E1,), 5)
         assert (await setup.fleet.members()).serving == (E0, E1)
 
@@ -181,7 +183,7 @@ async def test_abort_pause_ends_requests_before_it_pauses() -> None:
         async with asyncio.TaskGroup() as scope:
             scope.create_task(request())
             await asyncio.sleep(0.05)
-            await setup.fleet.pause((E0,), "abort")
+            await setup.fleet.call((E0,), InferenceServer.pause, "abort")
             assert setup.traffic.in_flight == 0
         assert engine.calls[0] == "/abort_request"
         assert engine.calls[-1] == "/pause_generation"
@@ -193,16 +195,15 @@ async def test_engines_load_files_each_from_its_own_directory(tmp_path: Path) ->
         for index in range(2):
             (tmp_path / str(index)).mkdir()
             (tmp_path / str(index) / f"bucket-{index}.safetensors").touch()
-        await setup.fleet.pause((E0, E1), "in_place")
-        errors = await setup.fleet.load_files(
-            {engine: str(tmp_path / str(i)) for i, engine in enumerate((E0, E1))}, 1, False
-        )
+        await setup.fleet.call((E0, E1), InferenceServer.pause, "in_place")
+        directories = per_engine({engine: str(tmp_path / str(i)) for i, engine in enumerate((E0, E1))})
+        errors = await setup.fleet.call((E0, E1), InferenceServer.load_files, directories, 1, False)
         assert errors == {E0: None, E1: None}
         assert [servers[0].engine.loaded for servers in setup.servers] == [
             ["bucket-0.safetensors"],
             ["bucket-1.safetensors"],
         ]
-        await setup.fleet.resume((E0, E1))
+        await setup.fleet.call((E0, E1), InferenceServer.resume)
         assert not setup.registry.may_dispatch()  # new weights, not verified
         await setup.fleet.admit((E0, E1), 1)
         assert setup.registry.may_dispatch()
@@ -210,7 +211,7 @@ async def test_engines_load_files_each_from_its_own_directory(tmp_path: Path) ->
 
 async def test_a_directory_that_an_engine_does_not_see_is_its_error() -> None:
     async with started(1) as setup:
-        errors = await setup.fleet.load_files({E0: "/nowhere"}, 1, True)
+        errors = await setup.fleet.call((E0,), InferenceServer.load_files, "/nowhere", 1, True)
         assert "/update_weights_from_disk: expected 200, found 400" in str(errors[E0])
 
 
@@ -239,7 +240,7 @@ async def test_weights_that_an_engine_holds_are_reported_over_all_its_ranks() ->
             HeldWeights(parts={"w": (part,), "norm": (norm,)}, other_form=("q",), unfilled={f"bias-{rank}": 3})
             for rank, part in enumerate(parts)
         ]
-        held = (await setup.fleet.held_weights((E0,), TensorShare()))[E0]
+        held = (await read_held_weights(setup.fleet, (E0,), TensorShare()))[E0]
     assert isinstance(held, HeldWeights)
     assert held.parts == {"w": tuple(parts), "norm": (norm, norm)}
     assert held.other_form == ("q",)
@@ -257,7 +258,7 @@ async def test_of_reports_that_are_the_same_one_is_read() -> None:
         fakes = [servers[0].engine for servers in setup.servers]
         for fake, digest in zip(fakes, ("aa", "aa", "bb", "aa", "bb"), strict=True):
             fake.held = [holds(digest)]
-        found = await setup.fleet.held_weights(engines, TensorShare())
+        found = await read_held_weights(setup.fleet, engines, TensorShare())
     assert [found[engine] for engine in engines] == [holds(d) for d in ("aa", "aa", "bb", "aa", "bb")]
     assert len({id(held) for held in found.values()}) == 2
     assert [fake.checks.count(REPORT_ACTION) for fake in fakes] == [1, 0, 1, 0, 0]
@@ -269,7 +270,7 @@ async def test_a_report_that_an_engine_cannot_tell_any_more_is_read_from_the_nex
         first, second = (servers[0].engine for servers in setup.servers)
         first.held = second.held = [holds("aa")]
         first.reports_otherwise = [holds("bb")]
-        found = await setup.fleet.held_weights((E0, E1), TensorShare())
+        found = await read_held_weights(setup.fleet, (E0, E1), TensorShare())
     assert "expected the report of its weights with fingerprint" in str(found[E0])
     assert found[E1] == holds("aa")
 
@@ -279,19 +280,19 @@ async def test_a_stream_has_its_deadline_when_the_senders_are_through(broken: bo
     # covers: C8, C10
     async with started(2) as setup:
         fleet = Fleet(setup.registry, setup.supervisor, SGLangServer(setup.http), setup.traffic, step_timeout=0.6)
-        await fleet.connect((E0, E1), "g", "127.0.0.1", 1, 3, "gloo")
+        await fleet.call((E0, E1), InferenceServer.join_group, 1, "g", "127.0.0.1", 1, 3, "gloo")
         setup.servers[1][0].engine.silent.add("/update_weights_from_distributed")
-        receiving = asyncio.ensure_future(fleet.receive_stream((E0, E1), ["g"], 1, True))
+        receiving = asyncio.ensure_future(fleet.call((E0, E1), InferenceServer.receive_stream, ["g"], 1, True))
         await asyncio.sleep(0.8)
         assert not receiving.done(), "the senders are not through"
         before = asyncio.get_running_loop().time()
-        await fleet.stream_sent(["g"], broken=broken)
+        await fleet.stream_sent((E0, E1), broken=broken)
         errors = await receiving
         assert seconds <= asyncio.get_running_loop().time() - before < seconds + 0.2
         assert errors[E0] is None
         assert isinstance(errors[E1], EngineTimeoutError)
         assert f"no answer within {seconds:g} s after the senders were through" in str(errors[E1])
-        await fleet.stream_sent(["g"], broken=False)  # nobody waits any more
+        await fleet.stream_sent((E0, E1), broken=False)  # nobody waits any more
 
 
 async def test_senders_that_are_never_through_cost_all_of_a_publication_at_most() -> None:
@@ -299,7 +300,7 @@ async def test_senders_that_are_never_through_cost_all_of_a_publication_at_most(
     async with started(1) as setup:
         fleet = Fleet(setup.registry, setup.supervisor, SGLangServer(setup.http), setup.traffic, step_timeout=0.02)
         setup.servers[0][0].engine.silent.add("/update_weights_from_distributed")
-        errors = await fleet.receive_stream((E0,), ["g"], 1, True)
+        errors = await fleet.call((E0,), InferenceServer.receive_stream, ["g"], 1, True)
         assert "no answer within 0.12 s" in str(errors[E0])
 
 
@@ -318,7 +319,7 @@ async def test_calls_to_many_engines_begin_a_few_per_turn_of_the_loop() -> None:
         record.url = f"http://{index}"
     fleet = Fleet(registry, None, Server(), Traffic())  # type: ignore[arg-type]
     engines = [record.current for record in registry.engines.values()]
-    flushing = asyncio.ensure_future(fleet.flush_cache(engines))
+    flushing = asyncio.ensure_future(fleet.call(engines, InferenceServer.flush_cache))
     while not flushing.done():
         turn += 1
         await asyncio.sleep(0)
@@ -329,10 +330,10 @@ async def test_calls_to_many_engines_begin_a_few_per_turn_of_the_loop() -> None:
 
 async def test_a_failing_engine_is_an_entry_not_an_exception() -> None:
     async with started(2) as setup:
-        errors = await setup.fleet.receive_bucket((E0, E1), "g", BUCKET, 1, True)
+        errors = await setup.fleet.call((E0, E1), InferenceServer.receive_bucket, "g", BUCKET, 1, True)
         assert all("begin_weight_update" in str(error) for error in errors.values())
         await setup.servers[0][0].engine.die()
-        errors = await setup.fleet.begin_update((E0, E1))
+        errors = await setup.fleet.call((E0, E1), InferenceServer.begin_update)
         assert isinstance(errors[E0], EngineError)
         assert errors[E1] is None
 
@@ -452,22 +453,22 @@ async def test_no_step_of_an_update_reaches_the_next_start_of_an_engine() -> Non
         again, fleet = setup.servers[0][1], setup.fleet
         again.on_host = None  # type: ignore[assignment, method-assign]
         steps = [
-            fleet.probe((E0, E1)),
-            fleet.weight_versions((E0, E1)),
-            fleet.connect((E0, E1), "h", "127.0.0.1", 1, 3, "gloo"),
-            fleet.pause((E0, E1), "retract"),
-            fleet.flush_cache((E0, E1)),
+            fleet.call((E0, E1), InferenceServer.probe, brief=True),
+            fleet.call((E0, E1), InferenceServer.weight_version),
+            fleet.call((E0, E1), InferenceServer.join_group, 1, "h", "127.0.0.1", 1, 3, "gloo"),
+            fleet.call((E0, E1), InferenceServer.pause, "retract"),
+            fleet.call((E0, E1), InferenceServer.flush_cache),
             fleet.on_host((E0, E1), lambda directory: None),
-            fleet.begin_update((E0, E1)),
-            fleet.receive_bucket((E0, E1), "h", BUCKET, 1, True),
-            fleet.receive_handles((E0, E1), "handles", 1, True),
-            fleet.load_files({E0: "/nowhere"}, 1, True),
-            fleet.end_update((E0, E1)),
-            fleet.held_weights((E0, E1), TensorShare()),
-            fleet.resume((E0, E1)),
-            fleet.score((E0, E1), [5, 6]),
+            fleet.call((E0, E1), InferenceServer.begin_update),
+            fleet.call((E0, E1), InferenceServer.receive_bucket, "h", BUCKET, 1, True),
+            fleet.call((E0, E1), InferenceServer.receive_handles, "handles", 1, 1, True),
+            fleet.call((E0,), InferenceServer.load_files, "/nowhere", 1, True),
+            fleet.call((E0, E1), InferenceServer.end_update),
+            read_held_weights(setup.fleet, (E0, E1), TensorShare()),
+            fleet.call((E0, E1), InferenceServer.resume),
+            fleet.call((E0, E1), InferenceServer.score, [5, 6]),
             fleet.admit((E0, E1), 1),
-            fleet.disconnect((E0, E1), "h"),
+            fleet.call((E0, E1), InferenceServer.leave_group, "h", brief=True),
         ]
         for step in steps:
             assert "engine-0 was lost and is joining" in str((await step)[E0])
@@ -629,20 +630,6 @@ async def test_engines_that_all_fail_to_start_are_tried_once_more_and_not_for_lo
     await setup.http.close()
 
 
-async def test_process_group_ranks_follow_tensor_parallel_sizes() -> None:
-    async with started(2) as setup:
-        for record in setup.registry.engines.values():
-            record.ranks = 2
-        bodies = []
-
-        async def join(url: str, **arguments: object) -> None:
-            bodies.append((arguments["first_rank"], arguments["world_size"]))
-
-        setup.fleet._server.join_group = join  # type: ignore[method-assign, assignment]
-        await setup.fleet.connect((E0, E1), "g", "host", 1, 5, "gloo")
-        assert sorted(bodies) == [(1, 5), (3, 5)]
-
-
 # ------------------------------------------------------------------------------------------------ how many
 async def test_a_group_grows_and_its_new_engines_join() -> None:  # covers: R4
     async with started(1) as setup:
@@ -671,7 +658,7 @@ async def test_an_engine_that_is_not_wanted_finishes_its_requests_first() -> Non
         assert setup.servers[1][0].stopped
         assert setup.router.registered == [setup.servers[0][0].engine.url]
         assert len(setup.servers[1]) == 1, "it is not restarted"
-        assert set((await setup.fleet.pause((E0, E1), "retract"))) == {E0, E1}
+        assert set((await setup.fleet.call((E0, E1), InferenceServer.pause, "retract"))) == {E0, E1}
 
 
 async def test_an_engine_can_go_before_it_is_up_and_come_again() -> None:
@@ -714,7 +701,7 @@ async def test_an_engine_that_lives_and_does_not_answer_is_restarted(monkeypatch
     monkeypatch.setattr("miles_async.engines.health._PROBE_INTERVAL", 0.01)
     async with started(1) as setup:
         await setup.publish((E0,), 3)
-        await setup.fleet.pause((E0,), "retract")
+        await setup.fleet.call((E0,), InferenceServer.pause, "retract")
         await asyncio.sleep(0.2)
         assert len(setup.servers[0]) == 1, "a paused engine answers, and is not ill"
         await setup.servers[0][0].engine.die()  # the machine is gone; nobody sees the process end
@@ -729,10 +716,10 @@ async def test_an_engine_that_answers_and_generates_nothing_is_restarted(monkeyp
     monkeypatch.setattr("miles_async.engines.health._PROGRESS_SECONDS", 0.05)
     async with started(2) as setup:
         await setup.publish((E0, E1), 3)
-        await setup.fleet.pause((E0, E1), "retract")
+        await setup.fleet.call((E0, E1), InferenceServer.pause, "retract")
         await asyncio.sleep(0.3)
         assert [len(started) for started in setup.servers] == [1, 1], "a paused engine is not stuck"
-        await setup.fleet.resume((E0, E1))
+        await setup.fleet.call((E0, E1), InferenceServer.resume)
         setup.servers[0][0].engine.stuck = True
         await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
         assert setup.registry.engines["engine-0"].reason == "generated nothing 5 times in a row"
@@ -807,6 +794,6 @@ class TestSilentEngines:
             await setup.publish((E0, E1), 3)
             await asyncio.sleep(0.3)
             setup.servers[0][0].engine.silent.add("/health_generate")
-            await setup.fleet.pause((E0,), "retract")
+            await setup.fleet.call((E0,), InferenceServer.pause, "retract")
             await asyncio.sleep(1.0)
             assert [len(started) for started in setup.servers] == [1, 1]

@@ -12,11 +12,10 @@ from structlog.testing import capture_logs
 from miles_async.arguments import WeightsArguments
 from miles_async.errors import EngineError, PublicationError
 from miles_async.simulation.virtual_time import run_in_virtual_time
-from miles_async.types import HeldPart, HeldWeights, StagedWeights, TensorShare
-from miles_async.weights.engine_update import PublicationState
+from miles_async.types import HeldPart, HeldWeights, Incarnation, StagedWeights, TensorShare
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
-from miles_async.weights.update import FleetUpdater
+from miles_async.weights.update import FleetUpdater, PublicationState
 from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer, InProcess, ids
 
 
@@ -74,9 +73,17 @@ async def test_senders_send_at_the_same_time_each_in_a_group_of_its_own() -> Non
         "digests", "resume", "score", "admit 0",
     ]  # fmt: skip
     assert len(fleet.groups) == 2
-    assert fleet.sent == [tuple(fleet.groups)]
+    assert fleet.sent == [(Incarnation("engine-0", 0),)]
     await publisher.close()
     assert not fleet.groups
+
+
+async def test_process_group_ranks_follow_tensor_parallel_sizes() -> None:
+    fleet = FakeFleet([], joining=("engine-0", "engine-1"))
+    fleet.ranks = 2
+    await make(fleet).publish(0)
+    assert "open 5" in fleet.events
+    assert fleet.first_ranks == [1, 3]
 
 
 async def test_engines_that_are_not_ours_are_told_of_every_bucket_and_so_are_those_beside_them() -> None:
@@ -279,7 +286,7 @@ async def test_update_that_takes_too_long_says_where_it_was() -> None:
     async def hang(engines: Any) -> Any:
         await asyncio.sleep(60)
 
-    fleet.flush_cache = hang  # type: ignore[method-assign]
+    fleet.flush_cache = hang
     with pytest.raises(PublicationError, match=r"version 2.*--publication-timeout.*pausing"):
         await make(fleet, publication_timeout=0.05).publish(2)
     assert not fleet.paused, "engines go on whatever happens"
@@ -387,9 +394,7 @@ async def test_an_engine_that_was_lost_in_a_repair_is_named_when_none_is_left() 
     fleet.serving, fleet.joining = [], ["engine-1"]
     fleet.faults["flush"] = {"engine-1"}
     assert await publisher.repair() == ()
-    with pytest.raises(
-        PublicationError, match=r"waited 0.05 s for an engine.*engine-1 was lost: flush_cache: .*refused"
-    ):
+    with pytest.raises(PublicationError, match=r"waited 0.05 s for an engine.*engine-1 was lost: flush: .*refused"):
         await publisher.publish(1)
 
 

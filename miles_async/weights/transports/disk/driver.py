@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miles_async.errors import ConfigurationError
-from miles_async.seams import EngineErrors, WeightSender, WeightTransport
+from miles_async.seams import EngineErrors, InferenceServer, WeightSender, WeightTransport
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.files import MANIFEST
-from miles_async.weights.survivors import Survivors
 from miles_async.weights.transports.local_files import LocalFilesTransport
 from miles_async.weights.transports.spec import DriverSide
 
@@ -30,13 +29,12 @@ class DiskTransport:
 
     async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Check that each host sees the files: SGLang would look for a missing directory on a model hub."""
-        survivors = Survivors(engines)
-        await survivors.each(lambda left: self._fleet.on_host(left, expect_staged, staged.directory))
-        return survivors.errors
+        return await self._fleet.on_host(engines, expect_staged, staged.directory)
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Make each engine load all files."""
-        return await self._fleet.load_files(dict.fromkeys(engines, staged.directory), staged.version, self._flush_cache)
+        arguments = (staged.directory, staged.version, self._flush_cache)
+        return await self._fleet.call(engines, InferenceServer.load_files, *arguments)
 
     async def close(self) -> None: ...
 

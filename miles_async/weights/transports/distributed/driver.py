@@ -3,22 +3,32 @@
 All senders broadcast at the same time, each its own buckets in their order. Engines receive the buckets of all senders
 in the manifest's order, by themselves where they can (one call per engine), else by a call per bucket. So the oldest
 bucket that somebody waits for is one that everybody has come to, and nobody waits forever.
+
+An engine that fails breaks the delivery for all, and the others mostly report that soon. So after a failure these are
+to blame: engines that gave no answer within their deadline although others did, and engines that don't answer a probe
+afterwards. The rest get everything again together. If no engine can be blamed it is tried once more with all, and then
+with each half by itself, down to an engine that fails alone. If no engine answers at all, which says nothing about any
+of them, each half is tried once, and engines that don't answer then are to blame. So a hang costs at most two
+deadlines, however many engines there are.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
+import structlog
+
 from miles_async.arguments.cluster import Device
-from miles_async.errors import EngineError
-from miles_async.seams import EngineErrors, WeightSender
+from miles_async.errors import EngineError, EngineTimeoutError
+from miles_async.seams import EngineErrors, InferenceServer, WeightSender, per_engine
 from miles_async.types import GroupBackend, Incarnation, StagedWeights
-from miles_async.weights.transports.distributed.together import deliver_together, gave_no_answer
 from miles_async.weights.transports.spec import DriverSide
+
+log = structlog.get_logger(__name__)
 
 
 class Broadcasts(WeightSender, Protocol):
@@ -46,6 +56,15 @@ class Broadcasts(WeightSender, Protocol):
     def leave_group(self, group_name: str) -> None:
         """Leave the process group; a no-op if there is none of that name."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Engines that are sent everything together."""
+
+    engines: tuple[Incarnation, ...]
+    again: bool = True  # if it fails and no engine can be blamed, try all once more before halving them
+    patient: bool = True  # excuse once that no engine answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +101,56 @@ class DistributedTransport:
         """
         await self._leave_lost()
         errors = await self._connect(staged, engines)
-        silent = gave_no_answer(errors) if len(gave_no_answer(errors)) < len(engines) else {}
-        return {engine: silent.get(engine) for engine in engines}
+        silent = _without_answer(errors)
+        return {engine: silent.get(engine) if len(silent) < len(engines) else None for engine in engines}
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Send all buckets to all engines but those that break the delivery."""
-        return await deliver_together(partial(self._send, staged), self._fleet.probe, engines)
+        errors: dict[Incarnation, Exception | None] = {}
+        parts = [_Part(tuple(engines))]
+        while parts:
+            part, *parts = parts
+            found = await self._send(staged, part.engines)
+            if _failed(found) and len(part.engines) > 1:
+                blamed, divided = await self._divide(part, found)
+                errors |= blamed
+                parts = [*divided, *parts]
+            else:
+                errors |= found
+        return errors
 
     async def close(self) -> None:
         """Leave the process groups."""
         for groups in list(self._kept):
             await self._leave(groups.engines)
+
+    async def _divide(
+        self, part: _Part, errors: EngineErrors
+    ) -> tuple[Mapping[Incarnation, Exception], Sequence[_Part]]:
+        """After a failed delivery: the engines to blame, and the others in the parts that are tried next."""
+        blamed = _without_answer(errors)
+        again, patient = part.again, part.patient
+        none_answered = len(blamed) == len(part.engines)
+        if none_answered:
+            if not patient:
+                return blamed, ()
+            blamed, patient = {}, False
+        suspects = [engine for engine in part.engines if engine not in blamed]
+        probed = await self._fleet.call(suspects, InferenceServer.probe, brief=True)
+        blamed |= {engine: answer for engine, answer in probed.items() if isinstance(answer, Exception)}
+        log.warning(
+            "delivery broke",
+            engines=len(part.engines),
+            errors=sorted({str(error) for error in errors.values() if error is not None}),
+            blamed=[str(engine) for engine in blamed],
+        )
+        rest = tuple(engine for engine in part.engines if engine not in blamed)
+        if blamed:
+            return blamed, [_Part(rest, again, patient)] if rest else ()
+        if again and not none_answered:
+            return blamed, [_Part(rest, False, patient)]
+        half = len(rest) // 2
+        return blamed, [_Part(rest[:half], again, patient), _Part(rest[half:], again, patient)]
 
     async def _connect(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         if any(set(groups.engines) == set(engines) for groups in self._kept):
@@ -102,11 +160,11 @@ class DistributedTransport:
         names = tuple(f"{self._name}-{self._times_joined}.{sender}" for sender in range(staged.senders))
         self._kept.append(_ProcessGroups(names, tuple(engines)))
         ranks = (await self._fleet.members()).ranks
-        world_size = 1 + sum(ranks.get(engine.engine, 1) for engine in engines)
+        *first_ranks, world_size = accumulate((ranks.get(engine.engine, 1) for engine in engines), initial=1)
         errors: EngineErrors = dict.fromkeys(engines)
         for sender, name in enumerate(names):
             if not _failed(errors):
-                errors = await self._join(sender, name, engines, world_size)
+                errors = await self._join(sender, name, dict(zip(engines, first_ranks, strict=True)), world_size)
         if _failed(errors):
             await self._leave(engines)
         return errors
@@ -121,11 +179,13 @@ class DistributedTransport:
         by_themselves = not any(engine.engine in bucketwise for engine in engines)
         async with asyncio.TaskGroup() as scope:
             received = scope.create_task(
-                self._fleet.receive_stream(engines, groups.names, staged.version, self._flush_cache)
+                self._fleet.call(
+                    engines, InferenceServer.receive_stream, groups.names, staged.version, self._flush_cache
+                )
                 if by_themselves
                 else self._receive_buckets(staged, engines, groups)
             )
-            sent = scope.create_task(self._broadcast(staged, groups, announce=by_themselves))
+            sent = scope.create_task(self._broadcast(staged, groups, engines, announce=by_themselves))
         errors = received.result()
         if (problem := sent.result()) and not _failed(errors):
             errors = dict.fromkeys(engines, EngineError(problem))
@@ -133,16 +193,19 @@ class DistributedTransport:
             async with asyncio.TaskGroup() as scope:  # each takes a deadline of an engine that hangs
                 scope.create_task(self._leave(engines))
                 if not by_themselves:
-                    scope.create_task(self._fleet.end_update(engines, abandon=True))  # where it has begun
+                    scope.create_task(self._fleet.call(engines, InferenceServer.end_update, brief=True))  # if begun
         return errors
 
-    async def _join(self, sender: int, name: str, engines: Sequence[Incarnation], world_size: int) -> EngineErrors:
+    async def _join(
+        self, sender: int, name: str, first_ranks: Mapping[Incarnation, int], world_size: int
+    ) -> EngineErrors:
         """Join sender and engines at the same time."""
         rank = self._sender(sender)
         address, port = await rank.call(Broadcasts.open_group, name, world_size)
         async with asyncio.TaskGroup() as scope:
             scope.create_task(rank.call(Broadcasts.join_group, name))
-            joined = scope.create_task(self._fleet.connect(engines, name, address, port, world_size, self._backend))
+            arguments = (per_engine(first_ranks), name, address, port, world_size, self._backend)
+            joined = scope.create_task(self._fleet.call([*first_ranks], InferenceServer.join_group, *arguments))
         return joined.result()
 
     async def _leave_lost(self) -> None:
@@ -159,9 +222,11 @@ class DistributedTransport:
                 for sender, name in enumerate(groups.names):
                     scope.create_task(self._sender(sender).call(Broadcasts.leave_group, name))
                     # Errors don't matter: engines that are gone have left, those that can't leave fail the next join.
-                    scope.create_task(self._fleet.disconnect(groups.engines, name))
+                    scope.create_task(self._fleet.call(groups.engines, InferenceServer.leave_group, name, brief=True))
 
-    async def _broadcast(self, staged: StagedWeights, groups: _ProcessGroups, *, announce: bool) -> str | None:
+    async def _broadcast(
+        self, staged: StagedWeights, groups: _ProcessGroups, engines: Sequence[Incarnation], *, announce: bool
+    ) -> str | None:
         """Send everything from all senders. Returns the reason of a failure, or None."""
         async with asyncio.TaskGroup() as scope:
             sending = [
@@ -169,24 +234,30 @@ class DistributedTransport:
                 for sender, name in enumerate(groups.names)
             ]
         problem = next(filter(None, (sent.result() for sent in sending)), None)
-        await self._fleet.stream_sent(groups.names, broken=problem is not None)
+        await self._fleet.stream_sent(engines, broken=problem is not None)
         return problem
 
     async def _receive_buckets(
         self, staged: StagedWeights, engines: Sequence[Incarnation], groups: _ProcessGroups
     ) -> EngineErrors:
         """Tell the engines to receive one bucket after another, until one of them fails."""
-        errors = await self._fleet.begin_update(engines)
+        errors = await self._fleet.call(engines, InferenceServer.begin_update)
         for index, tensors in staged.buckets.items():
             if not _failed(errors):
                 name = groups.names[index % staged.senders]
-                errors = await self._fleet.receive_bucket(engines, name, tensors, staged.version, self._flush_cache)
-        return errors if _failed(errors) else await self._fleet.end_update(engines)
+                arguments = (name, tensors, staged.version, self._flush_cache)
+                errors = await self._fleet.call(engines, InferenceServer.receive_bucket, *arguments)
+        return errors if _failed(errors) else await self._fleet.call(engines, InferenceServer.end_update)
 
 
 def process_group_backend(device: Device) -> GroupBackend:
     """The torch backend of the process groups, at both ends."""
     return "nccl" if device == "cuda" else "gloo"
+
+
+def _without_answer(errors: EngineErrors) -> dict[Incarnation, Exception]:
+    """The engines whose deadline passed."""
+    return {engine: error for engine, error in errors.items() if isinstance(error, EngineTimeoutError)}
 
 
 def _failed(errors: EngineErrors) -> bool:

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Protocol
 
 from miles_async.runtime.tasks import afterwards
-from miles_async.seams import EngineErrors, WeightSender
+from miles_async.seams import EngineErrors, InferenceServer, WeightSender, per_engine
 from miles_async.types import Incarnation, StagedWeights
-from miles_async.weights.survivors import Survivors
 from miles_async.weights.transports.spec import DriverSide
 
 
@@ -43,16 +42,19 @@ class IpcTransport:
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Bucket by bucket; the device holds one of them at a time."""
-        survivors, fleet, name = Survivors(engines), self._side.fleet, self._side.name
-        await survivors.each(fleet.begin_update)
+        fleet, name = self._side.fleet, self._side.name
+        errors = dict(await fleet.call(engines, InferenceServer.begin_update))
+        ranks = (await fleet.members()).ranks
+
+        def left() -> list[Incarnation]:
+            return [engine for engine, error in errors.items() if error is None]
+
         async with afterwards(partial(self._sender.call, SharesMemory.release, name)):
             for index in staged.buckets:
                 handles = await self._sender.call(SharesMemory.share_bucket, name, staged.version, index)
-                await survivors.each(partial(self._receive, handles, staged.version))
-        await survivors.each(fleet.end_update)
-        return survivors.errors
-
-    async def _receive(self, handles: str, version: int, engines: Sequence[Incarnation]) -> EngineErrors:
-        return await self._side.fleet.receive_handles(engines, handles, version, self._side.flush_cache)
+                each_ranks = per_engine({engine: ranks.get(engine.engine, 1) for engine in engines})
+                arguments = (handles, each_ranks, staged.version, self._side.flush_cache)
+                errors |= await fleet.call(left(), InferenceServer.receive_handles, *arguments)
+        return errors | dict(await fleet.call(left(), InferenceServer.end_update))
 
     async def close(self) -> None: ...

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from miles_async.arguments import WeightsArguments
 from miles_async.errors import EngineError
+from miles_async.seams import arguments_of
 from miles_async.types import CanaryScore, Incarnation, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.staging_options import StagingOptions
@@ -98,16 +99,18 @@ class FileFleet(FakeFleet):
                 results[engine] = error
         return results
 
-    async def load_files(self, directories: Any, version: int, flush_cache: bool) -> Any:
-        for engine, directory in directories.items():
+    async def load_files(
+        self, engines: Sequence[Incarnation], directories: Any, version: int, flush_cache: bool
+    ) -> Any:
+        for engine in engines:
             if self._error("load", engine):
                 continue
-            files = in_directory(directory)
+            files = in_directory(*arguments_of(engine, [directories]))
             self.loaded[engine.engine] = [file.name for file in files]
             self.inodes[engine.engine] = [file.stat().st_ino for file in files]
             for file in files:
                 self.tensors[engine.engine] |= load_file(file)
-        return await super().load_files(directories, version, flush_cache)
+        return await super().load_files(engines, directories, version, flush_cache)
 
 
 def in_directory(directory: str) -> list[Path]:
