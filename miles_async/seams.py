@@ -409,7 +409,7 @@ class EngineFleet(Protocol):
         a few seconds at most, since a healthy engine needs no time or the answer is not needed.
 
         ``pause`` also holds new requests back on the client until ``resume``. An operation that replaces weights makes
-        them unverified until :meth:`admit`.
+        them unverified until :meth:`admit`: no request goes out before :meth:`begin_trial`, and no answer counts.
 
         >>> errors = await fleet.call(engines, InferenceServer.pause, "retract")
         """
@@ -432,6 +432,12 @@ class EngineFleet(Protocol):
 
         ``directory`` belongs to this start of the engine and is removed with it; it is in memory if there is ``room``
         for that many bytes, else on disk. References to objects in ``arguments`` are resolved on the host.
+        """
+        ...
+
+    async def begin_trial(self, engines: Sequence[Incarnation], version: int) -> None:
+        """Send new requests, under ``version``, to those of these engines that serve. Answers are held back on the
+        client until :meth:`admit`, and discarded if the engine is fenced instead.
         """
         ...
 

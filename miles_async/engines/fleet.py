@@ -132,6 +132,13 @@ class Fleet:
             tasks = {engine: scope.create_task(self._one(engine, run)) for engine in engines}
         return self._results(tasks)
 
+    async def begin_trial(self, engines: Sequence[Incarnation], version: int) -> None:
+        """See ``seams.EngineFleet``."""
+        for record in self._records(engines):
+            if record.state is EngineState.SERVING:
+                record.on_trial, record.version = True, version
+        self._registry.notify()
+
     async def admit(self, engines: Sequence[Incarnation], version: int) -> EngineErrors:
         """Route requests to these engines, under ``version``."""
         errors: dict[Incarnation, Exception | None] = {}
@@ -140,7 +147,7 @@ class Fleet:
             errors[engine] = claimed if isinstance(claimed, Exception) else None if claimed == str(version) else wrong
         present = self._records(engine for engine, error in errors.items() if error is None)
         for record in present:
-            record.verified, record.version = True, version
+            record.verified, record.on_trial, record.version = True, False, version
         self._registry.notify()  # engines that served before continue now; the router takes seconds to learn of others
         admit = self._supervisor.routing.admit
         async with asyncio.TaskGroup() as scope:
@@ -166,7 +173,7 @@ class Fleet:
                 await self._drain_by_abort(engines)
         if operation in _REPLACE_WEIGHTS:
             for record in self._records(engines):
-                record.verified = False  # no answer counts until the new weights are verified
+                record.verified = record.on_trial = False  # no answer counts until the new weights are verified
             self._registry.notify()
 
     def _note(self, operation: Callable[..., object], results: Mapping[Incarnation, object]) -> None:
@@ -174,7 +181,7 @@ class Fleet:
         succeeded = self._records(engine for engine, found in results.items() if not isinstance(found, Exception))
         if operation is InferenceServer.resume:
             for record in succeeded:
-                record.paused = False  # requests still wait for admit() if weights were replaced
+                record.paused = False  # requests still wait if weights were replaced
             self._registry.notify()
         elif operation is InferenceServer.probe:
             for record in succeeded:

@@ -9,9 +9,10 @@
         │                       ▼
         └──── restarted ◄──── fenced ──► gone (restarts used up)
 
-Requests go out while at least one serving engine runs with verified weights. During a publication to all engines, from
-its pause to its commit, they wait on the client, as they do while no engine is left. Under a rolling publication at
-least one engine keeps running; requests sent to a paused one wait in its queue, and its answers for its verification.
+Requests go out while at least one serving engine runs with weights that are verified or on trial: an engine on trial
+gets requests while its canary is scored, and its answers wait on the client for its verification. During a publication
+to all engines, from its pause until they are resumed, requests wait on the client, as they do while no engine is left.
+Under a rolling publication at least one engine keeps running; requests sent to a paused one wait in its queue.
 
 ``version`` is the oldest that a serving engine holds: no request is served by weights older than those of its dispatch.
 The supervisor, the fleet and the router write here; the client reads. One event loop: no locks.
@@ -56,7 +57,8 @@ class EngineRecord:
     url: str | None = None
     paused: bool = False
     verified: bool = False  # its weights are those of ``version``
-    version: int | None = None  # with which it was last admitted
+    on_trial: bool = False  # it says so; its answers wait until that is verified
+    version: int | None = None  # with which it was last sent requests
     tokens_in_flight: int = 1  # tokens per request that one forward pass may yield, as of its last probe
     reason: str = ""  # why it was last fenced
 
@@ -71,7 +73,7 @@ class EngineRecord:
         self.incarnation += 1
         self.url = None
         self.paused = False
-        self.verified = False
+        self.verified = self.on_trial = False
         self.version = None
 
 
@@ -116,7 +118,9 @@ class EngineRegistry:
         serving = self.in_state(EngineState.SERVING)
         answering = (*serving, *self.in_state(EngineState.DRAINING))
         self._answering = {record.url: record for record in answering if record.url is not None}
-        self._taking = tuple(r.url for r in serving if r.url is not None and r.verified and not r.paused)
+        self._taking = tuple(
+            r.url for r in serving if r.url is not None and (r.verified or r.on_trial) and not r.paused
+        )
         self._open = self.router_up and bool(self._taking)
         self.version = min((r.version for r in serving if r.version is not None), default=self.version)
         self._turns.notify()

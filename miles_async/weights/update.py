@@ -1,11 +1,11 @@
 """Bring one fleet to staged weights (C8): prepare → pause → flush → send → compare → resume → canary → admit.
 
-Rollouts stand still from the pause until the engines are admitted (``pause_seconds``). What the transport can prepare
-(``prepare_seconds``) happens before that, while engines generate. Engines are resumed in a ``finally``.
+Engines generate nothing from the pause until they are resumed (``pause_seconds``). What the transport can prepare
+(``prepare_seconds``) happens before that, while they generate. Engines are resumed in a ``finally``.
 
-New requests wait on the client from pause to admission, so none of them meets an unverified engine. The canary has to
-run after ``resume``: a paused SGLang answers no generation request. Requests already in flight run meanwhile; if the
-canary fails, their engine is fenced and they are generated again elsewhere.
+A paused SGLang answers no generation request, so the canary is scored after ``resume``. Meanwhile the engines are on
+trial: they generate for requests in flight and for new ones, and every answer waits on the client until its engine is
+verified. If the canary fails, the engine is fenced, its answers are discarded, and the requests are repeated elsewhere.
 
 An engine that fails at any step is fenced; the others continue.
 
@@ -226,20 +226,24 @@ class EngineUpdate:
                 await self._compare(joining)
         finally:
             await self._settle("resume", await fleet.call(self.left, InferenceServer.resume))
-        if arguments.verify_weights != "off":
-            updater.state = PublicationState.VERIFYING
-            scores = await self._settle(
-                "canary", await fleet.call(self.left, InferenceServer.score, staged.canary_tokens)
-            )
-            await self._lose(updater.verification.judge_scores(staged, scores, self.findings))
-        self.pause_seconds = now() - started
+        updater.state = PublicationState.VERIFYING
+        scored = self.left if arguments.verify_weights != "off" else ()
+        async with asyncio.TaskGroup() as scope:
+            scoring = scope.create_task(fleet.call(scored, InferenceServer.score, staged.canary_tokens))
+            await asyncio.sleep(0)  # the canary goes out first, so that it waits behind no new request
+            await fleet.begin_trial(self.left, staged.version)
+            self.pause_seconds = now() - started
+        scores = await self._settle("canary", scoring.result())
+        problems = updater.verification.judge_scores(staged, scores, self.findings)
+        # An external engine lives on: no answer that it began with these weights may outlast their replacement.
+        await fleet.call([*problems], InferenceServer.abort_all, brief=True)
+        await self._lose(problems)
         self.sent_fraction = updater.transport.sent_fraction
 
     async def admit(self) -> None:
         """Route requests to the engines under the version."""
-        started = self._step_began = now()
+        self._step_began = now()
         await self._settle("admit", await self._updater.fleet.admit(self.left, self._staged.version))
-        self.pause_seconds += now() - started
 
     async def _compare(self, joining: Collection[Incarnation]) -> None:
         """Fence every engine that holds anything else than was staged, while none of them generates."""

@@ -34,7 +34,6 @@ from miles_async.types import (
 CANARY = (1, 2, 3)
 CANARY_LOGPROBS = (-1.0, -2.0)
 DIGEST = "00000000000000aa"  # of every tensor
-SHORT_NAMES = {"flush_cache": "flush"}  # of operations in events
 
 Results = Mapping[Incarnation, Any]
 
@@ -200,7 +199,7 @@ class FakeFleet:
         if method := getattr(self, operation.__name__, None):
             results: Mapping[Incarnation, Any] = await method(engines, *arguments)
             return results
-        return self._result(SHORT_NAMES.get(operation.__name__, operation.__name__), engines)
+        return self._result(operation.__name__, engines)
 
     async def weight_version(self, engines: Sequence[Incarnation]) -> Results:
         return {engine: str(self.versions.get(engine.engine, "default")) for engine in engines}
@@ -212,6 +211,9 @@ class FakeFleet:
     async def resume(self, engines: Sequence[Incarnation]) -> Results:
         self.paused -= ids(engines)
         return self._result("resume", engines)
+
+    async def flush_cache(self, engines: Sequence[Incarnation]) -> Results:
+        return self._result("flush", engines)
 
     async def release_memory(self, engines: Sequence[Incarnation]) -> Results:
         self.released |= ids(engines)
@@ -319,6 +321,9 @@ class FakeFleet:
         return self.held.get(engine) or HeldWeights(
             parts=dict.fromkeys(self.complete.get(engine, ("t0", "t1")), (part,))
         )
+
+    async def begin_trial(self, engines: Sequence[Incarnation], version: int) -> None:
+        self.events.append(f"trial {version}")
 
     async def admit(self, engines: Sequence[Incarnation], version: int) -> Mapping[Incarnation, Exception | None]:
         result = self._result(f"admit {version}", engines)

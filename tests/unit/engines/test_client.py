@@ -350,6 +350,38 @@ async def test_an_answer_of_a_fenced_engine_is_not_used(setup: Setup) -> None:  
     assert setup.traffic.failed == 1
 
 
+async def test_an_engine_on_trial_gets_requests_and_its_answers_wait(setup: Setup) -> None:  # covers: C8
+    setup.record.verified, setup.record.on_trial, setup.record.version = False, True, 4
+    setup.engine.weight_version = "4"
+    setup.registry.notify()
+    async with asyncio.TaskGroup() as scope:
+        task = scope.create_task(setup.generate())
+        await until(lambda: len(setup.engine.requests) == 1 and setup.traffic.in_flight == 0)
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        setup.record.verified, setup.record.on_trial = True, False
+        setup.registry.notify()
+    assert setup.engine.requests[0]["extra_key"] == "v4"
+    assert task.result().spans == (VersionSpan(4, 0, 4),)
+    assert setup.traffic.failed == 0
+
+
+async def test_answers_of_an_engine_whose_trial_failed_are_discarded(setup: Setup) -> None:  # covers: C8
+    setup.record.verified, setup.record.on_trial, setup.record.version = False, True, 4
+    setup.registry.notify()
+    async with asyncio.TaskGroup() as scope:
+        task = scope.create_task(setup.generate())
+        await until(lambda: len(setup.engine.requests) == 1 and setup.traffic.in_flight == 0)
+        setup.record.state, setup.record.on_trial = EngineState.FENCED, False  # the canary disagreed
+        setup.registry.notify()
+        await until(lambda: setup.traffic.failed == 1)
+        assert not task.done()
+        setup.record.state, setup.record.verified, setup.engine.weight_version = EngineState.SERVING, True, "4"
+        setup.registry.notify()
+    assert len(setup.engine.requests) == 2
+    assert task.result().spans == (VersionSpan(4, 0, 4),)
+
+
 async def test_an_answer_of_older_weights_than_those_visible_at_dispatch_is_not_used(setup: Setup) -> None:
     """An engine was out, got the request all the same, and is back, verified, when it answers."""
     # covers: C8

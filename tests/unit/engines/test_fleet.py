@@ -128,7 +128,7 @@ async def test_a_publication_makes_engines_serve_under_its_version() -> None:  #
         assert len(setup.router.registered) == 2
 
 
-async def test_requests_wait_from_pause_until_admit() -> None:  # covers: C8
+async def test_requests_wait_from_pause_until_the_trial() -> None:  # covers: C8
     async with started(1) as setup:
         one = (E0,)
         await setup.publish(one, 0)
@@ -139,13 +139,33 @@ async def test_requests_wait_from_pause_until_admit() -> None:  # covers: C8
         await fleet.call(one, InferenceServer.receive_bucket, "g", BUCKET, 1, True)
         await fleet.call(one, InferenceServer.end_update)
         await fleet.call(one, InferenceServer.resume)
-        assert not may_dispatch()  # new weights, not verified
+        assert not may_dispatch()  # new weights, not compared
+        await fleet.begin_trial(one, 1)
+        assert may_dispatch()
+        assert setup.registry.version == 1, "what new requests are sent under"
+        [record] = setup.registry.engines.values()
+        assert not record.verified, "answers wait"
         score = (await fleet.call(one, InferenceServer.score, [5, 6, 7]))[E0]
         assert not isinstance(score, Exception)
         assert (score.weight_version, score.logprobs.tolist()) == ("1", [-1.0, -1.0])
-        assert not may_dispatch()
         await fleet.admit(one, 1)
         assert may_dispatch()
+        assert record.verified
+
+
+async def test_a_trial_is_for_engines_that_serve_and_ends_with_the_next_update() -> None:  # covers: C8
+    async with started(2) as setup:
+        await setup.publish((E0,), 0)
+        await setup.fleet.call((E0, E1), InferenceServer.begin_update)
+        await setup.fleet.begin_trial((E0, E1), 1)
+        serving, joining = setup.registry.engines.values()
+        assert (serving.on_trial, joining.on_trial) == (True, False)
+        await setup.fleet.call((E0,), InferenceServer.begin_update)
+        assert not setup.registry.may_dispatch()
+        await setup.fleet.begin_trial((E0,), 2)
+        await setup.servers[0][0].crash()
+        await setup.until(lambda: serving.state is EngineState.JOINING)
+        assert not serving.on_trial
 
 
 async def test_a_pause_without_update_ends_with_resume() -> None:

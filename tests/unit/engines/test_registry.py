@@ -18,6 +18,7 @@ records = st.builds(
     url=st.booleans(),
     paused=st.sampled_from([False, False, False, True]),
     verified=st.sampled_from([True, True, True, False]),
+    on_trial=st.booleans(),
     version=st.none() | st.integers(0, 3),
 )
 changes = st.lists(st.tuples(st.integers(0, ENGINES - 1), records, st.sampled_from([True, True, True, False])))
@@ -44,7 +45,7 @@ def test_after_any_change_the_answers_are_those_of_looking_at_every_engine(
         registry.notify()
 
         here = serving(registry)
-        taking = [r.url for r in here if r.url and r.verified and not r.paused]
+        taking = [r.url for r in here if r.url and (r.verified or r.on_trial) and not r.paused]
         assert registry.may_dispatch() is (router_up and bool(taking))
         assert not taking or [registry.pick_serving(n + len(taking)) for n in range(len(taking))] == taking
         version = min((r.version for r in here if r.version is not None), default=version)
