@@ -215,14 +215,18 @@ class RouterClient:
         engine = self._registry.answering_at(url)
         assert engine is not None
         versions = partial(token_versions, dispatch_version=dispatched, tokens_in_flight=engine.tokens_in_flight)
-        generation = self._server.decode(body, content_type, url, versions)
-        check_answer(generation, request, self._vocabulary, url)
+        try:
+            generation = self._server.decode(body, content_type, url, versions)
+            check_answer(generation, request, self._vocabulary, url)
+            experts = None if self._routers is None else experts_of(generation, request, self._routers, url)
+        except TransientEngineError as error:
+            self._registry.note_wrong_answer(engine, str(error))
+            raise
         if len(generation.weight_versions) and (first := generation.weight_versions[0]) < dispatched:
             raise TransientEngineError(
                 f"{url} began a request of version {dispatched} with version {first}: "
                 "the router still listed it when it was out"
             )
-        experts = None if self._routers is None else experts_of(generation, request, self._routers, url)
         self._traffic.completed[engine.engine_id] += 1
         return msgspec.structs.replace(generation, engines=(engine.engine_id,), routed_experts=experts)
 

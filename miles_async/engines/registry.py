@@ -30,6 +30,7 @@ from enum import Enum
 from miles_async.runtime.loop_turns import LoopTurns
 from miles_async.types import Incarnation
 
+MOST_WRONG_ANSWERS = 3  # of one start of an engine, before it is restarted: a sound one gives none
 WOKEN_AT_ONCE = 3  # requests per turn of the event loop, half a millisecond each
 
 
@@ -60,6 +61,7 @@ class EngineRecord:
     on_trial: bool = False  # it says so; its answers wait until that is verified
     version: int | None = None  # with which it was last sent requests
     tokens_in_flight: int = 1  # tokens per request that one forward pass may yield, as of its last probe
+    wrong_answers: int = 0  # to generation requests
     reason: str = ""  # why it was last fenced
 
     @property
@@ -75,6 +77,7 @@ class EngineRecord:
         self.paused = False
         self.verified = self.on_trial = False
         self.version = None
+        self.wrong_answers = 0
 
 
 @dataclass(slots=True)
@@ -112,6 +115,13 @@ class EngineRegistry:
     def urls(self) -> tuple[str, ...]:
         """URLs of all engines that are up."""
         return tuple(record.url for record in self.engines.values() if record.url is not None)
+
+    def note_wrong_answer(self, record: EngineRecord, problem: str) -> None:
+        """Count an answer that does not fit its request. The supervisor restarts engines that give several."""
+        record.wrong_answers += 1
+        record.reason = f"gave {record.wrong_answers} wrong answers; the last: {problem}"
+        if record.wrong_answers >= MOST_WRONG_ANSWERS:
+            self.notify()
 
     def notify(self) -> None:
         """Compute what requests read and wake those whose condition holds now. Call it after every change."""

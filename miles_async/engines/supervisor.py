@@ -17,7 +17,7 @@ import structlog
 
 from miles_async.engines.health import EngineHealth
 from miles_async.engines.kind import LaunchServer, ServerHandle
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.registry import MOST_WRONG_ANSWERS, EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.router import Router
 from miles_async.engines.routing import Routing
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, first_error
@@ -216,8 +216,10 @@ class EngineSupervisor:
         """Wait until the engine has to be restarted. Returns why."""
         incarnation = record.incarnation
 
-        async def fenced() -> str:
-            await self._registry.wait_until(lambda: record.incarnation != incarnation)
+        async def fenced_or_wrong() -> str:
+            await self._registry.wait_until(
+                lambda: record.incarnation != incarnation or record.wrong_answers >= MOST_WRONG_ANSWERS
+            )
             return record.reason
 
         handle = self.handle(record.engine_id)
@@ -225,7 +227,7 @@ class EngineSupervisor:
             handle.wait_exit(),
             self._health.until_unusable(record, handle.on_host),
             self._health.until_stuck(record, handle.on_host),
-            fenced(),
+            fenced_or_wrong(),
         )
 
     # ------------------------------------------------------------------------------------------- how many

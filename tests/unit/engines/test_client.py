@@ -275,7 +275,8 @@ async def test_tokens_are_of_the_models_vocabulary(setup: Setup, token: int, mes
     setup.client._vocabulary = 64
     with pytest.raises(TransientEngineError, match=message):
         await setup.generate()
-    assert len(setup.engine.requests) == 3
+    assert len(setup.engine.requests) == setup.record.wrong_answers == 3
+    assert setup.record.reason.startswith("gave 3 wrong answers; the last: ")
 
 
 async def test_an_answer_has_no_more_tokens_than_were_asked_for(setup: Setup) -> None:  # covers: A3, C12
@@ -362,7 +363,7 @@ async def test_an_engine_on_trial_gets_requests_and_its_answers_wait(setup: Setu
         setup.record.verified, setup.record.on_trial = True, False
         setup.registry.notify()
     assert setup.engine.requests[0]["extra_key"] == "v4"
-    assert task.result().spans == (VersionSpan(4, 0, 4),)
+    assert task.result().weight_versions.tolist() == [4, 4, 4, 4]
     assert setup.traffic.failed == 0
 
 
@@ -379,7 +380,7 @@ async def test_answers_of_an_engine_whose_trial_failed_are_discarded(setup: Setu
         setup.record.state, setup.record.verified, setup.engine.weight_version = EngineState.SERVING, True, "4"
         setup.registry.notify()
     assert len(setup.engine.requests) == 2
-    assert task.result().spans == (VersionSpan(4, 0, 4),)
+    assert task.result().weight_versions.tolist() == [4, 4, 4, 4]
 
 
 async def test_an_answer_of_older_weights_than_those_visible_at_dispatch_is_not_used(setup: Setup) -> None:

@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from miles_async.engines.client import RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
@@ -20,7 +23,7 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, EngineTimeoutError
 from miles_async.seams import InferenceServer, per_engine
-from miles_async.types import HeldPart, HeldWeights, Incarnation, TensorMeta, TensorShare
+from miles_async.types import GenerateRequest, HeldPart, HeldWeights, Incarnation, TensorMeta, TensorShare
 from miles_async.weights.verify import read_held_weights
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
 
@@ -743,6 +746,33 @@ async def test_an_engine_that_answers_and_generates_nothing_is_restarted(monkeyp
         setup.servers[0][0].engine.stuck = True
         await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
         assert setup.registry.engines["engine-0"].reason == "generated nothing 5 times in a row"
+        assert setup.registry.engines["engine-1"].restarts == 0
+
+
+async def test_an_engine_that_answers_wrongly_is_restarted_after_a_few() -> None:
+    # covers: A3, C10
+    def lengthen(reply: dict[str, Any]) -> dict[str, Any]:
+        reply["output_ids"].append(9)
+        reply["meta_info"]["output_token_logprobs"].append([-0.5, 9, None])
+        reply["meta_info"]["weight_versions"][-1]["end"] += 1
+        return reply
+
+    async with started(2) as setup:
+        await setup.publish((E0, E1), 3)
+        wrong, record = setup.servers[0][0].engine, setup.registry.engines["engine-0"]
+        wrong.transform = lengthen
+        client = RouterClient(
+            SGLangServer(setup.http), setup.http, setup.registry, setup.traffic,
+            router_url=lambda: wrong.url, request_timeout=50.0, retries=9, gate_timeout=50.0, backoff_seconds=0.01,
+        )  # fmt: skip
+        request = GenerateRequest(input_ids=np.array([5], np.int32), sampling={"max_new_tokens": 4}, routing_key="key")
+        while record.incarnation == 0:
+            answer = await client.generate(request)
+            assert answer.output_ids.tolist() == [3, 4, 5, 6], "the other engine answers"
+        assert record.reason.startswith("gave 3 wrong answers; the last: ")
+        assert "expected at most 4 tokens (max_new_tokens), found 5" in record.reason
+        await setup.until(lambda: record.state is EngineState.JOINING)
+        assert record.wrong_answers == 0
         assert setup.registry.engines["engine-1"].restarts == 0
 
 
