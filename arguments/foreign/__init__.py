@@ -12,10 +12,9 @@ from miles_async.arguments.foreign.engines import ENGINES
 from miles_async.arguments.foreign.megatron import MEGATRON
 from miles_async.arguments.foreign.record import ForeignFlag, ForeignValue
 from miles_async.arguments.foreign.shapes import SHAPES
-from miles_async.arguments.foreign.slime import SLIME
-from miles_async.arguments.foreign.systems import SYSTEMS, VALUES
+from miles_async.arguments.foreign.slime import OTHERS, SLIME, VALUES
 
-FOREIGN_FLAGS: Mapping[str, ForeignFlag] = {row.flag: row for row in (*SYSTEMS, *SLIME, *MEGATRON, *SHAPES, *ENGINES)}
+FOREIGN_FLAGS: Mapping[str, ForeignFlag] = {row.flag: row for row in (*SLIME, *OTHERS, *MEGATRON, *SHAPES, *ENGINES)}
 
 FOREIGN_VALUES: Mapping[tuple[str, str], ForeignValue] = {(row.flag, row.value): row for row in VALUES}
 """(flag of ours, value of another system) → what becomes of it."""

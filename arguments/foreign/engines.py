@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from miles_async.arguments import Arguments
-from miles_async.arguments.foreign.record import Fact, ForeignFlag, Takes
+from miles_async.arguments.foreign.record import Fact, ForeignFlag, Takes, rows
 from miles_async.types import JsonObject
 
 _KEYS = (
@@ -16,11 +18,7 @@ _METRICS = (
     "shows them as router/...: remove it"
 )
 
-_TLS = "use --tls-certificate, --tls-key and --tls-ca, which are for all servers of the run"
-
-
-def _refused(flag: str, note: str, takes: Takes = "one") -> ForeignFlag:
-    return ForeignFlag(flag=flag, origin="SGLang, smg", verdict="refused", note=note, takes=takes)
+_refused = partial(rows, "refused", origin="SGLang, smg")
 
 
 def _pipeline_parallel(flag: str) -> ForeignFlag:
@@ -57,34 +55,23 @@ ENGINES: tuple[ForeignFlag, ...] = (
     _tensor_parallel("--sglang-tensor-parallel-size"),
     _pipeline_parallel("--sglang-pp-size"),
     _pipeline_parallel("--sglang-pipeline-parallel-size"),
-    _refused("--sglang-model-path", "use --hf-checkpoint"),
-    _refused("--sglang-tokenizer-path", "the tokenizer comes with --hf-checkpoint"),
-    _refused("--sglang-host", "addresses of engines are chosen by the run: remove it"),
-    _refused("--sglang-enable-memory-saver", "--colocate switches it on", "nothing"),
-    _refused("--sglang-nnodes", "use --rollout-num-nodes-per-engine"),
-    _refused("--sglang-node-rank", "use --rollout-num-nodes-per-engine"),
-    _refused("--sglang-dist-init-addr", "addresses of engines are chosen by the run: remove it"),
-    _refused("--sglang-port", "ports of engines are chosen by the run: remove it"),
-    _refused(
-        "--sglang-preferred-sampling-params",
-        "the trainer's log-probs assume the run's own sampling parameters: use --rollout-temperature",
-    ),
-    _refused("--sglang-weight-version", "versions are counted by the run: remove it"),
-    _refused("--sglang-api-key", _KEYS),
-    _refused("--sglang-admin-api-key", _KEYS),
-    _refused("--router-api-key", _KEYS),
-    _refused("--router-tenant-api-key", _KEYS, "many"),
-    _refused("--router-control-plane-api-keys", _KEYS, "many"),
-    _refused("--sglang-ssl-certfile", _TLS),
-    _refused("--sglang-ssl-keyfile", _TLS),
-    _refused("--sglang-ssl-ca-certs", _TLS),
-    _refused("--router-tls-cert-path", _TLS),
-    _refused("--router-tls-key-path", _TLS),
-    _refused("--router-ca-cert-paths", _TLS, "many"),
-    _refused("--router-policy", "use --sglang-router-policy"),
-    _refused("--router-port", "use --sglang-router-port"),
-    _refused("--router-host", "the address of the router is chosen by the run: remove it"),
-    _refused("--router-prometheus-host", _METRICS),
-    _refused("--router-prometheus-port", _METRICS),
-    _refused("--router-worker-urls", "engines are registered by the run: remove it", "many"),
-)
+    *_refused("use --hf-checkpoint", one="sglang-model-path"),
+    *_refused("the tokenizer comes with --hf-checkpoint", one="sglang-tokenizer-path"),
+    *_refused("addresses of engines are chosen by the run: remove it", one="sglang-host sglang-dist-init-addr"),
+    *_refused("--colocate switches it on", switches="sglang-enable-memory-saver"),
+    *_refused("use --rollout-num-nodes-per-engine", one="sglang-nnodes sglang-node-rank"),
+    *_refused("ports of engines are chosen by the run: remove it", one="sglang-port"),
+    *_refused("the trainer's log-probs assume the run's own sampling parameters: use --rollout-temperature",
+            one="sglang-preferred-sampling-params"),
+    *_refused("versions are counted by the run: remove it", one="sglang-weight-version"),
+    *_refused(_KEYS, one="sglang-api-key sglang-admin-api-key router-api-key",
+            many="router-tenant-api-key router-control-plane-api-keys"),
+    *_refused("use --tls-certificate, --tls-key and --tls-ca, which are for all servers of the run",
+            one="sglang-ssl-certfile sglang-ssl-keyfile sglang-ssl-ca-certs router-tls-cert-path router-tls-key-path",
+            many="router-ca-cert-paths"),
+    *_refused("use --sglang-router-policy", one="router-policy"),
+    *_refused("use --sglang-router-port", one="router-port"),
+    *_refused("the address of the router is chosen by the run: remove it", one="router-host"),
+    *_refused(_METRICS, one="router-prometheus-host router-prometheus-port"),
+    *_refused("engines are registered by the run: remove it", many="router-worker-urls"),
+)  # fmt: skip

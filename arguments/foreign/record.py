@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -53,3 +53,20 @@ class ForeignValue:
     value: str
     ours: tuple[str, ...]  # our words in place of flag and value; (): refused
     note: str
+
+
+def rows(
+    verdict: Verdict,
+    note: str,
+    *,
+    origin: Origin,
+    one: str = "",
+    switches: str = "",
+    many: str = "",
+    only: tuple[str, ...] = (),
+) -> Iterator[ForeignFlag]:
+    """Yield rows with the same note. ``one``, ``switches``, ``many``: names without ``--``, by what they take."""
+    takes: dict[Takes, str] = {"one": one, "nothing": switches, "many": many}
+    for count, names in takes.items():
+        for name in names.split():
+            yield ForeignFlag(f"--{name}", verdict, note, origin=origin, takes=count, only=only)

@@ -1,35 +1,17 @@
-"""Flags of slime and miles, grouped by what becomes of them; those that need more than a reason: ``systems.py``."""
+"""Flags of slime and miles, and values of flags that are ours, too: what becomes of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.foreign.record import Fact, ForeignFlag, Takes, Verdict
+from miles_async.arguments.foreign.record import Fact, ForeignFlag, ForeignValue, Takes, rows
+from miles_async.arguments.model_files import read_json
 from miles_async.types import JsonObject
 
-
-@dataclass(frozen=True, slots=True)
-class _Reason:
-    """Flags with one note; each field holds names without ``--``, by the values that they take."""
-
-    verdict: Verdict
-    note: str
-    _: KW_ONLY
-    one: str = ""
-    switches: str = ""
-    many: str = ""
-    only: tuple[str, ...] = ()  # as in ForeignFlag
-
-    def rows(self) -> Iterator[ForeignFlag]:
-        """Yield a row for each flag."""
-        takes: dict[Takes, str] = {"one": self.one, "nothing": self.switches, "many": self.many}
-        for count, names in takes.items():
-            for name in names.split():
-                yield ForeignFlag(
-                    f"--{name}", self.verdict, self.note, origin="slime, miles", takes=count, only=self.only
-                )
+_noted = partial(rows, "noted", origin="slime, miles")
+_refused = partial(rows, "refused", origin="slime, miles")
+_other = partial(rows, "refused", origin="others")
 
 
 def _held_out(flag: str, field: str) -> ForeignFlag:
@@ -44,6 +26,16 @@ def _held_out(flag: str, field: str) -> ForeignFlag:
     return ForeignFlag(flag, "checked", note, origin="slime, miles", fact=fact)
 
 
+def _end_tokens(arguments: Arguments, config: JsonObject) -> Fact | None:
+    directory = arguments.model.hf_checkpoint
+    files = {"generation_config.json": read_json(directory / "generation_config.json") if directory else {}}
+    files["config.json"] = config
+    named = {file: content.get("eos_token_id") for file, content in files.items()}
+    ids = {token for found in named.values() for token in (found if isinstance(found, list) else [found])} - {None}
+    said = " and ".join(f"{file} {found}" for file, found in named.items() if found is not None) or "neither"
+    return Fact(frozenset(map(str, ids)), f"of --hf-checkpoint, eos_token_id is that of {said}") if config else None
+
+
 def _works(flag: str, *ours: str, takes: Takes = "one") -> ForeignFlag:
     return ForeignFlag(flag, "works", f"is `{' '.join(ours)}`", origin="slime, miles", takes=takes, ours=ours)
 
@@ -55,193 +47,250 @@ _TESTS = "it belongs to the tests of another system: remove it"
 _CHANGES_METRICS = "metrics do not depend on it: docs/metrics.md lists them"
 _FAMILY = "models with sparse or linear attention are not trained: remove it"
 _ONE_ADAPTER = "a run trains one adapter per layer: remove it"
+_NONZERO_STD = "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 _EVALUATION = 'for engines of their own, use a group with role = "evaluation" in --server-groups'
 
-_REASONS = (
+SLIME: tuple[ForeignFlag, ...] = (
     # Cluster and memory.
-    _Reason("noted", "NCCL connects GPUs", one="distributed-backend", only=("nccl",)),
-    _Reason("noted", "the critic is trained by the ranks of the policy",
-            one="critic-num-nodes critic-num-gpus-per-node"),
-    _Reason("noted", _OFFLOAD, switches="no-offload-train no-offload-rollout rematerialize-param-from-master-weight "
+    *_noted("Ray knows the GPUs of its nodes", one="num-gpus-per-node"),
+    *_refused("use --actor-num-nodes and --actor-num-gpus-per-node", one="actor-num-gpus"),
+    *_refused("use --rollout-num-gpus and --rollout-num-gpus-per-engine", one="rollout-num-engines"),
+    *_refused("set the variables where you start the command; --forward-env says which of them reach every process",
+            one="train-env-vars"),
+    *_noted("engines always are watched, restarted and brought up to date", switches="use-fault-tolerance"),
+    *_noted("one process sends up to about 700 requests per second", switches="use-distributed-post"),
+    *_noted("NCCL connects GPUs", one="distributed-backend", only=("nccl",)),
+    *_noted("the critic is trained by the ranks of the policy", one="critic-num-nodes critic-num-gpus-per-node"),
+    *_noted(_OFFLOAD, one="train-memory-margin-bytes", switches="offload offload-train offload-rollout "
+            "no-offload-train no-offload-rollout rematerialize-param-from-master-weight "
             "check-rematerialize-param-from-master-weight", many="offload-rollout-level"),
-    _Reason("noted", _OFFLOAD, one="offload-train-target", only=("cpu",)),
-    _Reason("refused", "nothing is kept on disk: use --optimizer-cpu-offload",
-            switches="stream-optimizer-state-to-disk",
+    *_noted(_OFFLOAD, one="offload-train-target", only=("cpu",)),
+    *_refused("nothing is kept on disk: use --optimizer-cpu-offload", switches="stream-optimizer-state-to-disk",
             one="stream-optimizer-state-moment-dtype offload-train-disk-dir offload-train-disk-chunk-mb"),
-    _Reason("refused", "trainer ranks stay: use --colocate to release their memory in turns", switches="release-train"),
-    _Reason("refused", "all ranks are one group: remove it, --max-run-restarts restarts the run after a fault",
+    *_refused("trainer ranks stay: use --colocate to release their memory in turns", switches="release-train"),
+    *_refused("all ranks are one group: remove it, --max-run-restarts restarts the run after a fault",
             switches="indep-dp delay-split-train-data-by-dp"),
-    _Reason("noted", "a checkpoint is read to where it is used", switches="low-memory-resume"),
-    _Reason("refused", "use --host: agents reach the run's servers there", switches="pin-rollout-manager-to-head",
+    *_noted("a checkpoint is read to where it is used", switches="low-memory-resume"),
+    *_refused("use --host: agents reach the run's servers there", switches="pin-rollout-manager-to-head",
             one="session-server-ip"),
-    _Reason("refused", "the address of the router is chosen by the run: remove it", one="sglang-router-ip"),
-    _Reason("refused", "use --request-timeout", one="sglang-router-request-timeout-secs"),
-    _Reason("refused", "use --port-range", many="session-server-port"),
-    _Reason("refused", "set http_proxy and no_proxy in the environment, which reach every process", one="http-proxy"),
-    _Reason("noted", "batches go through Ray's object store", one="rollout-data-transport", only=("object-store",)),
-    _Reason("noted", "batches go through Ray's object store", one="object-store-backend", only=("ray",)),
-    _Reason("refused", "batches go through Ray's object store: remove it",
+    *_refused("the address of the router is chosen by the run: remove it", one="sglang-router-ip"),
+    *_refused("use --request-timeout", one="sglang-router-request-timeout-secs"),
+    *_refused("use --port-range", many="session-server-port"),
+    *_refused("set http_proxy and no_proxy in the environment, which reach every process", one="http-proxy"),
+    *_noted("batches go through Ray's object store", one="rollout-data-transport", only=("object-store",)),
+    *_noted("batches go through Ray's object store", one="object-store-backend", only=("ray",)),
+    *_refused("batches go through Ray's object store: remove it",
             one="mooncake-store-init-kwargs mooncake-replica-num"),
-    _Reason("noted", _ALWAYS_WATCHED, one="rollout-health-check-interval rollout-health-check-timeout "
+    *_noted(_ALWAYS_WATCHED, one="rollout-health-check-interval rollout-health-check-timeout "
             "rollout-health-check-first-wait control-server-port mini-ft-controller-poll-interval "
             "mini-ft-controller-resume-delay", switches="mini-ft-controller-enable", many="ft-components"),
     # Model.
-    _Reason("noted", "Megatron-Bridge pads the vocabulary of config.json", one="padded-vocab-size"),
-    _Reason("noted", "model_type of config.json names the family", one="model-name"),
-    _Reason("refused", "layers come from Megatron-Bridge, by the model_type of config.json: remove it",
+    *_noted("Megatron-Bridge converts weights, both ways", one="megatron-to-hf-mode", only=("bridge",)),
+    *_refused("hooks find their settings by themselves, in a file or the environment", one="custom-config-path"),
+    *_refused("it is for transformers' models. Megatron trains here: remove it", one="attn-implementation"),
+    *_refused("use --recompute-granularity full", switches="gradient-checkpointing"),
+    *_refused("Megatron trains here: use --optimizer-cpu-offload", switches="fsdp-cpu-offload"),
+    *_noted("Megatron-Bridge pads the vocabulary of config.json", one="padded-vocab-size"),
+    *_noted("model_type of config.json names the family", one="model-name"),
+    *_refused("layers come from Megatron-Bridge, by the model_type of config.json: remove it",
             one="custom-model-provider-path"),
-    _Reason("refused", _FAMILY, one="qwen-gdn-backend linear-attention-backend miles-dsa-topk-backend "
-            "dsa-attention-backend",
+    *_refused(_FAMILY, one="qwen-gdn-backend linear-attention-backend miles-dsa-topk-backend dsa-attention-backend",
             switches="freeze-indexer allgather-cp use-indexer-replay use-rollout-indexer-replay use-gated-attention "
             "apply-layernorm-1p"),
-    _Reason("refused", "all weights are trained, or adapters alone: use --lora-rank and --target-modules",
+    *_refused("all weights are trained, or adapters alone: use --lora-rank and --target-modules",
             many="only-train-params-name-list freeze-params-name-list"),
-    _Reason("refused", "training in 8 or 4 bits is not implemented: use --bf16", many="extra-high-precision-layers-hf "
+    *_refused("training in 8 or 4 bits is not implemented: use --bf16", many="extra-high-precision-layers-hf "
             "extra-high-precision-layers-megatron megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules "
             "megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules"),
-    _Reason("refused", "the critic has flags of its own: use --critic-hf-checkpoint, --critic-lr",
-            one="megatron-config-path"),
-    _Reason("refused", "use --ref-hf-checkpoint, a Hugging Face directory", one="ref-ckpt-step"),
-    _Reason("refused", "models that read images are not trained: remove it", one="multimodal-keys"),
-    _Reason("refused", "put the template into chat_template.jinja of --hf-checkpoint, which engines and trainer share",
+    *_refused("the critic has flags of its own: use --critic-hf-checkpoint, --critic-lr", one="megatron-config-path"),
+    *_refused("use --ref-hf-checkpoint, a Hugging Face directory", one="ref-ckpt-step"),
+    *_refused("models that read images are not trained: remove it", one="multimodal-keys"),
+    *_refused("put the template into chat_template.jinja of --hf-checkpoint, which engines and trainer share",
             one="chat-template-path"),
-    _Reason("noted", "samples are packed", one="qkv-format", only=("thd",)),
-    _Reason("noted", "samples are packed", one="data-pad-size-multiplier"),
+    *_noted("samples are packed", one="qkv-format", only=("thd",)),
+    *_noted("samples are packed", one="data-pad-size-multiplier"),
     # Publication.
-    _Reason("noted", "for changes alone use --weight-delta with --weight-transport disk or object_store",
+    *_noted("for changes alone use --weight-delta with --weight-transport disk or object_store",
             one="update-weight-mode", only=("full",)),
-    _Reason("noted", "for files use --weight-transport disk", one="update-weight-transport", only=("nccl",)),
-    _Reason("noted", "for files use --weight-transport disk, for changes alone --weight-delta, too",
+    *_noted("for files use --weight-transport disk", one="update-weight-transport", only=("nccl",)),
+    *_noted("for files use --weight-transport disk, for changes alone --weight-delta, too",
             one="update-weight-transfer-mode", only=("broadcast",)),
-    _Reason("refused", "use --weight-delta", one="update-weight-delta-encoding"),
-    _Reason("noted", "digests of all tensors are compared: --verify-weights", one="update-weight-delta-checksum"),
-    _Reason("refused", "engines hold no files of weights: remove it", one="update-weight-local-checkpoint-dir"),
-    _Reason("refused", "staged files are removed once engines have them: use --save-hf to keep weights",
+    *_refused("use --weight-delta", one="update-weight-delta-encoding"),
+    *_noted("digests of all tensors are compared: --verify-weights", one="update-weight-delta-checksum"),
+    *_refused("engines hold no files of weights: remove it", one="update-weight-local-checkpoint-dir"),
+    *_refused("staged files are removed once engines have them: use --save-hf to keep weights",
             switches="update-weight-disk-keep-files"),
-    _Reason("refused", "use --weight-transport module:attr", one="custom-update-weight-post-write-path "
-            "p2p-transfer-num-workers p2p-transfer-timeout"),
-    _Reason("noted", "every publication is compared: --verify-weights", switches="check-weight-update-equal"),
-    _Reason("refused", "every publication is compared: use --verify-weights, --verify-weights-skip",
+    *_refused("use --weight-transport module:attr",
+            one="custom-update-weight-post-write-path p2p-transfer-num-workers p2p-transfer-timeout"),
+    *_noted("every publication is compared: --verify-weights",
+            switches="check-weight-update-equal check-lora-weight-equal"),
+    *_refused("every publication is compared: use --verify-weights, --verify-weights-skip",
             one="check-weight-update-selector", many="check-weight-update-skip-list",
             switches="check-weight-update-allow-quant-error"),
     # Prompts and rollouts.
-    _Reason("refused", "prompts come from --prompt-data: write them to a file first", one="data-source-path",
+    *_refused("set their defaults in chat_template.jinja of --hf-checkpoint, which engines and trainer share",
+            one="apply-chat-template-kwargs"),
+    ForeignFlag(
+        "--rollout-function-path",
+        "works",
+        "supervised fine-tuning is --loss-type sft_loss; another loop cannot be put in: use "
+        "--custom-generate-function-path for one trajectory, --custom-rm-path for the reward, --group-filter and "
+        "--group-filter-path to choose what is trained",
+        origin="slime, miles",
+        ours=("--loss-type", "sft_loss", "--n-samples-per-prompt", "1"),
+        only=("slime.rollout.sft_rollout.generate_rollout", "miles.rollout.sft_rollout.generate_rollout"),
+    ),
+    ForeignFlag(
+        "--dynamic-sampling-filter-path",
+        "works",
+        "use --group-filter zero_variance, or your own filter with --group-filter-path",
+        origin="slime, miles",
+        ours=("--group-filter", "zero_variance"),
+        only=(f"slime.{_NONZERO_STD}", f"miles.{_NONZERO_STD}"),
+    ),
+    ForeignFlag(
+        "--rollout-stop-token-ids",
+        "checked",
+        "engines end at the tokens that generation_config.json or config.json names, so that each must be there",
+        origin="slime, miles",
+        takes="many",
+        fact=_end_tokens,
+    ),
+    *_noted("turns of the assistant are found by rendering the conversation up to each of them", one="loss-mask-type"),
+    *_noted("generation always goes on after a publication: --pause-generation-mode says how",
+            switches="partial-rollout"),
+    *_noted("a group that a filter rejects is replaced by one more, at once", one="over-sampling-batch-size"),
+    *_refused("use --num-rollout (rollout steps): epochs × rows ÷ --rollout-batch-size", one="num-epoch"),
+    *_refused("prompts come from --prompt-data: write them to a file first", one="data-source-path",
             switches="disable-rollout-global-dataset"),
-    _Reason("refused", "a run that resumes (--load) knows its step: remove it", one="start-rollout-id"),
-    _Reason("refused", "use --rollout-max-prompt-len and --rollout-max-response-len, which add up to it",
+    *_refused("a run that resumes (--load) knows its step: remove it", one="start-rollout-id"),
+    *_refused("use --rollout-max-prompt-len and --rollout-max-response-len, which add up to it",
             one="rollout-max-context-len"),
-    _Reason("noted", "samples keep the tokens as they were sampled; their text lacks only special tokens that bound it",
+    *_noted("samples keep the tokens as they were sampled; their text lacks only special tokens that bound it",
             switches="rollout-skip-special-tokens"),
-    _Reason("refused", "use --max-token-age: it masks tokens of older weights",
-            switches="mask-offpolicy-in-partial-rollout"),
-    _Reason("refused", "use --custom-generate-function-path, which makes the sample", one="rollout-sample-hook-path"),
-    _Reason("refused", "use --group-filter-path (groups to replace) and --batch-order",
-            one="buffer-filter-path rollout-sample-filter-path rollout-all-samples-process-path "
-            "custom-async-data-buffer-path"),
-    _Reason("refused", "use --advantage-estimator module:attr (from groups of samples) or --token-advantages "
-            "module:attr",
+    *_refused("use --max-token-age: it masks tokens of older weights", switches="mask-offpolicy-in-partial-rollout"),
+    *_refused("use --custom-generate-function-path, which makes the sample", one="rollout-sample-hook-path"),
+    *_refused("use --group-filter-path (groups to replace) and --batch-order", one="buffer-filter-path "
+            "rollout-sample-filter-path rollout-all-samples-process-path custom-async-data-buffer-path"),
+    *_refused("use --advantage-estimator module:attr (from groups of samples) or --token-advantages module:attr",
             one="rollout-data-postprocess-path custom-reward-post-process-path "
-            "custom-convert-samples-to-train-data-path",
-            switches="group-rm"),
-    _Reason("refused", "use --custom-rm-path module:attr: a reward is a number", one="reward-key eval-reward-key"),
-    _Reason("noted", "generation never waits for the trainer, but with --on-policy", switches="fully-async"),
-    _Reason("refused", "use --rollout-concurrency-per-engine (samples in flight) and --max-rollout-lead (batches "
-            "ahead)",
+            "custom-convert-samples-to-train-data-path", switches="group-rm"),
+    *_refused("use --custom-rm-path module:attr: a reward is a number", one="reward-key eval-reward-key"),
+    *_noted("generation never waits for the trainer, but with --on-policy", switches="fully-async"),
+    *_refused("use --rollout-concurrency-per-engine (samples in flight) and --max-rollout-lead (batches ahead)",
             one="rollout-submission-granularity async-max-concurrent-samples async-data-buffer-capacity-factor"),
-    _Reason("refused", "use --stale-group-action: recycle is retry, drop is drop", one="async-unused-samples-handler"),
-    _Reason("refused", "trajectories come from --environment-path, --agent-path or --agent-command",
+    *_refused("use --stale-group-action: recycle is retry, drop is drop", one="async-unused-samples-handler"),
+    *_refused("trajectories come from --environment-path, --agent-path or --agent-command",
             one="rollout-buffer-url fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type"),
-    _Reason("refused", "each engine does prefill and decoding: remove it", one="prefill-num-servers"),
-    _Reason("refused", "use --server-groups for engines that differ, and --sglang-X for SGLang's own flags",
+    *_refused("each engine does prefill and decoding: remove it", one="prefill-num-servers"),
+    *_refused("use --server-groups for engines that differ, and --sglang-X for SGLang's own flags",
             one="sglang-config"),
-    _Reason("noted", "smg is the router", switches="use-miles-router", one="miles-router-timeout "
-            "miles-router-max-connections miles-router-health-check-failure-threshold"),
-    _Reason("noted", "agents have a session server: --agent-path, --agent-command", many="use-session-server"),
-    _Reason("noted", "turns of a conversation are the tokens that were sampled", one="tito-model"),
-    _Reason("refused", "sessions are trained as they were: remove it, docs/agents.md says how",
+    *_noted("smg is the router", switches="use-miles-router",
+            one="miles-router-timeout miles-router-max-connections miles-router-health-check-failure-threshold"),
+    *_noted("agents have a session server: --agent-path, --agent-command", many="use-session-server"),
+    *_noted("turns of a conversation are the tokens that were sampled", one="tito-model"),
+    *_refused("sessions are trained as they were: remove it, docs/agents.md says how",
             one="session-message-matcher session-sample-picker-path session-sample-postprocessor-path"),
     # Evaluation.
-    _Reason("noted", "the first and the last weights are always evaluated", switches="skip-eval-before-train"),
-    _Reason("refused", "held-out prompts are answered as in training: use --custom-generate-function-path and "
-            "--custom-rm-path", one="eval-function-path"),
-    _Reason("refused", "use --eval-max-response-len: held-out prompts may be as long as the model allows",
+    *_refused("use --eval-prompt-data NAME FILE ... and the other --eval-* flags, for all of them", one="eval-config"),
+    *_noted("the first and the last weights are always evaluated", switches="skip-eval-before-train"),
+    *_refused("held-out prompts are answered as in training: use --custom-generate-function-path and --custom-rm-path",
+            one="eval-function-path"),
+    *_refused("use --eval-max-response-len: held-out prompts may be as long as the model allows",
             one="eval-max-prompt-len eval-max-context-len"),
-    _Reason("refused", "an answer ends where the model ends it: remove it", one="eval-min-new-tokens"),
-    _Reason("refused", _EVALUATION, one="eval-num-gpus eval-num-gpus-per-engine eval-hf-dir eval-max-in-flight "
+    *_refused("an answer ends where the model ends it: remove it", one="eval-min-new-tokens"),
+    *_refused(_EVALUATION, one="eval-num-gpus eval-num-gpus-per-engine eval-hf-dir eval-max-in-flight "
             "eval-overflow-policy eval-keep-snapshots"),
     # Batches and loss.
-    _Reason("noted", "tokens are balanced over data-parallel ranks", switches="balance-by-flops"),
-    _Reason("noted", "log-probs come in chunks, --logprob-chunk, of micro-batches of --max-tokens-per-gpu",
+    *_noted("tokens always are balanced over data-parallel ranks", switches="balance-data"),
+    *_noted("samples always are packed: --max-tokens-per-gpu sizes a micro-batch", switches="use-dynamic-batch-size"),
+    *_noted("--loss-type sft_loss has none", switches="disable-compute-advantages-and-returns"),
+    *_refused("use --prox-logp-method snapshots with --use-tis: it keeps the weights of every version that may be "
+            "trained", switches="keep-old-actor"),
+    *_refused("use --critic-hf-checkpoint, a Hugging Face directory; a run that resumes finds its critic in --load",
+            one="critic-load"),
+    *_refused("the critic is a part of the checkpoints in --save: remove it", one="critic-save"),
+    *_noted("the teacher is a frozen group of --server-groups, whose engines score", one="opd-type", only=("sglang",)),
+    *_refused("name the teacher as model of a frozen group in --server-groups",
+            one="opd-teacher-load opd-teacher-ckpt-step"),
+    *_refused("use --advantage-estimator module:attr (from groups of samples) or --token-advantages module:attr (on "
+            "the trainer)", one="custom-advantage-function-path"),
+    *_refused("use --policy-loss module:attr", one="custom-loss-function-path"),
+    *_refused("use --loss-aggregation module:attr", one="custom-pg-loss-reducer-function-path"),
+    *_refused("use --use-tis and --tis-mode module:attr", one="custom-tis-function-path"),
+    *_noted("tokens are balanced over data-parallel ranks", switches="balance-by-flops"),
+    *_noted("log-probs come in chunks, --logprob-chunk, of micro-batches of --max-tokens-per-gpu",
             one="log-probs-max-tokens-per-gpu log-probs-chunk-size", switches="recompute-loss-function"),
-    _Reason("refused", "batches are always full: choose --global-batch-size that divides them",
+    *_refused("batches are always full: choose --global-batch-size that divides them",
             switches="allow-partial-train-step use-dynamic-global-batch-size disable-rollout-trim-samples"),
-    _Reason("noted", "checkpoints hold all that a run resumes with; --save-hf exports weights alone",
-            switches="no-save-optim"),
-    _Reason("refused", "use --save-interval", one="save-trigger-sentinel"),
-    _Reason("refused", "use --kl-loss-type module:attr", switches="use-unbiased-kl"),
-    _Reason("refused", "use --advantage-estimator reinforce: its advantage is the reward",
+    *_noted("checkpoints hold all that a run resumes with; --save-hf exports weights alone", switches="no-save-optim"),
+    *_refused("use --save-interval", one="save-trigger-sentinel"),
+    *_refused("use --kl-loss-type module:attr", switches="use-unbiased-kl"),
+    *_refused("use --advantage-estimator reinforce: its advantage is the reward",
             switches="disable-rewards-normalization"),
-    _Reason("noted", "trainer and engines are always compared", switches="get-mismatch-metrics"),
-    _Reason("refused", "AdamW keeps its state: remove it", switches="reset-optimizer-states use-stateless-adam"),
-    _Reason("refused", "use --on-policy, or --use-rollout-logprobs: log-probs of trainer and engines differ by "
-            "rounding",
+    *_noted("trainer and engines are always compared", switches="get-mismatch-metrics"),
+    *_refused("AdamW keeps its state: remove it", switches="reset-optimizer-states use-stateless-adam"),
+    *_refused("use --on-policy, or --use-rollout-logprobs: log-probs of trainer and engines differ by rounding",
             switches="true-on-policy-mode recompute-logprobs-via-prefill"),
-    _Reason("refused", "use --use-rollout-logprobs, without which the old log-probs need that pass",
+    *_refused("use --use-rollout-logprobs, without which the old log-probs need that pass",
             switches="skip-actor-forward-only"),
-    _Reason("refused", "--use-opd compares sampled tokens with one teacher: remove it", one="opd-log-prob-top-k "
-            "opd-top-k-strategy opd-reward-weight-mode opd-teacher-key", switches="opd-topk-per-position",
-            many="opd-teacher-urls"),
-    _Reason("refused", "the trainer calls no hook there: remove it", one="custom-megatron-init-path "
+    *_refused("--use-opd compares sampled tokens with one teacher: remove it",
+            one="opd-log-prob-top-k opd-top-k-strategy opd-reward-weight-mode opd-teacher-key",
+            switches="opd-topk-per-position", many="opd-teacher-urls"),
+    *_refused("the trainer calls no hook there: remove it", one="custom-megatron-init-path "
             "custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path "
             "custom-megatron-post-save-hook-path"),
     # Adapters.
-    _Reason("noted", "adapters are published merged into the weights", switches="no-sglang-lora-use-virtual-experts"),
-    _Reason("refused", "adapters are always published: remove it", switches="lora-train-only"),
-    _Reason("refused", _ONE_ADAPTER, many="multi-lora-adapter", switches="multi-lora-disable-service-mode",
+    *_noted("engines have no dropout, and the trainer's log-probs are to be theirs", one="lora-dropout", only=("0",)),
+    *_refused("use --target-modules: it names the layers that get an adapter", one="exclude-modules"),
+    *_refused("every expert has an adapter of its own: remove it", switches="experts-shared-outer-loras"),
+    *_noted("a run trains one adapter per layer", one="multi-lora-n-adapters", only=("0",)),
+    *_noted("adapters are published merged into the weights",
+            switches="no-sglang-lora-use-virtual-experts lora-sync-from-tensor lora-base-cpu-backup"),
+    *_refused("adapters are always published: remove it", switches="lora-train-only"),
+    *_refused(_ONE_ADAPTER, many="multi-lora-adapter", switches="multi-lora-disable-service-mode",
             one="multi-lora-idle-poll-s multi-lora-http-server-path multi-lora-backend-path multi-lora-api-port "
             "multi-lora-max-adapter-global-batch-size multi-lora-max-coalesce-wait-s multi-lora-max-empty-wait-s"),
     # Around a run.
-    _Reason("noted", _CHANGES_METRICS, one="log-reward-category mfu-peak-tflops",
-            switches="log-multi-turn log-passrate "
-            "log-correct-samples wandb-always-use-train-step"),
-    _Reason("noted", "--log-entropy computes and logs it", switches="use-rollout-entropy"),
-    _Reason("noted", "files are in --run-dir, whose name is the run's", one="wandb-dir",
-            switches="disable-wandb-random-suffix"),
-    _Reason("refused", "set WANDB_BASE_URL in the environment", one="wandb-host"),
-    _Reason("refused", "set WANDB_ENTITY in the environment", one="wandb-team"),
-    _Reason("refused", "a run that resumes goes on with its W&B run by itself: remove it", one="wandb-run-id"),
-    _Reason("refused", "use --custom-tracker-path module:attr; metrics.jsonl has every metric",
+    *_refused("set WANDB_API_KEY in the environment", one="wandb-key"),
+    *_refused("use --save-debug-rollout-data to write batches, --record for all decisions", one="dump-details"),
+    *_refused("it belongs to a script that prepares files, not to training: remove it",
+            one="model-dir save-dir local-dir strategy block-size max-workers"),
+    *_refused("it belongs to `ray stop`, not to training: remove it", switches="force"),
+    *_noted(_CHANGES_METRICS, one="log-reward-category mfu-peak-tflops",
+            switches="log-multi-turn log-passrate log-correct-samples wandb-always-use-train-step"),
+    *_noted("--log-entropy computes and logs it", switches="use-rollout-entropy"),
+    *_noted("files are in --run-dir, whose name is the run's", one="wandb-dir", switches="disable-wandb-random-suffix"),
+    *_refused("set WANDB_BASE_URL in the environment", one="wandb-host"),
+    *_refused("set WANDB_ENTITY in the environment", one="wandb-team"),
+    *_refused("a run that resumes goes on with its W&B run by itself: remove it", one="wandb-run-id"),
+    *_refused("use --custom-tracker-path module:attr; metrics.jsonl has every metric",
             switches="use-tensorboard use-mlflow use-prometheus", one="tb-project-name tb-experiment-name "
             "mlflow-tracking-uri mlflow-experiment-name mlflow-run-name mlflow-run-id prometheus-port "
             "prometheus-run-name custom-rollout-log-function-path custom-eval-rollout-log-function-path"),
-    _Reason("refused", "use --load-debug-rollout-data",
-            one="load-forge-rollout-data load-debug-rollout-data-subsample"),
-    _Reason("refused", "use --save-debug-rollout-data",
+    *_refused("use --load-debug-rollout-data", one="load-forge-rollout-data load-debug-rollout-data-subsample"),
+    *_refused("use --save-debug-rollout-data",
             one="save-debug-train-data save-debug-trajectory-data save-debug-event-data"),
-    _Reason("refused", "use --debug-rollout-only or --debug-train-only",
+    *_refused("use --debug-rollout-only or --debug-train-only",
             switches="debug-skip-weight-update debug-disable-optimizer"),
-    _Reason("refused", "use --num-rollout", one="debug-exit-after-rollout"),
-    _Reason("refused", "PyTorch's profiler is not part of a run: remove it", one="memory-snapshot-dir "
-            "memory-snapshot-num-steps memory-recorder", many="profile-target", switches="record-memory-history"),
-    _Reason("refused", _DEBUGGING, one="dumper-dir dumper-source-patcher-config-inference "
-            "dumper-source-patcher-config-train witness-buffer-size env-report",
-            many="dumper-inference dumper-fwd-only "
-            "dumper-fwd-bwd", switches="dumper-enable enable-witness enable-event-analyzer save-local-weight-checksum "
+    *_refused("use --num-rollout", one="debug-exit-after-rollout"),
+    *_refused("PyTorch's profiler is not part of a run: remove it",
+            one="memory-snapshot-dir memory-snapshot-num-steps memory-recorder", many="profile-target",
+            switches="record-memory-history"),
+    *_refused(_DEBUGGING, one="dumper-dir dumper-source-patcher-config-inference dumper-source-patcher-config-train "
+            "witness-buffer-size env-report", many="dumper-inference dumper-fwd-only dumper-fwd-bwd",
+            switches="dumper-enable enable-witness enable-event-analyzer save-local-weight-checksum "
             "debug-deterministic-collective"),
-    _Reason("refused", _TESTS, one="ci-train-rollout-logprob-abs-diff-threshold ci-save-grad-norm ci-load-grad-norm "
+    *_refused(_TESTS, one="ci-train-rollout-logprob-abs-diff-threshold ci-save-grad-norm ci-load-grad-norm "
             "ci-ft-test-actions ci-inject-rollout-data-path ci-inject-rollout-data-start-rollout-id "
             "ci-inject-rollout-data-min-match-ratio ci-metric-checker-key ci-metric-checker-threshold",
-            switches="ci-disable-logprobs-checker ci-disable-weight-update-checker ci-save-model-hash "
-            "ci-check-model-hash"),
+            switches="ci-test ci-disable-kl-checker ci-disable-logprobs-checker ci-disable-weight-update-checker "
+            "ci-save-model-hash ci-check-model-hash"),
     # Megatron's, which their scripts give.
-    _Reason("refused", "use --lr-warmup-iters (optimizer steps)", one="lr-warmup-fraction"),
-    _Reason("refused", "gradients that are not finite are always rejected: use --bad-step-action to choose what "
-            "follows",
+    *_refused("use --lr-warmup-iters (optimizer steps)", one="lr-warmup-fraction"),
+    *_refused("gradients that are not finite are always rejected: use --bad-step-action to choose what follows",
             switches="no-check-for-nan-in-loss-and-grad"),
-)  # fmt: skip
-
-SLIME: tuple[ForeignFlag, ...] = (
-    *(row for reason in _REASONS for row in reason.rows()),
+    _works("--sglang-server-concurrency", "--rollout-concurrency-per-engine"),
     _works("--disable-grpo-std-normalization", "--no-grpo-std-normalization", takes="nothing"),
     _works("--rollout-external-engine-addrs", "--rollout-external", takes="many"),
     _works("--update-weight-disk-dir", "--weight-staging-dir"),
@@ -249,4 +298,57 @@ SLIME: tuple[ForeignFlag, ...] = (
     _held_out("--eval-input-key", "input_key"),
     _held_out("--eval-label-key", "label_key"),
     _held_out("--eval-tool-key", "tool_key"),
-)
+)  # fmt: skip
+
+OTHERS: tuple[ForeignFlag, ...] = (
+    *_other("it meant two things: use --max-weight-staleness (oldest age that is trained) and --max-rollout-lead "
+            "(batches admitted ahead of the trainer)", one="max-async-level"),
+    *_other("use --max-weight-staleness", one="max-off-policy-steps staleness-threshold"),
+    *_other("use --max-rollout-lead (batches ahead) and --max-weight-staleness (age)", one="async-steps"),
+    *_other("use --update-weights-interval", one="trigger-parameter-sync-step"),
+    *_other("use --lr", one="learning-rate"),
+    *_other("use --target-modules", one="lora-target-modules"),
+    *_other("the tokenizer comes with --hf-checkpoint", one="tokenizer-path"),
+)  # fmt: skip
+"""Flags of other systems still, and what they call the same."""
+
+VALUES: tuple[ForeignValue, ...] = (
+    ForeignValue(
+        flag="--rm-type", value="deepscaler", ours=("--rm-type", "math"),
+        note="`math` compares the answer after the last </think>, and of a response without one the whole",
+    ),
+    *(
+        ForeignValue(
+            flag="--advantage-estimator", value=loss, ours=("--advantage-estimator", "grpo", "--policy-loss", loss),
+            note="its advantages are those of grpo",
+        )
+        for loss in ("gspo", "cispo")
+    ),
+    ForeignValue(flag="--loss-type", value="custom_loss", ours=(), note="use --policy-loss module:attr"),
+    ForeignValue(
+        flag="--advantage-estimator", value="reinforce_plus_plus",
+        ours=("--advantage-estimator", "reinforce", "--normalize-advantages"),
+        note="with --kl-coef above 0 give --token-advantages kl_in_reward, too: its KL is in the reward",
+    ),
+    ForeignValue(
+        flag="--advantage-estimator", value="reinforce_plus_plus_baseline",
+        ours=("--advantage-estimator", "grpo", "--no-grpo-std-normalization", "--normalize-advantages"),
+        note="the group's mean is its baseline; in place of --kl-coef, which takes the KL off each token, give "
+        "--use-kl-loss --kl-loss-coef",
+    ),
+    *(
+        ForeignValue(
+            flag="--advantage-estimator", value=name,
+            ours=("--advantage-estimator", "reinforce", "--token-advantages", "gae"),
+            note="the trainer computes advantages of tokens from rewards and the values of its critic",
+        )
+        for name in ("ppo", "gae")
+    ),
+    ForeignValue(
+        flag="--lora-type", value="canonical_lora", ours=(),
+        note="projections that Megatron computes as one layer have one adapter: give --lora-type lora",
+    ),
+    ForeignValue(
+        flag="--train-backend", value="fsdp", ours=(), note="it trains with FSDP: Megatron trains here, remove it"
+    ),
+)  # fmt: skip
