@@ -1,14 +1,13 @@
-"""Check the flags of on-policy distillation: there is a teacher, and it speaks of the student's tokens (C12)."""
+"""Check the flags of on-policy distillation: there is a teacher, and it has the student's vocabulary (C12)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.model_files import directory_problems, read_config
+from miles_async.arguments.model_files import directory_problems, read_config, read_json
 from miles_async.arguments.server_groups import teacher_group
-from miles_async.arguments.vocabulary import difference
 from miles_async.errors import ConfigurationError
 
 SCORED_BESIDES = 7  # tokens of its context that SGLang (0.5) leaves free when it scores
@@ -53,7 +52,7 @@ def _check_teacher(arguments: Arguments) -> Iterator[str]:
     if problems := list(directory_problems(model, f"{where}: model")):
         yield from problems
         return
-    if (why := difference(student, model)) is not None:
+    if (why := vocabulary_difference(student, model)) is not None:
         yield f"{where}: the student's tokens are not the teacher's: {why}; choose a teacher with the same tokenizer"
     longest = arguments.rollout.rollout_max_response_len + (arguments.data.rollout_max_prompt_len or 1)
     positions = read_config(model).get("max_position_embeddings")
@@ -63,3 +62,39 @@ def _check_teacher(arguments: Arguments) -> Iterator[str]:
             f"teacher's max_position_embeddings {positions}: lower --rollout-max-response-len or "
             "--rollout-max-prompt-len"
         )
+
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+"""Files of which one at least defines which token an id stands for."""
+
+
+def vocabulary_difference(student: Path, teacher: Path) -> str | None:
+    """Why ids of the student's tokenizer would mean something else to the teacher; None if they don't.
+
+    The teacher's may have more tokens. Other files than tokenizer.json are compared as a whole.
+    """
+    known, given = _tokens(student), _tokens(teacher)
+    if known and given:
+        for token, number in known.items():
+            if given.get(token) != number:
+                there = "no such token" if token not in given else f"id {given[token]}"
+                return f"expected id {number} for {token!r} in {teacher / FILES[0]}, found {there}"
+        return None
+    for name in FILES[1:]:
+        ours, theirs = _content(student / name), _content(teacher / name)
+        if ours is not None and theirs is not None:
+            return None if ours == theirs else f"{name} differs between {student} and {teacher}"
+    return f"expected one of {', '.join(FILES)} in both {student} and {teacher} to compare, found none"
+
+
+def _tokens(directory: Path) -> Mapping[str, int]:
+    """Token → id, by tokenizer.json; empty if there is none."""
+    content = read_json(directory / FILES[0])
+    vocabulary = content.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):  # of a unigram model: [token, score] by id
+        vocabulary = {str(entry[0]): number for number, entry in enumerate(vocabulary)}
+    return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens", ())}}
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None

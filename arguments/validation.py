@@ -12,20 +12,18 @@ from types import MappingProxyType
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.adapters import check_adapters
-from miles_async.arguments.algorithm_checks import check_algorithm, check_off_policy_correction
-from miles_async.arguments.colocation import check_colocation
-from miles_async.arguments.critic_checks import check_critic
+from miles_async.arguments.algorithm_checks import check_algorithm, check_critic, check_off_policy_correction
+from miles_async.arguments.cluster_checks import check_colocation, check_network, check_ports, check_ranks
 from miles_async.arguments.debug_checks import check_debug
 from miles_async.arguments.distillation_checks import check_distillation
 from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Given
-from miles_async.arguments.megatron_conflicts import check_megatron_fields
+from miles_async.arguments.megatron_settings import check_megatron_fields
 from miles_async.arguments.model import RECOMPUTE_MODULES
 from miles_async.arguments.needs import check_needs
-from miles_async.arguments.port_checks import check_ports
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
-from miles_async.arguments.routing_checks import check_routing_replay
+from miles_async.arguments.routing import check_routing_replay
 from miles_async.arguments.server_groups import check_server_groups
 from miles_async.arguments.sessions import TOOL_CALL_PARSERS
 from miles_async.arguments.specification import MODULE_ATTR, flag_specifications
@@ -39,7 +37,6 @@ from miles_async.arguments.surroundings import (
     check_prompt_files,
     check_router_port,
 )
-from miles_async.errors import ConfigurationError
 
 Check = Callable[[Arguments], Iterator[str]]
 
@@ -97,43 +94,6 @@ def check_required(arguments: Arguments) -> Iterator[str]:
         yield "--prompt-data is required: a .jsonl or .parquet file of prompts"
 
 
-def check_ranks(arguments: Arguments) -> Iterator[str]:
-    """Check that ranks divide into model replicas and GPUs into engines, and that several nodes have a cluster."""
-    model, cluster = arguments.model, arguments.cluster
-    if cluster.actor_num_nodes > 1 and cluster.ray_address is None:
-        yield (
-            f"--actor-num-nodes {cluster.actor_num_nodes} without --ray-address: Ray would be started on this machine "
-            "alone; start a Ray cluster and name it, or train on one node"
-        )
-    replica = model.ranks_per_replica
-    context = f" × --context-parallel-size {model.context_parallel_size}" if model.context_parallel_size > 1 else ""
-    if cluster.trainer_world_size % replica:
-        yield (
-            f"{cluster.trainer_world_size} trainer ranks (--actor-num-nodes {cluster.actor_num_nodes} × "
-            f"--actor-num-gpus-per-node {cluster.actor_num_gpus_per_node}) do not divide into replicas of {replica} "
-            f"(--tensor-model-parallel-size {model.tensor_model_parallel_size} × --pipeline-model-parallel-size "
-            f"{model.pipeline_model_parallel_size}{context}): change one of them"
-        )
-    experts = model.expert_tensor_size * model.expert_model_parallel_size * model.pipeline_model_parallel_size
-    if experts != replica and cluster.trainer_world_size % experts:
-        yield (
-            f"{cluster.trainer_world_size} trainer ranks do not divide into sets of experts on {experts} ranks "
-            f"(--expert-tensor-parallel-size {model.expert_tensor_size} × "
-            f"--expert-model-parallel-size {model.expert_model_parallel_size} × "
-            f"--pipeline-model-parallel-size {model.pipeline_model_parallel_size}): change one of them"
-        )
-    if cluster.rollout_num_gpus % cluster.rollout_num_gpus_per_engine:
-        yield (
-            f"--rollout-num-gpus {cluster.rollout_num_gpus} is not a multiple of "
-            f"--rollout-num-gpus-per-engine {cluster.rollout_num_gpus_per_engine}"
-        )
-    if cluster.rollout_num_gpus_per_engine % cluster.rollout_num_nodes_per_engine:
-        yield (
-            f"--rollout-num-gpus-per-engine {cluster.rollout_num_gpus_per_engine} does not divide evenly over "
-            f"--rollout-num-nodes-per-engine {cluster.rollout_num_nodes_per_engine}"
-        )
-
-
 def check_recomputation(arguments: Arguments) -> Iterator[str]:
     """Check the flags of recomputation against --recompute-granularity."""
     model = arguments.model
@@ -164,30 +124,6 @@ def check_ahead_layers(arguments: Arguments) -> Iterator[str]:
     }
     for flag in (flag for flag, used in given.items() if used and model.enable_mtp_training):
         yield f"--enable-mtp-training with {flag} is not implemented: leave one of them out"
-
-
-def check_network(arguments: Arguments) -> Iterator[str]:
-    """Check the form of ports and labels, and the flags that a cluster of several nodes needs."""
-    cluster = arguments.cluster
-    for read in (lambda: cluster.ports, lambda: cluster.actor_labels, lambda: cluster.rollout_labels):
-        try:
-            read()
-        except ConfigurationError as error:
-            yield str(error)
-    labels = {"--actor-node-labels": cluster.actor_node_labels, "--rollout-node-labels": cluster.rollout_node_labels}
-    for flag, given in labels.items():
-        if given and cluster.ray_address is None:
-            yield f"{flag} without --ray-address: this machine alone has no labels; name a cluster, or leave it out"
-    certified = (cluster.tls_certificate is not None, cluster.tls_key is not None)
-    if any(certified) != all(certified) or (cluster.tls_ca is not None and not any(certified)):
-        yield "--tls-certificate and --tls-key need each other, and --tls-ca both: give them, or none of the three"
-    weights = arguments.weights
-    if cluster.ray_address and weights.weight_transport == "disk" and weights.weight_staging_dir is None:
-        yield (
-            "--weight-transport disk on a cluster: by default the files are in memory or in the temporary directory of "
-            "the trainer's node; give --weight-staging-dir on a file system that trainer ranks and engines share, or "
-            "use distributed or object_store"
-        )
 
 
 def check_batches(arguments: Arguments) -> Iterator[str]:

@@ -13,13 +13,14 @@ from typing import NoReturn
 from rich.console import Console
 from rich_argparse import RawDescriptionRichHelpFormatter
 
+from miles_async.arguments.cluster_checks import check_ranks
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
 from miles_async.arguments.surroundings import check_model_fits
-from miles_async.arguments.validation import check_deadlines, check_ranks, range_problems
+from miles_async.arguments.validation import check_deadlines, range_problems
 from miles_async.commands.durations import durations
 from miles_async.commands.precision import with_precision
 from miles_async.errors import ConfigurationError

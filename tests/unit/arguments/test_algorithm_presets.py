@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.arguments.algorithm_checks import check_algorithm, check_off_policy_correction
-from miles_async.arguments.critic_checks import check_critic
+from miles_async.arguments.algorithm_checks import check_algorithm, check_critic, check_off_policy_correction
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.validation import range_problems
 from miles_async.cli import main

@@ -15,7 +15,7 @@ from miles_async.arguments import (
     StalenessArguments,
     WeightsArguments,
 )
-from miles_async.arguments.colocation import check_colocation
+from miles_async.arguments.cluster_checks import check_colocation
 
 # covers: C3
 

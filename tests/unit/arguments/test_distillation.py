@@ -11,11 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from miles_async.arguments import Arguments, DebugArguments, RewardArguments
-from miles_async.arguments.distillation_checks import check_distillation
+from miles_async.arguments.distillation_checks import check_distillation, vocabulary_difference
 from miles_async.arguments.parser import assemble
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
 from miles_async.arguments.server_groups import teacher_group
-from miles_async.arguments.vocabulary import difference
 
 TRAIN = "[groups.train]\n"
 FROZEN = '[groups.{name}]\nrole = "frozen"\nmodel = "{model}"\n'
@@ -90,8 +89,8 @@ def test_an_own_loss_may_have_another_use_for_a_teacher(flags: dict[str, Any]) -
 def test_a_teacher_has_the_student_s_tokens(flags: dict[str, Any], tmp_path: Path) -> None:
     # covers: C12
     student, same = flags["hf_checkpoint"], tmp_path / "teacher"
-    assert difference(student, same) is None
-    assert "expected id 2 for 'c'" in str(difference(same, student))
+    assert vocabulary_difference(student, same) is None
+    assert "expected id 2 for 'c'" in str(vocabulary_difference(same, student))
     other = model(tmp_path / "other", {"b": 0, "a": 1})
     flags["server_groups"].write_text(TRAIN + FROZEN.format(name="odd", model=other))
     (problem,) = problems(flags)
@@ -101,12 +100,12 @@ def test_a_teacher_has_the_student_s_tokens(flags: dict[str, Any], tmp_path: Pat
 
 def test_tokenizers_of_other_files_are_the_same_or_not(tmp_path: Path) -> None:
     one, other = model(tmp_path / "one"), model(tmp_path / "other")
-    assert "to compare, found none" in str(difference(one, other))
+    assert "to compare, found none" in str(vocabulary_difference(one, other))
     for directory, content in ((one, b"x"), (other, b"x")):
         (directory / "tokenizer.model").write_bytes(content)
-    assert difference(one, other) is None
+    assert vocabulary_difference(one, other) is None
     (other / "tokenizer.model").write_bytes(b"y")
-    assert "tokenizer.model differs" in str(difference(one, other))
+    assert "tokenizer.model differs" in str(vocabulary_difference(one, other))
 
 
 def test_tokens_of_a_unigram_model_have_their_position_as_id(tmp_path: Path) -> None:
@@ -114,8 +113,8 @@ def test_tokens_of_a_unigram_model_have_their_position_as_id(tmp_path: Path) -> 
     for directory, words in ((one, ["a", "b"]), (other, ["a", "c", "b"])):
         vocabulary = [[word, -1.0] for word in words]
         (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    assert "expected id 1 for 'b'" in str(difference(one, other))
-    assert difference(one, one) is None
+    assert "expected id 1 for 'b'" in str(vocabulary_difference(one, other))
+    assert vocabulary_difference(one, one) is None
 
 
 def test_external_engines_are_no_teachers(flags: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.arguments.megatron_conflicts import check_megatron_fields
+from miles_async.arguments.megatron_settings import check_megatron_fields
 from miles_async.arguments.parser import parse_arguments
 
 PIPELINE = "--pipeline-model-parallel-size 2"

@@ -16,7 +16,7 @@ from miles_async.arguments import (
     SessionsArguments,
     WeightsArguments,
 )
-from miles_async.arguments.port_checks import check_ports
+from miles_async.arguments.cluster_checks import check_ports
 
 FLEET = """
 [groups.small]

@@ -1,4 +1,4 @@
-"""The installed Megatron refuses what ``arguments/megatron_conflicts.py`` and ``megatron_owned.py`` say it does."""
+"""The installed Megatron refuses what ``arguments/megatron_settings.py`` and ``megatron_owned.py`` say it does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_dtypes_of_the_optimizer() -> None:
     import torch
     from megatron.core.optimizer import OptimizerConfig
 
-    from miles_async.arguments.megatron_conflicts import PRECISION_AWARE
+    from miles_async.arguments.megatron_settings import PRECISION_AWARE
 
     for field in PRECISION_AWARE:
         with pytest.raises(AssertionError, match="can only be fp32 when not using precision-aware"):

@@ -14,7 +14,7 @@ import pytest
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import ClusterArguments
-from miles_async.arguments.validation import check_network
+from miles_async.arguments.cluster_checks import check_network
 from miles_async.commands.checks import tls_problems
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.network.addresses import Network

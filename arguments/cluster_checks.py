@@ -1,0 +1,151 @@
+"""Checks of ranks, engines, ports and addresses: what runs where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
+from miles_async.errors import ConfigurationError
+
+
+def check_ranks(arguments: Arguments) -> Iterator[str]:
+    """Check that ranks divide into model replicas and GPUs into engines, and that several nodes have a cluster."""
+    model, cluster = arguments.model, arguments.cluster
+    if cluster.actor_num_nodes > 1 and cluster.ray_address is None:
+        yield (
+            f"--actor-num-nodes {cluster.actor_num_nodes} without --ray-address: Ray would be started on this machine "
+            "alone; start a Ray cluster and name it, or train on one node"
+        )
+    replica = model.ranks_per_replica
+    context = f" × --context-parallel-size {model.context_parallel_size}" if model.context_parallel_size > 1 else ""
+    if cluster.trainer_world_size % replica:
+        yield (
+            f"{cluster.trainer_world_size} trainer ranks (--actor-num-nodes {cluster.actor_num_nodes} × "
+            f"--actor-num-gpus-per-node {cluster.actor_num_gpus_per_node}) do not divide into replicas of {replica} "
+            f"(--tensor-model-parallel-size {model.tensor_model_parallel_size} × --pipeline-model-parallel-size "
+            f"{model.pipeline_model_parallel_size}{context}): change one of them"
+        )
+    experts = model.expert_tensor_size * model.expert_model_parallel_size * model.pipeline_model_parallel_size
+    if experts != replica and cluster.trainer_world_size % experts:
+        yield (
+            f"{cluster.trainer_world_size} trainer ranks do not divide into sets of experts on {experts} ranks "
+            f"(--expert-tensor-parallel-size {model.expert_tensor_size} × "
+            f"--expert-model-parallel-size {model.expert_model_parallel_size} × "
+            f"--pipeline-model-parallel-size {model.pipeline_model_parallel_size}): change one of them"
+        )
+    if cluster.rollout_num_gpus % cluster.rollout_num_gpus_per_engine:
+        yield (
+            f"--rollout-num-gpus {cluster.rollout_num_gpus} is not a multiple of "
+            f"--rollout-num-gpus-per-engine {cluster.rollout_num_gpus_per_engine}"
+        )
+    if cluster.rollout_num_gpus_per_engine % cluster.rollout_num_nodes_per_engine:
+        yield (
+            f"--rollout-num-gpus-per-engine {cluster.rollout_num_gpus_per_engine} does not divide evenly over "
+            f"--rollout-num-nodes-per-engine {cluster.rollout_num_nodes_per_engine}"
+        )
+
+
+def check_network(arguments: Arguments) -> Iterator[str]:
+    """Check the form of ports and labels, and the flags that a cluster of several nodes needs."""
+    cluster = arguments.cluster
+    for read in (lambda: cluster.ports, lambda: cluster.actor_labels, lambda: cluster.rollout_labels):
+        try:
+            read()
+        except ConfigurationError as error:
+            yield str(error)
+    labels = {"--actor-node-labels": cluster.actor_node_labels, "--rollout-node-labels": cluster.rollout_node_labels}
+    for flag, given in labels.items():
+        if given and cluster.ray_address is None:
+            yield f"{flag} without --ray-address: this machine alone has no labels; name a cluster, or leave it out"
+    certified = (cluster.tls_certificate is not None, cluster.tls_key is not None)
+    if any(certified) != all(certified) or (cluster.tls_ca is not None and not any(certified)):
+        yield "--tls-certificate and --tls-key need each other, and --tls-ca both: give them, or none of the three"
+    weights = arguments.weights
+    if cluster.ray_address and weights.weight_transport == "disk" and weights.weight_staging_dir is None:
+        yield (
+            "--weight-transport disk on a cluster: by default the files are in memory or in the temporary directory of "
+            "the trainer's node; give --weight-staging-dir on a file system that trainer ranks and engines share, or "
+            "use distributed or object_store"
+        )
+
+
+def check_colocation(arguments: Arguments) -> Iterator[str]:
+    """Check that both sides can take turns on the trainer's GPUs."""
+    cluster, engines, weights = arguments.cluster, arguments.engines, arguments.weights
+    if not cluster.colocate:
+        return
+    contradictions = {
+        "without --on-policy, and trainer and engines would work at the same time": not arguments.staleness.on_policy,
+        "with --device cpu, where sides share cores anyway: leave it out": cluster.device == "cpu",
+        f"with --actor-num-nodes {cluster.actor_num_nodes}: weights reach engines of one node only": (
+            cluster.actor_num_nodes > 1
+        ),
+        "with --rollout-num-nodes-per-engine: all GPUs are on one node": cluster.rollout_num_nodes_per_engine > 1,
+        f"with --rollout-num-gpus {cluster.rollout_num_gpus}, and only {cluster.trainer_world_size} GPUs train "
+        "(--actor-num-gpus-per-node)": cluster.rollout_num_gpus > cluster.trainer_world_size,
+        f"with one side alone ({arguments.debug.sides}): there is nobody to take turns with": (
+            arguments.debug.sides != "both"
+        ),
+        "with --server-groups: all engines are alike": engines.server_groups is not None,
+        "with --rollout-external: those engines have their own GPUs": bool(engines.rollout_external),
+        "with --weight-transport distributed, whose process group may have a GPU only once: use ipc": (
+            weights.weight_transport == "distributed"
+        ),
+        f"with --weight-delta {weights.weight_delta}: engines forget the version before": weights.weight_delta != "off",
+        f"with --engine-max-restarts {engines.engine_max_restarts}: an engine would restart where the trainer is; use "
+        "0 (--max-run-restarts restarts the run)": engines.engine_max_restarts > 0,
+    }
+    for problem, holds in contradictions.items():
+        if holds:
+            yield f"--colocate {problem}"
+
+
+def check_ports(arguments: Arguments) -> Iterator[str]:
+    """Check that the first node with trainer ranks, which is the only one without a cluster, has enough ports."""
+    cluster = arguments.cluster
+    try:
+        ports, groups = cluster.ports, server_groups(arguments)
+    except ConfigurationError:  # reported by the checks of these flags
+        return
+    if ports is None or arguments.sides != "both":
+        return
+    taken = _taken_by_ranks(arguments, groups)
+    if cluster.ray_address is None:
+        taken |= _taken_by_rollouts(arguments, groups)
+    if len(ports) < (needed := sum(taken.values())):
+        each = ", ".join(f"{count} for {purpose}" for purpose, count in taken.items())
+        yield (
+            f"--port-range {cluster.port_range}: expected at least {needed} ports, for a node with trainer ranks "
+            f"({each}), found {len(ports)}: give a wider range"
+        )
+
+
+def _taken_by_ranks(arguments: Arguments, groups: Sequence[ServerGroup]) -> dict[str, int]:
+    """Ports on the first node with trainer ranks, by purpose."""
+    cluster, weights = arguments.cluster, arguments.weights
+    taken = {"the rendezvous of ranks": 1}
+    if weights.weight_transport == "distributed":
+        senders = ceil(arguments.model.pipeline_model_parallel_size / cluster.actor_num_nodes)
+        at_once = weights.rolling_engines if weights.publish_order == "rolling" else None
+        fleets = (of_role(groups, "train"), of_role(groups, "evaluation"))
+        engines = [sum(group.num_engines for group in fleet) for fleet in fleets]
+        sets = sum(ceil(count / (at_once or count)) for count in engines if count)
+        taken |= {"weights": senders * sets, "weights of engines under repair": senders}
+    return taken
+
+
+def _taken_by_rollouts(arguments: Arguments, groups: Sequence[ServerGroup]) -> dict[str, int]:
+    """Ports on the one node of a run without a cluster, by purpose."""
+    routers = [
+        arguments.engines.sglang_router_port is None,
+        bool(of_role(groups, "evaluation")),
+        *(group.port is None for group in of_role(groups, "frozen")),
+    ]
+    taken = {
+        "routers": sum(routers),
+        "engines": 2 * sum(group.engines for group in groups if not group.external),
+        "the session server": arguments.sessions.session_server_workers if arguments.sessions.runs_agent else 0,
+    }
+    return {purpose: count for purpose, count in taken.items() if count}
