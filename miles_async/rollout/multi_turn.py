@@ -21,7 +21,7 @@ from miles_async.rollout.generate import Began, routing_key
 from miles_async.runtime.services import Circuit
 from miles_async.runtime.user_code import expect, run_user_code
 from miles_async.trajectory.messages import canonical
-from miles_async.trajectory.taker import Limits, TurnTaker
+from miles_async.trajectory.taker import Limits, TurnRequest, TurnTaker
 from miles_async.trajectory.tree import Trajectory, Turn
 from miles_async.types import AssistantTurn, Attempt, JsonObject, Observation, Prompt, Sample, TokenRewards
 
@@ -71,7 +71,7 @@ class MultiTurnGenerate:
         for index in range(self.max_turns):
             try:
                 # Copies: an environment may reuse its messages.
-                turn = await taker.take([canonical(message) for message in messages], tools)
+                turn = await taker.take(TurnRequest(messages=[canonical(each) for each in messages], tools=tools))
             except NoRoomError:
                 if index == 0:
                     raise

@@ -1,14 +1,13 @@
 """Generation for the session server through the rollout process, over a socket in the file system.
 
-Whether requests may go out, and whether an answer may be used, is known in one place: the client of the rollout
-process, next to the registry of engines (C8). So the session server asks it instead of the router. Two ends::
+Only the rollout process's client, next to the registry of engines, knows whether requests may be sent and whether an
+answer may be used (C8), so the session server asks it instead of the router::
 
     session server                           rollout process
-    EngineLink.generate ───── Asked ──────►  serve_engines ──► RouterClient
-                        ◄─ Answered, Failed ─
+    EngineLink.generate ─── ToRollout ───►  serve_engines ──► RouterClient
+                        ◄── FromRollout ──
 
-All requests share one connection, as frames of msgpack that name their request: HTTP would cost both processes more
-than the rest of a turn.
+All requests share one connection, as numbered frames of msgpack: HTTP would cost more than the rest of a turn.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import structlog
 from miles_async.api import EngineClient
 from miles_async.errors import MilesAsyncError, TransientEngineError, by_name
 from miles_async.runtime.serialization import decode, encode
-from miles_async.sessions.records import Alive
 from miles_async.types import GenerateRequest, Generation
 
 log = structlog.get_logger(__name__)
@@ -34,48 +32,34 @@ _LENGTH_BYTES = 8
 _BUFFER_BYTES = 1 << 20
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A generation call, session server → rollout process."""
+class Alive(msgspec.Struct, frozen=True, kw_only=True):
+    """Sign of life, session server → rollout process, every second once it listens."""
 
-    number: int  # of the request, on its connection
-    request: GenerateRequest
-
-
-class Withdrawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Withdraws a request whose answer is no longer needed, session server → rollout process."""
-
-    number: int
+    instance_id: str  # new at every start
+    url: str  # where agents reach it
+    sessions: int
+    began: dict[str, int] = {}  # sessions that kept turns since the last message → a version of these tokens
 
 
-class Answered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to a call, rollout process → session server."""
+class ToRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """Frame, session server → rollout process: a call, its end (no request), or a report (``alive``)."""
 
-    number: int
-    generation: Generation
+    number: int = 0  # of the call, on its connection
+    request: GenerateRequest | None = None
+    alive: Alive | None = None
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The client raised, which is an answer as good as any, rollout process → session server."""
+class FromRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """Frame, rollout process → session server: the answer to a call, or the error that it raised."""
 
     number: int
-    error: str  # name of a class of ``errors.py``
-    message: str
-
-
-class ToRollout(msgspec.Struct, frozen=True):
-    """A frame, session server → rollout process."""
-
-    said: Asked | Withdrawn | Alive
-
-
-class FromRollout(msgspec.Struct, frozen=True):
-    """A frame, rollout process → session server."""
-
-    said: Answered | Failed
+    generation: Generation | None = None
+    error: str = ""  # name of a class of ``errors.py``
+    message: str = ""
 
 
 class EngineLink:
-    """EngineClient of the session server, its end of the socket."""
+    """EngineClient of the session server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -98,24 +82,24 @@ class EngineLink:
         number = self._asked
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._send(Asked(number=number, request=request))
+            await self._send(ToRollout(number=number, request=request))
             return await answer
         except asyncio.CancelledError:
             with suppress(TransientEngineError):
-                await self._send(Withdrawn(number=number))
+                await self._send(ToRollout(number=number))
             raise
         finally:
             del self._waiting[number]
 
     async def report(self, alive: Alive) -> None:
         """Send a report. Raises TransientEngineError when the rollout process is gone."""
-        await self._send(alive)
+        await self._send(ToRollout(alive=alive))
 
     async def receive(self) -> None:
-        """Hand out answers. Raises TransientEngineError when the rollout process is gone, as calls under way do."""
+        """Deliver answers. Raises TransientEngineError when the rollout process is gone, as pending calls do."""
         try:
             async for frame in _frames(self._reader):
-                self._hand_out(decode(frame, FromRollout).said)
+                self._deliver(decode(frame, FromRollout))
             raise _gone(None)
         finally:
             self._over = True
@@ -123,24 +107,24 @@ class EngineLink:
                 if not answer.done():
                     answer.set_exception(_gone(None))
 
-    def _hand_out(self, told: Answered | Failed) -> None:
-        answer = self._waiting.get(told.number)
-        if answer is None or answer.done():  # withdrawn meanwhile
+    def _deliver(self, frame: FromRollout) -> None:
+        answer = self._waiting.get(frame.number)
+        if answer is None or answer.done():  # cancelled meanwhile
             return
-        if isinstance(told, Answered):
-            answer.set_result(told.generation)
+        if frame.generation is not None:
+            answer.set_result(frame.generation)
         else:
-            answer.set_exception(_raised(told))
+            answer.set_exception(_raised(frame))
 
     async def close(self) -> None:
         """Close the connection."""
         self._writer.close()
 
-    async def _send(self, said: Asked | Withdrawn | Alive) -> None:
+    async def _send(self, frame: ToRollout) -> None:
         if self._over:
             raise _gone(None)
         try:
-            await _write(self._writer, ToRollout(said))
+            await _write(self._writer, frame)
         except OSError as error:
             raise _gone(error) from error
 
@@ -148,7 +132,7 @@ class EngineLink:
 async def serve_engines(
     client: EngineClient, on_alive: Callable[[Alive], None], socket_path: Path
 ) -> Callable[[], Awaitable[None]]:
-    """Serve generation to session servers, at the rollout process's end. Returns a function that stops it."""
+    """Serve generation to session servers, in the rollout process. Returns a function that stops it."""
     connections: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -182,30 +166,28 @@ async def _serve_connection(
 ) -> None:
     running: dict[int, asyncio.Task[None]] = {}
 
-    async def answer(asked: Asked) -> None:
-        told: Answered | Failed
+    async def answer(number: int, request: GenerateRequest) -> None:
         try:
-            told = Answered(number=asked.number, generation=await client.generate(asked.request))
+            answered = FromRollout(number=number, generation=await client.generate(request))
         except MilesAsyncError as error:
-            told = Failed(number=asked.number, error=type(error).__name__, message=str(error))
-        except Exception as error:  # supervision point: a request that nobody foresaw fails alone
+            answered = FromRollout(number=number, error=type(error).__name__, message=str(error))
+        except Exception as error:  # supervision point: an unforeseen request fails alone
             log.exception("a request of the session server failed")
-            told = Failed(number=asked.number, error=TransientEngineError.__name__, message=repr(error))
-        with suppress(OSError):  # the session server is gone, and with it whoever waits
-            await _write(writer, FromRollout(told))
+            answered = FromRollout(number=number, error=TransientEngineError.__name__, message=repr(error))
+        with suppress(OSError):  # the session server is gone
+            await _write(writer, answered)
 
     async with asyncio.TaskGroup() as scope:
         async for frame in _frames(reader):
-            match decode(frame, ToRollout).said:
-                case Asked() as asked:
-                    running[asked.number] = task = scope.create_task(answer(asked))
-                    task.add_done_callback(partial(_forget, running, asked.number))
-                case Withdrawn(number=number):
-                    # An agent that hangs up ends its request here, and so at the engine.
-                    if number in running:
-                        running[number].cancel()
-                case Alive() as alive:
+            match decode(frame, ToRollout):
+                case ToRollout(alive=Alive() as alive):
                     on_alive(alive)
+                case ToRollout(number=number, request=GenerateRequest() as request):
+                    running[number] = task = scope.create_task(answer(number, request))
+                    task.add_done_callback(partial(_forget, running, number))
+                case ToRollout(number=number) if number in running:
+                    # The agent hung up: end its request here, and so at the engine.
+                    running[number].cancel()
         for task in running.values():
             task.cancel()
 
@@ -215,7 +197,7 @@ def _forget(running: dict[int, asyncio.Task[None]], number: int, task: asyncio.T
 
 
 async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Frames as they come; ends with the connection."""
+    """Yield frames until the connection ends."""
     with suppress(asyncio.IncompleteReadError, OSError):
         while True:
             length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
@@ -228,7 +210,7 @@ async def _write(writer: asyncio.StreamWriter, record: object) -> None:
     await writer.drain()
 
 
-def _raised(failed: Failed) -> MilesAsyncError:
+def _raised(failed: FromRollout) -> MilesAsyncError:
     kind = by_name(failed.error)
     if kind is None:
         return TransientEngineError(f"the rollout process failed: {failed.error}: {failed.message}")

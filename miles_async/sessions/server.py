@@ -4,16 +4,16 @@
 
     POST /sessions                             create (the run does; msgpack)
     POST /sessions/{id}/v1/chat/completions    for agents, with any client of that API
-    POST /sessions/{id}/heartbeat              an agent that thinks for long is still there
-    POST /sessions/{id}/finish                 {"reward": 1.0} or {}: the agent's last word
-    POST /sessions/{id}/abort                  {"reason": "..."}: the session is not to be trained
-    POST /sessions/{id}/collect                its sample, once (the run does; msgpack)
-    GET  /sessions/{id}, GET /health           where it stands
+    POST /sessions/{id}/heartbeat              keep an idle session open
+    POST /sessions/{id}/finish                 {"reward": 1.0} or {}: the agent is done
+    POST /sessions/{id}/abort                  {"reason": "..."}: do not train on the session
+    POST /sessions/{id}/collect                end it and return its sample (the run does; msgpack)
+    GET  /sessions/{id}, GET /health           status
 
-What the run does takes the run's key, the rest that or the key of agents (``locks.py``).
+The run's requests need the run's key, all others that or the agents' key (``middleware.py``).
 
-A process of its own with one event loop; work in proportion to the number of tokens runs in threads. It stores nothing:
-when it dies, its open sessions are lost, and their samples are generated again.
+One process with one event loop; long work on tokens runs in threads. Nothing is stored: when the process dies, its open
+sessions are lost, and their samples are generated again.
 """
 
 from __future__ import annotations
@@ -38,16 +38,10 @@ from miles_async.runtime.network.ports import bind_port
 from miles_async.runtime.network.tls import Tls
 from miles_async.runtime.serialization import decode, encode
 from miles_async.runtime.tasks import gathered
-from miles_async.sessions import chat
-from miles_async.sessions.bodies import read_conversation, read_object
-from miles_async.sessions.chat_request import ChatRequest, read_request
-from miles_async.sessions.locks import locked
-from miles_async.sessions.problems import as_json, failure, gone
-from miles_async.sessions.records import SessionSettings
-from miles_async.sessions.session import Session
-from miles_async.trajectory.constraints import Constraint
-from miles_async.trajectory.factory import MakeTrajectory
-from miles_async.trajectory.taker import Limits, TurnTaker
+from miles_async.sessions import chat_completions as chat
+from miles_async.sessions.middleware import as_json, failure, gone, locked, read_conversation, read_object
+from miles_async.sessions.session import Session, SessionSettings
+from miles_async.trajectory.taker import Limits, MakeTrajectory, TurnRequest, TurnTaker
 from miles_async.trajectory.tree import Turn
 from miles_async.types import CollectedSession, JsonObject, OpenSession
 
@@ -74,8 +68,7 @@ class SessionServer:
     ) -> None:
         """``session_timeout``: seconds without a request or heartbeat after which a session expires.
 
-        ``threads``: for work in proportion to the tokens. More would only compete with each other, and with the event
-        loop, for the interpreter.
+        ``threads``: for long work on tokens. More would only compete for the interpreter.
         """
         self.instance_id = uuid.uuid4().hex
         self.url = ""
@@ -85,7 +78,7 @@ class SessionServer:
         self._session_timeout = session_timeout
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
         self._sessions: dict[str, Session] = {}
-        self._began: dict[str, int] = {}  # since it was last asked
+        self._began: dict[str, int] = {}  # since the last call of ``began``
         self._counts: Counter[str] = Counter()
         self._runner: web.AppRunner | None = None
 
@@ -97,14 +90,14 @@ class SessionServer:
         self._began.setdefault(session_id, version)
 
     def began(self) -> dict[str, int]:
-        """Sessions of which turns were kept since the last call, each with the version of a token that carries loss."""
+        """Sessions that kept turns since the last call, each with the version of a token that carries loss."""
         began = dict(self._began)
         self._began.clear()
         return began
 
     # -------------------------------------------------------------------------------------------- life
     async def start(self, host: str, ports: range | None = None, tls: Tls | None = None) -> None:
-        """Listen at ``host``, which is also what agents are given, on a free port, of ``ports`` if given."""
+        """Listen at ``host``, the address that agents are given, on a free port (of ``ports`` if given)."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[as_json, locked(self._keys)])
         app.add_routes(
             [
@@ -136,7 +129,7 @@ class SessionServer:
                 if session.ending == "open" and idle > self._session_timeout:
                     session.end("expired", f"no request or heartbeat for {idle:.0f} s (--session-timeout)")
                     self._counts["expired"] += 1
-                elif idle > 3 * self._session_timeout:  # it will not be collected any more
+                elif idle > 3 * self._session_timeout:  # nobody will collect it
                     del self._sessions[session_id]
 
     async def stop(self) -> None:
@@ -225,7 +218,7 @@ class SessionServer:
     async def _collect(self, request: web.Request) -> web.Response:
         session = self._session(request, must_be_open=False)
         session.end("finished")
-        del self._sessions[session.session_id]  # and no late request revives it
+        del self._sessions[session.session_id]  # so that no late request revives it
         return web.Response(body=await self._in_thread(_collected, session))
 
     # --------------------------------------------------------------------------------- chat completions
@@ -240,12 +233,12 @@ class SessionServer:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await self._body(request, session)
-        asked = read_request(body) if len(body) <= _SHORT_BYTES else await self._in_thread(read_request, body)
-        session.check_options(asked)
-        constraint = session.constraint(asked)
+        asked = chat.read_request(body) if len(body) <= _SHORT_BYTES else await self._in_thread(chat.read_request, body)
+        turn = asked.turn()
+        session.check(turn)
         self._counts["requests"] += 1
         completion_id = f"chatcmpl-{self.instance_id}-{self._counts['requests']}"
-        take = partial(self._take, session, asked, constraint)
+        take = partial(self._take, session, turn, asked.choices)
         if asked.stream:
             return await self._stream(request, session, asked, take, completion_id)
         answer = chat.completion(await take(), asked, completion_id, session.taker.decode)
@@ -258,20 +251,9 @@ class SessionServer:
             with session.request():  # the trajectory ends for want of room, as if it had been tokenized
                 raise
 
-    async def _take(self, session: Session, asked: ChatRequest, constraint: Constraint | None) -> list[Turn]:
-        async def take() -> Turn:
-            return await session.taker.take(
-                asked.messages,
-                asked.offered_tools,
-                asked.chat_template_kwargs,
-                max_tokens=asked.limit,
-                stop=asked.stops,
-                parallel_calls=asked.parallel_calls,
-                constraint=constraint,
-            )
-
+    async def _take(self, session: Session, request: TurnRequest, choices: int) -> list[Turn]:
         with session.request():
-            turns = await gathered(*(take() for _ in range(asked.choices)))
+            turns = await gathered(*(session.taker.take(request) for _ in range(choices)))
         self._counts["turns"] += len(turns)
         for turn in turns:
             self._counts["prompt_tokens"] += turn.sampled.prompt_tokens
@@ -283,7 +265,7 @@ class SessionServer:
         self,
         request: web.Request,
         session: Session,
-        asked: ChatRequest,
+        asked: chat.ChatRequest,
         take: Callable[[], Awaitable[list[Turn]]],
         completion_id: str,
     ) -> web.StreamResponse:
@@ -329,7 +311,7 @@ _COUNTED = (
 
 
 async def _with_comments(response: web.StreamResponse, answer: Awaitable[list[Turn]]) -> list[Turn]:
-    """Await the answer; meanwhile send comments, so that no proxy takes the connection for dead."""
+    """Await the answer; send comments meanwhile to keep proxies from closing the connection."""
 
     async def comment() -> None:
         while True:

@@ -1,10 +1,10 @@
 """The rollout process's side of the session server: worker processes, and the sessions in each.
 
-A session lives in one worker from its first request to its last, and its URL is that worker's: agents need no other
-address. A new session goes to the worker with the fewest open ones among those that are up.
+A session stays in one worker, whose URL its agent is given. A new session goes to the running worker with the fewest
+open ones.
 
-A worker that dies or falls silent is started again, without its sessions: callers that wait for one of them get a
-TransientEngineError, so that its sample is generated again. The other workers go on.
+A worker that dies or falls silent is restarted without its sessions: their callers get a TransientEngineError, so that
+the samples are generated again. The other workers continue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from miles_async.runtime.network.tls import Tls
 from miles_async.runtime.processes.restarts import RestartBudget
 from miles_async.runtime.serialization import decode, encode
 from miles_async.runtime.tasks import gathered
-from miles_async.sessions.records import Alive, SessionSettings
+from miles_async.sessions.engine_link import Alive
+from miles_async.sessions.session import SessionSettings
 from miles_async.sessions.worker import Launch, SessionWorker
 from miles_async.types import CollectedSession, OpenSession
 
@@ -60,9 +61,9 @@ class SessionService:
         max_restarts: int = 10,
         restart_window: float = 3600.0,
     ) -> None:
-        """``keys``, ``tls``: of the processes that ``launch`` makes. ``began``: told the routing key of each session of
-        which a turn was kept, and the version of one of its tokens. ``silence_timeout``: seconds without a sign of life
-        after which a worker is taken for dead. ``max_restarts``: of each worker in any ``restart_window`` seconds.
+        """``keys``, ``tls``: of the launched processes. ``began``: called with the routing key of each session that
+        kept a turn, and the version of one of its tokens. ``silence_timeout``: seconds without a report after which a
+        worker counts as dead. ``max_restarts``: of each worker in any ``restart_window`` seconds.
         """
         self._keys = keys
         self._tls = tls
@@ -96,7 +97,7 @@ class SessionService:
         await gathered(*(worker.start(directory / f"{index}.sock") for index, worker in enumerate(self.workers)))
 
     async def supervise(self) -> None:
-        """Restart workers that are gone, forever. Raises EngineError if that happens too often."""
+        """Restart dead workers, forever. Raises EngineError if that happens too often."""
         await gathered(*(worker.supervise() for worker in self.workers))
 
     async def stop(self) -> None:

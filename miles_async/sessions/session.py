@@ -6,14 +6,25 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
+
 from miles_async.errors import MilesAsyncError, NoRoomError, RequestRejectedError, TrajectoryError
 from miles_async.runtime.clock import now
-from miles_async.sessions.chat_request import ChatRequest
-from miles_async.trajectory.constraints import Constraint
 from miles_async.trajectory.rendering import check_options
 from miles_async.trajectory.schema_bounds import check_bounds
-from miles_async.trajectory.taker import TurnTaker
-from miles_async.types import SessionEnding
+from miles_async.trajectory.taker import TurnRequest, TurnTaker
+from miles_async.types import JsonObject, SessionEnding
+
+
+class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a session, rollout process → session server."""
+
+    routing_key: str
+    sampling: JsonObject  # SGLang's parameters
+    max_response: int  # tokens
+    max_total: int
+    max_turn: int | None = None
+    may_constrain: bool = True  # answers may be made to fit a grammar: the loss corrects for it, or there is none
 
 
 class Session:
@@ -65,20 +76,18 @@ class Session:
         for task in self._tasks:
             task.cancel()
 
-    def check_options(self, asked: ChatRequest) -> None:
-        """Check a request's ``chat_template_kwargs``. Raises TrajectoryError if one may not be set."""
-        check_options(asked.chat_template_kwargs, self.taker.trajectory.renderer.chat.variables)
+    def check(self, request: TurnRequest) -> None:
+        """Check what a request wants of the template and the engine.
 
-    def constraint(self, asked: ChatRequest) -> Constraint | None:
-        """Constraint of a request. Raises TrajectoryError if the run's loss does not correct for constraints, or if one
-        could take an engine's time.
+        Raises TrajectoryError if it sets an option of the template that may not be set, or a constraint that the run's
+        loss does not correct for or that could take an engine's time.
         """
-        constraint = asked.constraint
-        if constraint is not None and not self._may_constrain:
+        check_options(request.options, self.taker.trajectory.renderer.chat.variables)
+        if request.constraint is None:
+            return
+        if not self._may_constrain:
             raise TrajectoryError(
                 "response_format and tool_choice other than auto and none change what is sampled from, and this run "
                 "does not correct for that: add --use-rollout-logprobs or --use-tis"
             )
-        if constraint is not None:
-            check_bounds(constraint.schemas)
-        return constraint
+        check_bounds(request.constraint.schemas)

@@ -14,8 +14,7 @@ from miles_async.api import EngineClient
 from miles_async.errors import EngineError, EngineStartError, first_error
 from miles_async.runtime.clock import now
 from miles_async.runtime.processes.restarts import RestartBudget
-from miles_async.sessions.engine_link import serve_engines
-from miles_async.sessions.records import Alive
+from miles_async.sessions.engine_link import Alive, serve_engines
 
 log = structlog.get_logger(__name__)
 
@@ -50,14 +49,14 @@ class SessionWorker:
         silence_timeout: float,
         budget: RestartBudget,
     ) -> None:
-        """``on_alive``: told every sign of life of the process that runs now. ``silence_timeout``: seconds without one
-        after which the process is taken for dead.
+        """``on_alive``: called with each report of the running process. ``silence_timeout``: seconds without a report
+        after which the process counts as dead.
         """
         self.name = f"worker {index} of the session server"
         self._index = index
         self._client = client
         self._launch = launch
-        self._told = on_alive
+        self._report = on_alive
         self._start_timeout = start_timeout
         self._silence_timeout = silence_timeout
         self._budget = budget
@@ -87,7 +86,7 @@ class SessionWorker:
         await self._start_process()
 
     async def supervise(self) -> None:
-        """Restart the process whenever it is gone, forever. Raises EngineError if that happens too often."""
+        """Restart the process whenever it dies, forever. Raises EngineError if that happens too often."""
         while True:
             why = await self._until_gone()
             assert self._child is not None
@@ -133,7 +132,7 @@ class SessionWorker:
         if alive.instance_id not in self._gone:
             self._alive, self._heard = alive, now()
             self._up.set()
-            self._told(alive)
+            self._report(alive)
 
     async def _until_gone(self) -> str:
         """Wait until the process needs a restart; return the reason."""

@@ -1,7 +1,7 @@
 """Constraints on a turn (JSON of a schema, calls of tools) as a grammar for the engine.
 
-SGLang samples among the tokens that the grammar allows, so the log-probs that it returns are those of the policy
-restricted to these tokens, and not those of the policy alone. docs/agents.md describes the effect on the loss.
+SGLang samples among the tokens that the grammar allows, so it returns the log-probs of the policy restricted to
+these tokens, not of the policy alone. docs/agents.md describes the effect on the loss.
 
 Source: XGrammar's structural tags, https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html (0.2.7).
 """

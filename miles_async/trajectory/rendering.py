@@ -148,7 +148,7 @@ def check_unchanged(before: str, now: str) -> None:
 
 
 def text_diff(expected: str, found: str) -> str:
-    """Return where two texts begin to differ. Linear: those of an agent may have megabytes."""
+    """Return where two texts begin to differ, in linear time: an agent's may have megabytes."""
     pairs = enumerate(zip(expected, found, strict=False))
     at = next((at for at, (one, other) in pairs if one != other), min(len(expected), len(found)))
     around = slice(max(0, at - 80), at + 160)
@@ -158,7 +158,7 @@ def text_diff(expected: str, found: str) -> str:
 def check_options(options: JsonObject | None, variables: frozenset[str]) -> None:
     """Check the ``chat_template_kwargs`` of a request. Raises TrajectoryError naming the one that is not allowed.
 
-    ``variables``: those of the template that requests may set. Everything else could replace the template, or what the
+    ``variables``: of the template, that requests may set. Everything else could replace the template, or what the
     run fills in.
     """
     for name, value in (options or {}).items():

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from miles_async.api import EngineClient
+from miles_async.arguments.sessions import ReasoningParser, TurnHistory
 from miles_async.errors import NoRoomError
+from miles_async.runtime.hooks import load_object
 from miles_async.trajectory.constraints import GRAMMAR, Constraint, grammar
-from miles_async.trajectory.replies import CALL_ENDS
+from miles_async.trajectory.rendering import ChatFormat, Renderer
+from miles_async.trajectory.replies import CALL_ENDS, PARSERS, ParseCalls, ReplyParser
 from miles_async.trajectory.tree import Context, Tools, Trajectory, Turn
 from miles_async.trajectory.turn import take_turn
 from miles_async.types import Int32, JsonObject
 
 InThread = Callable[..., Awaitable[Any]]
 """``asyncio.to_thread`` or the like, since tokenizing takes time in proportion to the tokens."""
-
 
 _FEW_TOKENS = 1024  # of an answer: decoded faster than handed to a thread and back
 
@@ -44,6 +46,19 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRequest:
+    """A request for a turn, whatever protocol it came in."""
+
+    messages: Sequence[object]  # the conversation, in the form of chat completions; must not be changed afterwards
+    tools: Tools = ()  # offered to the model
+    options: JsonObject = field(default_factory=dict)  # for the chat template
+    max_tokens: int | None = None  # of this turn, within the limits
+    stops: Sequence[str] = ()  # more texts that end the turn; the reply leaves them out, the tokens have them
+    parallel_calls: bool = True  # the reply may have several calls of tools
+    constraint: Constraint | None = None  # restricts what is sampled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TurnTaker:
     """Takes the turns of one trajectory."""
 
@@ -53,62 +68,76 @@ class TurnTaker:
     limits: Limits
     routing_key: str
     in_thread: InThread
-    began: Callable[[int], None] = lambda version: None  # told the version of a token of each turn, which carries loss
+    began: Callable[[int], None] = lambda version: None  # called with the version of a token that carries loss
 
     @property
     def decode(self) -> Callable[[Sequence[int]], str]:
         """Decoder that keeps special tokens."""
         return self.trajectory.renderer.chat.decode_all
 
-    async def take(
-        self,
-        messages: Sequence[object],
-        tools: Tools = (),
-        options: JsonObject | None = None,
-        *,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        parallel_calls: bool = True,
-        constraint: Constraint | None = None,
-    ) -> Turn:
+    async def take(self, request: TurnRequest) -> Turn:
         """Sample the model's answer to a conversation and keep it in the trajectory.
-
-        Args:
-            messages: in the form of chat completions. Must not be changed afterwards.
-            tools: offered to the model.
-            options: more for the chat template.
-            max_tokens: of this turn, within the limits.
-            stop: more strings that end the turn; the reply leaves them out, the tokens have them.
-            parallel_calls: the reply may have several calls of tools.
-            constraint: restricts the turn.
 
         Raises:
             TrajectoryError: messages that have no tokens, a constraint that cannot be kept, and NoRoomError.
             EngineError: what the client raises.
         """
         context, input_ids = (
-            self._prepare(messages, tools, options)
-            if self.trajectory.adds_little(messages, tools)
-            else await self.in_thread(self._prepare, messages, tools, options)
+            self._prepare(request)
+            if self.trajectory.adds_little(request.messages, request.tools)
+            else await self.in_thread(self._prepare, request)
         )
         room = self.limits.room(context)
-        sampling = {**self.sampling, "max_new_tokens": room if max_tokens is None else min(room, max_tokens)}
-        parser = self.trajectory.parser
-        call_end = CALL_ENDS.get(parser.call_style or "") if tools and not parallel_calls else None
-        if stops := [*stop, *([call_end] if call_end else [])]:
+        sampling = {**self.sampling, "max_new_tokens": min(room, request.max_tokens or room)}
+        parser, stops = self.trajectory.parser, [*request.stops]
+        if request.tools and not request.parallel_calls and (end := CALL_ENDS.get(parser.call_style or "")):
+            stops.append(end)
+        if stops:
             sampling["stop"] = [*self.sampling.get("stop", ()), *stops]
-        if constraint is not None:
+        if request.constraint is not None:
             style, splits = parser.call_style, parser.splits_reasoning
-            sampling[GRAMMAR] = grammar(constraint, context.text, call_style=style, splits_reasoning=splits)
+            sampling[GRAMMAR] = grammar(request.constraint, context.text, call_style=style, splits_reasoning=splits)
         key = self.routing_key
         sampled = await take_turn(self.client, input_ids, sampling, routing_key=key, routed=context.routed)
-        add = partial(self.trajectory.add, context, sampled, stops=stop, parallel_calls=parallel_calls)
+        add = partial(self.trajectory.add, context, sampled, stops=request.stops, parallel_calls=request.parallel_calls)
         turn: Turn = add() if len(sampled.output_ids) <= _FEW_TOKENS else await self.in_thread(add)
         # Neither a stop token, in whose place the template may write another, nor what a grammar dictates carries loss.
         if len(sampled.output_ids) > 1 and not sampled.constrained:
             self.began(int(sampled.weight_versions[0]))
         return turn
 
-    def _prepare(self, messages: Sequence[Any], tools: Tools, options: JsonObject | None) -> tuple[Context, Int32]:
-        context = self.trajectory.extend(messages, tools, options)
+    def _prepare(self, request: TurnRequest) -> tuple[Context, Int32]:
+        context = self.trajectory.extend(request.messages, request.tools, request.options)
         return context, self.trajectory.input_ids(context)
+
+
+MakeTrajectory = Callable[[], Trajectory]
+
+
+def trajectory_factory(
+    chat: ChatFormat,
+    tool_call_parser: str | None,
+    reasoning_parser: ReasoningParser | None,
+    *,
+    turn_history: TurnHistory = "sampled",
+) -> MakeTrajectory:
+    """Make trajectories with the chat template and parsers of the run.
+
+    ``tool_call_parser``: a name of ``PARSERS``, or module:attr. ``turn_history``: what a turn continues
+    (``--turn-history``). Raises ConfigurationError.
+    """
+    parser = ReplyParser(
+        chat=chat,
+        parse_calls=named_parser(tool_call_parser),
+        splits_reasoning=reasoning_parser == "think",
+        call_style=tool_call_parser if tool_call_parser in PARSERS else None,
+    )
+    renderer = Renderer(chat)
+    return lambda: Trajectory(renderer, parser, as_template_writes=turn_history == "template")
+
+
+def named_parser(name: str | None) -> ParseCalls | None:
+    """``--tool-call-parser``. Raises ConfigurationError for a hook that cannot be used."""
+    if name is None or name in PARSERS:
+        return PARSERS.get(name or "")
+    return load_object(name, ParseCalls, "--tool-call-parser")

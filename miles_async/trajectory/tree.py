@@ -20,7 +20,7 @@ which hardly any template looks at. Whether that is so is checked by rendering t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -404,23 +404,51 @@ def _input_ids(context: Context, latest: _Request) -> Int32:
     return np.concatenate([latest.input_ids, parent.sampled.output_ids[: context.kept], context.appended])
 
 
+_Piece = tuple[Int32, UInt8, Float32, Int32, Float32]
+"""Tokens, loss mask, log-probs, weight versions and rewards of a part of a branch."""
+
+
 def _branch(leaf: Turn, counted: set[Turn], rewards: Mapping[Turn, float]) -> Branch:
     """Build a branch. ``counted``: turns that carry loss in other branches."""
-    path = [*_path(leaf)]
-    arrays = _Arrays()
+    path = _path(leaf)
+    pieces: list[_Piece] = []
     for turn, following in zip(path, [*path[1:], None], strict=True):
-        arrays.append(turn.context.appended)
         kept = len(turn.sampled.output_ids) if following is None else following.context.kept
-        arrays.append_sampled(turn.sampled, kept, carries_loss=turn not in counted, reward=rewards.get(turn, 0.0))
+        pieces.append(_without_loss(turn.context.appended))
+        if turn in counted:
+            pieces.append(_without_loss(turn.sampled.output_ids[:kept]))
+        else:
+            pieces.append(_with_loss(turn.sampled, kept, rewards.get(turn, 0.0)))
+    tokens, loss_mask, logprobs, versions, token_rewards = map(np.concatenate, zip(*pieces, strict=True))
     return Branch(
-        tokens=np.concatenate(arrays.tokens),
+        tokens=tokens,
         prompt_length=leaf.context.prompt_length,
-        loss_mask=np.concatenate(arrays.loss_mask),
-        rollout_logprobs=np.concatenate(arrays.logprobs),
-        weight_versions=np.concatenate(arrays.versions),
+        loss_mask=loss_mask,
+        rollout_logprobs=logprobs,
+        weight_versions=versions,
         routed_experts=with_last_token(_experts(path)),
-        token_rewards=np.concatenate(arrays.rewards) if rewards else None,
+        token_rewards=token_rewards if rewards else None,
     )
+
+
+def _without_loss(tokens: Int32) -> _Piece:
+    """Tokens that no engine sampled, or that carry loss in another branch."""
+    count = len(tokens)
+    zeros = np.zeros(count, np.float32)
+    return tokens, np.zeros(count, np.uint8), zeros, np.full(count, NO_VERSION, np.int32), zeros
+
+
+def _with_loss(sampled: Generation, count: int, reward: float) -> _Piece:
+    """The first ``count`` tokens of a turn. ``reward``: at the last of them that carries loss."""
+    logprobs, versions = sampled.logprobs[:count], sampled.weight_versions[:count]
+    chosen = np.ones(count, np.bool_)
+    if sampled.constrained:
+        chosen = ~(logprobs >= 0)  # the only token that a grammar allows was not chosen; the guard handles NaN
+        chosen |= not chosen.any()  # but every turn has an age
+        versions = np.where(chosen, versions, NO_VERSION).astype(np.int32)
+    rewards = np.zeros(count, np.float32)
+    rewards[np.flatnonzero(chosen)[-1:]] = reward
+    return sampled.output_ids[:count], chosen.astype(np.uint8), logprobs, versions, rewards
 
 
 def _experts(path: Sequence[Turn]) -> RoutedExperts | None:
@@ -433,54 +461,13 @@ def _experts(path: Sequence[Turn]) -> RoutedExperts | None:
     return np.concatenate(pieces)
 
 
-class _Arrays:
-    """The per-token arrays of a branch, in pieces."""
-
-    def __init__(self) -> None:
-        self.tokens: list[Int32] = []
-        self.loss_mask: list[UInt8] = []
-        self.logprobs: list[Float32] = []
-        self.versions: list[Int32] = []
-        self.rewards: list[Float32] = []
-
-    def append(self, tokens: Int32) -> None:
-        """Append tokens that no engine sampled."""
-        count = len(tokens)
-        no_versions = np.full(count, NO_VERSION, np.int32)
-        self._append(tokens, np.zeros(count, np.uint8), np.zeros(count, np.float32), no_versions)
-
-    def append_sampled(self, sampled: Generation, count: int, *, carries_loss: bool, reward: float) -> None:
-        """Append the first ``count`` tokens of a turn. ``reward``: at the last of them that carries loss."""
-        tokens, logprobs = sampled.output_ids[:count], sampled.logprobs[:count]
-        if not carries_loss:  # they do in another branch
-            self.append(tokens)
-        elif sampled.constrained:
-            chosen = ~(logprobs >= 0)  # the only token that a grammar allows was not chosen; the guard handles NaN
-            chosen |= not chosen.any()  # but every turn has an age
-            versions = np.where(chosen, sampled.weight_versions[:count], NO_VERSION).astype(np.int32)
-            self._append(tokens, chosen.astype(np.uint8), logprobs, versions)
-        else:
-            self._append(tokens, np.ones(count, np.uint8), logprobs, sampled.weight_versions[:count])
-        if carried := np.flatnonzero(self.loss_mask[-1]).tolist():
-            self.rewards[-1][carried[-1]] = reward
-
-    def _append(self, tokens: Int32, mask: UInt8, logprobs: Float32, versions: Int32) -> None:
-        self.tokens.append(tokens)
-        self.loss_mask.append(mask)
-        self.logprobs.append(logprobs)
-        self.versions.append(versions)
-        self.rewards.append(np.zeros(len(tokens), np.float32))
-
-
-def _path(turn: Turn | None) -> Sequence[Turn]:
+def _path(turn: Turn | None) -> list[Turn]:
     """Turns from the first to this one."""
-
-    def upwards(turn: Turn | None) -> Iterator[Turn]:
-        while turn is not None:
-            yield turn
-            turn = turn.context.parent
-
-    return [*upwards(turn)][::-1]
+    path = []
+    while turn is not None:
+        path.append(turn)
+        turn = turn.context.parent
+    return path[::-1]
 
 
 def _conversation(turn: Turn | None) -> list[Message]:

@@ -22,10 +22,9 @@ from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.keys import SessionKeys
 from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.runtime.services import Circuit, Services
-from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
-from miles_async.trajectory.factory import named_parser, trajectory_factory
-from miles_async.trajectory.taker import Limits
+from miles_async.sessions.session import SessionSettings
+from miles_async.trajectory.taker import Limits, named_parser, trajectory_factory
 from miles_async.types import CollectedSession, JsonObject, OpenSession, Prompt, Sample
 from miles_async.wiring.session_process import ServerSettings
 

@@ -20,10 +20,9 @@ from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.runtime import garbage
 from miles_async.runtime.network.keys import SessionKeys, take_session_keys
 from miles_async.runtime.network.tls import Tls
-from miles_async.sessions.engine_link import EngineLink
-from miles_async.sessions.records import Alive
+from miles_async.sessions.engine_link import Alive, EngineLink
 from miles_async.sessions.server import SessionServer
-from miles_async.trajectory.factory import trajectory_factory
+from miles_async.trajectory.taker import trajectory_factory
 
 REPORT_SECONDS = 1.0
 

@@ -22,8 +22,8 @@ import psutil
 
 from miles_async.runtime.network.keys import make_run_keys
 from miles_async.runtime.processes.child_process import ChildProcess
-from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
+from miles_async.sessions.session import SessionSettings
 from miles_async.types import GenerateRequest, Generation, Int32
 from miles_async.wiring.session_process import ServerSettings
 from tests.benchmarks.report import Row, report

@@ -12,8 +12,8 @@ import aiohttp
 import openai
 
 from miles_async.runtime.serialization import decode, encode
-from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.server import SessionServer
+from miles_async.sessions.session import SessionSettings
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser, parse_qwen
 from miles_async.trajectory.tree import Trajectory

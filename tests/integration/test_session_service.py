@@ -16,8 +16,8 @@ import pytest
 
 from miles_async.errors import EngineStartError, RequestRejectedError, TransientEngineError
 from miles_async.runtime.processes.child_process import ChildProcess
-from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.service import SessionService
+from miles_async.sessions.session import SessionSettings
 from miles_async.types import OpenSession
 from miles_async.wiring.session_process import ServerSettings
 from tests.fakes.keys import KEYS

@@ -31,7 +31,7 @@ TELLERS = {
     "ledger/writer.py",
     "observability/metrics_file.py",
     "prompts/templates.py",
-    "sessions/chat.py",
+    "sessions/chat_completions.py",
 }
 DOCTOR = {"machine/cluster.py", "machine/network.py"}  # they tell a clock that is wrong
 

@@ -12,8 +12,7 @@ import pytest
 
 from miles_async.api import EngineClient
 from miles_async.errors import NoRoomError, RequestRejectedError, TransientEngineError
-from miles_async.sessions.engine_link import EngineLink, serve_engines
-from miles_async.sessions.records import Alive
+from miles_async.sessions.engine_link import Alive, EngineLink, serve_engines
 from miles_async.types import GenerateRequest, Generation
 from tests.fakes.scripted_model import ScriptedModel
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from miles_async.engines.client import http_error
 from miles_async.errors import StalledError, TransientEngineError
 from miles_async.runtime.network.ports import HeldPort
-from miles_async.sessions.problems import as_json
+from miles_async.sessions.middleware import as_json
 from miles_async.sessions.server import SessionServer
 from miles_async.trajectory.tree import Trajectory
 from miles_async.trajectory.turn import take_turn

@@ -14,9 +14,9 @@ import pytest
 
 from miles_async.errors import EngineError, EngineStartError, TransientEngineError
 from miles_async.sessions.engine_link import EngineLink
-from miles_async.sessions.records import SessionSettings
 from miles_async.sessions.server import SessionServer
 from miles_async.sessions.service import SessionService
+from miles_async.sessions.session import SessionSettings
 from miles_async.types import OpenSession
 from miles_async.wiring.session_process import serve_sessions
 from tests.fakes.keys import KEYS
