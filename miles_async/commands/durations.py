@@ -27,8 +27,7 @@ from miles_async.simulation.estimates import (
 )
 from miles_async.simulation.plan import Timing
 from miles_async.train_data.work import model_work
-from miles_async.weights.transports.choice import count_senders
-from miles_async.weights.transports.registry import find_transport
+from miles_async.weights.transports.choice import count_senders, find_transport
 
 COMPARED = ("distributed", "disk", "object_store")  # transports that a plan shows, beside the run's
 SENT = {"xor": {"bf16": 0.03, "fp32": 0.43}, "overwrite": {"bf16": 0.04, "fp32": 0.84}}

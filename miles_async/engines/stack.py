@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from miles_async.arguments.engines import EnginesArguments
 from miles_async.arguments.routing import RouterShape
@@ -19,11 +20,12 @@ from miles_async.engines.client import RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.load import Loads
-from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.router import Router
 from miles_async.engines.router_metrics import RouterMetrics
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
+from miles_async.errors import EngineError
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.keys import EngineKeys
 from miles_async.runtime.tasks import afterwards, gathered, quietly
@@ -123,6 +125,28 @@ class EngineStack:
     def stats(self) -> EngineStats:
         """Cheap, for logs and messages."""
         return engine_stats(self.registry, self.traffic, self._router_metrics.latest)
+
+
+class FrozenEngines(EngineStack):
+    """Engines that keep the weights they were started with, such as a judge: each serves as soon as it is up."""
+
+    async def supervise(self) -> None:
+        """Supervise the stack and admit engines as they come up."""
+        await gathered(super().supervise(), self._admit())
+
+    async def _admit(self) -> NoReturn:
+        while True:
+            await self.supervisor.wait_for_joining()
+            for record in self.registry.in_state(EngineState.JOINING):
+                await self._admit_one(record)
+
+    async def _admit_one(self, record: EngineRecord) -> None:
+        assert record.url is not None
+        record.verified = True
+        try:
+            await self.supervisor.routing.admit(record, record.url)
+        except EngineError as error:
+            await self.supervisor.routing.fence(record, str(error))
 
 
 def engine_stats(registry: EngineRegistry, traffic: Traffic, router: Mapping[str, float]) -> EngineStats:

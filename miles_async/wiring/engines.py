@@ -16,11 +16,10 @@ from miles_async.arguments.model_files import read_config
 from miles_async.arguments.routing import RouterShape, router_shape
 from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
 from miles_async.engines.external import ExternalServers
-from miles_async.engines.frozen import FrozenEngines
 from miles_async.engines.kind import LaunchServer, ServerSpec
 from miles_async.engines.placement import RayServers
 from miles_async.engines.sglang.kind import SGLANG
-from miles_async.engines.stack import EngineStack
+from miles_async.engines.stack import EngineStack, FrozenEngines
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import ConfigurationError
 from miles_async.one_side import CHECKPOINT_VERSION

@@ -16,12 +16,12 @@ import pytest_asyncio
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.client import ROUTED_WORKER, ROUTING_KEY
-from miles_async.engines.frozen import FrozenEngines
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineState
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.kind import SGLANG
+from miles_async.engines.stack import FrozenEngines
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.runtime.network.addresses import LOCAL
 from tests.integration.served_models import save_served

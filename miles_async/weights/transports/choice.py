@@ -1,17 +1,34 @@
-"""The transport of a run as its flags choose it: both halves, and why it would not work."""
+"""The transports by name (``--weight-transport``); the one of a run: both halves, and why it would not work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.hooks import load_instance
 from miles_async.seams import EngineFleet, WeightSender, WeightSenders, WeightTransport
 from miles_async.weights.staging_options import KEPT_VERSIONS, StagingOptions
-from miles_async.weights.transports.registry import TRANSPORTS, find_transport
+from miles_async.weights.transports import disk, distributed, ipc, object_store
 from miles_async.weights.transports.spec import DriverSide, RankSide, TransportSpec
+
+TRANSPORTS: dict[str, TransportSpec[Any]] = {
+    spec.name: spec for spec in (distributed.SPEC, disk.SPEC, object_store.SPEC, ipc.SPEC)
+}
+
+
+def find_transport(name: str) -> TransportSpec[Any]:
+    """The transport called ``name``, or the one at ``module:attr``. Raises ConfigurationError."""
+    if name in TRANSPORTS:
+        return TRANSPORTS[name]
+    if ":" not in name:
+        raise ConfigurationError(
+            f"--weight-transport {name}: expected {', '.join(TRANSPORTS)}, or module:attr naming a TransportSpec"
+        )
+    return load_instance(name, TransportSpec, "--weight-transport")
 
 
 def make_transport(

@@ -10,10 +10,10 @@ import pytest
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.external import ExternalServers
-from miles_async.engines.frozen import FrozenEngines
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineState
 from miles_async.engines.sglang.api import SGLangServer
+from miles_async.engines.stack import FrozenEngines
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.network.addresses import LOCAL

@@ -13,10 +13,9 @@ from structlog.testing import capture_logs
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.files.owned_directory import OwnedDirectory
+from miles_async.weights.staging import make_staging_directory
 from miles_async.weights.staging_options import StagingOptions
-from miles_async.weights.staging_place import make_staging_directory
-from miles_async.weights.transports.choice import make_sender
-from miles_async.weights.transports.registry import TRANSPORTS
+from miles_async.weights.transports.choice import TRANSPORTS, make_sender
 
 GB = 10**9
 
@@ -34,10 +33,10 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     monkeypatch.setattr("tempfile.tempdir", str(disk))
-    for module in ("runtime.files.scratch", "weights.staging_place"):
+    for module in ("runtime.files.scratch", "weights.staging"):
         monkeypatch.setattr(f"miles_async.{module}.free_memory", lambda: 64 * GB)
     monkeypatch.setattr(
-        "miles_async.weights.staging_place.scratch_directory",
+        "miles_async.weights.staging.scratch_directory",
         lambda room, *, mode: made(room, mode=mode, memory=memory),
     )
     return disk

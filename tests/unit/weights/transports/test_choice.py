@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from miles_async.arguments import WeightsArguments
-from miles_async.weights.transports.choice import count_senders, transport_problems
-from miles_async.weights.transports.registry import TRANSPORTS
+from miles_async.weights.transports.choice import TRANSPORTS, count_senders, transport_problems
 
 
 def problems(

@@ -16,10 +16,9 @@ from miles_async.seams import SenderHandle, WeightSender
 from miles_async.types import StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.staging import Staging
-from miles_async.weights.transports.choice import count_senders, make_sender, make_transport
+from miles_async.weights.transports.choice import count_senders, find_transport, make_sender, make_transport
 from miles_async.weights.transports.host_files import Source
 from miles_async.weights.transports.local_files import LocalFilesTransport
-from miles_async.weights.transports.registry import find_transport
 from miles_async.weights.transports.spec import DriverSide, RankSide, TransportSpec
 from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeTrainer, InProcess

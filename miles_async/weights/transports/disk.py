@@ -1,4 +1,7 @@
-"""The driver's half of ``disk``."""
+"""``disk``: engines load the staged files, from a file system that the sending rank and all engines share.
+
+The rank's half is ``Staging`` itself, which writes them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from miles_async.seams import EngineErrors, InferenceServer, WeightSender, Weigh
 from miles_async.types import Incarnation, StagedWeights
 from miles_async.weights.files import MANIFEST
 from miles_async.weights.transports.local_files import LocalFilesTransport
-from miles_async.weights.transports.spec import DriverSide
+from miles_async.weights.transports.spec import DriverSide, RankSide, TransportSpec
 
 
 def make_driver(side: DriverSide[WeightSender]) -> WeightTransport:
@@ -50,3 +53,12 @@ def expect_staged(_: Path, directory: str) -> None:
 
 async def _path(staged: StagedWeights, _: int, name: str) -> str:
     return str(Path(staged.directory) / name)
+
+
+def _rank(side: RankSide) -> WeightSender:
+    from miles_async.weights.staging import Staging
+
+    return Staging(side.staging)
+
+
+SPEC = TransportSpec(name="disk", driver=make_driver, rank=_rank, shared_files=True, delta=True, several_nodes=True)
