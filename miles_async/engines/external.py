@@ -1,4 +1,4 @@
-"""Servers that somebody else started: attached, brought to the run's weights, and left running at the end."""
+"""Servers that the run did not start: attached, brought to the run's weights, and left running at the end."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _ExternalServer:
         raise EngineError("nothing of ours runs on the host of an external engine")
 
     async def stop(self) -> None:
-        """Leave it running, and let it go on if it was fenced in a pause, or requests would wait in it forever."""
+        """Leave it running, and resume it if it was fenced in a pause, or its requests would wait forever."""
         async with self._server() as server:
             with suppress(EngineError):  # it may be gone
                 await server.resume(self._url, _PROBE_SECONDS)

@@ -1,9 +1,9 @@
 """The engines as the publisher sees them: operations on the named engines concurrently.
 
-Engines are named by their incarnations, and an operation counts only for those that are the same when all have
-answered: an engine that is restarted in the middle of an update has received nothing of it.
+An operation counts only for engines that have not been restarted by the time all have answered: one that restarts in
+the middle of an update has received nothing of it.
 
-``supervisor.py`` keeps engines alive. The states are those of ``registry.py``.
+``supervisor.py`` keeps engines alive; ``registry.py`` describes their states.
 """
 
 from __future__ import annotations

@@ -93,9 +93,7 @@ class EngineHealth:
         self._progress = Question(registry, _PROGRESS_PATIENCE)
 
     async def until_unusable(self, record: EngineRecord, on_host: OnHost) -> str:
-        """Detect machines that vanish without closing connections, and servers that somebody else gave other
-        weights.
-        """
+        """Detect machines that vanish without closing connections, and servers with weights from elsewhere."""
         failures, url = 0, record.url
         assert url is not None
         self._probes.forget(record)

@@ -1,6 +1,6 @@
 """A kind of inference server: how its processes are started, and the calls that they understand.
 
-``engines/sglang`` is one. Another is a folder beside it with an :class:`EngineKind`, which ``wiring/engines.py`` names.
+``engines/sglang`` is one. Another is a sibling folder with an :class:`EngineKind`, which ``wiring/engines.py`` names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: Device
     dtype: str  # "float32", "bfloat16", ...; must be the trainer's for log-probs to agree
     tensor_parallel_size: int = 1  # GPUs, or on CPU processes, per engine
-    gpus: tuple[str, ...] = ()  # to use, of a node whose trainer ranks use them too; (): those that Ray gives it
+    gpus: tuple[str, ...] = ()  # shared with trainer ranks of its node; (): assigned by Ray
     nodes: int = 1  # over which these are spread evenly; the first one serves
     random_seed: int = 0  # engine i samples with random_seed + i
     start_timeout: float = 600.0  # seconds

@@ -31,7 +31,7 @@ class EnginePlace:
     """The place of an engine."""
 
     node_ids: tuple[str, ...] = ()  # if empty or gone, Ray chooses
-    gpus: tuple[str, ...] = ()  # of the one node, which trainer ranks hold; (): some that nobody has
+    gpus: tuple[str, ...] = ()  # held by trainer ranks of the one node; (): any free ones
 
 
 class RayServers:

@@ -57,7 +57,7 @@ class EngineRecord:
     restarts: int = 0
     url: str | None = None
     paused: bool = False
-    verified: bool = False  # its weights are those of ``version``
+    verified: bool = False  # its weights are known to be ``version``
     on_trial: bool = False  # it says so; its answers wait until that is verified
     version: int | None = None  # with which it was last sent requests
     tokens_in_flight: int = 1  # tokens per request that one forward pass may yield, as of its last probe
@@ -89,7 +89,7 @@ class EngineRegistry:
     router_up: bool = False
     # As of the last notify():
     _open: bool = field(init=False)
-    _taking: tuple[str, ...] = field(init=False)  # URLs of those that take new requests
+    _taking: tuple[str, ...] = field(init=False)  # URLs of engines that take new requests
     _answering: dict[str, EngineRecord] = field(init=False)  # by URL
     _turns: LoopTurns = field(init=False, default_factory=lambda: LoopTurns(WOKEN_AT_ONCE))
 

@@ -49,5 +49,5 @@ class Routing:
         """Remove a server from the router; never raises."""
         try:
             await self._router.remove(url)
-        except EngineError as error:  # a router that is down gets the list of those that serve when it is back
+        except EngineError as error:  # a router that is down gets the list of serving engines when it is back
             log.warning("router could not remove engine", url=url, error=str(error))

@@ -31,7 +31,7 @@ _PROBE_SECONDS = 5.0
 class ServerProcess:
     """One start of one server, or of its part on one node, as a child of this process. A restart is a new instance.
 
-    It is a ``ServerHandle``. Parts on other nodes than the first serve nobody; they are started by :meth:`follow`.
+    It is a ``ServerHandle``. Only the part on the first node serves; the others are started by :meth:`follow`.
     """
 
     def __init__(self, kind: EngineKind, spec: ServerSpec, engine_index: int, incarnation: int, node: int = 0) -> None:

@@ -4,7 +4,7 @@
 >>> options = {"log_dir": logs, "network": Network(), "calls": SGLANG.calls}
 >>> stack = EngineStack([group], engines_arguments, weights_arguments, **options)
 >>> await stack.start()  # engines are joining: publish weights to them, through stack.fleet
->>> await stack.client.generate(request)  # beside a running stack.supervise()
+>>> await stack.client.generate(request)  # while stack.supervise() runs
 """
 
 from __future__ import annotations

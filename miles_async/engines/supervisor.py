@@ -2,7 +2,7 @@
 
 ``start`` brings them up. ``supervise`` then follows each through its life: it waits until the engine dies, becomes
 unreachable or is fenced, takes it out of the router, restarts it, and leaves it ``joining``: the publisher brings it to
-the current weights and the fleet admits it. The states are those of ``registry.py``.
+the current weights and the fleet admits it. ``registry.py`` describes the states.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class EngineSupervisor:
         return next(index for index in itertools.count() if index not in taken)
 
     async def _drain(self, record: EngineRecord, was_serving: bool) -> None:
-        """Send an engine no new requests; end and forget it when those that it has are answered."""
+        """Send an engine no new requests; end and forget it once its requests are answered."""
         engine = self._engines[record.engine_id]
         log.info("draining engine", engine=record.engine_id)
         if engine.task is not None:

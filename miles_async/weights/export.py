@@ -1,7 +1,7 @@
 """Exported tensors → buckets of bounded size, in sending order: no processes, no network, no files.
 
-A bucket becomes one file and one update request. Small buckets bound what an engine must hold beside its weights, large
-ones save requests. A module is never split: some of SGLang's loaders join tensors of one (q_a_proj and
+A bucket becomes one file and one update request. Small buckets save an engine memory, large ones save
+requests. A module is never split: some of SGLang's loaders join tensors of one (q_a_proj and
 kv_a_proj_with_mqa of DeepSeek-V3's attention), and forget the first unless they get the second with it.
 """
 
@@ -25,7 +25,7 @@ def share(tensors: Iterable[tuple[str, Tensor]], sender: int, senders: int) -> I
 
 
 def into_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Buckets of at most ``max_bytes`` in the order given; a larger module has a bucket of its own."""
+    """Buckets of at most ``max_bytes`` in the order given; a larger module gets a whole bucket."""
     if max_bytes < 1:
         raise ValueError(f"buckets need at least one byte, not {max_bytes} (--update-weight-buffer-size)")
     pending: Bucket = {}

@@ -4,11 +4,10 @@ An engine that (re)starts is ``joining``: it takes no requests until a publicati
 between publications, has brought it to the current version and it is verified. So there is one way for weights to reach
 an engine (``update.py``), whatever the transport (``transports/``).
 
-Copying needs the trainer, staging and delivering don't: a copy doesn't change any more, so training goes on meanwhile.
+Only copying needs the trainer: staging and delivery work on the copy while training continues.
 
-A repair delays no delivery: it goes on beside one, which leaves its engines out. If the version that it brings is no
-longer the visible one when it ends, its engines, which have shown that they take weights, get the visible one before
-the next delivery.
+A repair delays no delivery: both may run at once, and the delivery leaves the repair's engines out. If another version
+has become visible by the end of a repair, its engines get that version before the next delivery begins.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class WeightPublisher:
         repairs: FleetUpdater,
         evaluation: FleetUpdater | None = None,
     ) -> None:
-        """``repairs``: updates the same engines, by a transport of its own that may be in use beside the other.
-        ``evaluation``: updates engines that only evaluate; None if those of training evaluate.
+        """``repairs``: updates the same engines with a separate transport, so that both may be in use at once.
+        ``evaluation``: updates engines that only evaluate; None if training's engines evaluate.
         """
         self._trainer = trainer
         self._engines = engines
@@ -59,7 +58,7 @@ class WeightPublisher:
 
     @property
     def evaluates_apart(self) -> bool:
-        """True if evaluation has engines of its own, so that publications don't disturb it."""
+        """True if evaluation has separate engines, so that publications don't disturb it."""
         return self._evaluation is not None
 
     async def publish(self, version: int) -> Publication:
@@ -79,7 +78,7 @@ class WeightPublisher:
             await self._trainer.copy_weights(version)
 
     async def stage(self, version: int) -> None:
-        """Write the copied weights to files while the trainer goes on.
+        """Write the copied weights to files while training continues.
 
         Raises PublicationError past ``--publication-timeout``.
         """

@@ -1,8 +1,8 @@
 """Host memory for one copy of the weights that a rank sends, used again for every version.
 
-Copying is all that training waits for. On a GPU it doesn't wait for the copies either: they run on a stream of their
-own, beside the export and the next step, from duplicates on the GPU that the next step cannot change. The thread that
-reads the memory waits for an event. Training's stream waits only where the duplicates fill a chunk.
+Copying is all that training waits for. On a GPU the copies run on a separate stream and overlap the export and the next
+step: they are made from duplicates on the GPU, which the next step cannot change. The thread that reads the memory
+waits for an event; training's stream waits only when duplicates fill a chunk.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Slab:
 
 
 class _GpuCopies:
-    """Copies from a GPU to pinned memory on a stream of their own."""
+    """Copies from a GPU to pinned memory on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._duplicates: list[Tensor] = []  # that are being copied: their memory is given to nobody else
+        self._duplicates: list[Tensor] = []  # being copied: their memory must not be reused
 
     def start(self, place: Tensor, tensor: Tensor) -> None:
         duplicate = tensor.clone(memory_format=torch.contiguous_format)  # on training's stream, as are all but copies

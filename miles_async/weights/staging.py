@@ -1,6 +1,6 @@
 """Exported weights as files: one format, written once per version, that every transport sends from.
 
-Training waits while a sending rank copies its share to host memory, and goes on while another thread takes digests,
+Training waits while a sending rank copies its share to host memory, and continues while another thread takes digests,
 finds what changed and writes the files, which are mapped to be read. Nothing is synced to the device: this is no
 checkpoint, and a machine that crashes loses its engines too.
 """

@@ -26,7 +26,7 @@ class StagingOptions:
 
     @property
     def versions(self) -> int:
-        """Versions that exist at most: those that stay, the one that a repair keeps, and the one that is written."""
+        """Most versions at a time: the kept ones, one pinned by a repair, and one being written."""
         return self.keep + 2
 
     @property

@@ -69,7 +69,7 @@ def canary_tolerance(given: float | None, *, bf16: bool) -> float:
 
 @dataclass(slots=True)
 class Findings:
-    """Findings of one update, beside the engines that failed."""
+    """Findings of one update, apart from failures."""
 
     canary_difference: float = 0.0  # largest over engines
     canary_undecided: list[Incarnation] = field(default_factory=list)
@@ -237,7 +237,7 @@ def _fails(problem: str, difference: float = math.inf) -> CanaryVerdict:
 # ------------------------------------------------------------------------------------------------- digests
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Result of comparing an engine's weights with those that were staged."""
+    """Result of comparing an engine's weights with the staged ones."""
 
     problem: str | None  # what differs
     compared: int  # tensors whose elements were compared

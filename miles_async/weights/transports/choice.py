@@ -42,8 +42,8 @@ def make_transport(
 ) -> WeightTransport:
     """The driver's half.
 
-    ``device``: "cpu" or "cuda". ``name``: of what it shares with engines, unique in a run. ``repair``: it sends beside
-    deliveries.
+    ``device``: "cpu" or "cuda". ``name``: names what it shares with engines; unique in a run. ``repair``: it may send
+    during deliveries.
     """
     return find_transport(arguments.weight_transport).driver(
         DriverSide(
@@ -99,8 +99,7 @@ def transport_problems(
 ) -> Iterator[str]:
     """Why weights cannot reach the engines as asked.
 
-    ``external_engines``: whether there are engines that were not started by us. ``several_nodes``: whether there are
-    engines with ranks on several nodes.
+    ``external_engines``: some engines were not started by us. ``several_nodes``: some have ranks on several nodes.
     """
     try:
         spec = find_transport(arguments.weight_transport)

@@ -1,4 +1,4 @@
-"""Functions that keep staged files of its own on an engine's host.
+"""Functions that keep staged files on an engine's host.
 
 They run in the engine's actor (``EngineFleet.on_host``) with its directory as the first argument, and hold nothing
 between calls: the name of a version's directory tells that it is there and whole. Bytes come as a path that the host
@@ -43,7 +43,7 @@ def store_bucket(directory: Path, version: int, index: int, source: Source) -> N
 def change_bucket(
     directory: Path, version: int, index: int, source: Source | None, base: int, tensors: Sequence[TensorMeta]
 ) -> None:
-    """Make a bucket's file from that of version ``base`` and what changed since; ``source`` is None if nothing did.
+    """Make a bucket's file from version ``base`` and what changed since; ``source`` is None if nothing did.
 
     Raises EngineError if a changed tensor is not what was staged afterwards.
     """
@@ -89,7 +89,7 @@ def find_copy(directory: Path, version: int) -> Place | None:
 
 
 def link_version(directory: Path, version: int, neighbour: str, files: Sequence[str]) -> str | None:
-    """Share ``files`` of a version with the directory ``neighbour`` beside this one. Returns the directory that the
+    """Share ``files`` of a version with the sibling directory ``neighbour``. Returns the directory that the
     engine has to load; None if the neighbour is gone.
     """
     source, partial = directory.parent / neighbour / version_directory(version), _partial(directory, version)

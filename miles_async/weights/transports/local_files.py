@@ -1,14 +1,14 @@
 """The driver's half of transports that bring files to engines' hosts: ``object_store``, and any by files with
 ``--weight-delta``.
 
-Hosts get their files while engines generate; in the pause a server only loads files of its own host. Engines whose
+Hosts get their files while engines generate; in the pause a server only loads files from its host. Engines whose
 directories are in one place share the files: one of them gets them, the others link them. One that has the version
 before, and whose server holds that version too, gets what changed since; else it gets everything. A server that holds
 the version before loads the buckets in which something changed. ``host_files.py`` is what runs on the hosts.
 
-Where files stay on hosts, an engine that comes later (restarted, or of a later portion) gets them from engines that
-serve the version: by links on their node, else by ``Pass``. If it comes again for the same version, the trainer sends
-it.
+Where files stay on hosts, an engine that comes later (restarted, or updated later in a rolling publication) gets them
+from engines that serve the version: by links on their node, else by ``Pass``. The second time for a version, the
+trainer sends it.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class _Hosts:
     async def run(
         self, engines: Sequence[Incarnation], function: Callable[[Path, *Ts], Answer], *arguments: *Ts
     ) -> Mapping[Incarnation, Answer]:
-        """Run ``function(directory, *arguments)`` on the hosts of those of ``engines`` that are left."""
+        """Run ``function(directory, *arguments)`` on the hosts of ``engines`` that have not failed."""
         left = [engine for engine in engines if self.errors[engine] is None]
         return self.keep(await self._fleet.on_host(left, function, *arguments, room=self._room) if left else {})
 
@@ -213,7 +213,7 @@ class _Hosts:
 
 
 def _files(staged: StagedWeights, *, changes: bool) -> list[str]:
-    """Files of a version on a host. ``changes``: with those of the buckets in which something changed."""
+    """Files of a version on a host. ``changes``: include the links to changed buckets."""
     files = [bucket_file(index) for index in staged.buckets]
     if changes and staged.delta is not None:
         files += [f"{CHANGED}/{bucket_file(index)}" for index, size in staged.delta.bucket_bytes.items() if size]

@@ -1,4 +1,4 @@
-"""A CUDA stream for sending weights, which goes on beside training on the same device."""
+"""A CUDA stream for sending weights during training on the same device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[None]:
-    """Run the block on a stream of its own; the context may be entered many times.
+    """Run the block on a separate stream; the context may be entered many times.
 
     On the default stream, which all threads share, it would wait for the kernels that training has queued, and they
     for it. A no-op on devices other than CUDA.

@@ -1,8 +1,8 @@
 """The driver's half of ``distributed``.
 
 All senders broadcast at the same time, each its own buckets in their order. Engines receive the buckets of all senders
-in the manifest's order, by themselves where they can (one call per engine), else by a call per bucket. So the oldest
-bucket that somebody waits for is one that everybody has come to, and nobody waits forever.
+in the manifest's order, by themselves where they can (one call per engine), else by a call per bucket. So all members
+have reached the oldest bucket that any of them waits for, and none waits forever.
 
 An engine that fails breaks the delivery for all, and the others mostly report that soon. So after a failure these are
 to blame: engines that gave no answer within their deadline although others did, and engines that don't answer a probe
@@ -39,9 +39,7 @@ class Broadcasts(WeightSender, Protocol):
         ...
 
     def join_group(self, group_name: str) -> None:
-        """Wait until all members have joined or the timeout has passed: then those that wait for the others are told so
-        and report it themselves.
-        """
+        """Wait until all members have joined, or for the timeout: members that still wait then report an error."""
         ...
 
     def send(self, group_name: str, version: int, announce: bool) -> str | None:
@@ -79,7 +77,7 @@ class DistributedTransport:
     """Implements WeightTransport.
 
     Process groups are kept as long as their engines stay the same and none of them fails. Each set of engines that are
-    updated together has its own. A process group costs its sender a port, so those of engines that are gone are left.
+    updated together has its own. A process group costs its sender a port, so those with lost engines are left.
     """
 
     sent_fraction = 1.0
@@ -105,7 +103,7 @@ class DistributedTransport:
         return {engine: silent.get(engine) if len(silent) < len(engines) else None for engine in engines}
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Send all buckets to all engines but those that break the delivery."""
+        """Send all buckets; an engine that breaks the delivery gets an error, and the others get everything again."""
         errors: dict[Incarnation, Exception | None] = {}
         parts = [_Part(tuple(engines))]
         while parts:
@@ -221,7 +219,7 @@ class DistributedTransport:
             async with asyncio.TaskGroup() as scope:
                 for sender, name in enumerate(groups.names):
                     scope.create_task(self._sender(sender).call(Broadcasts.leave_group, name))
-                    # Errors don't matter: engines that are gone have left, those that can't leave fail the next join.
+                    # Errors don't matter: lost engines have left, and one that can't leave fails the next join.
                     scope.create_task(self._fleet.call(groups.engines, InferenceServer.leave_group, name, brief=True))
 
     async def _broadcast(

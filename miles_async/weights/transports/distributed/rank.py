@@ -33,7 +33,7 @@ class DistributedSender(Staging):
         self._mapped: dict[int, dict[int, torch.Tensor]] = {}  # buckets of each staged version
 
     def stage(self, version: int) -> StagedWeights:
-        """Stage, and map every page beside training: engines would pause for it, half as long as for sending."""
+        """Stage, and map every page while training continues: in the pause it would take half as long as sending."""
         self._mapped.pop(version, None)
         staged = super().stage(version)
         mapped = {index: self.bucket(version, index) for index in staged.buckets}
@@ -62,7 +62,7 @@ class DistributedSender(Staging):
     def join_group(self, group_name: str) -> None:
         try:
             self._groups[group_name].join()
-        except GroupBrokenError as error:  # supervision point: engines fail, the trainer goes on
+        except GroupBrokenError as error:  # supervision point: engines fail, the trainer continues
             log.warning("process group incomplete", group=group_name, error=str(error))
 
     def send(self, group_name: str, version: int, announce: bool) -> str | None:

@@ -21,7 +21,7 @@ class PutsFiles(WeightSender, Protocol):
     def put_file(self, version: int, name: str) -> list[Source]:
         """Put a staged file into the object store: a list of one reference, which hosts resolve to its bytes.
 
-        In a list, nobody on the way resolves it. The bytes stay in the store as long as somebody has the reference.
+        In a list, it is not resolved on the way. The bytes stay in the store as long as a reference exists.
         """
         ...
 
