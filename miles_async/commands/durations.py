@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.model_files import read_config
@@ -11,7 +11,7 @@ from miles_async.commands.engine_memory import engine_bytes
 from miles_async.commands.measured import describe as describe_measured
 from miles_async.commands.measured import measured
 from miles_async.errors import ConfigurationError
-from miles_async.simulation.distributions import Fixed, parse_distribution
+from miles_async.simulation.distributions import Distribution, Fixed, parse_distribution
 from miles_async.simulation.estimates import (
     GB,
     GPUS,
@@ -25,7 +25,6 @@ from miles_async.simulation.estimates import (
     estimate,
     publication,
 )
-from miles_async.simulation.plan import Timing
 from miles_async.train_data.work import model_work
 from miles_async.weights.transports.choice import count_senders, find_transport
 
@@ -34,6 +33,18 @@ SENT = {"xor": {"bf16": 0.03, "fp32": 0.43}, "overwrite": {"bf16": 0.04, "fp32":
 """Share of the bytes that ``--weight-delta`` sends, by dtype: docs/benchmarks.md, deltas, for steps of 1e-6, where 3 %
 of the elements of bfloat16 weights change, and all of float32 ones.
 """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Durations on the user's machines, with the flags as given."""
+
+    response: Distribution  # of its tokens, on a slot
+    environment: Distribution  # of one sample, without tokens; it is in flight meanwhile
+    reward: Distribution  # of one sample that is generated
+    train: Distribution  # one rollout step
+    publish: Distribution
+    copy_seconds: float
 
 
 def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, int | None, str]:
@@ -81,7 +92,6 @@ def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, in
         train=given["--train-seconds"],
         publish=given.get("--publish-seconds", Fixed(0.0)),
         copy_seconds=copy or 0.0,
-        start_seconds=0.0,
     )
     return timing, slots, text
 

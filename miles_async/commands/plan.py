@@ -13,6 +13,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich_argparse import RawDescriptionRichHelpFormatter
 
+from miles_async.arguments.cluster import ClusterArguments
 from miles_async.arguments.cluster_checks import check_ranks
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.parser import parse_arguments
@@ -21,14 +22,17 @@ from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
 from miles_async.arguments.surroundings import check_model_fits
 from miles_async.arguments.validation import check_deadlines, range_problems
-from miles_async.commands.durations import durations
+from miles_async.commands.durations import Timing, durations
 from miles_async.commands.precision import with_precision
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.files.run_directory import CONFIG_FILE
-from miles_async.simulation.distributions import Fixed, parse_distribution
+from miles_async.simulation.distributions import Fixed, median, parse_distribution
 from miles_async.simulation.estimates import GB, GPUS, Assumptions
-from miles_async.simulation.plan import Flags, Row, candidates, predict, recommend
+from miles_async.simulation.plan import Row, candidates, predict, recommend
 from miles_async.simulation.plan_view import plan_table, plan_text, plot_plan
+from miles_async.simulation.settings import SimulationSettings
+
+TOKENS_PER_RESPONSE = 32  # of the median one: how finely time is divided
 
 DESCRIPTION = """\
 Predict step time, idle time, ages and waste for a sweep of settings, by simulating the real control loop, and
@@ -65,14 +69,7 @@ def plan(words: Sequence[str]) -> str:
     timing, slots, estimated = durations(own, base)
     labels = list(dict.fromkeys(candidates(own.sweep)))
     rows: list[Row] = []
-    for row in predict(
-        labels,
-        lambda words: _flags([*train_words, *words], slots),
-        timing,
-        steps=own.steps,
-        seed=own.seed,
-        base_trainer_ranks=base.cluster.trainer_world_size,
-    ):
+    for row in predict(labels, lambda words: _settings([*train_words, *words], own, base.cluster, timing, slots)):
         rows.append(row)
         if sys.stderr.isatty():
             end = "\n" if len(rows) == len(labels) else ""
@@ -102,7 +99,10 @@ def _plan_memory(train_words: Sequence[str]) -> str:
     return memory_report(arguments)
 
 
-def _flags(words: Sequence[str], slots: int | None) -> Flags:
+def _settings(
+    words: Sequence[str], own: argparse.Namespace, base: ClusterArguments, timing: Timing, slots: int | None
+) -> SimulationSettings:
+    """One candidate. ``base``: the trainer ranks for which ``timing`` is; work is shared by those of the candidate."""
     arguments = parse_arguments(words, prog="miles-async plan").arguments
     problems = [*range_problems(arguments)]
     refuse(problems or [*check_staleness(arguments), *check_batch_order(arguments), *check_deadlines(arguments)])
@@ -111,15 +111,25 @@ def _flags(words: Sequence[str], slots: int | None) -> Flags:
             f"--rollout-num-gpus {arguments.cluster.rollout_num_gpus} is less than --rollout-num-gpus-per-engine "
             f"{arguments.cluster.rollout_num_gpus_per_engine}: there would be no engine"
         )
-    return Flags(
-        rollout=arguments.rollout,
+    return SimulationSettings(
+        # The latencies alone determine response lengths; the unit of a token does not matter.
+        rollout=replace(arguments.rollout, num_rollout=own.steps, rollout_max_response_len=1 << 40),
         staleness=arguments.staleness,
         weights=arguments.weights,
         engines=arguments.engines,
         num_engines=sum(group.num_engines for group in of_role(server_groups(arguments), "train")),
-        trainer_ranks=arguments.cluster.trainer_world_size,
         slots_per_engine=slots,
+        response_seconds=timing.response,
+        environment_seconds=timing.environment,
+        reward_seconds=timing.reward,
+        token_seconds=max(1e-6, median(timing.response) / TOKENS_PER_RESPONSE),
+        train_seconds=timing.train.scaled(base.trainer_world_size / arguments.cluster.trainer_world_size),
+        publish_seconds=timing.publish,
+        copy_seconds=timing.copy_seconds,
+        start_seconds=0.0,
         stall_timeout=arguments.observability.stall_timeout,
+        seed=own.seed,
+        trace=False,
     )
 
 

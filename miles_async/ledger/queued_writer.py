@@ -36,7 +36,7 @@ class QueuedWriter(Generic[T]):
         self._path = path
         self._flush_seconds = flush_seconds
         self._waiting: deque[T] = deque()
-        self._writing = threading.Lock()  # a flush that was cancelled goes on in its thread
+        self._writing = threading.Lock()  # a cancelled flush continues in its thread
         self._is_open = True
 
     def add(self, item: T) -> None:
@@ -103,6 +103,6 @@ class QueuedWriter(Generic[T]):
                 raise
 
     def _write(self) -> None:
-        # This runs in a thread beside the loop: items added meanwhile are written next time.
+        # Runs in a thread while the loop adds items, which the next call writes.
         if items := [self._waiting.popleft() for _ in range(len(self._waiting))]:
             self._put(items)

@@ -83,7 +83,7 @@ class LedgerReader:
         return tuple(Lengths(where=where, samples=n, mean=mean, longest=longest) for where, n, mean, longest in rows)
 
     def dead_letters(self) -> tuple[DeadLetter, ...]:
-        """Quarantined prompts: those of earlier processes, then this run's."""
+        """Quarantined prompts: first from earlier processes, then from this run."""
         carried = self.carried()
         rows = self._records("WHERE outcome = ? ORDER BY attempt_id", Outcome.QUARANTINED)
         own = (

@@ -1,4 +1,4 @@
-"""``readmit.json`` beside the checkpoints: quarantined prompts to readmit.
+"""``readmit.json`` next to the checkpoints: quarantined prompts to readmit.
 
 ``miles-async ledger DIR --readmit`` adds a request, the next ``--load`` reads all of them. The attempt book notes in
 its own state, hence in every later checkpoint, which requests it has granted (``AttemptBook.readmit``). So a request

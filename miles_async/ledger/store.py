@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +43,7 @@ CREATE TABLE attempts (
     newest_version INTEGER,
     mixed_samples INTEGER,            -- samples whose loss tokens came from several versions
     reward_mean REAL,
-    left_out INTEGER NOT NULL DEFAULT 0,  -- samples that were too old; the others went on (C7)
+    left_out INTEGER NOT NULL DEFAULT 0,  -- samples that were too old; the others stayed (C7)
     target_version INTEGER,           -- of the cut that took it, or that it was too old for
     step INTEGER,                     -- rollout step that trained it, from 1
     outcome TEXT,                     -- NULL: has not ended
@@ -97,7 +98,7 @@ class LedgerStore:
             raise ContractViolation(f"the ledger on disk has {found}, the pool {expected}")
 
     def close(self) -> None:
-        """Close the file; it is then one file, without WAL beside it."""
+        """Close the file; the WAL is merged into it."""
         self._connection.close()
 
     # --------------------------------------------------------------------------------------------------- events
@@ -197,31 +198,22 @@ def read_carried(connection: sqlite3.Connection) -> Restored | None:
 def read_balance(connection: sqlite3.Connection) -> Balance:
     """Read the balance as the pool has it, with attempts of earlier processes."""
     carried = read_carried(connection)
-    ended = {str(outcome): carried.balance.ended[outcome] if carried else 0 for outcome in Outcome}
-    reasons = dict(carried.balance.reasons) if carried else {}
-    aborted = carried.balance.aborted if carried else 0
-    stages = dict.fromkeys(Stage, 0)
-    issued = carried.balance.issued if carried else 0
+    issued, aborted = (carried.balance.issued, carried.balance.aborted) if carried else (0, 0)
+    ended = Counter({Outcome(name): count for name, count in carried.balance.ended.items()} if carried else {})
+    reasons = Counter(carried.balance.reasons if carried else {})
+    stages: Counter[Stage] = Counter()
     counts = "SELECT outcome, reason, stage, count(*) FROM attempts GROUP BY outcome, reason, stage"
     for outcome, reason, stage, count in connection.execute(counts):
         issued += count
         if outcome is None:
             stages[Stage(stage)] += count
             continue
-        ended[outcome] += count
+        ended[Outcome(outcome)] += count
         if outcome in STALE and stage == Stage.IN_FLIGHT:
             aborted += count
         if reason:
-            reasons[f"{outcome}: {reason}"] = reasons.get(f"{outcome}: {reason}", 0) + count
-    return Balance(
-        issued=issued,
-        in_flight=stages[Stage.IN_FLIGHT],
-        buffered=stages[Stage.BUFFERED],
-        cut=stages[Stage.CUT],
-        ended=ended,
-        reasons=reasons,
-        aborted=aborted,
-    )
+            reasons[f"{outcome}: {reason}"] += count
+    return Balance.of(issued, stages, ended, reasons, aborted)
 
 
 def _described(group: Group) -> JsonObject:

@@ -16,6 +16,10 @@ class Distribution(Protocol):
 
     def draw(self, chance: random.Random) -> float: ...
 
+    def scaled(self, factor: float) -> Distribution:
+        """All seconds, multiplied by ``factor``."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
@@ -25,6 +29,9 @@ class Fixed:
 
     def draw(self, chance: random.Random) -> float:
         return self.seconds
+
+    def scaled(self, factor: float) -> Fixed:
+        return Fixed(self.seconds * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,9 @@ class LogNormal:
     def draw(self, chance: random.Random) -> float:
         return min(self.longest, chance.lognormvariate(math.log(self.median), self.sigma))
 
+    def scaled(self, factor: float) -> LogNormal:
+        return LogNormal(self.median * factor, self.sigma, self.longest * factor)
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -47,6 +57,9 @@ class Trace:
 
     def draw(self, chance: random.Random) -> float:
         return chance.choice(self.seconds)
+
+    def scaled(self, factor: float) -> Trace:
+        return Trace(tuple(value * factor for value in self.seconds))
 
 
 def median(distribution: Distribution) -> float:

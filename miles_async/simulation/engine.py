@@ -17,10 +17,9 @@ import aiohttp
 import msgspec
 
 from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, fingerprint, write_report
-from miles_async.simulation.distributions import Distribution
 from miles_async.simulation.network import Response
 from miles_async.simulation.recording import EventLog
-from miles_async.simulation.settings import FaultAction
+from miles_async.simulation.settings import FaultAction, SimulationSettings
 from miles_async.types import HeldPart, HeldWeights, JsonObject
 
 TENSORS = ("t0", "t1")  # of all weights
@@ -74,27 +73,24 @@ class SimulatedEngine:
 
     def __init__(
         self,
-        name: str,
+        index: int,
         url: str,
+        settings: SimulationSettings,
         *,
-        slots: int,
-        response_seconds: Distribution,
-        token_seconds: float,
-        slowness: float,
         chance: random.Random,
         meter: Meter,
         log: EventLog,
         fault: Callable[[str], FaultAction | None],
     ) -> None:
-        """``slowness``: factor on all durations. ``fault``: path → what a call of it meets, or None."""
-        self.name = name
+        """``fault``: path → what a call of it meets, or None."""
+        self.name = f"engine-{index}"
         self.url = url
         self.weight_version = "default"
         self.corrupt = False
-        self._slots = slots
-        self._response_seconds = response_seconds
-        self._drawn_token_seconds = token_seconds
-        self._token_seconds = token_seconds * slowness
+        self._slots = settings.slots
+        self._response_seconds = settings.response_seconds
+        self._drawn_token_seconds = settings.token_seconds
+        self._token_seconds = settings.token_seconds * settings.slowness.get(index, 1.0)
         self._chance = chance
         self._meter = meter
         self._log = log

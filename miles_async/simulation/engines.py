@@ -107,15 +107,11 @@ class SimulatedEngines:
     # What one server asks of the whole.
     def new_engine(self, index: int, incarnation: int) -> SimulatedEngine:
         """The server of engine ``index``, listening."""
-        settings = self._settings
         url = f"sim://engine-{index}.{incarnation}"
         engine = SimulatedEngine(
-            f"engine-{index}",
+            index,
             url,
-            slots=settings.slots,
-            response_seconds=settings.response_seconds,
-            token_seconds=settings.token_seconds,
-            slowness=settings.slowness.get(index, 1.0),
+            self._settings,
             chance=self._latencies,
             meter=self.meter,
             log=self._log,

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from miles_async.simulation.distributions import Distribution, median
-from miles_async.simulation.plan import scaled
 from miles_async.train_data.work import ModelWork
 
 GB = 1e9
@@ -125,7 +124,7 @@ def estimate(
     forwards = job.passes.training * (4 if job.recompute else 3) + job.passes.scoring
     token_seconds = _token_seconds(replace(job, slots=slots), work, gpu, context, assumed)
     return Estimate(
-        response=scaled(response_tokens, token_seconds),
+        response=response_tokens.scaled(token_seconds),
         train_seconds=forward * forwards / (job.trainer_gpus * gpu.flops * assumed.mfu),
         publication=publication(job.transport, work.weights * job.bytes_per_weight, assumed),
         token_seconds=token_seconds,

@@ -1,4 +1,4 @@
-"""The parts of a run that users exchange, simulated: prompts, episodes with an environment, rewards.
+"""The rollout process and the parts of a run that users exchange, simulated: prompts, environments, rewards.
 
 An environment and a reward take time in which engines generate nothing for the sample, and no token costs it.
 """
@@ -12,7 +12,6 @@ import random
 from miles_async.api import EngineClient, Generate
 from miles_async.runtime.clock import now
 from miles_async.simulation.engine import PROMPT_TOKEN
-from miles_async.simulation.rollout_process import RolloutProcess
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.types import Attempt, JsonObject, Prompt, Sample
 
@@ -49,6 +48,30 @@ class SimulatedReward:
         if self._outage[0] <= now() < self._outage[1]:
             raise ConnectionRefusedError("the simulated reward service is down")
         return float(self._chance.random() < 0.5)
+
+
+class RolloutProcess:
+    """CPU time of the rollout process: one core takes answers in order of arrival, each for ``seconds_per_answer``.
+
+    Engines and trainer do not wait for it.
+    """
+
+    def __init__(self, seconds_per_answer: float) -> None:
+        self.busy_seconds = 0.0
+        self.lags: list[float] = []  # seconds that each answer that is taken waited for its turn
+        self._seconds = seconds_per_answer
+        self._free = 0.0  # when what was given so far is done
+
+    async def take(self) -> None:
+        """Wait until an answer has been taken."""
+        if not self._seconds:
+            return
+        now = asyncio.get_running_loop().time()
+        start = max(now, self._free)
+        self._free = start + self._seconds
+        await asyncio.sleep(self._free - now)
+        self.busy_seconds += self._seconds
+        self.lags.append(start - now)
 
 
 class SimulatedEpisode:

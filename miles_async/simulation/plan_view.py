@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from miles_async.simulation.plan import CPU_SECONDS_PER_SAMPLE, GOOD_ENOUGH, MOST_WASTE, RolloutProcessUse, Row
+from miles_async.simulation.plan import CPU_SECONDS_PER_SAMPLE, GOOD_ENOUGH, MOST_WASTE, Row
 from miles_async.simulation.result import BOUND, SimulationResult
 
 MOST_USE = 0.7  # of a core: beyond that the timers of an event loop are late
@@ -59,7 +59,7 @@ def plan_text(rows: Sequence[Row], recommended: Row | None) -> str:
     lines = [f"Refused: {row.label}: {row.refusal}" for row in rows if row.result is None]
     if recommended is not None and recommended.result is not None:
         lines.append(_recommendation(recommended.label, recommended.result))
-        lines.append(rollout_process_text(recommended.rollout_process_use))
+        lines.append(rollout_process_text(recommended.rollout_cores))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -90,13 +90,13 @@ def _recommendation(label: str, result: SimulationResult) -> str:
     )
 
 
-def rollout_process_text(use: RolloutProcessUse) -> str:
+def rollout_process_text(cores: float) -> str:
     """Say which share of a core the rollout process needs, and whether that is too much."""
     found = (
-        f"The rollout process needs {use.cores:.0%} of a core, at {1e3 * CPU_SECONDS_PER_SAMPLE:g} ms per sample, "
+        f"The rollout process needs {cores:.0%} of a core, at {1e3 * CPU_SECONDS_PER_SAMPLE:g} ms per sample, "
         "which the simulation leaves out."
     )
-    if use.cores < MOST_USE:
+    if cores < MOST_USE:
         return found
     return f"{found} Above {MOST_USE:.0%} it is the bottleneck: steps will take longer than predicted."
 

@@ -29,10 +29,9 @@ from miles_async.rollout.manager import RolloutManager
 from miles_async.runtime.garbage import rare_collections
 from miles_async.runtime.services import Services
 from miles_async.simulation.engines import SimulatedEngines
-from miles_async.simulation.hooks import SimulatedEpisode, SimulatedPrompts, SimulatedReward
+from miles_async.simulation.hooks import RolloutProcess, SimulatedEpisode, SimulatedPrompts, SimulatedReward
 from miles_async.simulation.recording import EventLog, PoolRecorder, Recording
 from miles_async.simulation.result import SimulationResult
-from miles_async.simulation.rollout_process import RolloutProcess
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.simulation.trainer import SimulatedTrainer
 from miles_async.simulation.virtual_time import run_in_virtual_time

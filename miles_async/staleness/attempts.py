@@ -54,6 +54,18 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     stale_count: int = 0
     history: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, attempt: Attempt) -> Retry:
+        """Another try of an attempt that ended through no fault: with the same counters."""
+        return cls(
+            prompt=attempt.prompt,
+            epoch=attempt.epoch,
+            data_failures=attempt.data_failures,
+            infra_failures=attempt.infra_failures,
+            stale_count=attempt.stale_count,
+            history=attempt.history,
+        )
+
 
 class BookState(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt book at one moment, for a checkpoint."""
@@ -105,10 +117,7 @@ class AttemptBook:
             DataError: the prompt source has only quarantined prompts left.
         """
         attempt_id, self._next_id = self._next_id, self._next_id + 1
-        if not self._retries:
-            epoch, prompt = self._take_fresh(fresh)
-            return Attempt(attempt_id=attempt_id, prompt=prompt, epoch=epoch, issued_version=issued_version)
-        retry = self._retries.popleft()
+        retry = self._retries.popleft() if self._retries else self._take_fresh(fresh)
         return Attempt(
             attempt_id=attempt_id,
             prompt=retry.prompt,
@@ -141,9 +150,8 @@ class AttemptBook:
         last_stale = attempt.stale_count + 1 >= self._policy.max_prompt_attempts
         if cause is Cause.STALE and (last_stale or not self._policy.recycle_stale):
             return Verdict(outcome=Outcome.STALE_DROPPED, reason=reason)
-        retry = Retry(
-            prompt=attempt.prompt,
-            epoch=attempt.epoch,
+        retry = msgspec.structs.replace(
+            Retry.of(attempt),
             data_failures=attempt.data_failures + (cause is Cause.DATA),
             infra_failures=attempt.infra_failures + (cause is Cause.INFRASTRUCTURE),
             stale_count=attempt.stale_count + (cause is Cause.STALE),
@@ -198,12 +206,12 @@ class AttemptBook:
             )
         return Verdict(outcome=Outcome.QUARANTINED, reason=reason, dead_letter=dead_letter(last))
 
-    def _take_fresh(self, fresh: Callable[[], tuple[int, Prompt]]) -> tuple[int, Prompt]:
+    def _take_fresh(self, fresh: Callable[[], tuple[int, Prompt]]) -> Retry:
         # The end of one epoch and the start of the next hold each quarantined prompt at most once.
         for _ in range(2 * len(self._quarantined) + 1):
             epoch, prompt = fresh()
             if prompt.prompt_id not in self._quarantined:
-                return epoch, prompt
+                return Retry(prompt=prompt, epoch=epoch)
         raise self.only_quarantined()
 
     def only_quarantined(self) -> DataError:

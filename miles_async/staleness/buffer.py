@@ -18,7 +18,7 @@ from miles_async.types import Group
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups that left the buffer at one cut, and those that were trimmed."""
+    """Result of one cut: the groups that left the buffer, and the trimmed ones."""
 
     target_version: int  # the optimizer will step from it
     groups: tuple[Group, ...]  # batch_size groups, in batch order; () if too few were fresh
@@ -152,8 +152,8 @@ def reward_variance(group: Group) -> float:
     """Return the variance of the rewards of a group's samples: 0 where all are right or all are wrong.
 
     A group whose samples differ most teaches most, as in VCRL (2509.19803), which scores prompts by this variance and
-    leaves out those below a threshold. That a batch takes the highest of the buffer first is ours. D-ARL (ICML 2026)
-    chooses from a buffer by a variance as well, but, by its abstract, by how well samples fit the current policy: that
-    takes its log-probs of all buffered tokens, which nobody has at the cut.
+    leaves out those below a threshold; taking the highest of the buffer first is ours. D-ARL (ICML 2026) also chooses
+    from a buffer by a variance, but, by its abstract, by how well samples fit the current policy, which needs the
+    policy's log-probs of all buffered tokens.
     """
     return pvariance([sample.reward or 0.0 for sample in group.samples])

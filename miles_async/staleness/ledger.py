@@ -81,7 +81,27 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
     cut: int
     ended: Mapping[str, int]  # every Outcome, 0 too
     reasons: Mapping[str, int]  # "outcome: reason" → attempts
-    aborted: int  # of those that ended as too old: while they were generated
+    aborted: int  # ended as too old while they were generated
+
+    @classmethod
+    def of(
+        cls,
+        issued: int,
+        stages: Mapping[Stage, int],
+        ended: Mapping[Outcome, int],
+        reasons: Mapping[str, int],
+        aborted: int,
+    ) -> Balance:
+        """``stages``, ``ended``: attempts, 0 where absent."""
+        return cls(
+            issued=issued,
+            in_flight=stages.get(Stage.IN_FLIGHT, 0),
+            buffered=stages.get(Stage.BUFFERED, 0),
+            cut=stages.get(Stage.CUT, 0),
+            ended={outcome: ended.get(outcome, 0) for outcome in Outcome},
+            reasons=dict(reasons),
+            aborted=aborted,
+        )
 
     def summary(self) -> dict[str, int]:
         """The ``groups`` of summary.json: ``issued`` is the sum of all the others."""
@@ -188,15 +208,7 @@ class Ledger:
 
     def balance(self) -> Balance:
         """Current counts of attempts by stage and outcome."""
-        return Balance(
-            issued=self._issued,
-            in_flight=self._stages[Stage.IN_FLIGHT],
-            buffered=self._stages[Stage.BUFFERED],
-            cut=self._stages[Stage.CUT],
-            ended={outcome: self._ended[outcome] for outcome in Outcome},
-            reasons=dict(self._reasons),
-            aborted=self._aborted,
-        )
+        return Balance.of(self._issued, self._stages, self._ended, self._reasons, self._aborted)
 
     def check(self, *, in_flight: Iterable[int] | None = None, buffered: Iterable[int] | None = None) -> None:
         """Check C2 at run time: the sum, and the rows against what the parts really hold.
@@ -236,15 +248,7 @@ class Ledger:
     def saved_balance(state: LedgerState) -> Balance:
         """Return the balance at the moment when ``state`` was saved."""
         stages = Counter(row.stage for row in state.live)
-        return Balance(
-            issued=state.issued,
-            in_flight=stages[Stage.IN_FLIGHT],
-            buffered=stages[Stage.BUFFERED],
-            cut=stages[Stage.CUT],
-            ended={outcome: state.ended.get(outcome, 0) for outcome in Outcome},
-            reasons=state.reasons,
-            aborted=state.aborted,
-        )
+        return Balance.of(state.issued, stages, state.ended, state.reasons, state.aborted)
 
     def restore(self, state: LedgerState, *, kept: Collection[int] = ()) -> tuple[Row, ...]:
         """Take over the counters of an earlier process. Its live attempts that are ``kept`` count as buffered, since

@@ -1,8 +1,8 @@
 """The pool of attempts: admission, buffer, ledger and attempt book moved together, one call per event.
 
-Its owner (``rollout.dispatcher`` on an event loop, the property tests directly) calls one method per event, and the
-four parts cannot disagree: every ending is entered in the ledger, frees or keeps
-its slot, and settles what its prompt gets. No waiting, no I/O.
+Its owner (``rollout.dispatcher`` on an event loop, the property tests directly) calls one method per event, so that the
+four parts cannot disagree: every ending is entered in the ledger, frees or keeps its slot, and decides what its prompt
+gets. No waiting, no I/O.
 """
 
 from __future__ import annotations
@@ -253,8 +253,8 @@ class Pool:
         Attempts in flight and offered prompts are saved as owed, to be issued again.
         """
         groups = {group.attempt.attempt_id: group for group in self._buffer} | self._cut
-        owed = [_owed(attempt) for attempt_id, attempt in self._live.items() if attempt_id not in groups]
-        owed += [_owed(Attempt(attempt_id=-1, prompt=prompt, epoch=epoch)) for epoch, prompt in self._fresh]
+        owed = [Retry.of(attempt) for attempt_id, attempt in self._live.items() if attempt_id not in groups]
+        owed += [Retry(prompt=prompt, epoch=epoch) for epoch, prompt in self._fresh]
         return PoolSnapshot(
             state=PoolState(ledger=self._ledger.state(), book=self._book.state(), owed=tuple(owed), steps=self._steps),
             groups=tuple(groups[attempt_id] for attempt_id in sorted(groups)),
@@ -284,7 +284,7 @@ class Pool:
         self._ledger.restore(state.ledger, kept={group.attempt.attempt_id for group in kept})
         self._steps = state.steps
         self._total_groups = None if total_groups is None else self._ledger.trained + total_groups
-        owed = (*(_owed(group.attempt) for group in too_old), *state.owed)
+        owed = (*(Retry.of(group.attempt) for group in too_old), *state.owed)
         self._book.restore(msgspec.structs.replace(state.book, retries=(*owed, *state.book.retries)))
         for request_id, prompt_ids in (readmissions or {}).items():
             self._book.readmit(request_id, prompt_ids)
@@ -312,14 +312,3 @@ class Pool:
             self.dead_letters.append(verdict.dead_letter)
             prompt_id = verdict.dead_letter.prompt_id
             self._fresh = deque(fresh for fresh in self._fresh if fresh[1].prompt_id != prompt_id)
-
-
-def _owed(attempt: Attempt) -> Retry:
-    return Retry(
-        prompt=attempt.prompt,
-        epoch=attempt.epoch,
-        data_failures=attempt.data_failures,
-        infra_failures=attempt.infra_failures,
-        stale_count=attempt.stale_count,
-        history=attempt.history,
-    )

@@ -1,8 +1,8 @@
-"""Takes every decision of a recorded run again, by the same code, and compares: which attempt was issued, which groups
-a batch got and in which order, what was swept, trimmed or given up, and the batches themselves, to the last bit.
+"""Repeat every decision of a recorded run with the same code, and compare: which attempt was issued, which groups a
+batch got and in which order, what was swept, trimmed or given up, and the batches themselves, to the last bit.
 
-What a run was told from outside (prompts, finished groups with their tokens, failures, commits) is read from its
-schedule (``ledger/schedule.py``), and takes no engine, no trainer and no clock to happen again.
+The run's inputs (prompts, finished groups with their tokens, failures, commits) are read from its schedule
+(``ledger/schedule.py``), so no engine, trainer or clock is needed.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ class ReplayedBatch:
 
 
 class Replay:
-    """Iterate over it for the batches of a schedule; then it knows how far that went.
+    """Iterate over it for the batches of a schedule; its fields then say how far the schedule went.
 
     >>> for batch in Replay.of_run(Path("runs/latest")):
     ...     print(batch.step, batch.batch.rewards.mean())
     """
 
     def __init__(self, path: Path, make_pool: Callable[[Record], Pool], batches: BatchMaker) -> None:
-        """``make_pool``, ``batches``: what the run had. The pool tells ``Record`` what it decides."""
+        """``make_pool``, ``batches``: as in the run. The pool passes its decisions to ``Record``."""
         self.frames = 0  # read until now
         self.step = 1  # whose batch is being collected
         self.finished_groups = 0
-        self.unrecorded: set[str] = set()  # arrays of the batches that the run recorded no digest of: it is older
-        self.complete = False  # the run came to an end of its own, if only by an error or Ctrl-C
+        self.unrecorded: set[str] = set()  # arrays of the batches without a recorded digest: the run is older
+        self.complete = False  # the run ended by itself, if only by an error or Ctrl-C
         self._path = path
         self._pool = make_pool(self._note)
         self._batches = batches
@@ -93,10 +93,10 @@ class Replay:
         )
 
     def __iter__(self) -> Iterator[ReplayedBatch]:
-        """Once. A last frame that is not whole, since the run was killed while it wrote it, is the end.
+        """Replay once. An incomplete last frame, of a run that was killed while writing, is the end.
 
         Raises:
-            ReplayDifference: at the first decision or batch that is another.
+            ReplayDifference: at the first decision or batch that differs.
             ScheduleError: the file is damaged.
         """
         for frame in self._read():

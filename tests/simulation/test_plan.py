@@ -12,9 +12,10 @@ import pytest
 from miles_async.arguments import RolloutArguments, StalenessArguments
 from miles_async.cli import main
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace
-from miles_async.simulation.plan import DEFAULT_SWEEP, Flags, Row, candidates, recommend, scaled
+from miles_async.simulation.plan import DEFAULT_SWEEP, Row, candidates, recommend
 from miles_async.simulation.plan_view import rollout_process_text
 from miles_async.simulation.result import SimulationResult
+from miles_async.simulation.settings import SimulationSettings
 
 QUICK = [
     "plan", "--latency", "lognormal:20:0.5", "--train-seconds", "60", "--publish-seconds", "1",
@@ -51,9 +52,11 @@ def test_it_recommends_the_smallest_age_that_is_fast_enough(capsys: pytest.Captu
 
 def row(bound: int, lead: int, step_seconds: float, waste: float) -> Row:
     """A candidate as far as a recommendation looks at it."""
-    flags = SimpleNamespace(staleness=StalenessArguments(max_weight_staleness=bound, max_rollout_lead=lead))
+    settings = SimpleNamespace(staleness=StalenessArguments(max_weight_staleness=bound, max_rollout_lead=lead))
     result = SimpleNamespace(step_seconds=step_seconds, wasted_fraction=waste)
-    return Row(label=f"{bound} {lead}", flags=cast(Flags, flags), result=cast(SimulationResult, result))
+    return Row(
+        label=f"{bound} {lead}", settings=cast(SimulationSettings, settings), result=cast(SimulationResult, result)
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,10 +88,10 @@ def test_a_recommendation_that_throws_tokens_away_says_so(capsys: pytest.Capture
     [(80.0, "needs 10% of a core, at 1 ms per sample"), (10.0, "needs 82% of a core.*it is the bottleneck")],
 )
 def test_a_rollout_process_that_could_not_keep_up_is_told(step_seconds: float, said: str) -> None:
-    flags = SimpleNamespace(rollout=RolloutArguments(rollout_batch_size=1024, n_samples_per_prompt=8, num_rollout=1))
+    settings = SimpleNamespace(rollout=RolloutArguments(rollout_batch_size=1024, n_samples_per_prompt=8, num_rollout=1))
     result = SimpleNamespace(step_seconds=step_seconds)
-    candidate = Row(label="", flags=cast(Flags, flags), result=cast(SimulationResult, result))
-    told = rollout_process_text(candidate.rollout_process_use)
+    candidate = Row(label="", settings=cast(SimulationSettings, settings), result=cast(SimulationResult, result))
+    told = rollout_process_text(candidate.rollout_cores)
     assert re.search(said, told)
     assert ("bottleneck" in told) is ("bottleneck" in said)
 
@@ -185,6 +188,6 @@ def test_a_sweep_of_trainer_ranks_scales_the_step_time(capsys: pytest.CaptureFix
 
 
 def test_scaling_keeps_the_shape() -> None:
-    assert scaled(Fixed(4.0), 0.5) == Fixed(2.0)
-    assert scaled(LogNormal(4.0, 0.3, 8.0), 0.5) == LogNormal(2.0, 0.3, 4.0)
-    assert scaled(Trace((2.0, 4.0)), 0.5) == Trace((1.0, 2.0))
+    assert Fixed(4.0).scaled(0.5) == Fixed(2.0)
+    assert LogNormal(4.0, 0.3, 8.0).scaled(0.5) == LogNormal(2.0, 0.3, 4.0)
+    assert Trace((2.0, 4.0)).scaled(0.5) == Trace((1.0, 2.0))

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from miles_async.simulation.distributions import Fixed, LogNormal
+from miles_async.simulation.hooks import RolloutProcess
 from miles_async.simulation.result import SimulationResult
-from miles_async.simulation.rollout_process import RolloutProcess
 from miles_async.simulation.run import simulate
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from tests.simulation.scenario import settings
