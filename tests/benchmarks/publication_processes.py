@@ -105,9 +105,11 @@ class Fleet:
                 return dict.fromkeys(engines)
             case "leave_group", (name,):
                 return await self._each(engines, "leave", name)
-            case "receive_stream", (names, self.version, _):
+            case "receive_stream", (names, version, _):
+                self.version = version
                 return await self._each(engines, "receive_stream", tuple(names))
-            case "load_files", (directories, self.version, _):
+            case "load_files", (directories, version, _):
+                self.version = version
                 return await self._each(engines, "load", *arguments_of(engines[0], [directories]))
             case "score", _:
                 await self._each(engines, "score")
@@ -135,7 +137,7 @@ class Fleet:
     async def _nothing(self, engines: Sequence[Incarnation], *_: Any) -> Mapping[Incarnation, None]:
         return dict.fromkeys(engines)
 
-    admit = _nothing
+    admit = begin_trial = _nothing
 
 
 @asynccontextmanager
