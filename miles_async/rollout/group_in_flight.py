@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-import msgspec
 import structlog
 
 from miles_async.arguments.rollout import RolloutArguments
@@ -64,8 +63,8 @@ class GroupInFlight:
                 raise
         if self.over:
             return None
-        group = group_of(self.attempt, [self._finished[index] for index in sorted(self._finished)])
-        return msgspec.structs.replace(group, stopped=self._stopped, aborted=self._aborted)
+        samples = [self._finished[index] for index in sorted(self._finished)]
+        return group_of(self.attempt, samples, stopped=self._stopped, aborted=self._aborted)
 
     def versions(self, oldest_versions: OldestVersions) -> Mapping[int, int | None]:
         """Map the index of each sample that the group can still have to an upper bound on its oldest version."""

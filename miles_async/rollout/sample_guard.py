@@ -23,10 +23,11 @@ def check_sample(sample: Sample) -> int:
         TransientEngineError: one has no usable log-prob; the numerics of the engine, or of a Generate, are broken.
     """
     oldest = oldest_version(sample)
-    logprobs = np.concatenate([branch.rollout_logprobs[branch.loss_mask != 0] for branch in sample.branches])
-    usable = (logprobs >= LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)  # NaN is neither
-    unusable = logprobs[~usable]
-    if len(unusable):
+    of_branches = [branch.rollout_logprobs[branch.loss_tokens()] for branch in sample.branches]
+    logprobs = of_branches[0] if len(of_branches) == 1 else np.concatenate(of_branches)
+    lowest, highest = np.minimum.reduce(logprobs), np.maximum.reduce(logprobs)
+    if not (lowest >= LOWEST_LOGPROB and highest <= HIGHEST_LOGPROB):  # NaN is neither
+        unusable = logprobs[~((logprobs >= LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB))]
         raise TransientEngineError(
             f"expected a log-prob, at most 0, of every token that carries loss, found {unusable[0]:g} "
             f"({len(unusable)} of {len(logprobs)} tokens): the numerics of the engine, or of a Generate, are broken"

@@ -119,8 +119,7 @@ class StalenessBuffer:
         ]
         if not fresh or len(fresh) < self._min_samples:
             return None
-        rest = group_of(group.attempt, fresh)
-        return msgspec.structs.replace(rest, stopped=group.stopped, aborted=group.aborted)
+        return group_of(group.attempt, fresh, stopped=group.stopped, aborted=group.aborted)
 
     def _place(self, group: Group) -> float:
         match self._batch_order:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from miles_async.errors import VersionUnknownError
-from miles_async.types import NO_VERSION, Attempt, Branch, Group, Int32, Sample
+from miles_async.types import Attempt, Group, Int32, Sample, columns_of
 
 ONE_STEP = 1
 """Tokens in flight at an engine without speculative decoding: the error of each reported start or end.
@@ -176,38 +176,10 @@ def versions_per_token(spans: Sequence[VersionSpan], num_tokens: int) -> Int32:
 def loss_versions(sample: Sample) -> Int32:
     """Return int32 [L]: versions of the tokens that carry loss, over all branches. Prompt and tool output don't count.
 
-    Raises:
-        VersionUnknownError: as :func:`branch_versions`, for one of them.
+    Raises VersionUnknownError as ``Branch.loss_versions`` does, for one of them.
     """
-    of_branches = [branch_versions(branch) for branch in sample.branches]
+    of_branches = [branch.loss_versions() for branch in sample.branches]
     return of_branches[0] if len(of_branches) == 1 else np.concatenate(of_branches)
-
-
-def branch_versions(branch: Branch) -> Int32:
-    """int32 [L], of the tokens of one branch that carry loss.
-
-    A branch without a loss token has nothing to train on and no version; it is an error like any other unknown
-    version, for its sample.
-
-    Raises:
-        VersionUnknownError: no token carries loss, or one that does has no version.
-    """
-    versions: Int32 = branch.weight_versions[branch.loss_mask != 0]
-    if not len(versions):
-        raise VersionUnknownError("expected at least one token that carries loss, found none: the sample has no age")
-    if versions.min() <= NO_VERSION:
-        raise VersionUnknownError("expected a weight version for every token that carries loss, found one without")
-    return versions
-
-
-def count_versions(branch: Branch) -> dict[int, int]:
-    """Version → tokens of one branch that carry loss. Raises VersionUnknownError as :func:`branch_versions`."""
-    versions = branch_versions(branch)
-    oldest = int(versions.min())
-    if versions.max() == oldest:  # nearly always, and 20 times as fast as looking at all
-        return {oldest: len(versions)}
-    found, counts = np.unique(versions, return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def oldest_version(sample: Sample) -> int:
@@ -221,17 +193,22 @@ def is_mixed(sample: Sample) -> bool:
     return bool(versions.min() != versions.max())
 
 
-def group_of(attempt: Attempt, samples: Sequence[Sample]) -> Group:
+def group_of(attempt: Attempt, samples: Sequence[Sample], *, stopped: int = 0, aborted: int = 0) -> Group:
     """Make the group of an attempt's finished samples; it is as old as the oldest of them (M5).
 
     Raises:
         VersionUnknownError: a sample has no usable version.
     """
     assert samples, f"attempt {attempt.attempt_id}: a group is never empty"
-    versions = np.concatenate([loss_versions(sample) for sample in samples])
-    return Group(
+    columns = columns_of(samples)
+    *_, oldest, newest, _ = columns.T
+    group = Group(
         attempt=attempt,
         samples=tuple(samples),
-        oldest_version=int(versions.min()),
-        newest_version=int(versions.max()),
+        oldest_version=int(oldest.min()),
+        newest_version=int(newest.max()),
+        stopped=stopped,
+        aborted=aborted,
     )
+    vars(group)["columns"] = columns  # where ``Group.columns`` keeps them
+    return group

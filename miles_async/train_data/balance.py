@@ -12,6 +12,7 @@ from miles_async.train_data.packing import Bin, pack, split_to
 
 Float64 = npt.NDArray[np.float64]
 GOOD_ENOUGH = 1.001  # heaviest rank ÷ mean from which exchanges aren't worth their time
+MANY = 100  # sequences per rank that are balanced well, and ten times as fast, by taking the longest first
 
 Ranks = list[list[Bin]]
 """Micro-batches of each rank; one that has fewer sequences than others have micro-batches may have fewer."""
@@ -34,7 +35,9 @@ def balance(lengths: Sequence[int], work: Float64, ranks: int, max_tokens: int) 
         totals = [sum(float(work[members].sum()) for members in bins) for bins in plan]
         return max(totals), max(map(len, plan))
 
-    plans = [share_then_pack(lengths, work, ranks, max_tokens), pack_then_share(lengths, ranks, max_tokens)]
+    plans = [share_then_pack(lengths, work, ranks, max_tokens)]
+    if len(lengths) < MANY * ranks:
+        plans.append(pack_then_share(lengths, ranks, max_tokens))
     best = min(plans, key=cost)
     # Heaviest first on every rank: micro-batches that meet in the collectives of experts are alike.
     return [sorted(bins, key=lambda members: -float(work[members].sum())) for bins in best]
@@ -43,7 +46,8 @@ def balance(lengths: Sequence[int], work: Float64, ranks: int, max_tokens: int) 
 def share_then_pack(lengths: Sequence[int], work: Float64, ranks: int, max_tokens: int) -> Ranks:
     """Sequences are shared out by work, then each rank packs its own."""
     plan: Ranks = []
-    for share in exchanged(largest_differencing(work, ranks), work):
+    shared = largest_differencing if len(work) < MANY * ranks else longest_first
+    for share in exchanged(shared(work, ranks), work):
         own = [lengths[index] for index in share]
         plan.append([[share[i] for i in members] for members in pack(own, max_tokens)])
     count = max(map(len, plan))
@@ -67,6 +71,24 @@ def pack_then_share(lengths: Sequence[int], ranks: int, max_tokens: int) -> Rank
             plan[rank].append(members)
             totals[rank] += sizes[id(members)]
     return plan
+
+
+def longest_first(work: Float64, parts: int) -> list[list[int]]:
+    """Indices in ``parts`` lists: the most work first, each to the part with the least so far. A list may be empty.
+
+    Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): sums differ by the work of one sequence at most.
+
+    >>> longest_first(np.array([8.0, 7.0, 6.0, 5.0, 4.0]), 2)
+    [[0, 3, 4], [1, 2]]
+    """
+    result: list[list[int]] = [[] for _ in range(parts)]
+    totals = [(0.0, part) for part in range(parts)]  # a heap: the lightest part first
+    order = np.argsort(-work, kind="stable")
+    for index, added in zip(order.tolist(), work[order].tolist(), strict=True):
+        total, part = totals[0]
+        result[part].append(index)
+        heapq.heapreplace(totals, (total + added, part))
+    return result
 
 
 def largest_differencing(work: Float64, parts: int) -> list[list[int]]:

@@ -10,7 +10,7 @@ versions of exactly the tokens they work on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from miles_async.algorithms.advantages.rewards import rewards_of, sizes_of
 from miles_async.errors import ConfigurationError, ContractViolation
-from miles_async.staleness.versions import count_versions
 from miles_async.types import Branch, Float32, Group, Int32, Int64, RoutedExperts, TrainBatch
 
 
@@ -28,9 +27,10 @@ class BranchTable:
 
     branches: tuple[Branch, ...]  # [S]
     lengths: Int64  # [S] tokens
+    prompt_lengths: Int64  # [S] tokens before the response
     loss_tokens: Int64  # [S] tokens that carry loss
-    version_counts: tuple[Mapping[int, int], ...]  # [S] version → tokens that carry loss, counted in the tokens
-    oldest_versions: Int32  # [S] the oldest of these: what C1 is checked on
+    oldest_versions: Int32  # [S] of these, read from the tokens: what C1 is checked on
+    newest_versions: Int32  # [S]
     advantages: Float32  # [S] of the sample, or per token, as in TrainBatch
     rewards: Float32  # [S] of the sample
     sample_ids: Int64  # [S] the sample's position in the batch
@@ -81,28 +81,28 @@ def tabulate(
         ContractViolation: a loss token has no finite log-prob or advantage; ``rollout.sample_guard`` and the guards of
             rewards let none in.
     """
-    samples = [sample for group in groups for sample in group.samples]
-    assert samples, "a batch holds at least one group"
-    branches = tuple(branch for sample in samples for branch in sample.branches)
-    sample_ids = np.repeat(np.arange(len(samples), dtype=np.int64), [len(sample.branches) for sample in samples])
-    for branch in branches:
-        arrays = (branch.tokens, branch.loss_mask, branch.rollout_logprobs, branch.weight_versions)
-        lengths = {len(array) for array in arrays} | ({len(experts_of(branch))} if routed else set())
-        lengths |= {len(teacher_of(branch))} if taught else set()
-        assert len(lengths) == 1, f"per-token arrays of a sample differ in length: {lengths}"
-    no_logprob = [not _has_logprobs(branch) for branch in branches]
-    _refuse("log-prob for every loss token", sample_ids[np.flatnonzero(no_logprob)])
-    version_counts = tuple(map(count_versions, branches))
+    assert groups, "a batch holds at least one group"
+    blocks = [group.columns for group in groups]
+    in_group, prompt_lengths, lengths, loss_tokens, oldest, newest, finite_logprobs = np.concatenate(blocks).T.copy()
+    sizes = sizes_of(groups)
+    group_ids = np.repeat(np.arange(len(groups)), [len(block) for block in blocks])
+    sample_ids = in_group + (np.cumsum(sizes) - sizes)[group_ids]
+    _refuse("log-prob for every loss token", sample_ids[finite_logprobs == 0])
+    branches = tuple(branch for group in groups for sample in group.samples for branch in sample.branches)
+    for branch in branches if routed or taught else ():
+        assert not routed or len(experts_of(branch)) == len(branch.tokens), "experts are not of these tokens"
+        assert not taught or len(teacher_of(branch)) == len(branch.tokens), "a teacher's log-probs are of other tokens"
     return BranchTable(
         branches=branches,
-        lengths=np.array([len(branch.tokens) for branch in branches], dtype=np.int64),
-        loss_tokens=np.array([sum(counts.values()) for counts in version_counts], dtype=np.int64),
-        version_counts=version_counts,
-        oldest_versions=np.array([min(counts) for counts in version_counts], dtype=np.int32),
-        advantages=_checked(np.asarray(advantages, dtype=np.float32), branches, sample_ids),
+        lengths=lengths,
+        prompt_lengths=prompt_lengths,
+        loss_tokens=loss_tokens,
+        oldest_versions=oldest.astype(np.int32),
+        newest_versions=newest.astype(np.int32),
+        advantages=_checked(np.asarray(advantages, dtype=np.float32), branches, lengths, sample_ids),
         rewards=rewards_of(groups)[sample_ids],
         sample_ids=sample_ids,
-        group_ids=np.repeat(np.arange(len(groups), dtype=np.int64), sizes_of(groups))[sample_ids],
+        group_ids=group_ids,
         routed=routed,
         taught=taught,
     )
@@ -129,15 +129,15 @@ def teacher_of(branch: Branch) -> Float32:
     return branch.teacher_logprobs
 
 
-def _checked(advantages: Float32, branches: Sequence[Branch], sample_ids: Int64) -> Float32:
+def _checked(advantages: Float32, branches: Sequence[Branch], lengths: Int64, sample_ids: Int64) -> Float32:
     """Turn advantages of samples into those of branches, [S]; zero those of tokens, [N], where no loss is carried."""
-    samples, lengths = int(sample_ids[-1]) + 1, [len(branch.tokens) for branch in branches]
+    samples, tokens = int(sample_ids[-1]) + 1, int(lengths.sum())
     if len(advantages) == samples:
         _refuse("advantage for every sample", np.flatnonzero(~np.isfinite(advantages)))
         return advantages[sample_ids]
-    if len(advantages) != sum(lengths):
+    if len(advantages) != tokens:
         raise ContractViolation(
-            f"--advantage-estimator: expected {samples} advantages, one per sample, or {sum(lengths)}, one per token; "
+            f"--advantage-estimator: expected {samples} advantages, one per sample, or {tokens}, one per token; "
             f"found {len(advantages)}"
         )
     loss_mask = np.concatenate([branch.loss_mask for branch in branches])
@@ -178,11 +178,6 @@ def _per_branch(batch: TrainBatch) -> bool:
 
 def _offsets(lengths: Int64) -> Int64:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-def _has_logprobs(branch: Branch) -> bool:
-    finite = np.isfinite(branch.rollout_logprobs)
-    return bool(finite.all() or finite[branch.loss_mask != 0].all())
 
 
 def _refuse(expected: str, without: Int64) -> None:

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 
-from miles_async.algorithms.advantages.rewards import rewards_of
 from miles_async.train_data.batch import BranchTable
 from miles_async.types import FinishReason, Group, Int64, Sample
 
@@ -30,20 +28,20 @@ def batch_metrics(groups: Sequence[Group], table: BranchTable, target_version: i
     - ``rollout/...``: see :func:`generation_metrics`.
     """
     samples = [sample for group in groups for sample in group.samples]
-    lengths = np.array([sample.response_length for sample in samples])
-    counts: Counter[int] = Counter()
-    for of_branch in table.version_counts:
-        counts.update(of_branch)
-    versions, tokens = np.array(list(counts)), np.array(list(counts.values()))
+    firsts = np.flatnonzero(np.diff(table.sample_ids, prepend=-1))  # the first branch of each sample
+    lengths = (table.lengths - table.prompt_lengths)[firsts]
+    versions, tokens = _count_versions(table)
     mean = np.average(versions, weights=tokens)
-    oldest = _per_sample(np.minimum, table, table.oldest_versions)
-    newest = _per_sample(np.maximum, table, [max(of_branch) for of_branch in table.version_counts])
+    oldest = np.minimum.reduceat(table.oldest_versions, firsts)
+    newest = np.maximum.reduceat(table.newest_versions, firsts)
     ages = target_version - oldest
+    rewards = table.rewards[firsts]
+    starts = np.flatnonzero(np.diff(table.group_ids[firsts], prepend=-1))  # the first sample of each group
     return {
-        "reward/mean": float(rewards_of(groups).mean()),
+        "reward/mean": float(rewards.mean()),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
-        "truncated_ratio": float(np.mean([sample.finish_reason != "stop" for sample in samples])),
+        "truncated_ratio": sum(sample.finish_reason != "stop" for sample in samples) / len(samples),
         "weight_version/min": float(versions.min()),
         "weight_version/max": float(versions.max()),
         "weight_version/mean": float(mean),
@@ -51,8 +49,8 @@ def batch_metrics(groups: Sequence[Group], table: BranchTable, target_version: i
         "mixed_version_ratio": float(np.mean(oldest != newest)),
         "age/mean": float(ages.mean()),
         "age/max": float(ages.max()),
-        "zero_std/all_zero_percentage": _percentage_all(groups, 0.0),
-        "zero_std/all_one_percentage": _percentage_all(groups, 1.0),
+        "zero_std/all_zero_percentage": 100.0 * float(np.logical_and.reduceat(rewards == 0.0, starts).mean()),
+        "zero_std/all_one_percentage": 100.0 * float(np.logical_and.reduceat(rewards == 1.0, starts).mean()),
         "rollout/aborted_samples": float(sum(group.aborted for group in groups)),
         **length_bias(groups),
         **generation_metrics(samples),
@@ -91,13 +89,13 @@ def generation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """
     reasons = Counter(sample.finish_reason for sample in samples)
     found = {f"rollout/finish_reason/{reason}": reasons[reason] / len(samples) for reason in get_args(FinishReason)}
-    found["rollout/branches/mean"] = sum(len(sample.branches) for sample in samples) / len(samples)
+    found["rollout/branches/mean"] = 1 + sum(len(sample.more_branches) for sample in samples) / len(samples)
     noted = {name: _numbers(samples, name) for name in (*_CALLS, "prompt_tokens", "cached_tokens")}
     for name in _CALLS:
         if numbers := noted[name]:
             found[f"rollout/{name}/mean"] = sum(numbers) / len(numbers)
     if noted["turns"]:
-        found["rollout/turns/max"] = max(noted["turns"])
+        found["rollout/turns/max"] = float(max(noted["turns"]))
     if prompt_tokens := sum(noted["prompt_tokens"]):
         found["rollout/prefix_cache_hit_rate"] = sum(noted["cached_tokens"]) / prompt_tokens
     sums: defaultdict[str, float] = defaultdict(float)
@@ -110,7 +108,10 @@ def generation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 def _numbers(samples: Sequence[Sample], name: str) -> list[float]:
     """A user's own Generate may note nothing, or anything."""
-    return [number for sample in samples if (number := _number(sample.metadata.get(name))) is not None]
+    values = [value for sample in samples if (value := sample.metadata.get(name)) is not None]
+    if set(map(type, values)) <= {int}:  # as ours are: no need to look at each
+        return values
+    return [number for value in values if (number := _number(value)) is not None]
 
 
 def _number(value: object) -> float | None:
@@ -119,16 +120,18 @@ def _number(value: object) -> float | None:
 
 def age_histogram(table: BranchTable, target_version: int) -> dict[int, int]:
     """Age in versions → number of samples, each as old as its oldest branch."""
-    ages, counts = np.unique(target_version - _per_sample(np.minimum, table, table.oldest_versions), return_counts=True)
+    firsts = np.flatnonzero(np.diff(table.sample_ids, prepend=-1))
+    ages, counts = np.unique(target_version - np.minimum.reduceat(table.oldest_versions, firsts), return_counts=True)
     return {int(age): int(count) for age, count in zip(ages, counts, strict=True)}
 
 
-def _per_sample(reduce: np.ufunc, table: BranchTable, of_branches: npt.ArrayLike) -> Int64:
-    """Reduce [S] values of branches to one per sample."""
-    values = np.asarray(of_branches, dtype=np.int64)
-    result: Int64 = reduce.reduceat(values, np.flatnonzero(np.diff(table.sample_ids, prepend=-1)))
-    return result
-
-
-def _percentage_all(groups: Sequence[Group], reward: float) -> float:
-    return 100.0 * float(np.mean([all(sample.reward == reward for sample in group.samples) for group in groups]))
+def _count_versions(table: BranchTable) -> tuple[Int64, Int64]:
+    """(versions, tokens of each that carry loss), over the whole batch."""
+    lowest, highest = int(table.oldest_versions.min()), int(table.newest_versions.max())
+    mixed = table.oldest_versions != table.newest_versions
+    counts = np.zeros(highest - lowest + 1, dtype=np.int64)
+    np.add.at(counts, table.oldest_versions[~mixed] - lowest, table.loss_tokens[~mixed])
+    for index in np.flatnonzero(mixed).tolist():
+        counts += np.bincount(table.branches[index].loss_versions() - lowest, minlength=len(counts))
+    (found,) = counts.nonzero()
+    return found + lowest, counts[found]

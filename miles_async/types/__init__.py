@@ -39,6 +39,7 @@ from miles_async.types.samples import (
     Sample,
     TokenRewards,
     UInt8,
+    columns_of,
 )
 from miles_async.types.weights import (
     CanaryScore,
@@ -92,4 +93,5 @@ __all__ = [
     "TrainShard",
     "UInt8",
     "WeightDelta",
+    "columns_of",
 ]

@@ -7,12 +7,16 @@ predict ``tokens[i]`` are those at position ``i - 1``; the trainer does that shi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from miles_async.errors import VersionUnknownError
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -96,6 +100,21 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
         """Number of tokens after the prompt."""
         return len(self.tokens) - self.prompt_length
 
+    def loss_tokens(self) -> slice | npt.NDArray[np.bool_]:
+        """Index of the tokens that carry loss in every per-token array: a slice, which copies nothing, if they are
+        the last ones.
+        """
+        mask, count = self.loss_mask, np.count_nonzero(self.loss_mask)
+        last = slice(len(mask) - count, None)
+        return last if np.count_nonzero(mask[last]) == count else mask != 0
+
+    def loss_versions(self) -> Int32:
+        """int32 [L], versions of the tokens that carry loss.
+
+        Raises VersionUnknownError: no token does, so there is nothing to train on, or one that does has no version.
+        """
+        return known(self.weight_versions[self.loss_tokens()])
+
     def __post_init__(self) -> None:
         """Make the arrays read-only, in place: they may be long."""
         for name in Branch.__struct_fields__:
@@ -166,7 +185,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     issued_version: int = 0  # weight version visible when this attempt was admitted
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The finished samples of one attempt, rewarded; compared together by GRPO. Never empty."""
 
     attempt: Attempt
@@ -175,3 +194,39 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     newest_version: int
     stopped: int = 0  # samples that were still being generated when enough were finished
     aborted: int = 0  # samples that had become too old while they were generated, and were ended
+
+    @cached_property
+    def columns(self) -> Int64:
+        """Computed once, by :func:`columns_of`."""
+        return columns_of(self.samples)
+
+
+def columns_of(samples: Sequence[Sample]) -> Int64:
+    """What a batch has to know of the tokens of each branch of a group's samples, int64 [B, 7].
+
+    The columns: position of the sample in the group, tokens of the prompt, tokens, tokens that carry loss; their oldest
+    version, their newest version, and 1 if all of them have a finite log-prob.
+
+    Raises VersionUnknownError as ``Branch.loss_versions`` does.
+    """
+    return np.array([_columns(branch, i) for i, sample in enumerate(samples) for branch in sample.branches])
+
+
+def _columns(branch: Branch, sample: int) -> tuple[int, ...]:
+    length = len(branch.tokens)
+    lengths = (length, len(branch.loss_mask), len(branch.rollout_logprobs), len(branch.weight_versions))
+    assert lengths.count(length) == len(lengths), f"per-token arrays of a sample differ in length: {lengths}"
+    carry_loss = branch.loss_tokens()
+    versions, logprobs = known(branch.weight_versions[carry_loss]), branch.rollout_logprobs[carry_loss]
+    oldest, newest = int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))
+    finite = math.isfinite(logprobs.dot(logprobs)) or bool(np.isfinite(logprobs).all())
+    return sample, branch.prompt_length, length, len(versions), oldest, newest, finite
+
+
+def known(versions: Int32) -> Int32:
+    """The versions of the tokens that carry loss, none of them unknown."""
+    if not len(versions):
+        raise VersionUnknownError("expected at least one token that carries loss, found none: the sample has no age")
+    if np.minimum.reduce(versions) <= NO_VERSION:
+        raise VersionUnknownError("expected a weight version for every token that carries loss, found one without")
+    return versions

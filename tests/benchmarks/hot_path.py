@@ -112,6 +112,11 @@ def batch_of(length: int) -> list[Group]:
     return groups
 
 
+def finished(groups: list[Group]) -> list[Group]:
+    """As the dispatcher makes groups of their samples."""
+    return [group_of(group.attempt, group.samples) for group in groups]
+
+
 def to_shards(groups: list[Group]) -> tuple[TrainShard, ...]:
     """As ``rollout.batches`` does, with advantages of zero."""
     table = tabulate(groups, np.zeros(sum(len(group.samples) for group in groups), np.float32))
@@ -133,6 +138,7 @@ def batches() -> Iterator[Row]:
     for length in LENGTHS:
         groups = batch_of(length)
         tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
+        samples = sum(len(group.samples) for group in groups)
         tracemalloc.start()
         shards = to_shards(groups)
         peak = tracemalloc.get_traced_memory()[1]
@@ -140,12 +146,15 @@ def batches() -> Iterator[Row]:
         in_band, buffers = hand_over(shards)
         serialize = cpu_seconds(partial(hand_over, shards))
         convert = cpu_seconds(partial(to_shards, groups))
+        finish = cpu_seconds(partial(finished, groups))
         copy = cpu_seconds(np.ones(PAYLOAD * tokens, np.uint8).copy)
         yield {
             "tokens": tokens,
             "longest": length,
             "convert_Mtok_per_s": round(tokens / convert / 1e6),
             "and_serialize_Mtok_per_s": round(tokens / (convert + serialize) / 1e6),
+            "us_per_sample": round(1e6 * (convert + serialize) / samples, 1),
+            "us_per_sample_when_groups_finish": round(1e6 * finish / samples, 1),
             "of_a_copy": round((convert + serialize) / copy, 2),
             "peak_bytes_per_token": round(peak / tokens, 1),
             "peak_of_payload": round(peak / tokens / PAYLOAD, 2),

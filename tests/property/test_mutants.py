@@ -42,7 +42,7 @@ from miles_async.staleness.buffer import StalenessBuffer
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.train_data import balance, work
-from miles_async.types import NO_VERSION, Branch
+from miles_async.types import NO_VERSION, Branch, samples
 from tests.property import test_property_balance as balance_properties
 from tests.property import test_property_losses as loss_properties
 from tests.property import test_property_pool as pool_properties
@@ -115,10 +115,11 @@ within_1_percent = _again(
     st.just(1 / 1000),
 )
 one_sequence_apart = _again(
-    balance_properties.test_differencing_and_exchanges_leave_a_partition_and_differ_by_one_sequence_at_most,
+    balance_properties.test_sharing_out_and_exchanges_leave_a_partition_and_differ_by_one_sequence_at_most,
     balance_properties.LENGTHS,
     balance_properties.RANKS,
     balance_properties.QUADRATIC,
+    balance_properties.WAYS,
 )
 never_worse = _again(
     balance_properties.test_never_worse_than_packing_first,
@@ -505,14 +506,14 @@ MUTANTS = (
     ),
     Mutant(
         name="loss tokens without a version are passed over",
-        function=versions.branch_versions,
+        function=Branch.loss_versions,
         mistake=_unversioned_passed_over,
         caught_by=loss_tokens,
         where="loss_tokens",
     ),
     Mutant(
         name="loss tokens without a version have version -1",
-        function=versions.branch_versions,
+        function=samples.known,
         mistake=comparison(ast.LtE, ast.Lt()),
         caught_by=loss_tokens,
         where="loss_tokens",
@@ -536,7 +537,14 @@ MUTANTS = (
         function=balance.largest_differencing,
         mistake=node_of(ast.Slice, lambda node: ast.Slice()),
         caught_by=one_sequence_apart,
-        where="test_differencing_and_exchanges_leave_a_partition_and_differ_by_one_sequence_at_most",
+        where="test_sharing_out_and_exchanges_leave_a_partition_and_differ_by_one_sequence_at_most",
+    ),
+    Mutant(
+        name="the heaviest part gets the next sequence",
+        function=balance.longest_first,
+        mistake=node_of(ast.BinOp, lambda node: ast.BinOp(node.left, ast.Sub(), node.right)),
+        caught_by=one_sequence_apart,
+        where="test_sharing_out_and_exchanges_leave_a_partition_and_differ_by_one_sequence_at_most",
     ),
     Mutant(
         name="packing first is never looked at",
