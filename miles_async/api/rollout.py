@@ -41,7 +41,7 @@ class Generate(Protocol):
     ...     key = routing_key(attempt, sample_index)  # one per sample: its requests find their prefix in one engine
     ...     sampling = {"temperature": 1.0, "max_new_tokens": 4}
     ...     turn = await take_turn(client, attempt.prompt.token_ids, sampling, routing_key=key)
-    ...     return build_sample(attempt.prompt, turn, decode=lambda token_ids: " ".join(map(str, token_ids)))
+    ...     return build_sample(attempt.prompt, turn, text=" ".join(map(str, turn.output_ids)))
     >>> asyncio.run(four_tokens(client, attempt, 0)).text
     '7 8 9 2'
     """

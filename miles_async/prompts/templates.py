@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_async.errors import ConfigurationError, TrajectoryError
 from miles_async.prompts.tokenizer_code import check_code, refusal
+from miles_async.runtime.detokenize import decode_tokens, fingerprint
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.time_limit import within
 from miles_async.types import JsonObject
@@ -161,8 +162,17 @@ class ChatTemplate:
 
         Special tokens inside stay: with many tokenizers, thoughts, answers and calls of tools are marked by them.
         """
+        return self.trim(self.decode_all(token_ids))
+
+    def trim(self, text: str) -> str:
+        """Make what :meth:`decode_all` gives for a response what :meth:`decode` gives."""
         opening, closing = self._bounds
-        return closing.sub("", opening.sub("", self.decode_all(token_ids))[::-1])[::-1]
+        return closing.sub("", opening.sub("", text)[::-1])[::-1]
+
+    @cached_property
+    def decoder(self) -> int | None:
+        """See ``GenerateRequest``."""
+        return fingerprint(self._tokenizer)
 
     @cached_property
     def _bounds(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
@@ -290,10 +300,7 @@ class ChatTemplate:
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Decode with all tokens."""
-        text: str = self._tokenizer.decode(
-            [int(token) for token in token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+        return decode_tokens(self._tokenizer, list(token_ids))
 
 
 class _TimedMessage(dict[str, Any]):

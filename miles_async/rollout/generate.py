@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -12,8 +14,27 @@ from miles_async.arguments.rollout import RolloutArguments
 from miles_async.trajectory.turn import take_turn, with_last_token
 from miles_async.types import NO_VERSION, Attempt, Generation, JsonObject, Prompt, Sample
 
+_FEW_TOKENS = 512  # decoded faster than handed to a thread and back
+
 Began = Callable[[str, int], None]
 """``staleness.oldest_versions.OldestVersions.note``: (routing key, version of a token that carries loss)."""
+
+
+class Decoder(Protocol):
+    """Tokens to text (``prompts.templates.ChatTemplate``)."""
+
+    @property
+    def decoder(self) -> int | None:
+        """See ``GenerateRequest``."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode a response without the tokens that bound it."""
+        ...
+
+    def trim(self, text: str) -> str:
+        """Leave these out of the text of all tokens."""
+        ...
 
 
 def routing_key(attempt: Attempt, sample_index: int) -> str:
@@ -44,13 +65,13 @@ class SingleTurnGenerate:
     def __init__(
         self,
         sampling: JsonObject,
-        decode: Callable[[Sequence[int]], str],
+        decoder: Decoder,
         *,
         began: Began = lambda key, version: None,
     ) -> None:
-        """``sampling``: SGLang sampling parameters with ``max_new_tokens``; ``decode``: token ids → text."""
+        """``sampling``: SGLang sampling parameters with ``max_new_tokens``."""
         self._sampling = dict(sampling)
-        self._decode = decode
+        self._decoder = decoder
         self._began = began
 
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
@@ -59,12 +80,26 @@ class SingleTurnGenerate:
         key = routing_key(attempt, sample_index)
         kept = partial(self._began, key)
         input_ids = np.array(prompt.token_ids, np.int32)
-        turn = await take_turn(client, input_ids, self._sampling, routing_key=key, kept=kept)
-        return build_sample(prompt, turn, self._decode)
+        decoder = self._decoder
+        turn = await take_turn(client, input_ids, self._sampling, routing_key=key, kept=kept, decoder=decoder.decoder)
+        return build_sample(prompt, turn, await response_text(turn, decoder))
 
 
-def build_sample(prompt: Prompt, turn: Generation, decode: Callable[[Sequence[int]], str]) -> Sample:
-    """Prompt and answer → one sample whose arrays are aligned with prompt + response tokens."""
+async def response_text(turn: Generation, decoder: Decoder) -> str:
+    """Text of a turn as ``decoder.decode`` makes it: the engine's if it gave one, else decoded off the event loop."""
+    if turn.text is not None:
+        return decoder.trim(turn.text)
+    output_ids = turn.output_ids.tolist()
+    if len(output_ids) <= _FEW_TOKENS:
+        return decoder.decode(output_ids)
+    return await asyncio.to_thread(decoder.decode, output_ids)
+
+
+def build_sample(prompt: Prompt, turn: Generation, text: str) -> Sample:
+    """Prompt and answer → one sample whose arrays are aligned with prompt + response tokens.
+
+    ``text``: of the response, see ``Sample``.
+    """
     start, length = len(prompt.token_ids), len(prompt.token_ids) + len(turn.output_ids)
     loss_mask = np.zeros(length, np.uint8)
     loss_mask[start:] = 1
@@ -79,7 +114,7 @@ def build_sample(prompt: Prompt, turn: Generation, decode: Callable[[Sequence[in
         rollout_logprobs=logprobs,
         weight_versions=weight_versions,
         routed_experts=with_last_token(turn.routed_experts),
-        text=decode(turn.output_ids.tolist()),
+        text=text,
         finish_reason=turn.finish_reason,
         metadata={
             "engines": list(turn.engines),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
+from miles_async.engines.sglang.answers import MEDIA_TYPE, TEXT_FROM, pack
 from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, fingerprint, write_report
 from miles_async.simulation.network import Response
 from miles_async.simulation.recording import EventLog
@@ -25,12 +26,19 @@ from miles_async.types import HeldPart, HeldWeights, JsonObject
 TENSORS = ("t0", "t1")  # of all weights
 PROMPT_TOKEN = 0
 OUTPUT_LOGPROB = -0.5
+DECODER_ID = 1
+END_OF_TURN = "<end>"
 _OK = msgspec.json.encode({"success": True, "message": "ok"})
 
 
 def canary_logprobs(version: int, tokens: int) -> tuple[float, ...]:
     """Log-probs of a canary under ``version``, different for neighbouring versions."""
     return (-1.0 - 0.5 * (version % 7),) * (tokens - 1)
+
+
+def simulated_text(tokens: int) -> str:
+    """Text of a response, as long as that of a language model."""
+    return "word" * (tokens - 1) + END_OF_TURN
 
 
 def simulated_digest(version: int) -> str:
@@ -192,10 +200,12 @@ class SimulatedEngine:
             "weight_versions": request.spans or None,
             "output_token_logprobs": [(OUTPUT_LOGPROB, token, None) for token in request.output],
         }
-        return Response(
-            msgspec.json.encode({"output_ids": request.output, "meta_info": meta}),
-            headers={"x-smg-routed-worker-id": self.url},
-        )
+        text = None
+        if finish_reason != "abort":
+            text = simulated_text(len(request.output) + len(body["input_ids"]) - body[TEXT_FROM])
+        packed = pack({"output_ids": request.output, "meta_info": meta}, text)
+        assert packed is not None
+        return Response(packed, headers={"Content-Type": MEDIA_TYPE, "x-smg-routed-worker-id": self.url})
 
     def _request(self, body: JsonObject) -> _Request:
         tokens = body["input_ids"]

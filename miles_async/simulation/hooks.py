@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Sequence
 
 from miles_async.api import EngineClient, Generate
 from miles_async.runtime.clock import now
-from miles_async.simulation.engine import PROMPT_TOKEN
+from miles_async.simulation.engine import DECODER_ID, END_OF_TURN, PROMPT_TOKEN, simulated_text
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.types import Attempt, JsonObject, Prompt, Sample
 
@@ -72,6 +73,18 @@ class RolloutProcess:
         await asyncio.sleep(self._free - now)
         self.busy_seconds += self._seconds
         self.lags.append(start - now)
+
+
+class SimulatedDecoder:
+    """Decodes as simulated engines do."""
+
+    decoder = DECODER_ID
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.trim(simulated_text(len(token_ids)))
+
+    def trim(self, text: str) -> str:
+        return text.removesuffix(END_OF_TURN)
 
 
 class SimulatedEpisode:

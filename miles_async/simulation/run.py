@@ -24,12 +24,18 @@ from miles_async.rewards.guard import GuardedReward
 from miles_async.rollout.batches import BatchMaker, RecordBatch
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
-from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
+from miles_async.rollout.generate import Decoder, SingleTurnGenerate, sampling_parameters
 from miles_async.rollout.manager import RolloutManager
 from miles_async.runtime.garbage import rare_collections
 from miles_async.runtime.services import Services
 from miles_async.simulation.engines import SimulatedEngines
-from miles_async.simulation.hooks import RolloutProcess, SimulatedEpisode, SimulatedPrompts, SimulatedReward
+from miles_async.simulation.hooks import (
+    RolloutProcess,
+    SimulatedDecoder,
+    SimulatedEpisode,
+    SimulatedPrompts,
+    SimulatedReward,
+)
 from miles_async.simulation.recording import EventLog, PoolRecorder, Recording
 from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.settings import SimulationSettings
@@ -70,6 +76,7 @@ class Simulation:
         self,
         settings: SimulationSettings,
         make_engines: Callable[[SimulationSettings, EventLog], SimulatedEngines] = SimulatedEngines,
+        decoder: Decoder | None = None,
     ) -> None:
         rollout, staleness = settings.rollout, settings.staleness
         clock = asyncio.get_running_loop().time
@@ -102,7 +109,9 @@ class Simulation:
                 client=self.engines.client,
                 hooks=Hooks(
                     generate=SimulatedEpisode(
-                        SingleTurnGenerate(sampling_parameters(rollout), lambda ids: "", began=oldest.note),
+                        SingleTurnGenerate(
+                            sampling_parameters(rollout), decoder or SimulatedDecoder(), began=oldest.note
+                        ),
                         self.rollout_process,
                         settings,
                     ),

@@ -26,12 +26,13 @@ async def take_turn(
     routing_key: str,
     kept: Callable[[int], None] = lambda version: None,
     routed: int = 0,
+    decoder: int | None = None,
 ) -> Generation:
     """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there.
 
     ``kept`` receives the version of the first token of every chunk. ``routed``: tokens at the beginning whose experts
     are known; those of the others are asked for. A token keeps the experts of the first pass that read it, since the
-    log-probs of what was sampled after it are of that pass.
+    log-probs of what was sampled after it are of that pass. ``decoder``: see ``GenerateRequest``; None: no text.
 
     A turn under a grammar starts again instead of continuing: a grammar applies from the first token of a request.
     Raises what the client raises, and TransientEngineError for an engine that only aborts.
@@ -39,12 +40,17 @@ async def take_turn(
     constrained = GRAMMAR in sampling
     budget: int = sampling["max_new_tokens"]
     chunks: list[Generation] = []
-    empty = 0
+    empty, begin = 0, len(input_ids)
     while True:
-        sampling = {**sampling, "max_new_tokens": budget}
-        chunk = await client.generate(
-            GenerateRequest(input_ids=input_ids, sampling=sampling, routing_key=routing_key, experts_from=routed)
+        request = GenerateRequest(
+            input_ids=input_ids,
+            sampling={**sampling, "max_new_tokens": budget},
+            routing_key=routing_key,
+            experts_from=routed,
+            text_from=begin,
+            decoder=decoder,
         )
+        chunk = await client.generate(request)
         aborted = chunk.finish_reason == "abort"
         thrown_away = aborted and constrained
         keeps = 0 if thrown_away else len(chunk.output_ids)
@@ -74,6 +80,7 @@ def _joined(chunks: Sequence[Generation], constrained: bool) -> Generation:
         chunks=len(chunks),
         prompt_tokens=sum(chunk.prompt_tokens for chunk in chunks),
         cached_tokens=sum(chunk.cached_tokens for chunk in chunks),
+        text=chunks[-1].text,
         routed_experts=np.concatenate(experts) if experts else None,
         constrained=constrained,
     )

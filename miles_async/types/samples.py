@@ -63,6 +63,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     routing_key: str  # requests with the same key go to the same engine, whose prefix cache has what they share
     multimodal_inputs: JsonObject = {}  # fields that the engine's request has for them; opaque to us
     experts_from: int = 0  # first token whose experts are asked for, by runs that replay them
+    text_from: int = 0  # first token of the text that is asked for: the beginning of the model's turn
+    decoder: int | None = None  # ``runtime.detokenize.fingerprint`` of the tokenizer that makes it; None: no text
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +78,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int = 1  # generation calls: 1 + aborts survived
     prompt_tokens: int = 0  # over all chunks
     cached_tokens: int = 0  # of these, served from the prefix cache
+    text: str | None = None  # of the tokens from ``text_from`` on, special ones too; None if the engine gave none
     routed_experts: RoutedExperts | None = None  # of prompt and output from ``experts_from`` up to the last but one
     constrained: bool = False  # sampled under a grammar: the log-probs are those of the policy restricted to it
 

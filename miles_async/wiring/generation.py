@@ -87,7 +87,7 @@ class Episodes:
                 service=self.circuit,
                 began=self._began,
             )
-        return SingleTurnGenerate(sampling, self._template.decode, began=self._began)
+        return SingleTurnGenerate(sampling, self._template, began=self._began)
 
     def _limits(self, sampling: Sampling) -> Limits:
         return Limits(

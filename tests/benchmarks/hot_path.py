@@ -21,12 +21,14 @@ from msgspec.structs import replace
 from miles_async.engines.sglang.answers import MEDIA_TYPE, pack, read_answer
 from miles_async.rollout.generate import build_sample
 from miles_async.rollout.sample_guard import check_sample
+from miles_async.runtime.detokenize import decode_tokens
 from miles_async.staleness.versions import group_of, token_versions
 from miles_async.train_data.batch import tabulate
 from miles_async.train_data.dp_split import split
 from miles_async.train_data.metrics import age_histogram, batch_metrics
 from miles_async.types import Attempt, Group, Prompt, Sample, TrainShard
 from tests.benchmarks.report import Row
+from tests.benchmarks.vocabulary import SIZE, chat, tokenizer
 
 LENGTHS = (512, 8192)  # tokens of an answer
 TOKENS_PER_BATCH = 1 << 23
@@ -52,7 +54,7 @@ def cpu_seconds(call: Callable[[], Any], *, least: float = 0.5) -> float:
 def reply(length: int) -> dict[str, Any]:
     """An answer as SGLang has it before it is written."""
     chance = np.random.default_rng(0)
-    ids = chance.integers(0, 150_000, length).tolist()
+    ids = chance.integers(0, SIZE, length).tolist()
     logprobs = (-chance.exponential(size=length)).astype(np.float32).tolist()
     meta = {
         "finish_reason": {"type": "stop"},
@@ -64,9 +66,18 @@ def reply(length: int) -> dict[str, Any]:
     return {"output_ids": ids, "meta_info": meta}
 
 
+def packed_reply(plain: dict[str, Any]) -> bytes:
+    """As an engine that we start packs it, with the text."""
+    packed = pack(plain, decode_tokens(tokenizer(), plain["output_ids"]))
+    assert packed is not None
+    return packed
+
+
 def to_sample(body: bytes, content_type: str) -> Sample:
-    """All that is done with an answer, but for the text of its tokens and the network."""
-    sample = build_sample(PROMPT, read_answer(body, content_type, "", VERSIONS), lambda ids: "")
+    """All that is done with an answer, but for the network."""
+    turn = read_answer(body, content_type, "", VERSIONS)
+    text = chat().decode(turn.output_ids.tolist()) if turn.text is None else chat().trim(turn.text)
+    sample = build_sample(PROMPT, turn, text)
     check_sample(sample)
     return sample
 
@@ -75,8 +86,7 @@ def answers() -> Iterator[Row]:
     """From the bytes of an answer to a sample."""
     for length in LENGTHS:
         plain = reply(length)
-        packed = pack(plain)
-        assert packed is not None
+        packed = packed_reply(plain)
         whole = {}
         for form, body, content_type in (
             ("JSON", json.dumps(plain, separators=(",", ":")).encode(), "application/json"),
@@ -103,9 +113,7 @@ def batch_of(length: int) -> list[Group]:
     while tokens < TOKENS_PER_BATCH:
         samples = []
         for _ in range(GROUP_SIZE):
-            body = pack(reply(int(chance.integers(length // 2, length))))
-            assert body is not None
-            samples.append(to_sample(body, MEDIA_TYPE))
+            samples.append(to_sample(packed_reply(reply(int(chance.integers(length // 2, length)))), MEDIA_TYPE))
         attempt = Attempt(attempt_id=len(groups), prompt=PROMPT, epoch=0)
         groups.append(group_of(attempt, [replace(sample, reward=0.5) for sample in samples]))
         tokens += sum(len(sample.tokens) for sample in samples)

@@ -34,8 +34,10 @@ from miles_async.engines.external import ExternalServers
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerHandle
 from miles_async.engines.router import Router
+from miles_async.engines.sglang.answers import TEXT_FROM
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.runtime import garbage
+from miles_async.runtime.detokenize import decode_tokens
 from miles_async.simulation.distributions import Fixed
 from miles_async.simulation.engine import canary_logprobs
 from miles_async.simulation.engines import SimulatedEngines
@@ -43,6 +45,7 @@ from miles_async.simulation.recording import EventLog
 from miles_async.simulation.run import Simulation, quiet_logs
 from miles_async.simulation.settings import SimulationSettings
 from tests.benchmarks.report import Row
+from tests.benchmarks.vocabulary import SIZE, chat, tokenizer
 from tests.fakes.fake_engine import FakeEngine, FakeRouter
 
 GOAL_MS = 20.0  # at the 99th percentile
@@ -94,7 +97,7 @@ class LeanEngine(FakeEngine):
         self.packs = self.workload.packed
         self._abort_all = asyncio.Event()
         same = random.Random(0)
-        self._ids = [same.randrange(150_000) for _ in range(self.workload.most_tokens)]
+        self._ids = [same.randrange(SIZE) for _ in range(self.workload.most_tokens)]
         self._logprobs = [(float(np.float32(-same.expovariate(1.0))), token, None) for token in self._ids]
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -125,7 +128,11 @@ class LeanEngine(FakeEngine):
             "weight_versions": spans,
             "output_token_logprobs": self._logprobs[:wanted],
         }
-        return self._response({"text": "word" * wanted, "output_ids": self._ids[:wanted], "meta_info": meta}, body)
+        reply = {"text": "word" * wanted, "output_ids": self._ids[:wanted], "meta_info": meta}
+        return self._response(reply, body)
+
+    def _text(self, body: dict[str, Any], reply: dict[str, Any]) -> str:
+        return decode_tokens(tokenizer(), [*body["input_ids"][body[TEXT_FROM] :], *reply["output_ids"]])
 
     async def _abort(self, request: web.Request) -> web.Response:
         if (await request.json()).get("abort_all"):
@@ -222,7 +229,7 @@ async def measure(workload: Workload, mode: str, seconds: float, urls: Sequence[
         publish_seconds=Fixed(0.2),
         trace=False,
     )
-    simulation = Simulation(settings, partial(HttpEngines, urls=urls))
+    simulation = Simulation(settings, partial(HttpEngines, urls=urls), chat())
     client, generated = simulation.engines.client, simulation.observer.lengths.generated
     async with asyncio.TaskGroup() as scope:
         run = scope.create_task(simulation.run())

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from miles_async.engines.sglang.answers import MEDIA_TYPE, PACK, pack
+from miles_async.engines.sglang.answers import DECODER, MEDIA_TYPE, PACK, TEXT_FROM, pack
 from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, REPORT_ACTION, fingerprint, write_report
 from miles_async.engines.sglang.names import STREAM
 from miles_async.engines.sglang.scores import PACK_SCORES, pack_scores
@@ -47,6 +47,7 @@ class FakeEngine:
     respond: Callable[[dict[str, Any]], web.Response | None] = lambda body: None  # misbehave instead of generating
     transform: Callable[[dict[str, Any]], dict[str, Any]] = lambda reply: reply  # spoil the answer
     packs: bool = True  # answers are packed where requests ask for it; an engine that is not ours knows nothing of it
+    decoder: int | None = 7  # fingerprint of its tokenizer
     tells_experts: bool = True  # where requests ask for them: one layer, twice the number of the token
     weight_version: str = "default"
     server_info: dict[str, Any] = field(default_factory=lambda: {"speculative_algorithm": None})
@@ -201,10 +202,20 @@ class FakeEngine:
 
     def _response(self, reply: dict[str, Any], body: dict[str, Any]) -> web.Response:
         headers = {"x-smg-routed-worker-id": self.url} if self.name_worker else {}
-        packed = pack(reply) if body.get(PACK) else pack_scores(reply) if body.get(PACK_SCORES) else None
+        packed = None
+        if body.get(PACK):
+            aborted = reply["meta_info"]["finish_reason"]["type"] == "abort"
+            packed = pack(reply, None if aborted or DECODER not in body else self._text(body, reply))
+        elif body.get(PACK_SCORES):
+            packed = pack_scores(reply)
         if self.packs and packed is not None:
             return web.Response(body=packed, content_type=MEDIA_TYPE, headers=headers)
         return web.json_response(reply, headers=headers)
+
+    def _text(self, body: dict[str, Any], reply: dict[str, Any]) -> str | None:
+        """Every token in brackets."""
+        tokens = [*body["input_ids"][body[TEXT_FROM] :], *reply["output_ids"]]
+        return "".join(f"<{token}>" for token in tokens) if body[DECODER] == self.decoder else None
 
     async def _run(self, running: _Running, max_new_tokens: int) -> None:
         while len(running.output) < max_new_tokens and not running.aborted:

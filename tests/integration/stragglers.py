@@ -28,7 +28,7 @@ class Overtaken:
     def __init__(self) -> None:
         tokenizer = load_tokenizer(QUICKSTART / "assets" / "reverse" / "model")
         sampling = sampling_parameters(RolloutArguments(rollout_max_response_len=7))
-        self._generate = SingleTurnGenerate(sampling, ChatTemplate(tokenizer, apply_chat_template=True).decode)
+        self._generate = SingleTurnGenerate(sampling, ChatTemplate(tokenizer, apply_chat_template=True))
 
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
         """Generate, and with a straggler wait."""

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+from msgspec import structs
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.http import Http
@@ -34,9 +35,11 @@ from miles_async.engines.sglang.scores import PACK_SCORES, read_scores
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
+from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.runtime.network.addresses import LOCAL
 from miles_async.seams import InferenceServer
 from miles_async.staleness.versions import token_versions
+from miles_async.trajectory.turn import take_turn
 from miles_async.types import GenerateRequest, Generation, Incarnation, Int32, TensorMeta
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.spec import RankSide
@@ -464,6 +467,19 @@ async def test_a_bad_request_keeps_the_engines_words(running: Running) -> None: 
         await running.stack.client.generate(
             GenerateRequest(input_ids=np.full(600, 5, np.int32), sampling={"max_new_tokens": 4}, routing_key="a")
         )
+
+
+async def test_an_engine_gives_the_text_of_a_turn_as_the_client_decodes_it(running: Running) -> None:
+    chat = ChatTemplate(load_tokenizer(running.models[0]), apply_chat_template=False)
+    assert chat.decoder is not None
+    prompt, sampling = np.array([5, 6, 7, 8], np.int32), {"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True}
+    turn = await take_turn(running.stack.client, prompt, sampling, routing_key="a", decoder=chat.decoder)
+    assert turn.text == chat.decode_all(turn.output_ids.tolist())
+    request = GenerateRequest(input_ids=prompt, sampling=sampling, routing_key="a", text_from=2, decoder=chat.decoder)
+    continued = await running.stack.client.generate(request)
+    assert continued.text == chat.decode_all([7, 8, *continued.output_ids.tolist()])
+    otherwise = await running.stack.client.generate(structs.replace(request, decoder=chat.decoder ^ 1))
+    assert (otherwise.text, len(otherwise.output_ids)) == (None, 48)
 
 
 async def test_the_router_passes_packed_answers_on(running: Running) -> None:

@@ -27,6 +27,7 @@ from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.staleness.versions import group_of
 from miles_async.train_data.batch import tabulate
 from miles_async.types import Attempt, Prompt, Sample
+from tests.fakes.text_of_tokens import TextOfTokens
 from tests.integration.rank_processes import run_ranks
 from tests.integration.routing_scenario import observe_differences
 from tests.integration.served_models import save_served
@@ -75,7 +76,7 @@ async def generate(spec: ServerSpec) -> list[Sample]:
             gate_timeout=10.0,
             routers=ROUTERS,
         )
-        make = SingleTurnGenerate({"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}, lambda ids: "")
+        make = SingleTurnGenerate({"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}, TextOfTokens(str))
         draw = np.random.default_rng(0)
         prompts = [tuple(draw.integers(3, 64, 20).tolist()) for _ in range(SAMPLES)]
         async with asyncio.TaskGroup() as scope:

@@ -71,6 +71,13 @@ def test_both_forms_are_the_same_to_the_last_bit(reply: dict[str, Any]) -> None:
     assert packed["output_ids"] == ("<i4", np.array(reply["output_ids"], np.int32).tobytes())
 
 
+@given(replies(), st.text())
+def test_a_packed_text_is_read_as_it_is(reply: dict[str, Any], text: str) -> None:
+    packed = pack(reply, text)
+    assert packed is not None
+    assert read_answer(packed, MEDIA_TYPE, URL, versions).text == text
+
+
 @given(replies())
 def test_experts_come_in_as_few_bytes_as_hold_them(reply: dict[str, Any]) -> None:  # covers: M19
     encoded = reply["meta_info"].get("routed_experts")

@@ -2,9 +2,9 @@
 
 They come in two forms. *Plain* is the JSON that every SGLang server writes, some 40 bytes per token in nested lists.
 *Packed* is msgpack that holds token ids and log-probs as arrays, 8 bytes per token and no Python object for any of
-them; engines that we launch send it (``packed_answers.py``) to requests with the field ``PACK``. Other servers ignore
-the field. Both forms give the same float32 log-probs, bit for bit, and the same experts, where requests ask for them:
-plain as int32 in base64, packed in one or two bytes each.
+them, and the text if it was asked for; engines that we launch send it (``packed_answers.py``) to requests with the
+field ``PACK``. Other servers ignore the field. Both forms give the same float32 log-probs, bit for bit, and the same
+experts, where requests ask for them: plain as int32 in base64, packed in one or two bytes each.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from miles_async.seams import TokenVersions
 from miles_async.types import FinishReason, Float32, Generation, Int32, RoutedExperts
 
 PACK = "packed_answer"  # field of a request: true asks for the packed form
+DECODER, TEXT_FROM = "packed_decoder", "packed_text_from"  # fields of a request, see ``GenerateRequest``
 MEDIA_TYPE = "application/msgpack"  # of a packed answer
 
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
@@ -47,6 +48,7 @@ class _Packed(msgspec.Struct):
     meta_info: Meta
     output_ids: bytes  # int32 [T], little-endian
     output_logprobs: bytes  # float32 [T], little-endian; NaN for null
+    text: str | None = None
     expert_bytes: int = 0
     routed_experts: bytes | None = None
 
@@ -83,7 +85,7 @@ def read_answer(body: bytes, content_type: str, source: str, versions: TokenVers
         read = _read_packed(body) if content_type == MEDIA_TYPE else _read_plain(body, source)
     except (ValueError, OverflowError) as error:  # a token id above int32; msgspec.DecodeError is a ValueError
         raise TransientEngineError(f"cut or malformed answer of {source}: {error}") from error
-    meta, output_ids, logprobs, experts = read
+    meta, output_ids, logprobs, text, experts = read
     finish_reason = _FINISH_REASONS.get(meta.finish_reason.type)
     if finish_reason is None:
         raise TransientEngineError(f"{source}: finish reason {meta.finish_reason}")
@@ -98,11 +100,12 @@ def read_answer(body: bytes, content_type: str, source: str, versions: TokenVers
         finish_reason=finish_reason,
         prompt_tokens=meta.prompt_tokens,
         cached_tokens=meta.cached_tokens,
+        text=text,
         routed_experts=experts,
     )
 
 
-def pack(reply: object) -> bytes | None:
+def pack(reply: object, text: str | None = None) -> bytes | None:
     """The packed form of a plain answer, already parsed; None unless it has one log-prob for each of its tokens.
 
     What cannot be packed is sent plain, and refused by :func:`read_answer`.
@@ -114,14 +117,14 @@ def pack(reply: object) -> bytes | None:
     if [entry[1] for entry in entries] != output_ids:
         return None
     logprobs = np.array([entry[0] for entry in entries], _LOGPROBS)
-    packed = _Packed(msgspec.convert(meta, Meta), np.array(output_ids, _IDS).tobytes(), logprobs.tobytes())
+    packed = _Packed(msgspec.convert(meta, Meta), np.array(output_ids, _IDS).tobytes(), logprobs.tobytes(), text)
     if (encoded := meta.get("routed_experts")) is not None:
         experts = _compact(encoded)
         packed.expert_bytes, packed.routed_experts = experts.itemsize, experts.tobytes()
     return msgspec.msgpack.encode(packed)
 
 
-_Read = tuple[Meta, Int32, Float32, RoutedExperts | None]
+_Read = tuple[Meta, Int32, Float32, str | None, RoutedExperts | None]
 
 
 def _read_packed(body: bytes) -> _Read:
@@ -130,7 +133,7 @@ def _read_packed(body: bytes) -> _Read:
     if packed.routed_experts is not None:
         experts = np.frombuffer(packed.routed_experts, _EXPERTS[packed.expert_bytes])
     output_ids, logprobs = np.frombuffer(packed.output_ids, _IDS), np.frombuffer(packed.output_logprobs, _LOGPROBS)
-    return packed.meta_info, output_ids, logprobs, experts
+    return packed.meta_info, output_ids, logprobs, packed.text, experts
 
 
 def _read_plain(body: bytes, source: str) -> _Read:
@@ -141,7 +144,7 @@ def _read_plain(body: bytes, source: str) -> _Read:
     # float32 makes NaN of SGLang's null, which was not a number.
     logprobs = np.array([entry[0] for entry in entries], np.float32)
     experts = None if plain.meta_info.routed_experts is None else _compact(plain.meta_info.routed_experts)
-    return plain.meta_info, np.array(plain.output_ids, np.int32), logprobs, experts
+    return plain.meta_info, np.array(plain.output_ids, np.int32), logprobs, None, experts
 
 
 def _compact(encoded: str) -> RoutedExperts:

@@ -11,7 +11,7 @@ import orjson
 
 from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import ERROR_TEXT, Http, decode_json
-from miles_async.engines.sglang.answers import PACK, read_answer
+from miles_async.engines.sglang.answers import DECODER, PACK, TEXT_FROM, read_answer
 from miles_async.engines.sglang.held_report import (
     FINGERPRINT_ACTION,
     REPORT_ACTION,
@@ -112,6 +112,8 @@ class SGLangServer:
             "extra_key": f"v{version}",
             PACK: True,
         }
+        if request.decoder is not None:
+            body |= {DECODER: request.decoder, TEXT_FROM: request.text_from}
         if experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
         return msgspec.json.encode(body)

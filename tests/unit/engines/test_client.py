@@ -16,7 +16,7 @@ from miles_async.arguments.routing import RouterShape
 from miles_async.engines.client import ROUTING_KEY, RouterClient, http_error
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
-from miles_async.engines.sglang.answers import PACK
+from miles_async.engines.sglang.answers import DECODER, PACK
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import (
@@ -153,6 +153,19 @@ async def test_a_request_carries_routing_key_and_versioned_cache_key(setup: Setu
     assert setup.engine.requests[0]["extra_key"] == "v3"
     assert setup.engine.requests[0]["return_logprob"] is True
     assert setup.engine.requests[0][PACK] is True
+    assert DECODER not in setup.engine.requests[0]
+
+
+async def test_the_engine_gives_the_text_of_the_turn_where_it_is_asked_for_and_can(setup: Setup) -> None:
+    request = GenerateRequest(
+        input_ids=np.array([5, 6, 7], np.int32), sampling=SAMPLING, routing_key="a", text_from=1, decoder=7
+    )
+    assert (await setup.client.generate(request)).text == "<6><7><3><4><5><6>"
+    assert (await setup.generate()).text is None
+    setup.engine.decoder = 8
+    assert (await setup.client.generate(request)).text is None
+    setup.engine.packs = False  # an external one
+    assert (await setup.client.generate(request)).text is None
 
 
 @pytest.mark.parametrize(

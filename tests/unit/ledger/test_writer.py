@@ -32,6 +32,7 @@ from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.types import EngineStats, GenerateRequest, Generation, Group, Prompt, Sample
 from tests.fakes.fake_sides import FakeEngineLoads
+from tests.fakes.text_of_tokens import TextOfTokens
 from tests.property.builders import make_attempt
 
 BATCH = 4
@@ -119,7 +120,11 @@ class Run:
             pool=self.pool,
             source=self.source,
             client=self.engines,
-            hooks=Hooks(generate=SingleTurnGenerate({"max_new_tokens": 8}, str), reward=reward, group_filter=keep_most),
+            hooks=Hooks(
+                generate=SingleTurnGenerate({"max_new_tokens": 8}, TextOfTokens(str)),
+                reward=reward,
+                group_filter=keep_most,
+            ),
             arguments=RolloutArguments(
                 num_rollout=20, rollout_batch_size=BATCH, n_samples_per_prompt=2, max_sample_failures=2
             ),

@@ -42,6 +42,7 @@ from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.types import Attempt, Float32, GenerateRequest, Generation, Group, Prompt, Sample
 from tests.fakes.fake_sides import FakeEngineLoads
+from tests.fakes.text_of_tokens import TextOfTokens
 
 BATCH = 2
 ARRAYS = {name: None for name in ("tokens", "loss_mask", "rollout_logprobs", "weight_versions")}
@@ -114,7 +115,8 @@ class Bench:
         self.engine, self.source = Engine(), options.pop("source", None) or Prompts()
         self.services = circuits = Services(outage_timeout=options.pop("outage_timeout", 60.0))
         oldest = OldestVersions(self.engine.dispatched.get)
-        generate = SingleTurnGenerate({"max_new_tokens": 6}, lambda ids: "".join(map(str, ids)), began=oldest.note)
+        decoder = TextOfTokens(lambda ids: "".join(map(str, ids)))
+        generate = SingleTurnGenerate({"max_new_tokens": 6}, decoder, began=oldest.note)
         hooks = Hooks(
             generate=options.pop("wrap", lambda generate: generate)(generate),
             reward=GuardedReward(
@@ -502,7 +504,7 @@ class Stubborn:
         self._ended = ended
 
     async def __call__(self, client: Any, attempt: Any, sample_index: int) -> Sample:
-        plain = SingleTurnGenerate({"max_new_tokens": 6}, str)
+        plain = SingleTurnGenerate({"max_new_tokens": 6}, TextOfTokens(str))
         if self.bench.engine.version == 0:
             key = f"{attempt.attempt_id}-{sample_index}"
             self.begun.append(key)
