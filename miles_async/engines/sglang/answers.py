@@ -53,8 +53,13 @@ class _Packed(msgspec.Struct):
     routed_experts: bytes | None = None
 
 
+class _Entry(msgspec.Struct, array_like=True, gc=False):  # cheaper than a tuple: no garbage to look for
+    logprob: float | None
+    token: int
+
+
 class _PlainMeta(Meta):
-    output_token_logprobs: list[tuple[float | None, int, object]] = []
+    output_token_logprobs: list[_Entry] = []
     routed_experts: str | None = None
 
 
@@ -139,10 +144,10 @@ def _read_packed(body: bytes) -> _Read:
 def _read_plain(body: bytes, source: str) -> _Read:
     plain = _plain_decoder.decode(body)
     entries = plain.meta_info.output_token_logprobs
-    if [entry[1] for entry in entries] != plain.output_ids:
+    if [entry.token for entry in entries] != plain.output_ids:
         raise _mismatch(len(plain.output_ids), len(entries), source)
     # float32 makes NaN of SGLang's null, which was not a number.
-    logprobs = np.array([entry[0] for entry in entries], np.float32)
+    logprobs = np.array([entry.logprob for entry in entries], np.float32)
     experts = None if plain.meta_info.routed_experts is None else _compact(plain.meta_info.routed_experts)
     return plain.meta_info, np.array(plain.output_ids, np.int32), logprobs, None, experts
 
