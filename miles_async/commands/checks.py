@@ -291,7 +291,7 @@ def check_hooks(arguments: Arguments) -> None:
     from miles_async.algorithms import registry
     from miles_async.api import Generate
     from miles_async.observability.trackers import check_tracker
-    from miles_async.rollout.group_filters.registry import group_filter
+    from miles_async.rollout.group_filters import group_filter
     from miles_async.runtime.hooks import load_object
     from miles_async.wiring import generation as episode
 

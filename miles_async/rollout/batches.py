@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from miles_async.api import AdvantageEstimator
@@ -10,17 +10,7 @@ from miles_async.staleness.policy import check_ages
 from miles_async.train_data.batch import BranchTable, tabulate
 from miles_async.train_data.dp_split import split
 from miles_async.train_data.metrics import age_histogram, batch_metrics
-from miles_async.types import Group, TrainBatch, TrainShard
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Converted:
-    """One batch, converted."""
-
-    shards: tuple[TrainShard, ...]  # by data-parallel rank
-    metrics: Mapping[str, float]
-    ages: Mapping[int, int]  # age → samples
-
+from miles_async.types import Group, PreparedBatch, TrainBatch, TrainShard
 
 RecordBatch = Callable[[tuple[Group, ...], tuple[TrainShard, ...], float], None]
 """(groups, their shards, ``quadratic_work`` of the split)"""
@@ -39,13 +29,33 @@ class BatchMaker:
     share_prefixes: bool = False  # ranks pass what samples begin with alike through the model once
     routed: bool = False  # experts that engines chose go with the tokens
     taught: bool = False  # so do log-probs of a teacher
-    record: RecordBatch | None = None  # told of every batch that was made, and of what
+    record: RecordBatch | None = None  # called with every batch
 
-    def make(self, groups: tuple[Group, ...], target_version: int) -> Converted:
-        """Raises ContractViolation if a sample is too old, or is nothing that can be trained on; ConfigurationError if
+    def make(
+        self, groups: tuple[Group, ...], target_version: int, *, batch_id: int, put: Callable[[TrainShard], object]
+    ) -> PreparedBatch:
+        """``put`` stores a shard and returns the reference that crosses processes (``ray.put``).
+
+        Raises ContractViolation if a sample is too old, or is nothing that can be trained on; ConfigurationError if
         it lacks the experts that are replayed, or the log-probs of a teacher.
         """
         table = self._tabulate(groups)
+        shards = self._split(groups, table, target_version)
+        return PreparedBatch(
+            batch_id=batch_id,
+            target_version=target_version,
+            oldest_version=min(group.oldest_version for group in groups),
+            prompt_ids=tuple(group.attempt.prompt.prompt_id for group in groups),
+            shards=tuple(map(put, shards)),
+            metrics=batch_metrics(groups, table, target_version),
+            ages=age_histogram(table, target_version),
+        )
+
+    def shards(self, groups: tuple[Group, ...], target_version: int) -> tuple[TrainShard, ...]:
+        """The shards alone, by data-parallel rank. Raises as :meth:`make`."""
+        return self._split(groups, self._tabulate(groups), target_version)
+
+    def _split(self, groups: tuple[Group, ...], table: BranchTable, target_version: int) -> tuple[TrainShard, ...]:
         check_ages(table.oldest_versions.tolist(), target_version, self.bound)
         shards = split(
             table,
@@ -58,11 +68,7 @@ class BatchMaker:
         )
         if self.record is not None:
             self.record(groups, shards, self.quadratic_work)
-        return Converted(
-            shards=shards,
-            metrics=batch_metrics(groups, table, target_version),
-            ages=age_histogram(table, target_version),
-        )
+        return shards
 
     def flatten(self, groups: tuple[Group, ...]) -> TrainBatch:
         """The whole batch, before it is split: samples in the order of the groups."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import structlog
 
 from miles_async.api import Metrics
@@ -147,26 +148,18 @@ class RolloutManager:
         ended, self._counted = balance.ended_since(self._counted), balance
         batch_id = next(self._batch_ids)
         self._cut[batch_id] = (groups, target_version)
-        prepared = await asyncio.to_thread(self._batches.make, groups, target_version)
+        prepared = await asyncio.to_thread(self._batches.make, groups, target_version, batch_id=batch_id, put=self._put)
         if self._dump is not None:
             dumped = RolloutDump(rollout_id=batch_id, target_version=target_version, groups=groups)
             await asyncio.to_thread(self._dump, dumped)
-        references = await asyncio.to_thread(lambda: tuple(self._put(shard) for shard in prepared.shards))
         stats = self.stats()
-        return PreparedBatch(
-            batch_id=batch_id,
-            target_version=target_version,
-            oldest_version=min(group.oldest_version for group in groups),
-            prompt_ids=tuple(group.attempt.prompt.prompt_id for group in groups),
-            shards=references,
-            metrics={
-                **prepared.metrics,
-                **{f"groups/{name}": count for name, count in ended.items()},
-                **{f"rollout/{name}": value for name, value in stats.gauges.items()},
-                **{f"router/{name}": value for name, value in stats.router.items()},
-            },
-            ages=prepared.ages,
-        )
+        metrics = {
+            **prepared.metrics,
+            **{f"groups/{name}": count for name, count in ended.items()},
+            **{f"rollout/{name}": value for name, value in stats.gauges.items()},
+            **{f"router/{name}": value for name, value in stats.router.items()},
+        }
+        return msgspec.structs.replace(prepared, metrics=metrics)
 
     async def trained(self, batch_id: int) -> None:
         """Record that the optimizer has stepped with this batch."""

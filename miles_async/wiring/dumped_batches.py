@@ -31,13 +31,4 @@ class DumpedBatches:
 
     def _prepare(self, step: int) -> PreparedBatch:
         dump = read_dump(file_of_step(self._template, step))
-        converted = self._maker.make(dump.groups, dump.target_version)
-        return PreparedBatch(
-            batch_id=step,
-            target_version=dump.target_version,
-            oldest_version=min(group.oldest_version for group in dump.groups),
-            prompt_ids=tuple(group.attempt.prompt.prompt_id for group in dump.groups),
-            shards=tuple(map(ray.put, converted.shards)),
-            metrics=converted.metrics,
-            ages=converted.ages,
-        )
+        return self._maker.make(dump.groups, dump.target_version, batch_id=step, put=ray.put)

@@ -170,7 +170,7 @@ class Replay:
             raise ScheduleError(f"{self._path}: frame {self.frames} does not follow: no such batch was cut")
         step, target_version, groups = self._cut[frame.attempt_ids]
         try:
-            shards = replace(self._batches, quadratic_work=frame.quadratic_work).make(groups, target_version).shards
+            shards = replace(self._batches, quadratic_work=frame.quadratic_work).shards(groups, target_version)
         except MilesAsyncError as error:
             raise ReplayDifference(f"step {step}, frame {self.frames}: expected a batch, found {error}") from error
         found = digests(shards)

@@ -30,7 +30,7 @@ from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.dumps import RolloutDump, write_dump
 from miles_async.rollout.generate import sampling_parameters
-from miles_async.rollout.group_filters.registry import group_filter
+from miles_async.rollout.group_filters import group_filter
 from miles_async.rollout.manager import RolloutManager
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets
 from miles_async.runtime.files.run_directory import LEDGER_FILE, SCHEDULE_FILE

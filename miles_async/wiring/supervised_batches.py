@@ -87,22 +87,15 @@ class SupervisedBatches:
     def _prepare(self, step: int) -> PreparedBatch:
         examples = self._source.take(self._count)
         groups = tuple(self._group(example) for example in examples)
-        converted = self._maker.make(groups, VERSION)
         lengths = [len(branch.tokens) for example in examples for branch in example.branches]
-        return PreparedBatch(
-            batch_id=step,
-            target_version=VERSION,
-            oldest_version=VERSION,
-            prompt_ids=tuple(example.prompt.prompt_id for example in examples),
-            shards=tuple(map(ray.put, converted.shards)),
-            metrics={
-                "sft/epoch": float(examples[-1].epoch),
-                "sft/length_mean": float(np.mean(lengths)),
-                "sft/length_max": float(max(lengths)),
-                "sft/skipped": float(self._source.skipped),
-            },
-            ages=converted.ages,
-        )
+        metrics = {
+            "sft/epoch": float(examples[-1].epoch),
+            "sft/length_mean": float(np.mean(lengths)),
+            "sft/length_max": float(max(lengths)),
+            "sft/skipped": float(self._source.skipped),
+        }
+        prepared = self._maker.make(groups, VERSION, batch_id=step, put=ray.put)
+        return msgspec.structs.replace(prepared, metrics=metrics)
 
     def _group(self, example: Example) -> Group:
         first, *others = [_branch(branch) for branch in example.branches]

@@ -129,7 +129,7 @@ class RecordedRun:
             self.review()
             if groups := self.pool.cut(self.version):
                 self.cut.append((groups, self.version))
-                self.made.append(self.batches.make(groups, self.version).shards)
+                self.made.append(self.batches.shards(groups, self.version))
             return
         self.pool.trained(*self.cut.pop())
         waits = self.arguments.staleness.stale_group_action == "wait"

@@ -76,7 +76,7 @@ def test_ranks_get_the_rewards_of_tokens_with_the_sample_s_at_the_end(estimator:
         algorithm=AlgorithmArguments(advantage_estimator=estimator, token_advantages="gae"),
         staleness=StalenessArguments(max_weight_staleness=0),
     )
-    (shard,) = make_batches(arguments).make((group_of(make_attempt(), [graded, plain]),), 3).shards
+    (shard,) = make_batches(arguments).shards((group_of(make_attempt(), [graded, plain]),), 3)
     found = [
         token_advantages(batch)[batch.offsets[s] : batch.offsets[s + 1]].tolist()
         for (step,) in [shard.optimizer_steps]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
@@ -11,7 +12,12 @@ from miles_async.algorithms.advantages.estimators import Grpo
 from miles_async.arguments import AlgorithmArguments
 from miles_async.errors import ConfigurationError, ContractViolation
 from miles_async.rollout.batches import BatchMaker
+from miles_async.types import Group
 from tests.property.builders import make_group
+
+
+def ages(maker: BatchMaker, group: Group, target_version: int) -> Mapping[int, int]:
+    return maker.make((group,), target_version, batch_id=1, put=id).ages
 
 
 def maker(bound: int | None) -> BatchMaker:
@@ -23,19 +29,19 @@ def maker(bound: int | None) -> BatchMaker:
 def test_a_group_that_is_too_old_never_becomes_a_batch() -> None:
     """Whatever let it through before: the versions of its tokens are read again here."""  # covers: C1
     group = make_group(1, versions=[(5, 5), (5, 3, 5)])
-    assert maker(2).make((group,), target_version=5).ages == {0: 1, 2: 1}
+    assert ages(maker(2), group, 5) == {0: 1, 2: 1}
     with pytest.raises(ContractViolation, match=r"expected ages up to --max-weight-staleness 1 .*\{1: 2\}"):
-        maker(1).make((group,), target_version=5)
+        ages(maker(1), group, 5)
 
 
 def test_samples_without_experts_are_refused_where_they_are_replayed() -> None:  # covers: M19
     group = make_group(1)
     bare = msgspec.structs.replace(group.samples[1], routed_experts=None)
     mixed = msgspec.structs.replace(group, samples=(group.samples[0], bare))
-    assert maker(None).make((mixed,), target_version=0).shards[0].optimizer_steps[0][0].routed_experts is None
+    assert maker(None).shards((mixed,), 0)[0].optimizer_steps[0][0].routed_experts is None
     with pytest.raises(ConfigurationError, match="--use-rollout-routing-replay: expected the experts of every token"):
-        replace(maker(None), routed=True).make((mixed,), target_version=0)
+        ages(replace(maker(None), routed=True), mixed, 0)
 
 
 def test_without_a_bound_any_age_is_trained() -> None:
-    assert maker(None).make((make_group(1, versions=[(0,), (9,)]),), target_version=9).ages == {0: 1, 9: 1}
+    assert ages(maker(None), make_group(1, versions=[(0,), (9,)]), 9) == {0: 1, 9: 1}

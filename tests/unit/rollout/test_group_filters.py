@@ -16,7 +16,7 @@ from miles_async.api import GroupFilter
 from miles_async.arguments import RewardArguments
 from miles_async.arguments.rewards import FILTERS, NUMBERED_FILTERS
 from miles_async.errors import ConfigurationError
-from miles_async.rollout.group_filters import registry
+from miles_async.rollout import group_filters
 from miles_async.staleness.versions import group_of
 from miles_async.types import Group
 from tests.property.builders import make_attempt, make_sample
@@ -32,14 +32,14 @@ def group(*rewards: float, tokens: int = 3, finish_reasons: Any = ()) -> Group:
 
 
 def reason(words: str, of_group: Group) -> str | None:
-    group_filter = registry.group_filter(RewardArguments(group_filter=tuple(words.split())))
+    group_filter = group_filters.group_filter(RewardArguments(group_filter=tuple(words.split())))
     assert isinstance(group_filter, GroupFilter)
     return group_filter(of_group)
 
 
 def test_names_are_those_that_the_flag_may_say():
-    assert set(registry.GROUP_FILTERS) == set(FILTERS)
-    assert set(registry.NUMBERED_GROUP_FILTERS) == set(NUMBERED_FILTERS)
+    assert set(group_filters.GROUP_FILTERS) == set(FILTERS)
+    assert set(group_filters.NUMBERED_GROUP_FILTERS) == set(NUMBERED_FILTERS)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_reasons(words: str, of_group: Group, expected: str | None):
 
 
 def test_without_filters_there_is_none():
-    assert registry.group_filter(RewardArguments()) is None
+    assert group_filters.group_filter(RewardArguments()) is None
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def own_filters() -> Iterator[types.ModuleType]:
 
 
 def test_the_users_own_filter_is_asked_after_the_others(own_filters: types.ModuleType):
-    group_filter = registry.group_filter(
+    group_filter = group_filters.group_filter(
         RewardArguments(group_filter=("zero_variance",), group_filter_path="own_filters:odd")
     )
     assert group_filter is not None
@@ -102,4 +102,4 @@ def test_the_users_own_filter_is_asked_after_the_others(own_filters: types.Modul
 )
 def test_unusable_filters_are_refused(word: str, message: str):
     with pytest.raises(ConfigurationError, match=message):
-        registry.group_filter(RewardArguments(group_filter=(word,)))
+        group_filters.group_filter(RewardArguments(group_filter=(word,)))
