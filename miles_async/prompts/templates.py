@@ -170,7 +170,7 @@ class ChatTemplate:
         return closing.sub("", opening.sub("", text)[::-1])[::-1]
 
     @cached_property
-    def decoder(self) -> int | None:
+    def decoder_id(self) -> int | None:
         """See ``GenerateRequest``."""
         return fingerprint(self._tokenizer)
 

@@ -24,7 +24,7 @@ class Decoder(Protocol):
     """Tokens to text (``prompts.templates.ChatTemplate``)."""
 
     @property
-    def decoder(self) -> int | None:
+    def decoder_id(self) -> int | None:
         """See ``GenerateRequest``."""
         ...
 
@@ -81,7 +81,9 @@ class SingleTurnGenerate:
         kept = partial(self._began, key)
         input_ids = np.array(prompt.token_ids, np.int32)
         decoder = self._decoder
-        turn = await take_turn(client, input_ids, self._sampling, routing_key=key, kept=kept, decoder=decoder.decoder)
+        turn = await take_turn(
+            client, input_ids, self._sampling, routing_key=key, kept=kept, decoder_id=decoder.decoder_id
+        )
         return build_sample(prompt, turn, await response_text(turn, decoder))
 
 

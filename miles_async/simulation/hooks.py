@@ -78,7 +78,7 @@ class RolloutProcess:
 class SimulatedDecoder:
     """Decodes as simulated engines do."""
 
-    decoder = DECODER_ID
+    decoder_id = DECODER_ID
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.trim(simulated_text(len(token_ids)))

@@ -59,6 +59,15 @@ class ChatFormat(Protocol):
         """Decode with all tokens."""
         ...
 
+    @property
+    def decoder_id(self) -> int | None:
+        """See ``GenerateRequest``."""
+        ...
+
+    def trim(self, text: str) -> str:
+        """Leave the tokens that bound a response out of its text."""
+        ...
+
 
 class Renderer:
     """Renders conversations in pieces."""

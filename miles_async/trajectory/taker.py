@@ -98,7 +98,10 @@ class TurnTaker:
             style, splits = parser.call_style, parser.splits_reasoning
             sampling[GRAMMAR] = grammar(request.constraint, context.text, call_style=style, splits_reasoning=splits)
         key = self.routing_key
-        sampled = await take_turn(self.client, input_ids, sampling, routing_key=key, routed=context.routed)
+        decoder_id = parser.chat.decoder_id
+        sampled = await take_turn(
+            self.client, input_ids, sampling, routing_key=key, routed=context.routed, decoder_id=decoder_id
+        )
         add = partial(self.trajectory.add, context, sampled, stops=request.stops, parallel_calls=request.parallel_calls)
         turn: Turn = add() if len(sampled.output_ids) <= _FEW_TOKENS else await self.in_thread(add)
         # Neither a stop token, in whose place the template may write another, nor what a grammar dictates carries loss.

@@ -168,7 +168,8 @@ class Trajectory:
         self, context: Context, sampled: Generation, *, stops: Sequence[str] = (), parallel_calls: bool = True
     ) -> Turn:
         """Keep a turn that is over. ``stops``, ``parallel_calls``: what its reply leaves out; see ``ReplyParser``."""
-        text = self.parser.chat.decode(sampled.output_ids.tolist())
+        chat = self.parser.chat
+        text = chat.decode(sampled.output_ids.tolist()) if sampled.text is None else chat.trim(sampled.text)
         call_ids = f"call{len(self.turns):03d}"
         reply = self.parser.reply(text, context.text, context.tools, call_ids, stops=stops, parallel=parallel_calls)
         turn = Turn(context=context, sampled=sampled, reply=reply, text=text)

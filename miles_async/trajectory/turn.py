@@ -26,13 +26,13 @@ async def take_turn(
     routing_key: str,
     kept: Callable[[int], None] = lambda version: None,
     routed: int = 0,
-    decoder: int | None = None,
+    decoder_id: int | None = None,
 ) -> Generation:
     """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there.
 
     ``kept`` receives the version of the first token of every chunk. ``routed``: tokens at the beginning whose experts
     are known; those of the others are asked for. A token keeps the experts of the first pass that read it, since the
-    log-probs of what was sampled after it are of that pass. ``decoder``: see ``GenerateRequest``; None: no text.
+    log-probs of what was sampled after it are of that pass. ``decoder_id``: see ``GenerateRequest``; None: no text.
 
     A turn under a grammar starts again instead of continuing: a grammar applies from the first token of a request.
     Raises what the client raises, and TransientEngineError for an engine that only aborts.
@@ -48,7 +48,7 @@ async def take_turn(
             routing_key=routing_key,
             experts_from=routed,
             text_from=begin,
-            decoder=decoder,
+            decoder_id=decoder_id,
         )
         chunk = await client.generate(request)
         aborted = chunk.finish_reason == "abort"

@@ -64,7 +64,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     multimodal_inputs: JsonObject = {}  # fields that the engine's request has for them; opaque to us
     experts_from: int = 0  # first token whose experts are asked for, by runs that replay them
     text_from: int = 0  # first token of the text that is asked for: the beginning of the model's turn
-    decoder: int | None = None  # ``runtime.detokenize.fingerprint`` of the tokenizer that makes it; None: no text
+    decoder_id: int | None = None  # ``runtime.detokenize.fingerprint`` of the tokenizer that makes it; None: no text
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):

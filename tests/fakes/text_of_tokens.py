@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TextOfTokens:
-    """``decoder``: as which it asks engines for text. Their text ends with a full stop, which is left out."""
+    """``decoder_id``: as which it asks engines for text. Their text ends with a full stop, which is left out."""
 
     decode: Callable[[Sequence[int]], str]
-    decoder: int | None = None
+    decoder_id: int | None = None
 
     def trim(self, text: str) -> str:
         return text.removesuffix(".")

@@ -112,8 +112,8 @@ class SGLangServer:
             "extra_key": f"v{version}",
             PACK: True,
         }
-        if request.decoder is not None:
-            body |= {DECODER: request.decoder, TEXT_FROM: request.text_from}
+        if request.decoder_id is not None:
+            body |= {DECODER: request.decoder_id, TEXT_FROM: request.text_from}
         if experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
         return msgspec.json.encode(body)

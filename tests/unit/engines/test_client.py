@@ -158,7 +158,7 @@ async def test_a_request_carries_routing_key_and_versioned_cache_key(setup: Setu
 
 async def test_the_engine_gives_the_text_of_the_turn_where_it_is_asked_for_and_can(setup: Setup) -> None:
     request = GenerateRequest(
-        input_ids=np.array([5, 6, 7], np.int32), sampling=SAMPLING, routing_key="a", text_from=1, decoder=7
+        input_ids=np.array([5, 6, 7], np.int32), sampling=SAMPLING, routing_key="a", text_from=1, decoder_id=7
     )
     assert (await setup.client.generate(request)).text == "<6><7><3><4><5><6>"
     assert (await setup.generate()).text is None

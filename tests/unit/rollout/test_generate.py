@@ -41,20 +41,20 @@ def refuse(token_ids: Sequence[int]) -> str:
 
 async def test_the_engine_s_text_is_taken_without_what_ends_it() -> None:
     engine = Engine(4, "said.")
-    sample = await SingleTurnGenerate({"max_new_tokens": 9}, TextOfTokens(refuse, decoder=7))(engine, ATTEMPT, 0)
+    sample = await SingleTurnGenerate({"max_new_tokens": 9}, TextOfTokens(refuse, decoder_id=7))(engine, ATTEMPT, 0)
     assert sample.text == "said"
-    assert [(request.decoder, request.text_from) for request in engine.requests] == [(7, 2)]
+    assert [(request.decoder_id, request.text_from) for request in engine.requests] == [(7, 2)]
 
 
 async def test_a_turn_that_goes_on_asks_for_the_text_of_all_its_chunks() -> None:
     engine = Engine(4, "all of it.", aborts=True)
-    sample = await SingleTurnGenerate({"max_new_tokens": 9}, TextOfTokens(refuse, decoder=7))(engine, ATTEMPT, 0)
+    sample = await SingleTurnGenerate({"max_new_tokens": 9}, TextOfTokens(refuse, decoder_id=7))(engine, ATTEMPT, 0)
     assert (sample.text, sample.response_length) == ("all of it", 6)
     assert [(len(request.input_ids), request.text_from) for request in engine.requests] == [(2, 2), (4, 2)]
 
 
 async def test_a_turn_that_ends_aborted_at_its_limit_is_decoded_here() -> None:
-    decoder = TextOfTokens(lambda ids: f"{len(ids)} tokens", decoder=7)
+    decoder = TextOfTokens(lambda ids: f"{len(ids)} tokens", decoder_id=7)
     sample = await SingleTurnGenerate({"max_new_tokens": 2}, decoder)(Engine(4, "no", aborts=True), ATTEMPT, 0)
     assert (sample.text, sample.finish_reason) == ("2 tokens", "length")
 
