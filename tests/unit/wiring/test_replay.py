@@ -208,7 +208,7 @@ def test_a_batch_that_cannot_be_made_again_is_a_difference(run: RecordedRun, mon
     def refuse(*_: Any) -> None:
         raise ContractViolation("a sample is too old")
 
-    monkeypatch.setattr(BatchMaker, "make", refuse)
+    monkeypatch.setattr(BatchMaker, "shards", refuse)
     with pytest.raises(ReplayDifference, match="expected a batch, found a sample is too old"):
         list(Replay.of_run(run.run_dir))
 
