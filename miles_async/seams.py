@@ -36,7 +36,7 @@ from miles_async.types import (
 
 Ts = TypeVarTuple("Ts")
 T = TypeVar("T")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 Half = TypeVar("Half", covariant=True)
 
 TokenVersions = Callable[[object, object, int], Int32]
@@ -176,7 +176,7 @@ class RolloutSide(SavedSide, Protocol):
 class SenderHandle(Protocol[Half]):
     """A sending rank's half of the weight transport, as the driver calls it."""
 
-    async def call(self, method: Callable[[Half, *Ts], Answer], *arguments: *Ts) -> Answer:
+    async def call(self, method: Callable[[Half, *Ts], Result], *arguments: *Ts) -> Result:
         """Run ``method``, named by the protocol that the rank's half implements, in the rank's process.
 
         Training goes on meanwhile. Calls to one sender run in one thread, in the order in which they were made; calls
@@ -399,10 +399,10 @@ class EngineFleet(Protocol):
     async def call(
         self,
         engines: Sequence[Incarnation],
-        operation: Callable[[InferenceServer, str, *Ts, float], Coroutine[Any, Any, Answer]],
+        operation: Callable[[InferenceServer, str, *Ts, float], Coroutine[Any, Any, Result]],
         *arguments: *Ts,
         brief: bool = False,
-    ) -> Mapping[Incarnation, Answer | Exception]:
+    ) -> Mapping[Incarnation, Result | Exception]:
         """Run an operation on these engines concurrently, each with the deadline that the operation has.
 
         Returns what each engine answers, or the error that it meets; raises only for bugs in the fleet. ``brief``: wait
@@ -424,10 +424,10 @@ class EngineFleet(Protocol):
     async def on_host(
         self,
         engines: Sequence[Incarnation],
-        function: Callable[[Path, *Ts], Answer],
+        function: Callable[[Path, *Ts], Result],
         *arguments: *Ts,
         room: int = 0,
-    ) -> Mapping[Incarnation, Answer | Exception]:
+    ) -> Mapping[Incarnation, Result | Exception]:
         """Call ``function(directory, *arguments)`` in a thread on each engine's host; return as :meth:`call` does.
 
         ``directory`` belongs to this start of the engine and is removed with it; it is in memory if there is ``room``

@@ -27,7 +27,7 @@ from miles_async.types import FleetMembers, Incarnation
 log = structlog.get_logger(__name__)
 
 Ts = TypeVarTuple("Ts")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 _ABORT_DRAIN_SECONDS = 5.0  # for aborted requests to come back before the engine is paused all the same
 _ABORT_POLL_SECONDS = 0.05
@@ -80,10 +80,10 @@ class Fleet:
     async def call(
         self,
         engines: Sequence[Incarnation],
-        operation: Callable[[InferenceServer, str, *Ts, float], Coroutine[Any, Any, Answer]],
+        operation: Callable[[InferenceServer, str, *Ts, float], Coroutine[Any, Any, Result]],
         *arguments: *Ts,
         brief: bool = False,
-    ) -> Mapping[Incarnation, Answer | Exception]:
+    ) -> Mapping[Incarnation, Result | Exception]:
         """See ``seams.EngineFleet``."""
         await self._prepare(engines, operation, arguments)
         timeout = self._brief_timeout if brief else _DEADLINES.get(operation, 1) * self._step_timeout
@@ -91,9 +91,9 @@ class Fleet:
         if stream is not None:
             self._streams[frozenset(engines)] = stream
 
-        def ask(record: EngineRecord, url: str) -> Coroutine[Any, Any, Answer]:
+        def ask(record: EngineRecord, url: str) -> Coroutine[Any, Any, Result]:
             method = getattr(self._server, operation.__name__)
-            answer: Coroutine[Any, Any, Answer] = method(url, *arguments_of(record.current, arguments), timeout)
+            answer: Coroutine[Any, Any, Result] = method(url, *arguments_of(record.current, arguments), timeout)
             return answer
 
         try:
@@ -113,15 +113,15 @@ class Fleet:
     async def on_host(
         self,
         engines: Sequence[Incarnation],
-        function: Callable[[Path, *Ts], Answer],
+        function: Callable[[Path, *Ts], Result],
         *arguments: *Ts,
         room: int = 0,
-    ) -> Mapping[Incarnation, Answer | Exception]:
-        async def run(record: EngineRecord, _: str) -> Answer:
+    ) -> Mapping[Incarnation, Result | Exception]:
+        async def run(record: EngineRecord, _: str) -> Result:
             handle = self._supervisor.handle(record.engine_id)
             try:
                 async with asyncio.timeout(self._step_timeout):
-                    answer: Answer = await handle.on_host(function, room, *arguments)
+                    answer: Result = await handle.on_host(function, room, *arguments)
                     return answer
             except TimeoutError:
                 raise EngineTimeoutError(
@@ -216,9 +216,9 @@ class Fleet:
     async def _one(
         self,
         engine: Incarnation,
-        ask: Callable[[EngineRecord, str], Awaitable[Answer]],
+        ask: Callable[[EngineRecord, str], Awaitable[Result]],
         stream: StreamDeadline | None = None,
-    ) -> Answer | EngineError:
+    ) -> Result | EngineError:
         """Answer of one engine, or its error."""
         await self._turns.turn()
         try:
@@ -232,8 +232,8 @@ class Fleet:
             return error
 
     def _results(
-        self, tasks: Mapping[Incarnation, asyncio.Task[Answer | EngineError]]
-    ) -> dict[Incarnation, Answer | Exception]:
+        self, tasks: Mapping[Incarnation, asyncio.Task[Result | EngineError]]
+    ) -> dict[Incarnation, Result | Exception]:
         """Results of tasks that have ended; the loss of an engine before all others had answered."""
         return {engine: self._end_of(engine) or task.result() for engine, task in tasks.items()}
 

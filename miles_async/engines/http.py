@@ -12,7 +12,7 @@ from miles_async.errors import EngineError
 from miles_async.runtime.network.keys import EngineKeys
 from miles_async.runtime.network.tls import Tls
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 ERROR_TEXT = 500  # characters of an answer that go into a message
 _CONNECT_SECONDS = 30.0
@@ -50,7 +50,7 @@ class Http:
             await session.close()
 
 
-def decode_json(body: bytes, kind: type[Answer], source: str) -> Answer:
+def decode_json(body: bytes, kind: type[Result], source: str) -> Result:
     """Decode ``body`` as ``kind``. Raises EngineError, since an unexpected answer is the failure of its ``source``."""
     try:
         return msgspec.json.decode(body, type=kind)

@@ -23,7 +23,7 @@ CANARY = (1, 2, 3)
 POSITION_FILE = "position.json"  # its part of a checkpoint
 
 Ts = TypeVarTuple("Ts")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class SimulatedTrainer:
@@ -112,10 +112,10 @@ class _Broadcaster:
 
     send: Callable[[], Awaitable[None]]
 
-    async def call(self, method: Callable[[Any, *Ts], Answer], *arguments: *Ts) -> Answer:
+    async def call(self, method: Callable[[Any, *Ts], Result], *arguments: *Ts) -> Result:
         answer: Any = None
         if method is Broadcasts.open_group:
             answer = "127.0.0.1", 1
         elif method is Broadcasts.send:
             await self.send()
-        return cast(Answer, answer)
+        return cast(Result, answer)

@@ -34,7 +34,7 @@ from miles_async.types import StagedWeights, TrainShard
 if TYPE_CHECKING:  # the driver imports this module, and has no use for torch
     import torch.distributed as dist
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 BackendFactory = Callable[..., TrainBackend]
 """Called with rank, world_size, local_rank and store."""
@@ -92,7 +92,7 @@ class TrainerActor:
         self._staged: tuple[Path, int] | None = None  # directory and steps of the last staged save
         self._once = CallOnce()
 
-    def perform(self, call: CallId, method: Callable[..., Answer], *arguments: object) -> Answer:
+    def perform(self, call: CallId, method: Callable[..., Result], *arguments: object) -> Result:
         """Call ``method``, a function of this class; if ``call`` was executed before, return its answer."""
         return self._once.run(call, lambda: method(self, *arguments))
 
@@ -230,10 +230,10 @@ class TrainerActor:
         except OSError as error:
             raise CheckpointError(f"cannot read {directory}: {error}") from error
 
-    def call_sender(self, method: Callable[..., Answer], arguments: Sequence[object]) -> Answer:
+    def call_sender(self, method: Callable[..., Result], arguments: Sequence[object]) -> Result:
         """Call this rank's sender. ``method``: of its protocol."""
         assert self._sender is not None, "only sending ranks have a sender"
-        implementation: Callable[..., Answer] = getattr(self._sender, method.__name__)
+        implementation: Callable[..., Result] = getattr(self._sender, method.__name__)
         return implementation(*arguments)
 
     @property

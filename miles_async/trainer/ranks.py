@@ -44,7 +44,7 @@ from miles_async.types import StagedWeights, WeightDelta
 log = structlog.get_logger(__name__)
 
 Ts = TypeVarTuple("Ts")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 # A lost peer breaks collectives, so failures follow the first one: wait a little to name the cause.
 GRACE_SECONDS = 2.0
@@ -159,8 +159,8 @@ class TrainerRanks:
         return RankSender(self, index, "repairs" if repair else "weights")
 
     async def on_sender(
-        self, index: int, thread: Thread, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts
-    ) -> Answer:
+        self, index: int, thread: Thread, method: Callable[[TrainerActor, *Ts], Result], *arguments: *Ts
+    ) -> Result:
         """Call ``method`` on the rank with sender ``index``."""
         rank = next((info.rank for info in self._ranks if info.sender == index), 0)
         return await self._call_one(rank, thread, method, *arguments)
@@ -226,16 +226,16 @@ class TrainerRanks:
         options = self._placement.options(rank)
         return actor_class.options(**options).remote(rank, self._world_size, network=self._network, log_file=log_file)
 
-    async def _on_all(self, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts) -> list[Answer]:
+    async def _on_all(self, method: Callable[[TrainerActor, *Ts], Result], *arguments: *Ts) -> list[Result]:
         return await self._call(method, [arguments] * self._world_size, self._step_timeout)
 
     async def _call(
-        self, method: Callable[[TrainerActor, *Ts], Answer], arguments: Sequence[tuple[*Ts]], timeout: float
-    ) -> list[Answer]:
+        self, method: Callable[[TrainerActor, *Ts], Result], arguments: Sequence[tuple[*Ts]], timeout: float
+    ) -> list[Result]:
         """Call ``method`` on ranks 0, 1, …, with one tuple of ``arguments`` each. Answers in rank order."""
         if not self._actors:
             raise TrainerError("the trainer is not running")
-        results: dict[int, Answer] = {}
+        results: dict[int, Result] = {}
         errors: dict[int, Exception] = {}
 
         async def settle(rank: int) -> None:
@@ -266,8 +266,8 @@ class TrainerRanks:
         return [results[rank] for rank in range(len(arguments))]
 
     async def _call_one(
-        self, rank: int, thread: Thread, method: Callable[[TrainerActor, *Ts], Answer], *arguments: *Ts
-    ) -> Answer:
+        self, rank: int, thread: Thread, method: Callable[[TrainerActor, *Ts], Result], *arguments: *Ts
+    ) -> Result:
         """Call ``method`` in a thread of one rank. Errors don't affect other ranks, unless the rank was lost."""
         if not self._actors:
             raise TrainerError("the trainer is not running")
@@ -280,11 +280,11 @@ class TrainerRanks:
             raise _cause({rank: error}) from None
 
     async def _perform(
-        self, rank: int, thread: Thread | None, method: Callable[[TrainerActor, *Ts], Answer], arguments: tuple[*Ts]
-    ) -> Answer:
+        self, rank: int, thread: Thread | None, method: Callable[[TrainerActor, *Ts], Result], arguments: tuple[*Ts]
+    ) -> Result:
         """Call ``method`` on one rank, repeatedly while it cannot be reached. ``thread``: None for the main one."""
         remote = self._actors[rank].perform.options(**({"concurrency_group": thread} if thread else {})).remote
-        answer: Answer = await self._links[rank].call(lambda call: remote(call, method, *arguments))
+        answer: Result = await self._links[rank].call(lambda call: remote(call, method, *arguments))
         return answer
 
     def _kill(self) -> None:
@@ -301,7 +301,7 @@ class RankSender:
     index: int
     thread: Thread
 
-    async def call(self, method: Callable[[Any, *Ts], Answer], *arguments: *Ts) -> Answer:
+    async def call(self, method: Callable[[Any, *Ts], Result], *arguments: *Ts) -> Result:
         return await self.ranks.on_sender(self.index, self.thread, TrainerActor.call_sender, method, arguments)
 
 

@@ -34,7 +34,7 @@ from miles_async.weights.verify import EVERYTHING, Findings, Verification, read_
 
 log = structlog.get_logger(__name__)
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 Admission = AbstractAsyncContextManager[bool]
 """Engines are admitted inside it, if it says so."""
@@ -255,8 +255,8 @@ class EngineUpdate:
             await self._lose(await verification.compare_digests(self._staged, held, share, self.findings))
 
     async def _settle(
-        self, step: str, results: Mapping[Incarnation, Answer | Exception]
-    ) -> Mapping[Incarnation, Answer]:
+        self, step: str, results: Mapping[Incarnation, Result | Exception]
+    ) -> Mapping[Incarnation, Result]:
         """Record how long a step took and fence the engines that failed it. Returns the answers of the others."""
         self.step_seconds[step] = self.step_seconds.get(step, 0.0) + now() - self._step_began
         await self._lose(

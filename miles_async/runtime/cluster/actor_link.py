@@ -25,7 +25,7 @@ from miles_async.runtime.cluster.ray_errors import why_gone
 
 log = structlog.get_logger(__name__)
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 PATIENCE_SECONDS = 120.0  # Ray itself gives up a node that does not answer it for about a minute
 RETRY_SECONDS = 1.0
@@ -50,7 +50,7 @@ class ActorLink:
         self._open: set[int] = set()
         self._silent_since: float | None = None
 
-    async def call(self, make: Callable[[CallId], Awaitable[Answer]]) -> Answer:
+    async def call(self, make: Callable[[CallId], Awaitable[Result]]) -> Result:
         """Await ``make(identity)``, again as long as the actor cannot be reached. ``make`` must pass the identity on.
 
         Raises ProcessLostError if the actor was out of reach for ``patience`` seconds, and what the call raises.
@@ -75,7 +75,7 @@ class ActorLink:
         finally:
             self._open.discard(number)
 
-    async def _pinged(self, call: Awaitable[Answer]) -> Answer:
+    async def _pinged(self, call: Awaitable[Result]) -> Result:
         """Await the call, pinging the actor meanwhile."""
         answer = asyncio.ensure_future(call)
         try:
@@ -86,7 +86,7 @@ class ActorLink:
         finally:
             answer.cancel()
 
-    async def _ping_until(self, answer: asyncio.Future[Answer], ping: Callable[[], Awaitable[object]]) -> None:
+    async def _ping_until(self, answer: asyncio.Future[Result], ping: Callable[[], Awaitable[object]]) -> None:
         """Ping until a ping or the call is answered. A ping may be lost like the call, so others follow it."""
         from ray.exceptions import ActorUnavailableError, RayError
 

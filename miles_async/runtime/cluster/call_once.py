@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from miles_async.errors import StaleCallError
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class CallOnce:
         self._newest = CallId(0, frozenset())
         self._answers: dict[int, Future[Any]] = {}
 
-    def run(self, call: CallId, work: Callable[[], Answer]) -> Answer:
+    def run(self, call: CallId, work: Callable[[], Result]) -> Result:
         """Return what ``work()`` returns or raises, executed now or under the same identity before.
 
         Raises StaleCallError if the caller has given the call up.
@@ -52,7 +52,7 @@ class CallOnce:
                 answer.set_exception(error)
         return answer.result()
 
-    async def run_async(self, call: CallId, work: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def run_async(self, call: CallId, work: Callable[[], Awaitable[Result]]) -> Result:
         """:meth:`run` for a coroutine."""
         answer, is_first = self._answer(call)
         if is_first:

@@ -31,7 +31,7 @@ from miles_async.weights.transports.spec import DriverSide, Half
 log = structlog.get_logger(__name__)
 
 Ts = TypeVarTuple("Ts")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 FindSource = Callable[[StagedWeights, int, str], Awaitable[Source]]
 """(staged weights, index of a bucket, name of a file of that bucket) → where hosts get its bytes from."""
@@ -192,14 +192,14 @@ class _Hosts:
         """The engines that have not failed."""
         return [engine for engine, error in self.errors.items() if error is None]
 
-    def keep(self, results: Mapping[Incarnation, Answer | Exception]) -> dict[Incarnation, Answer]:
+    def keep(self, results: Mapping[Incarnation, Result | Exception]) -> dict[Incarnation, Result]:
         """Remember who failed; return the answers of the others."""
         self.errors |= {engine: found for engine, found in results.items() if isinstance(found, Exception)}
         return {engine: found for engine, found in results.items() if not isinstance(found, Exception)}
 
     async def run(
-        self, engines: Sequence[Incarnation], function: Callable[[Path, *Ts], Answer], *arguments: *Ts
-    ) -> Mapping[Incarnation, Answer]:
+        self, engines: Sequence[Incarnation], function: Callable[[Path, *Ts], Result], *arguments: *Ts
+    ) -> Mapping[Incarnation, Result]:
         """Run ``function(directory, *arguments)`` on the hosts of ``engines`` that have not failed."""
         left = [engine for engine in engines if self.errors[engine] is None]
         return self.keep(await self._fleet.on_host(left, function, *arguments, room=self._room) if left else {})
