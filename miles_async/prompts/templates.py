@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from miles_async.arguments.model_files import read_json
 from miles_async.errors import ConfigurationError, TrajectoryError
 from miles_async.prompts.tokenizer_code import check_code, refusal
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
@@ -27,6 +28,10 @@ CONVERSATION_SECONDS = 15.0  # that a template may take for any conversation
 
 _PROBE = "a message that no template has"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Classes that added <bos> in transformers 4 unless tokenizer_config.json said otherwise.
+_ADDING_BOS = frozenset(
+    f"{name}Tokenizer{fast}" for name in ("Llama", "CodeLlama", "Gemma", "Cohere") for fast in ("", "Fast")
+)
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})  # of OpenAI's API, which templates follow
 
 
@@ -50,7 +55,28 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
         raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: {error}") from error
     if tokenizer.vocab_size <= 1:  # by config.json transformers makes one without a vocabulary
         raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: expected tokenizer.json")
+    _restore_components(tokenizer, path)
     return tokenizer
+
+
+def _restore_components(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Use the components that tokenizer.json names, and ``add_bos_token``, as transformers 4 and SGLang do.
+
+    In transformers 5 LlamaTokenizer and Qwen2Tokenizer replace the file's components by their own. A model whose
+    tokenizer_config.json names the wrong class, such as DeepSeek-R1-Distill-Llama, would get other token ids than those
+    that it was trained with.
+    """
+    from tokenizers import Tokenizer
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not (path / "tokenizer.json").is_file():
+        return
+    written = Tokenizer.from_file(str(path / "tokenizer.json"))
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        setattr(backend, part, getattr(written, part))
+    settings = read_json(path / "tokenizer_config.json")
+    if settings.get("tokenizer_class") in _ADDING_BOS:
+        tokenizer.add_bos_token = settings.get("add_bos_token") is not False  # replaces the file's post-processor, too
 
 
 class ChatTemplate:
