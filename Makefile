@@ -8,18 +8,13 @@ EXTRAS ?=
 FAST := -n $(shell echo $$(($$(nproc) + 1))) tests/simulation tests/property tests/unit
 # Files of tests with processes, in the order of tests/integration/conftest.py; each worker may need 10 GB.
 IN_PARALLEL := -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder
-# Python 3.11 under its usual names; failing that any python3, which then says what is wrong with it.
-PYTHON ?= $(shell for python in python3.11 python3; do \
-	$$python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1 && echo $$python && exit; \
-	done; command -v python3)
+PYTHON ?=
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## build or update .venv (EXTRAS=gpu on a GPU machine; PYTHON=... for another interpreter)
-	@python="$(PYTHON)"; \
-	command -v "$$python" >/dev/null || { echo "error: Python 3.11 was not found$${python:+ at $$python}: install it, or run 'make setup PYTHON=<path of python3.11>'." >&2; exit 1; }; \
-	"$$python" scripts/setup_env.py --extras "$(EXTRAS)"
+	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && "$$python" scripts/setup_env.py --extras "$(EXTRAS)"
 
 quickstart: setup ## train the reverse task on CPU: 40 steps with the real stack, results in runs/quickstart/
 	examples/quickstart/run.sh
@@ -38,7 +33,7 @@ test-gpu: setup ## what needs one CUDA device: log-prob chunks, one rank, export
 	$(BIN)/pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)
 
 test-image: ## build the image for CPU with buildah, and run the quick start in it: needs root, buildah and debootstrap
-	$(PYTHON) scripts/try_image.py
+	$$(PYTHON="$(PYTHON)" scripts/find_python.sh) scripts/try_image.py
 
 lint: setup ## style (ruff), layers (import-linter), Dockerfiles (hadolint), workflows (GitHub's schema)
 	$(BIN)/ruff check .

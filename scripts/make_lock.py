@@ -76,6 +76,9 @@ def resolve_for_cpu(constraints: Path) -> list[str]:
         packages = [item["metadata"] for item in json.load(report)["install"]]
     # "+cpu" is where the file came from, not which version it is: other indexes serve it without.
     pins = [f"{package['name']}=={package['version'].partition('+')[0]}" for package in packages]
+    [torch] = [package for package in packages if package["name"] == "torch"]
+    if setup_env.cuda_libraries(torch):  # pip offers no CPU build; set-up adds the libraries that its build declares
+        pins = [pin for pin in pins if not canonical(pin).startswith(setup_env.CUDA_LIBRARIES)]
     if refused := [pin for name, pin in by_name(pins).items() if REFUSED_ON_CPU.fullmatch(name)]:
         sys.exit(f"error: {', '.join(refused)} must stay out of a CPU environment: find out what wants it.")
     return pins

@@ -49,6 +49,7 @@ def platform_version(name: str) -> str:
     return json.loads(PLATFORM.read_text())["variable"][name]["default"]
 
 
+PYTHON = "python" + platform_version("PYTHON_VERSION")
 PYTHON_VERSION = tuple(int(number) for number in platform_version("PYTHON_VERSION").split("."))
 
 
@@ -83,16 +84,17 @@ def check_machine(extras: str) -> None:
     found = "{}.{}.{}".format(*sys.version_info[:3])
     if sys.version_info[:2] != PYTHON_VERSION:
         fail(
-            "Python 3.11 is needed, but {} is {}: install Python 3.11, or run "
-            "`make setup PYTHON=<path of python3.11>`.".format(sys.executable, found)
+            "Python {0} is needed, but {1} is {2}: install Python {0}, or run "
+            "`make setup PYTHON=<path of {3}>`.".format(PYTHON[6:], sys.executable, found, PYTHON)
         )
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
     except ImportError:
         fail(
-            "the venv module of Python {} is missing: install it (Debian, Ubuntu: "
-            "`apt-get install python3.11-venv`).".format(found)
+            "the venv module of Python {} is missing: install it (Debian, Ubuntu: `apt-get install {}-venv`).".format(
+                found, PYTHON
+            )
         )
     free = shutil.disk_usage(str(ROOT)).free / 2**30
     if free < NEEDED_GIB[extras]:
@@ -132,7 +134,7 @@ def gpu_problems() -> list:
         problems += header_problems(nvcc, toolkit)
     python_header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not python_header.is_file():
-        problems.append("there is no {}: apt-get install python{}.{}-dev".format(python_header, *PYTHON_VERSION))
+        problems.append("there is no {}: apt-get install {}-dev".format(python_header, PYTHON))
     return problems + glibc_problems()
 
 
@@ -280,8 +282,13 @@ def served_libraries(pin: str) -> list:
     """CUDA libraries declared by the build that pip would install; read from metadata, before any download."""
     report = VENV / "torch-report.json"
     pip(["install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", str(report), pin])
-    found = json.loads(report.read_text())["install"][0]["metadata"].get("requires_dist", [])
-    return [name for name in found if "extra ==" not in name and name.startswith(CUDA_LIBRARIES)]
+    return cuda_libraries(json.loads(report.read_text())["install"][0]["metadata"])
+
+
+def cuda_libraries(metadata: dict) -> list:
+    """CUDA libraries that a build of torch declares in its metadata."""
+    declared = metadata.get("requires_dist", [])
+    return [name for name in declared if "extra ==" not in name and name.startswith(CUDA_LIBRARIES)]
 
 
 def remove_unlocked(locked: set) -> None:

@@ -272,13 +272,41 @@ def test_disk_that_is_too_small_is_refused(setup_env: ModuleType, monkeypatch: p
 
 def test_other_python_is_refused(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup_env.sys, "version_info", (3, 9, 18, "final", 0))
-    with pytest.raises(SystemExit, match=r"Python 3\.11 is needed, but .* is 3\.9\.18"):
+    with pytest.raises(SystemExit, match=r"Python [\d.]+ is needed, but .* is 3\.9\.18"):
         setup_env.check_machine("")
+
+
+@pytest.mark.parametrize("place", ["bin/{}", ".pyenv/versions/{}.9/bin/python"])
+def test_python_is_found_on_path_and_among_those_of_pyenv(tmp_path: Path, setup_env: ModuleType, place: str) -> None:
+    version = setup_env.PYTHON.removeprefix("python")
+    python = tmp_path / place.format(setup_env.PYTHON if place.startswith("bin") else version)
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\n")  # takes every question for answered
+    python.chmod(0o755)
+    assert find_python(tmp_path).stdout.strip() == str(python)
+
+
+def test_absent_python_is_named_with_how_to_get_it(tmp_path: Path, setup_env: ModuleType) -> None:
+    found = find_python(tmp_path)
+    assert found.returncode == 1
+    assert f"apt-get install {setup_env.PYTHON} {setup_env.PYTHON}-venv" in found.stderr
+    assert " at /absent: " in find_python(tmp_path, PYTHON="/absent").stderr
+
+
+def find_python(home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Look on a machine whose programs are in ``home``/bin, and the few that the script takes from /bin."""
+    tools = home / "bin"
+    tools.mkdir(exist_ok=True)
+    for name in {"dirname", "sed"} - {path.name for path in tools.iterdir()}:
+        (tools / name).symlink_to(str(shutil.which(name)))
+    environment |= {"PATH": str(tools), "HOME": str(home)}
+    command = ["/bin/sh", str(ROOT / "scripts" / "find_python.sh")]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def test_missing_venv_module_is_named(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ensurepip", None)
-    with pytest.raises(SystemExit, match=r"apt-get install python3\.11-venv"):
+    with pytest.raises(SystemExit, match=f"apt-get install {setup_env.PYTHON}-venv"):
         setup_env.check_machine("")
 
 
@@ -359,7 +387,7 @@ def test_missing_headers_of_python_are_named(
 ) -> None:
     """Debian ships them apart."""
     monkeypatch.setattr(setup_env.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(SystemExit, match=r"there is no .*/Python\.h: apt-get install python3\.11-dev"):
+    with pytest.raises(SystemExit, match=rf"there is no .*/Python\.h: apt-get install {setup_env.PYTHON}-dev"):
         setup_env.check_machine("gpu")
 
 
