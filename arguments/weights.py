@@ -92,7 +92,7 @@ class WeightsArguments:
         256, "tokens of the canary; at most half of the context and one micro-batch", needs=_CANARY, at_least=2
     )
     publication_timeout: float = flag(
-        300.0, "seconds one publication may take (rolling: of one portion of the engines)", metavar="SECONDS", above=0
+        300.0, "seconds one publication may take (rolling: of one batch of engines)", metavar="SECONDS", above=0
     )
     debug_publication_lag: int = flag(
         0, "debug: send the weights of this many versions ago, to study staleness", metavar="VERSIONS", at_least=0

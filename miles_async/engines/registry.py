@@ -27,10 +27,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from miles_async.runtime.clock import now
 from miles_async.runtime.loop_turns import LoopTurns
 from miles_async.types import Incarnation
 
-MOST_WRONG_ANSWERS = 3  # of one start of an engine, before it is restarted: a sound one gives none
+MOST_WRONG_ANSWERS = 3  # in WRONG_ANSWERS_WINDOW, before an engine is restarted: a sound one hardly ever gives one
+WRONG_ANSWERS_WINDOW = 3600.0  # seconds
 WOKEN_AT_ONCE = 3  # requests per turn of the event loop, half a millisecond each
 
 
@@ -61,7 +63,7 @@ class EngineRecord:
     on_trial: bool = False  # it says so; its answers wait until that is verified
     version: int | None = None  # with which it was last sent requests
     tokens_in_flight: int = 1  # tokens per request that one forward pass may yield, as of its last probe
-    wrong_answers: int = 0  # to generation requests
+    wrong_answers: tuple[float, ...] = ()  # when it gave those of the last WRONG_ANSWERS_WINDOW seconds
     reason: str = ""  # why it was last fenced
 
     @property
@@ -77,7 +79,7 @@ class EngineRecord:
         self.paused = False
         self.verified = self.on_trial = False
         self.version = None
-        self.wrong_answers = 0
+        self.wrong_answers = ()
 
 
 @dataclass(slots=True)
@@ -118,9 +120,10 @@ class EngineRegistry:
 
     def note_wrong_answer(self, record: EngineRecord, problem: str) -> None:
         """Count an answer that does not fit its request. The supervisor restarts engines that give several."""
-        record.wrong_answers += 1
-        record.reason = f"gave {record.wrong_answers} wrong answers; the last: {problem}"
-        if record.wrong_answers >= MOST_WRONG_ANSWERS:
+        recent = (when for when in record.wrong_answers if when > now() - WRONG_ANSWERS_WINDOW)
+        record.wrong_answers = (*recent, now())
+        if (count := len(record.wrong_answers)) >= MOST_WRONG_ANSWERS:
+            record.reason = f"gave {count} wrong answers within {WRONG_ANSWERS_WINDOW:g} s; the last: {problem}"
             self.notify()
 
     def notify(self) -> None:

@@ -218,7 +218,7 @@ class EngineSupervisor:
 
         async def fenced_or_wrong() -> str:
             await self._registry.wait_until(
-                lambda: record.incarnation != incarnation or record.wrong_answers >= MOST_WRONG_ANSWERS
+                lambda: record.incarnation != incarnation or len(record.wrong_answers) >= MOST_WRONG_ANSWERS
             )
             return record.reason
 

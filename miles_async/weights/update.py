@@ -89,7 +89,7 @@ class FleetUpdater:
         updates: list[EngineUpdate] = []
         try:
             while not any(update.left for update in updates):
-                for engines in self._portions(await self._wait_for_engines(apart)):
+                for engines in self._batches(await self._wait_for_engines(apart)):
                     updates.append(update := EngineUpdate(self, staged, engines))
                     async with self._deadline(version):
                         await update.run()
@@ -137,7 +137,7 @@ class FleetUpdater:
         async with publication_deadline(self.arguments.publication_timeout, awaited):
             await self.transport.close()
 
-    def _portions(self, members: FleetMembers) -> Iterator[tuple[Incarnation, ...]]:
+    def _batches(self, members: FleetMembers) -> Iterator[tuple[Incarnation, ...]]:
         """Engines to update together. Joining engines come first: they interrupt no request, and more engines serve
         afterwards.
         """
@@ -226,18 +226,12 @@ class EngineUpdate:
                 await self._compare(joining)
         finally:
             await self._settle("resume", await fleet.call(self.left, InferenceServer.resume))
+        await fleet.begin_trial(self.left, staged.version)
+        self.pause_seconds = now() - started
         updater.state = PublicationState.VERIFYING
         scored = self.left if arguments.verify_weights != "off" else ()
-        async with asyncio.TaskGroup() as scope:
-            scoring = scope.create_task(fleet.call(scored, InferenceServer.score, staged.canary_tokens))
-            await asyncio.sleep(0)  # the canary goes out first, so that it waits behind no new request
-            await fleet.begin_trial(self.left, staged.version)
-            self.pause_seconds = now() - started
-        scores = await self._settle("canary", scoring.result())
-        problems = updater.verification.judge_scores(staged, scores, self.findings)
-        # An external engine lives on: no answer that it began with these weights may outlast their replacement.
-        await fleet.call([*problems], InferenceServer.abort_all, brief=True)
-        await self._lose(problems)
+        scores = await self._settle("canary", await fleet.call(scored, InferenceServer.score, staged.canary_tokens))
+        await self._lose(updater.verification.judge_scores(staged, scores, self.findings))
         self.sent_fraction = updater.transport.sent_fraction
 
     async def admit(self) -> None:
@@ -286,7 +280,7 @@ async def publication_deadline(seconds: float, awaited: str) -> AsyncIterator[No
 
 
 def _summarize(version: int, staged: StagedWeights, updates: Sequence[EngineUpdate]) -> Publication:
-    """The updates of all portions as one publication. Seconds of pausing are the mean over engines."""
+    """Summarize all updates as one publication. Pause seconds are the mean over engines."""
     engines = [len(update.left) for update in updates]
     findings = [update.findings for update in updates]
     steps: Counter[str] = Counter()

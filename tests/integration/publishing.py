@@ -26,7 +26,7 @@ from miles_async.trainer.ranks import united
 from miles_async.types import Publication, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_sender, make_transport
-from miles_async.weights.transports.object_store.rank import ObjectStoreSender
+from miles_async.weights.transports.object_store_rank import ObjectStoreSender
 from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import FakeTrainer, InProcess
 from tests.integration.megatron_scenario import Layout, make_backend

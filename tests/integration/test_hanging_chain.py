@@ -26,7 +26,7 @@ from miles_async.engines.external import ExternalServers
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry, EngineState
-from miles_async.engines.sglang import relay, weight_groups, weight_stream
+from miles_async.engines.sglang import patches, relay, weight_stream
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.names import WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
@@ -89,7 +89,7 @@ class Engine:
         return web.json_response({"success": problem is None, "message": problem or ""})
 
     def _join(self, body: dict[str, Any]) -> None:
-        self.groups[body["group_name"]] = weight_groups._with_deadline(
+        self.groups[body["group_name"]] = patches.with_deadline(
             init_custom_process_group,
             body["master_address"],
             int(body["master_port"]),

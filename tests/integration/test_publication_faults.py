@@ -34,7 +34,7 @@ from miles_async.seams import InferenceServer
 from miles_async.types import CanaryScore, GenerateRequest, Generation
 from miles_async.weights.transports.distributed.rank import DistributedSender
 from miles_async.weights.transports.host_files import Source
-from miles_async.weights.transports.object_store.rank import ObjectStoreSender
+from miles_async.weights.transports.object_store_rank import ObjectStoreSender
 from tests.integration.faulty_engines import Fault, FaultyEngine, PassOn, dies, does_nothing, hangs, refuses
 from tests.integration.publishing import (
     Publishing,

@@ -18,7 +18,7 @@ from miles_async.simulation.virtual_time import VirtualTimeLoop, run_in_virtual_
 from miles_async.weights.publisher import ADMISSION_SECONDS, WeightPublisher
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.choice import make_transport
-from miles_async.weights.transports.object_store.rank import ObjectStoreSender
+from miles_async.weights.transports.object_store_rank import ObjectStoreSender
 from miles_async.weights.update import FleetUpdater
 from tests.fakes.weight_servers import BroadcastingTrainer, World
 from tests.unit.weights.transports.test_local_files import FileTrainer

@@ -2,13 +2,9 @@
 
 What only a CPU needs is in ``cpu/``: stand-ins for packages that are not there, forks, faster attention.
 
-Its doors open with the keys that it is given in its environment, see ``locks.py``. Its ranks meet at its own address
-alone, see ``rank_store.py``.
-It takes all weights of a publication by one request, see ``weight_stream.py``, answers in packed form where a request
-asks for it, see ``packed_answers.py``, and sleeps while it is paused, see ``paused_sleep.py``.
-With HELD_WEIGHTS_VARIABLE in the environment the server can also say what its model holds, see ``held_weights.py``, and
-with WEIGHT_GROUP_SECONDS_VARIABLE it waits no longer than that for others that get weights with it, see
-``weight_groups.py``.
+Its doors open with the keys that it is given in its environment (``locks.py``). It takes all weights of a publication
+by one request (``weight_stream.py``) and answers in packed form where a request asks for it (``packed_answers.py``).
+With HELD_WEIGHTS_VARIABLE in the environment it can also say what its model holds (``held_weights.py``).
 
 Everything happens at module level, since SGLang's processes are spawned and spawning re-imports this module.
 """
@@ -26,16 +22,11 @@ cpu.prepare(sys.argv)
 sys.modules["megatron"] = None  # type: ignore[assignment]
 
 # After the packages that torch looks for.
-from miles_async.engines.sglang import (  # noqa: E402
-    load_file,
-    paused_sleep,
-    rank_store,
-    weight_stream,
-)
+from miles_async.engines.sglang import patches, weight_stream  # noqa: E402
 
-load_file.register()
-paused_sleep.register()
-rank_store.register()
+patches.move_load_file()
+patches.narrow_rank_store()
+patches.sleep_while_paused()
 weight_stream.register()
 cpu.install(sys.argv)
 if HELD_WEIGHTS_VARIABLE in os.environ:
@@ -43,9 +34,7 @@ if HELD_WEIGHTS_VARIABLE in os.environ:
 
     held_weights.register()
 if WEIGHT_GROUP_SECONDS_VARIABLE in os.environ:
-    from miles_async.engines.sglang import weight_groups
-
-    weight_groups.register()
+    patches.limit_weight_groups()
 
 
 if __name__ == "__main__":

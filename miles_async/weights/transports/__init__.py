@@ -1,8 +1,5 @@
-"""Transports: ways for staged weights to reach the engines. Each is a folder with both of its halves:
+"""Transports: ways for staged weights to reach the engines. Each has two halves and a ``spec.TransportSpec``.
 
-- ``driver.py``: the driver's half, a ``seams.WeightTransport``. It imports no torch.
-- ``rank.py``: the sending rank's half, a ``seams.WeightSender``.
-- ``__init__.py``: its row of the registry, a ``spec.TransportSpec``.
-
-``registry.py`` has the rows, ``choice.py`` makes both halves as the flags say.
+The driver's half is a ``seams.WeightTransport`` and imports no torch. The sending rank's half is a
+``seams.WeightSender``. ``choice.py`` has the list, and makes both halves as the flags say.
 """

@@ -288,8 +288,8 @@ async def test_tokens_are_of_the_models_vocabulary(setup: Setup, token: int, mes
     setup.client._vocabulary = 64
     with pytest.raises(TransientEngineError, match=message):
         await setup.generate()
-    assert len(setup.engine.requests) == setup.record.wrong_answers == 3
-    assert setup.record.reason.startswith("gave 3 wrong answers; the last: ")
+    assert len(setup.engine.requests) == len(setup.record.wrong_answers) == 3
+    assert setup.record.reason.startswith("gave 3 wrong answers within 3600 s; the last: ")
 
 
 async def test_an_answer_has_no_more_tokens_than_were_asked_for(setup: Setup) -> None:  # covers: A3, C12

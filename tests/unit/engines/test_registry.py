@@ -5,9 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
-from miles_async.engines.registry import WOKEN_AT_ONCE, EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.registry import (
+    MOST_WRONG_ANSWERS,
+    WOKEN_AT_ONCE,
+    WRONG_ANSWERS_WINDOW,
+    EngineRecord,
+    EngineRegistry,
+    EngineState,
+)
 
 ENGINES = 3
 
@@ -138,3 +146,15 @@ async def test_a_gate_that_closes_again_before_their_turn_lets_nobody_through() 
     registry.notify()
     async with asyncio.timeout(50):
         await task
+
+
+async def test_wrong_answers_that_come_hours_apart_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: A3
+    registry, record = open_registry()
+    seconds = 0.0
+    monkeypatch.setattr("miles_async.engines.registry.now", lambda: seconds)
+    for _ in range(3 * MOST_WRONG_ANSWERS):
+        registry.note_wrong_answer(record, "too long")
+        seconds += WRONG_ANSWERS_WINDOW / (MOST_WRONG_ANSWERS - 1)
+        assert len(record.wrong_answers) < MOST_WRONG_ANSWERS
+    assert record.reason == "", "it was not fenced"

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from miles_async.weights.transports.distributed.driver import DistributedTransport
+from miles_async.weights.transports.distributed.driver import Broadcasts, DistributedTransport
 from miles_async.weights.transports.spec import RankSide, TransportSpec
 
-if TYPE_CHECKING:
-    from miles_async.weights.transports.distributed.rank import DistributedSender
 
-
-def _rank(side: RankSide) -> DistributedSender:
+def _rank(side: RankSide) -> Broadcasts:
     from miles_async.weights.transports.distributed.rank import DistributedSender
 
     return DistributedSender(side)

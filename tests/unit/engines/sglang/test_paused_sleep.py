@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from miles_async.engines.sglang.paused_sleep import PAUSED_TURN
+from miles_async.engines.sglang.patches import PAUSED_TURN
 
 
 def test_sglang_still_lets_a_paused_scheduler_spin() -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from miles_async.engines.sglang.rank_store import register
+from miles_async.engines.sglang.patches import narrow_rank_store
 from miles_async.runtime.network.addresses import LOOPBACK
 from miles_async.runtime.network.ports import HeldPort
 
@@ -41,7 +41,7 @@ def addresses_of(port: int) -> set[str]:
 def test_ranks_meet_at_their_address_alone(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # covers: C13
     monkeypatch.setattr(torch_rendezvous, "TCPStore", TCPStore)
-    register()
+    narrow_rank_store()
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(meet, (port, port), (0, 1), (2, 2))
     assert addresses_of(port) == {LOOPBACK}

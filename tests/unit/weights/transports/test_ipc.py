@@ -18,7 +18,7 @@ from torch.multiprocessing import reductions
 from miles_async.arguments import WeightsArguments
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.choice import make_transport
-from miles_async.weights.transports.ipc.rank import IpcSender, handles
+from miles_async.weights.transports.ipc_rank import IpcSender, handles
 from miles_async.weights.transports.spec import RankSide
 from tests.fakes.fake_sides import FakeFleet, FakeTrainer, InProcess
 

@@ -22,8 +22,8 @@ from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports import host_files
 from miles_async.weights.transports.choice import make_transport
-from miles_async.weights.transports.object_store.driver import PutsFiles
-from miles_async.weights.transports.object_store.rank import ObjectStoreSender
+from miles_async.weights.transports.object_store import PutsFiles
+from miles_async.weights.transports.object_store_rank import ObjectStoreSender
 from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeFleet, FakeTrainer, InProcess
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miles_async.engines.sglang import weight_groups
+from miles_async.engines.sglang import patches
 from miles_async.engines.sglang.names import WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.runtime.network.process_group_errors import BLOCKING_WAIT, errors_are_raised
 from miles_async.weights.transports.distributed import weight_group
@@ -178,7 +178,7 @@ def test_an_engine_waits_for_other_members_no_longer_than_told_and_survives_them
     def make(**options: Any) -> None:
         made.append((options, os.environ.get(BLOCKING_WAIT)))
 
-    weight_groups._with_deadline(make, backend="nccl", world_size=3)
+    patches.with_deadline(make, backend="nccl", world_size=3)
     options = {"backend": "nccl", "world_size": 3, "timeout": datetime.timedelta(seconds=12.5)}
     assert made == [(options, "1")]
     assert BLOCKING_WAIT not in os.environ
@@ -186,7 +186,7 @@ def test_an_engine_waits_for_other_members_no_longer_than_told_and_survives_them
 
 def test_sglang_still_makes_groups_without_a_deadline_where_we_add_one() -> None:
     """Read, not imported: that takes 10 s."""
-    module, _, name = weight_groups._MAKER.rpartition(".")
+    module, _, name = patches.GROUP_MAKER.rpartition(".")
     found = importlib.util.find_spec("sglang")
     assert found is not None
     assert found.origin is not None

@@ -1,4 +1,4 @@
-"""The driver's half of ``object_store``."""
+"""``object_store``: Ray's object store brings the staged files to each engine's host, and engines load them there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miles_async.types import StagedWeights
 from miles_async.weights.files import version_directory
 from miles_async.weights.transports.host_files import Source
 from miles_async.weights.transports.local_files import LocalFilesTransport
-from miles_async.weights.transports.spec import DriverSide
+from miles_async.weights.transports.spec import DriverSide, RankSide, TransportSpec
 
 
 class PutsFiles(WeightSender, Protocol):
@@ -41,3 +41,14 @@ def put_from_host(directory: Path, version: int, name: str) -> list[Source]:
     import ray
 
     return [ray.put(np.memmap(directory / version_directory(version) / name, np.uint8, mode="r"))]
+
+
+def _rank(side: RankSide) -> PutsFiles:
+    import ray
+
+    from miles_async.weights.transports.object_store_rank import ObjectStoreSender
+
+    return ObjectStoreSender(side.staging, put=ray.put)
+
+
+SPEC = TransportSpec(name="object_store", driver=make_driver, rank=_rank, sender_per_stage=True, delta=True)

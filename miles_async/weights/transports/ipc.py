@@ -1,4 +1,4 @@
-"""The driver's half of ``ipc``."""
+"""``ipc``: engines on the sending rank's own GPU copy each bucket from its memory, by CUDA IPC handles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 from miles_async.runtime.tasks import afterwards
 from miles_async.seams import EngineErrors, InferenceServer, WeightSender, per_engine
 from miles_async.types import Incarnation, StagedWeights
-from miles_async.weights.transports.spec import DriverSide
+from miles_async.weights.transports.spec import DriverSide, RankSide, TransportSpec
 
 
 class SharesMemory(WeightSender, Protocol):
@@ -58,3 +58,12 @@ class IpcTransport:
         return errors | dict(await fleet.call(left(), InferenceServer.end_update))
 
     async def close(self) -> None: ...
+
+
+def _rank(side: RankSide) -> SharesMemory:
+    from miles_async.weights.transports.ipc_rank import IpcSender
+
+    return IpcSender(side)
+
+
+SPEC = TransportSpec(name="ipc", driver=IpcTransport, rank=_rank, devices=("cuda",))

@@ -1,0 +1,80 @@
+"""In the server's process: small changes of SGLang (0.5.23) and of torch (2.13), each made by a function."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from miles_async.engines.sglang.names import WEIGHT_GROUP_SECONDS_VARIABLE
+from miles_async.runtime.network.ports import bind_held_port
+from miles_async.runtime.network.process_group_errors import errors_are_raised
+
+PAUSED_TURN = "_record_scheduler_state_for_paused_engine"
+"""The only method that a paused scheduler calls per turn of its loop."""
+GROUP_MAKER = "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
+
+
+def move_load_file() -> None:
+    """Put SGLang's load-sharing file into the server's temporary directory, which is removed with the server.
+
+    SGLang has it in /dev/shm under a random name and never removes it.
+    """
+    from sglang.srt.managers import load_snapshot
+
+    load_snapshot.shm_path_for = lambda instance: str(Path(tempfile.gettempdir()) / f"load_{instance}")
+
+
+def narrow_rank_store() -> None:
+    """Have the store at which the server's ranks meet listen at its address only.
+
+    torch has the store of ``tcp://`` listen on all interfaces, and it asks for no key.
+    """
+    rendezvous: Any = import_module("torch.distributed.rendezvous")  # torch.distributed has a function of that name
+    rendezvous.TCPStore = _listening_at_its_address
+
+
+def _listening_at_its_address(*, host_name: str, port: int, is_master: bool, **options: Any) -> TCPStore:
+    if is_master:
+        options["master_listen_fd"] = bind_held_port(host_name, port).detach()
+    return TCPStore(host_name=host_name, port=port, is_master=is_master, **options)
+
+
+@cache  # a server that is forked from a process which has imported the launcher imports it again
+def sleep_while_paused() -> None:
+    """Make schedulers sleep until the next request while they are paused, as idle ones do (``--sleep-on-idle``).
+
+    SGLang's look for requests without end, which takes a core from whoever sends the weights they are paused for.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def sleep(_: None, scheduler: Any) -> None:
+        scheduler.maybe_sleep_on_idle()
+
+    HookRegistry.register(f"sglang.srt.managers.scheduler.Scheduler.{PAUSED_TURN}", sleep, HookType.AFTER)
+
+
+def limit_weight_groups() -> None:
+    """Give the process groups that weights come by a deadline, read from the environment when one is made.
+
+    SGLang makes them with torch's deadlines, 10 or 30 minutes, and errors of NCCL end the process: a member that hangs
+    would keep all others waiting, and one that dies would end them. With this, a broken group is an error of the
+    request that was being served (``runtime/network/process_group_errors.py``).
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(GROUP_MAKER, with_deadline, HookType.AROUND)
+
+
+def with_deadline(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``make(...)``, whose group has the deadline."""
+    seconds = float(os.environ[WEIGHT_GROUP_SECONDS_VARIABLE])
+    with errors_are_raised():
+        return make(*args, **{"timeout": timedelta(seconds=seconds), **kwargs})
