@@ -15,7 +15,6 @@ from miles_async.api import Metrics
 from miles_async.arguments.weights import PauseMode
 from miles_async.types import (
     CanaryScore,
-    CollectedSession,
     EngineLoad,
     FleetMembers,
     GenerateRequest,
@@ -25,7 +24,6 @@ from miles_async.types import (
     Incarnation,
     Int32,
     JsonObject,
-    OpenSession,
     PreparedBatch,
     Prompt,
     RolloutStats,
@@ -60,43 +58,15 @@ class PromptSource(Protocol):
     def restore(self, state: JsonObject) -> None: ...
 
 
-class EngineLoads(Protocol):
-    """Number and load of the engines that generate; the dispatcher's concurrency follows it."""
-
-    async def serving(self, other_than: int) -> int:
-        """Wait until the number of serving engines is not ``other_than``, and return it."""
-        ...
-
-    async def loads(self) -> Mapping[str, EngineLoad]:
-        """Load of each engine that takes requests, by id. Engines that do not answer within seconds are left out."""
-        ...
-
-
-class Sessions(Protocol):
-    """Source of sessions for agents: one conversation each, at a URL of its own."""
-
-    async def open(self, routing_key: str) -> OpenSession:
-        """Raises TransientEngineError if the session server is gone."""
-        ...
-
-    async def collect(self, session: OpenSession) -> CollectedSession:
-        """End a session and take its trajectory. Raises TransientEngineError if it is lost."""
-        ...
-
-    async def abandon(self, session: OpenSession) -> None:
-        """End a session whose trajectory is not wanted."""
-        ...
-
-
 class SavedSide(Protocol):
-    """State saved in a checkpoint beside the trainer's."""
+    """State saved in a checkpoint together with the trainer's."""
 
     async def snapshot(self) -> None:
         """Keep the current state for :meth:`save`. Quick: nothing is copied or written."""
         ...
 
     async def save(self, directory: Path) -> Mapping[str, str]:
-        """Write the last snapshot while everything else goes on. Return digests of its files, by path."""
+        """Write the last snapshot while everything else continues. Return digests of its files, by path."""
         ...
 
     async def load(
@@ -141,7 +111,7 @@ class RolloutSide(SavedSide, Protocol):
     async def evaluate(self) -> Metrics: ...
 
     async def describe(self) -> str:
-        """Describe who waits for whom, in lines for ``stall.txt`` (C10)."""
+        """Describe all waits, in lines for ``stall.txt`` (C10)."""
         ...
 
     async def count_stale(self, version: int) -> int:
@@ -179,8 +149,8 @@ class SenderHandle(Protocol[Half]):
     async def call(self, method: Callable[[Half, *Ts], Result], *arguments: *Ts) -> Result:
         """Run ``method``, named by the protocol that the rank's half implements, in the rank's process.
 
-        Training goes on meanwhile. Calls to one sender run in one thread, in the order in which they were made; calls
-        through a handle for repairs run in another thread, so that a repair that hangs delays no delivery.
+        Training continues meanwhile. Calls to one sender run in one thread, in order; calls through a handle for
+        repairs run in another thread, so that a repair that hangs delays no delivery.
 
         >>> await sender.call(WeightSender.pin, 12)
         """
@@ -191,9 +161,8 @@ class WeightSenders(Protocol):
     """The sending ranks as the publisher and the transports see them."""
 
     def sender(self, index: int, *, repair: bool = False) -> SenderHandle[Any]:
-        """Handle of one sending rank. Its half is the one that the run's transport makes, hence ``Any``.
-
-        ``repair``: for repairs, which run beside deliveries.
+        """Handle of one sending rank, whose half depends on the transport; ``repair``: for repairs, which overlap
+        deliveries.
         """
         ...
 
@@ -212,7 +181,7 @@ class TrainerSide(WeightSenders, Protocol):
         ...
 
     async def stage_weights(self, version: int) -> StagedWeights:
-        """Write the latest copy to files on the sending ranks. Training goes on meanwhile."""
+        """Write the latest copy to files on the sending ranks while training continues."""
         ...
 
     async def save(self, directory: Path) -> Mapping[str, str]:
@@ -220,11 +189,11 @@ class TrainerSide(WeightSenders, Protocol):
         ...
 
     async def stage_save(self, directory: Path) -> None:
-        """Copy what :meth:`save` would write, for :meth:`write_save`; return once training may go on."""
+        """Copy what :meth:`save` would write, for :meth:`write_save`; return once training may resume."""
         ...
 
     async def write_save(self) -> Mapping[str, str]:
-        """Write the staged copy while training goes on; return as :meth:`save`. Raises CheckpointError, which leaves
+        """Write the staged copy while training continues; return as :meth:`save`. Raises CheckpointError, which leaves
         the ranks as they are.
         """
         ...
@@ -260,7 +229,7 @@ class InferenceServer(Protocol):
 
     def encode(self, request: GenerateRequest, *, request_id: str, version: int, experts: bool) -> bytes:
         """Body of a generation request. It must not reuse cached prefixes of requests with another ``version``.
-        ``experts``: it asks for those of the tokens from ``experts_from`` on.
+        ``experts``: ask for the experts of the tokens from ``experts_from`` on.
         """
         ...
 
@@ -436,8 +405,8 @@ class EngineFleet(Protocol):
         ...
 
     async def begin_trial(self, engines: Sequence[Incarnation], version: int) -> None:
-        """Send new requests, under ``version``, to those of these engines that serve. Answers are held back on the
-        client until :meth:`admit`, and discarded if the engine is fenced instead.
+        """Send new requests, under ``version``, to these engines if they serve. Answers are held back on the client
+        until :meth:`admit`, and discarded if the engine is fenced instead.
         """
         ...
 
@@ -496,9 +465,9 @@ class WeightTransport(Protocol):
 
 
 class WeightSender(Protocol):
-    """The sending rank's half of a weight transport. What else the driver's half calls is in a protocol beside that.
+    """The sending rank's half of a weight transport. It keeps the newest staged versions, and pinned ones.
 
-    It keeps the newest staged versions, and pinned ones.
+    A driver's half that calls more extends this protocol.
     """
 
     def copy(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:

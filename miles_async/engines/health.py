@@ -80,7 +80,7 @@ class Question:
         return any(other != engine and self._answered.get(other, since) > since for other in serving)
 
     def forget(self, record: EngineRecord) -> None:
-        """Forget the answers of an engine's earlier start."""
+        """Forget the answers of the engine's earlier start."""
         self._seconds.pop(record.engine_id, None)
 
 
@@ -143,8 +143,8 @@ class EngineHealth:
         return f"generated nothing {failures} times in a row"
 
     async def until_quiet(self, url: str) -> None:
-        """Wait until the server has had no requests for a while, since those that the router passed on last reach its
-        queue a little later. Raises EngineError.
+        """Wait until the server has had no requests for a while: the router's last ones reach its queue a little later.
+        Raises EngineError.
         """
         quiet = 0
         while quiet < _QUIET_POLLS:

@@ -15,19 +15,19 @@ LOAD_SECONDS = 2.0  # a server has the answer at hand; a later one would be out 
 
 
 class Loads:
-    """Implements ``seams.EngineLoads``."""
+    """Implements ``rollout.concurrency.EngineLoads``."""
 
     def __init__(self, registry: EngineRegistry, server: InferenceServer) -> None:
         self._registry = registry
         self._server = server
 
     async def serving(self, other_than: int) -> int:
-        """See ``seams.EngineLoads``."""
+        """See ``EngineLoads``."""
         await self._registry.wait_until(lambda: self._serving() != other_than)
         return self._serving()
 
     async def loads(self) -> Mapping[str, EngineLoad]:
-        """See ``seams.EngineLoads``. Paused engines are left out: their reports are from before the pause."""
+        """See ``EngineLoads``. Paused engines are left out: their reports are from before the pause."""
         loads: dict[str, EngineLoad] = {}
 
         async def ask(engine: str, url: str) -> None:

@@ -63,7 +63,7 @@ class EngineRecord:
     on_trial: bool = False  # it says so; its answers wait until that is verified
     version: int | None = None  # with which it was last sent requests
     tokens_in_flight: int = 1  # tokens per request that one forward pass may yield, as of its last probe
-    wrong_answers: tuple[float, ...] = ()  # when it gave those of the last WRONG_ANSWERS_WINDOW seconds
+    wrong_answers: tuple[float, ...] = ()  # times of recent ones
     reason: str = ""  # why it was last fenced
 
     @property

@@ -167,8 +167,8 @@ class Router:
         return decode_json(await self._call("GET", "/workers", None, accept=(200,)), _Workers, "router").workers
 
     async def _is_routable(self, url: str) -> bool:
-        """Whether requests reach an engine. Registers it if need be: smg does so in the background, and forgets it when
-        it restarts.
+        """Return whether requests reach an engine; if not, register it: smg does so in the background, and forgets it
+        when it restarts.
         """
         try:
             known = [worker for worker in await self.workers() if worker.url == url]

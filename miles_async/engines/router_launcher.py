@@ -1,7 +1,7 @@
 """Starts smg with the run's keys: ``python -m miles_async.engines.router_launcher <arguments of smg launch>``.
 
-smg takes keys as arguments only, and everybody on a machine sees those of a process. Here they come in the environment
-and are added to the arguments inside of the process.
+smg takes keys as arguments only, which every user of the machine can read. Here they come in the environment and are
+added to the arguments inside of the process.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -18,13 +19,28 @@ from miles_async.errors import OverdueError, RequestRejectedError, ServiceUnavai
 from miles_async.rollout.generate import routing_key
 from miles_async.runtime.services import causes, is_outage
 from miles_async.runtime.user_code import raised, run_user_code
-from miles_async.seams import Sessions
-from miles_async.types import Attempt, CollectedSession, Prompt, Sample
+from miles_async.types import Attempt, CollectedSession, OpenSession, Prompt, Sample
 
 log = structlog.get_logger(__name__)
 
 RunAgent = Callable[[str, Prompt], Coroutine[object, None, object]]
 """(base URL, prompt) → what the agent returns: see ``api.Agent``."""
+
+
+class Sessions(Protocol):
+    """Source of sessions for agents: one conversation each, at its own URL."""
+
+    async def open(self, routing_key: str) -> OpenSession:
+        """Raises TransientEngineError if the session server is gone."""
+        ...
+
+    async def collect(self, session: OpenSession) -> CollectedSession:
+        """End a session and take its trajectory. Raises TransientEngineError if it is lost."""
+        ...
+
+    async def abandon(self, session: OpenSession) -> None:
+        """End a session whose trajectory is not wanted."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,15 +9,27 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping
+from typing import Protocol
 
 from miles_async.arguments.rollout import RolloutArguments
-from miles_async.seams import EngineLoads
 from miles_async.types import EngineLoad
 
 OBSERVATION_SECONDS = 2.0
 QUEUE_SHARE = 1 / 16  # of the running ones: fewer requests than that only wait for the next prefill
 DECREASE = 1 / 4  # of the limit, in one round of responses
 ROUNDS_TO_CAP = 64  # the increase of one round is so small a part of the cap, and at least 1
+
+
+class EngineLoads(Protocol):
+    """Number and load of the engines that generate; the dispatcher's concurrency follows it."""
+
+    async def serving(self, other_than: int) -> int:
+        """Wait until the number of serving engines is not ``other_than``, and return it."""
+        ...
+
+    async def loads(self) -> Mapping[str, EngineLoad]:
+        """Load of each engine that takes requests, by id. Engines that do not answer within seconds are left out."""
+        ...
 
 
 class ConcurrencyLimit:

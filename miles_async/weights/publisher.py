@@ -96,7 +96,7 @@ class WeightPublisher:
             return await self._engines.publish(version, self._delivered, apart=lambda: self._in_repair)
 
     async def repair(self) -> tuple[str, ...]:
-        """Bring joining engines to the version that the others serve. Returns those that now serve.
+        """Bring joining engines to the version that the others serve. Returns the engines that now serve.
 
         Not before the first delivery.
         """

@@ -137,7 +137,7 @@ class Staging:
             index = self._options.sender + position * self._options.senders
             path = partial / bucket_file(index)
             save_file(bucket, path)
-            path.chmod(0o644)  # safetensors lets nobody else read it, and engines may run under another user
+            path.chmod(0o644)  # safetensors makes it private, and engines may run under another user
             buckets[index] = tuple(self._describe(name, bucket[name]) for name in _file_order(path))
             total_bytes += sum(tensor.nbytes for tensor in bucket.values())
             if delta is not None:
@@ -253,5 +253,5 @@ def _check_memory(options: StagingOptions) -> None:
         raise ConfigurationError(
             f"weights cannot be copied to host memory: expected {needed / 1e9:.1f} GB for this rank's share, found "
             f"{free / 1e9:.1f} GB free: with --weight-transport distributed or object_store every pipeline stage "
-            "(--pipeline-model-parallel-size) has a sending rank of its own with a share"
+            "(--pipeline-model-parallel-size) has a sending rank with a share"
         )

@@ -105,7 +105,7 @@ class FleetUpdater:
     async def repair(
         self, staged: StagedWeights, joining: Sequence[Incarnation], admission: Admission
     ) -> tuple[Incarnation, ...]:
-        """Bring joining engines to the version that the others serve. Returns those that hold it, verified.
+        """Bring joining engines to the version that the others serve. Returns the engines that hold it, verified.
 
         They are admitted if ``admission``, which is entered when they hold it, says so. Engines that take too long are
         fenced.
@@ -186,7 +186,7 @@ class FleetUpdater:
 
 
 class EngineUpdate:
-    """One update of some engines. Those that fail a step are fenced and left out of the next; steps are timed."""
+    """One update of some engines. An engine that fails a step is fenced and left out of the next; steps are timed."""
 
     def __init__(self, updater: FleetUpdater, staged: StagedWeights, engines: Sequence[Incarnation]) -> None:
         self.left = tuple(engines)  # engines that have not failed

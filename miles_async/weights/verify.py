@@ -154,7 +154,7 @@ class Verification:
 async def read_held_weights(
     fleet: EngineFleet, engines: Sequence[Incarnation], share: TensorShare
 ) -> Mapping[Incarnation, HeldWeights | Exception]:
-    """What each engine holds while it is paused, with digests of a share of it.
+    """Ask what each engine holds while it is paused, with digests of a share of it.
 
     Engines whose reports have the same fingerprint share the object: the first that answers is read.
     """
@@ -289,7 +289,7 @@ def _not_sent(sent: Iterable[str], held: HeldWeights) -> Iterator[tuple[str, str
 
 
 def _wrong(meta: TensorMeta, parts: Sequence[HeldPart], share: TensorShare) -> str | None:
-    """What is wrong with the held ``parts`` of a tensor. Parts that several ranks hold must be the same."""
+    """Describe what is wrong with the held ``parts`` of a tensor; copies on several ranks must be equal."""
     if casts := {part.dtype for part in parts} - {meta.dtype}:
         return f"was sent as {meta.dtype} and is held as {', '.join(sorted(casts))}"
     digests: dict[tuple[int, tuple[int, ...], tuple[int, ...]], set[str]] = {}

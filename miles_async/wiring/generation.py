@@ -139,7 +139,7 @@ class SessionsOfRun:
     may_constrain: bool
 
     async def open(self, routing_key: str) -> OpenSession:
-        """See ``seams.Sessions``."""
+        """See ``rollout.agent.Sessions``."""
         return await self.service.open(
             SessionSettings(
                 routing_key=routing_key,
@@ -152,11 +152,11 @@ class SessionsOfRun:
         )
 
     async def collect(self, session: OpenSession) -> CollectedSession:
-        """See ``seams.Sessions``."""
+        """See ``rollout.agent.Sessions``."""
         return await self.service.collect(session)
 
     async def abandon(self, session: OpenSession) -> None:
-        """See ``seams.Sessions``."""
+        """See ``rollout.agent.Sessions``."""
         await self.service.abandon(session)
 
 

@@ -19,8 +19,9 @@ from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
+from miles_async.rollout.concurrency import EngineLoads
 from miles_async.rollout.manager import RolloutManager
-from miles_async.seams import EngineErrors, EngineFleet, EngineLoads, InferenceServer, RolloutSide, TrainerSide
+from miles_async.seams import EngineErrors, EngineFleet, InferenceServer, RolloutSide, TrainerSide
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.types import Incarnation, TensorMeta
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer

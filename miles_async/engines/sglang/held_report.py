@@ -36,7 +36,7 @@ def fingerprint(report: str) -> str:
 
 
 def join_fingerprints(ranks: Iterable[str]) -> str:
-    """Fingerprint of an engine, from those of its ranks in their order."""
+    """Fingerprint of an engine from the fingerprints of its ranks, in order."""
     return " ".join(ranks)
 
 

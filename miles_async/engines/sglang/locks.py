@@ -54,5 +54,5 @@ def lock(keys: EngineKeys) -> None:
 
 
 def _decide(decide: Callable[..., Any], *, path: str, **request: Any) -> Any:
-    """SGLang's decision, to which no path but those of ``OPEN`` looks like one that needs no key."""
+    """SGLang's decision, with every path outside ``OPEN`` disguised as one that needs a key."""
     return decide(path=path if path in OPEN else f"/locked{path}", **request)

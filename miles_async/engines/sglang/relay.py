@@ -9,7 +9,7 @@ are, and a node receives and stores them once::
                        rank 2 reads           rank 4 reads
                        rank 1's memory        rank 3's memory
 
-A rank that may not open the memory of another of its node receives by itself, as a node of its own. The memory is an
+A rank that may not open its neighbour's memory receives by itself, like a separate node. The memory is an
 anonymous file, which the kernel removes with the last process that has it.
 
 Ranks keep their places and their memory as long as the process groups: getting memory from the system, page by page,
@@ -51,7 +51,7 @@ class Relay:
         ``at_once``: buckets that are received or loaded at the same time. ``largest``: bytes of the largest one.
         """
         self._size = at_once, largest
-        slots = at_once + 1  # one more, so that nobody loads in step with those that get it from here
+        slots = at_once + 1  # one more, so that this rank need not wait for its readers
         slot_bytes = max(1, -(-largest // mmap.PAGESIZE)) * mmap.PAGESIZE
         own = os.memfd_create("weights")  # takes no memory until somebody writes to it
         try:
@@ -114,7 +114,7 @@ class _Slot:
         self.in_use: list[dist.Work] = []  # what has to end before another bucket comes here
 
     def clear(self) -> None:
-        """Wait until nobody needs what is here."""
+        """Wait until no rank needs the contents."""
         _wait(self.in_use)
         self.in_use.clear()
 
@@ -151,11 +151,11 @@ def _find_route(group: dist.ProcessGroup, own: int) -> tuple[Route, mmap.mmap | 
     nothing is shared.
     """
     rank = group.rank()
-    offers = _tell_all(group, [_node(), os.getpid(), own])
+    offers = _share(group, [_node(), os.getpid(), own])
     first = FIRST + [node for node, *_ in offers].index(_node())
     _, process, file = offers[first - FIRST]
     memory = None if first == rank else _map(f"/proc/{process}/fd/{file}")
-    firsts = [told for (told,) in _tell_all(group, [rank if memory is None else first])]
+    firsts = [answer for (answer,) in _share(group, [rank if memory is None else first])]
     route = find_routes(firsts)[rank]
     return route, mmap.mmap(own, 0) if route.readers else memory
 
@@ -171,8 +171,8 @@ def find_routes(firsts: Sequence[int]) -> dict[int, Route]:
     return result
 
 
-def _tell_all(group: dist.ProcessGroup, mine: list[int]) -> list[list[int]]:
-    """Tell what is ``mine`` to the other ranks, except the sender's, by way of rank 1. Return what each told."""
+def _share(group: dist.ProcessGroup, mine: list[int]) -> list[list[int]]:
+    """All-gather ``mine`` over all ranks but the sender's, through rank 1."""
     row, others = torch.tensor(mine), range(FIRST + 1, group.size())
     table = row.new_empty(group.size() - FIRST, len(mine))
     if group.rank() == FIRST:

@@ -22,7 +22,7 @@ from torch import Tensor
 from miles_async.engines.sglang.relay import Relay
 from miles_async.types import TensorMeta
 
-MOST_RECEIVED_AHEAD = 3  # buckets, beside the one that is loaded: one per sender, and no more for want of memory
+MOST_RECEIVED_AHEAD = 3  # buckets, while another is loaded: one per sender, bounded for memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Line(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until nobody needs anything from this rank any more."""
+        """Wait until no other rank needs anything from this one."""
         ...
 
 
@@ -100,7 +100,7 @@ def _announced(group: dist.ProcessGroup, device: torch.device) -> Iterable[Bucke
 
 
 def _taken(bucket: Bucket, arriving: Arriving) -> Generator[list[tuple[str, Tensor]]]:
-    """Yield the bucket's tensors when they are there, for as long as they are needed."""
+    """Yield the bucket's tensors once they are there."""
     sizes = bucket.sizes()
     parts = arriving.wait()[: sum(sizes)].split(sizes)
     yield [

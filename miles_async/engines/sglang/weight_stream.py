@@ -3,8 +3,8 @@
 SGLang (0.5.23) takes one bucket per request. With this a request whose ``load_format`` is STREAM names the process
 groups of all senders, and the scheduler does the rest: ``stream_buckets.py`` receives what the senders announce.
 
-A request that fails leaves the process groups at once, and so breaks them for all members: those that wait for it learn
-of the failure as soon as it happens.
+A request that fails leaves the process groups at once, which breaks them for all members: the others learn of the
+failure as soon as it happens.
 """
 
 from __future__ import annotations

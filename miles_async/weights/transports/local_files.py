@@ -179,7 +179,7 @@ class LocalFilesTransport:
 
 
 class _Hosts:
-    """The hosts of engines that get files, as long as nothing fails on them."""
+    """The hosts of engines that get files; a host that fails is dropped."""
 
     def __init__(self, fleet: EngineFleet, staged: StagedWeights, engines: Sequence[Incarnation]) -> None:
         self.errors: dict[Incarnation, Exception | None] = dict.fromkeys(engines)
@@ -193,7 +193,7 @@ class _Hosts:
         return [engine for engine, error in self.errors.items() if error is None]
 
     def keep(self, results: Mapping[Incarnation, Result | Exception]) -> dict[Incarnation, Result]:
-        """Remember who failed; return the answers of the others."""
+        """Remember failures; return the answers of the others."""
         self.errors |= {engine: found for engine, found in results.items() if isinstance(found, Exception)}
         return {engine: found for engine, found in results.items() if not isinstance(found, Exception)}
 
