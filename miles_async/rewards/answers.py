@@ -1,7 +1,7 @@
 r"""Find the answer in a response: one rule for all rewards that compare it.
 
-After the thoughts, what the response marks last is its answer: a box (``\boxed{}``, ``\fbox{}``), ``<answer>`` tags or
-``####``; a box inside tags is opened. Without a mark it is what follows the last "answer is", failing that everything.
+The answer is the last marked text after the thoughts: a box (``\boxed{}``, ``\fbox{}``), ``<answer>`` tags or
+``####``; a box inside tags is opened. Without a mark it is the text after the last "answer is", else everything.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from miles_async.errors import RewardError
 from miles_async.types import Prompt
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
-_TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(.*)$", re.MULTILINE)  # as GSM8K writes answers
 _PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is\b|:|=)[*_ \t]*:?\s*((?:(?!\banswer\b).)+)", re.IGNORECASE)
 _CLAUSE_END = re.compile(r"[.;](?=\s|$)|,(?=\s+(?:not|since|because|so)\b)")
 
 THOUGHT_ENDS = ("</think>", "[/THINK]", "<|channel|>final<|message|>")
-"""What stands between thoughts and answer; the second in models of Mistral, the last in gpt-oss."""
+"""Ends of the thoughts; the second in models of Mistral, the last in gpt-oss."""
 
 Mark = Literal["box", "tags", "hashes", "phrase", "none"]
-_BLOCKS: tuple[tuple[re.Pattern[str], Mark], ...] = ((_TAGS, "tags"), (_HASHES, "hashes"))
+_BLOCKS: tuple[tuple[re.Pattern[str], Mark], ...] = ((TAGS, "tags"), (_HASHES, "hashes"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 
 import msgspec
 import structlog
@@ -28,8 +29,8 @@ _FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 class CodeReward:
     """1 if the last fenced block of Python passes all tests, else 0: also if it crashes, loops or prints without end.
 
-    Tests are ``tests`` of the row's metadata, or its label as JSON: ``{"inputs": [...], "outputs": [...]}`` of what
-    the program reads and prints, or a list of statements such as ``"assert double(2) == 4"``, run after it.
+    Tests are ``tests`` of the row's metadata, or its label as JSON: ``{"inputs": [...], "outputs": [...]}``
+    that the program reads and prints, or a list of statements such as ``"assert double(2) == 4"``, run after it.
     """
 
     def __init__(self, workers: WorkerPool, limits: Callable[[], Limits], timeout: float) -> None:
@@ -47,8 +48,7 @@ class CodeReward:
         if not blocks:
             return 0.0
         check, cases = (runs_through, (tests,)) if isinstance(tests, list) else (prints, (tests.inputs, tests.outputs))
-        limits = self._limits()
-        arguments = (blocks[-1], *cases, limits.seconds, limits.memory_bytes, limits.level, self._timeout)
+        arguments = (blocks[-1], *cases, asdict(self._limits()), self._timeout)
         return float(await self._workers.call(check, *arguments, more_seconds=_END_SECONDS))
 
 
@@ -111,27 +111,25 @@ def read_tests(label: Label | None, metadata: JsonObject) -> Tests | list[str]:
     return tests
 
 
-def prints(
-    program: str, inputs: list[str], outputs: list[str], seconds: float, memory_bytes: int, level: Level, timeout: float
-) -> bool:
+def prints(program: str, inputs: list[str], outputs: list[str], limits: JsonObject, timeout: float) -> bool:
     """Return whether every output is as expected, up to white space between words. Runs in the worker."""
     deadline = time.monotonic() + timeout
     for text, expected in zip(inputs, outputs, strict=True):
-        left = min(seconds, deadline - time.monotonic())
+        each = Limits(**limits)
+        left = min(each.seconds, deadline - time.monotonic())
         if left <= 0:
             return False
-        output = run_program(program, text, Limits(seconds=left, memory_bytes=memory_bytes, level=level))
+        output = run_program(program, text, replace(each, seconds=left))
         if output is None or _words(output) != _words(expected):
             return False
     return True
 
 
-def runs_through(
-    program: str, statements: list[str], seconds: float, memory_bytes: int, level: Level, timeout: float
-) -> bool:
+def runs_through(program: str, statements: list[str], limits: JsonObject, timeout: float) -> bool:
     """Return whether all statements pass, calling the program from another process (``remote_objects.py``)."""
-    limits = Limits(seconds=min(seconds, timeout), memory_bytes=memory_bytes, level=level)
-    return run_statements(program, "\n".join(statements), limits)
+    all_together = Limits(**limits)
+    all_together = replace(all_together, seconds=min(all_together.seconds, timeout))
+    return run_statements(program, "\n".join(statements), all_together)
 
 
 def _words(output: str) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """Confine a process before it becomes an untrusted program.
 
-A seccomp filter allows what computing needs: memory, threads, its own pipes, reading files. The process can start no
+A seccomp filter allows computing: memory, threads, its own pipes, reading files. The process can start no
 process, signal none, connect to nothing, and open no file for writing. Landlock, if the kernel has it (5.13 and
 later), lets it read Python's own libraries only: no /proc, no data, no keys. It has no capabilities, so that being root
 doesn't open other processes' memory to it. Not guarded against: bugs of the kernel. Standard library only, since it is
@@ -13,14 +13,13 @@ import ctypes
 import errno
 import os
 import resource
-import signal
 import struct
 import sysconfig
 from collections.abc import Iterable
 
 OUTPUT_BYTES = 4 << 20  # that a program may print, if stdout is a file
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38  # linux/prctl.h
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38  # linux/prctl.h
 _CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # of Landlock, everywhere
 _LANDLOCK_VERSION, _PATH_BENEATH = 1, 1  # linux/landlock.h
@@ -45,7 +44,7 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
     # memory
     "brk": (12, 214), "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "mremap": (25, 216),
     "madvise": (28, 233), "mincore": (27, 232), "get_mempolicy": (239, 236), "membarrier": (324, 283),
-    # what is open, and reading
+    # open files, and reading
     "read": (0, 63), "readv": (19, 65), "pread64": (17, 67), "write": (1, 64), "writev": (20, 66), "close": (3, 57),
     "lseek": (8, 62), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "pipe": (22, None), "pipe2": (293, 59),
     "socketpair": (53, 199), "eventfd2": (290, 19), "select": (23, None), "pselect6": (270, 72), "poll": (7, None),
@@ -69,29 +68,22 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 
 _ALLOWED_WITH_VALUES: dict[str, tuple[tuple[int, int], int, tuple[int, ...]]] = {
-    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 1030)),  # duplicates and flags; no owner, who would get signals
+    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 1030)),  # duplicates and flags; no owner, which would get signals
     "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # terminal?, size, bytes to read, flags
 }
-"""Numbers, which argument, what it may be: the kernel takes its lower half."""
+"""Numbers, index of an argument, its allowed values: the kernel takes its lower half."""
 
 _ALLOWED_WITH_NULL: dict[str, tuple[tuple[int, int], int]] = {
     "prlimit64": ((302, 261), 2),  # asking: there is no new limit, which could be another process's
 }
-"""Numbers, which argument, a pointer, has to be null in both halves."""
+"""Numbers, index of a pointer argument, which must be null in both halves."""
 
 _ALLOWED_WITH_BITS: dict[str, tuple[tuple[int, int | None], int, int, bool]] = {
     "open": ((2, None), 1, _WRITING, False),
     "openat": ((257, 56), 2, _WRITING, False),
     "clone": ((56, 220), 0, _CLONE_THREAD, True),
 }
-"""Numbers, which argument, bits of it, whether one of them has to be set or none."""
-
-
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above took effect
-        raise SystemExit("parent process is gone")
+"""Numbers, index of an argument, bits of it, whether one of them has to be set or none."""
 
 
 def keep_memory_private() -> None:
@@ -105,7 +97,7 @@ def landlock_version() -> int:
 
 
 def limit(cpu_seconds: int, memory_bytes: int) -> None:
-    """Bound what the process can use. Raises ValueError, OSError."""
+    """Bound CPU time, memory and output of the process. Raises ValueError, OSError."""
     for kind, value in (
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_AS, memory_bytes),
@@ -118,7 +110,7 @@ def limit(cpu_seconds: int, memory_bytes: int) -> None:
 def confine(*, readable: str | None) -> None:
     """Confine this process, forever. Raises OSError if the kernel doesn't let it.
 
-    ``readable``: directory that Landlock leaves it to read, beside Python's own; None: without Landlock.
+    ``readable``: directory that it may read under Landlock, as well as Python's own; None: without Landlock.
     """
     library = ctypes.CDLL(None, use_errno=True)
     keep_memory_private()

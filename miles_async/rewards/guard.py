@@ -17,7 +17,7 @@ CLOSE_SECONDS = 10.0
 
 
 class GuardedReward:
-    """A Reward whose errors do not end the run, neither a bad sample's nor those of a short outage of a service."""
+    """A Reward that does not end the run for a bad sample or a short outage of a service."""
 
     def __init__(self, reward: Reward, timeout: float | None, circuit: Circuit | None = None) -> None:
         """``timeout``: seconds of one try; None for a reward that keeps the time itself. ``circuit``: of the service
@@ -32,7 +32,7 @@ class GuardedReward:
 
         Raises:
             RewardError: the sample has none.
-            OverdueError: it or its service hangs; which of them cannot be told.
+            OverdueError: it or its service hangs; nothing says which.
             ServiceOutageError: which ends the run.
         """
         try:
@@ -65,7 +65,7 @@ class GuardedReward:
 
 
 def _number(given: float) -> float:
-    """Raises UserCodeError for what is no number; one of numpy or torch is."""
+    """Convert to float, from numpy or torch as well. Raises UserCodeError if it is no number."""
     try:
         return float(given)
     except Exception as error:  # torch's is a RuntimeError, and the user's own object may raise anything

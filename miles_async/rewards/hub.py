@@ -9,9 +9,6 @@ from miles_async.api import Reward
 from miles_async.arguments.rewards import RewardArguments, parse_rm_type
 from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
 from miles_async.rewards.code_tests import CodeReward, sandbox_level
-from miles_async.rewards.exact_match import exact_match
-from miles_async.rewards.f1 import f1
-from miles_async.rewards.format_match import FormatReward
 from miles_async.rewards.guard import GuardedReward
 from miles_async.rewards.judge import JudgeReward
 from miles_async.rewards.math_answer import MathReward
@@ -19,6 +16,7 @@ from miles_async.rewards.multiple_choice import multiple_choice
 from miles_async.rewards.programs import Limits
 from miles_async.rewards.reasoning_gym_task import ReasoningGymReward, require_reasoning_gym
 from miles_async.rewards.remote import RemoteReward
+from miles_async.rewards.text_match import FormatReward, exact_match, f1
 from miles_async.rewards.workers import WorkerPool
 from miles_async.runtime.hooks import load_object
 from miles_async.runtime.services import Services

@@ -11,13 +11,17 @@ import msgspec
 from miles_async.arguments.rewards import parse_judge_scale
 from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
 from miles_async.rewards.answers import answer_part, labels_of
-from miles_async.rewards.posting import ERROR_TEXT, Poster
-from miles_async.rewards.verdict import read_verdict
+from miles_async.rewards.remote import ERROR_TEXT, Poster
 from miles_async.types import Prompt, Sample
 
 API_KEY = "JUDGE_API_KEY"  # environment variable
 
 _BLANKS = re.compile(r"\{(prompt|response|answer|label)\}")
+# A judge's last line. Strict: a number that is not the mark would be trained on.
+_EMPHASIS = str.maketrans("", "", "*_`")  # Markdown's
+_NUMBER = r"-?[0-9]+(?:\.[0-9]+)?"
+_LABEL = r"(?:.*[^ 0-9] ?[:=])?"  # "Mark:", "Score (0-10) ="; no colon of a time or ratio
+_VERDICT = re.compile(rf"{_LABEL} ?({_NUMBER})(?: ?(?:/|out of) ?({_NUMBER}))? ?\.?")
 _TRIES = 3  # for a verdict that can be read: models sample
 
 
@@ -39,7 +43,7 @@ class _Completion(msgspec.Struct):
 
 
 class JudgeReward:
-    """Fill in the template, ask for a chat completion, and read its verdict (``verdict.py``).
+    """Fill in the template, ask for a chat completion, and read its verdict.
 
     A judge that is down says nothing about the sample. One that refuses the request, or gives no verdict in several
     tries, can't judge this sample, which is the sample's failure.
@@ -104,6 +108,22 @@ def filled_in(template: str, prompt: Prompt, sample: Sample) -> str:
         "label": " or ".join(labels_of(prompt)) if prompt.label is not None else "",
     }
     return _BLANKS.sub(lambda blank: values[blank[1]], template)
+
+
+def read_verdict(said: str, low: float, high: float) -> float | None:
+    r"""Return the mark in the last line, or None if that line is anything else than a mark of this scale.
+
+    A label before it, ``/HIGH`` or ``out of HIGH`` behind it, a full stop and Markdown's emphasis are allowed.
+
+    >>> read_verdict("Mostly right.\nMark: **7**/10", 0, 10)
+    7.0
+    """
+    lines = said.translate(_EMPHASIS).strip().splitlines()
+    found = _VERDICT.fullmatch(" ".join(lines[-1].split())) if lines else None
+    if found is None or (found[2] is not None and float(found[2]) != high):
+        return None
+    mark = float(found[1])
+    return mark if low <= mark <= high else None
 
 
 def _choice(body: bytes, url: str) -> _Choice:

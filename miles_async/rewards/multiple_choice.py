@@ -11,7 +11,7 @@ from miles_async.types import Prompt, Sample
 _STYLE = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathbb)(?=\{)|[{}$*_]")
 _ALONE = re.compile(r"\(?([A-Za-z])[\W]*")
 _WITH_ITS_TEXT = re.compile(r"\(?([A-Za-z])[).:]\s")
-_IN_PROSE = (  # what says it most clearly first; the last match of the first pattern that matches counts
+_IN_PROSE = (  # clearest first; the last match of the first pattern that matches counts
     re.compile(
         r"(?i:\banswer|\bchoice|\boption)\W{0,5}(?i:is\b)?\W{0,5}([A-Z])\b(?![ ]+(?!because\b|since\b|as\b)[a-z])"
     ),
@@ -22,7 +22,7 @@ _IN_PROSE = (  # what says it most clearly first; the last match of the first pa
 
 
 async def multiple_choice(prompt: Prompt, sample: Sample) -> float:
-    """1 if the letter that the response chooses is that of a label, else 0. Raises RewardError for another label."""
+    """1 if the letter that the response chooses is a label, else 0. Raises RewardError for another label."""
     try:
         letters = [read_letter(label) for label in labels_of(prompt)]
     except RewardError as error:

@@ -80,9 +80,9 @@ class _Confined:
         too_slow = self.process.poll() is None
         self.process.kill()
         self.status = self.process.wait()
-        told = os.read(self._status_end, 4096)
-        if told != sandbox.STARTED and (told or not too_slow):  # a busy machine may not even have started it
-            found = told.decode(errors="replace") or f"no answer, exit status {self.status}"
+        report = os.read(self._status_end, 4096)
+        if report != sandbox.STARTED and (report or not too_slow):  # a busy machine may not even have started it
+            found = report.decode(errors="replace") or f"no answer, exit status {self.status}"
             raise ServiceUnavailableError(f"the sandbox for code cannot be set up: {found}")
         self._stdout.seek(0)
         return self._stdout.read().decode(errors="replace")
@@ -92,11 +92,11 @@ class _Confined:
 def _started(role: str, source: str, text: str, limits: Limits, *, pipes: Sequence[int] = ()) -> Iterator[_Confined]:
     program = source.encode(errors="replace")
     with _memory_file() as stdin, _memory_file() as stdout, ExitStack() as stack:
-        told, tells = os.pipe()
-        stack.callback(os.close, told)
-        passed = (tells, *pipes)
+        status_end, reports_to = os.pipe()
+        stack.callback(os.close, status_end)
+        passed = (reports_to, *pipes)
         bounds = (math.ceil(limits.seconds), limits.memory_bytes, len(program))
-        numbers = (os.getpid(), *bounds, tells, *(pipes or (-1, -1)))
+        numbers = (os.getpid(), *bounds, reports_to, *(pipes or (-1, -1)))
         stdin.write(program + text.encode(errors="replace"))
         stdin.seek(0)
         process = subprocess.Popen(
@@ -111,9 +111,9 @@ def _started(role: str, source: str, text: str, limits: Limits, *, pipes: Sequen
             cwd="/",
             env=_ENVIRONMENT,
         )
-        os.close(tells)
+        os.close(reports_to)
         try:
-            yield _Confined(process, stdout, told)
+            yield _Confined(process, stdout, status_end)
         finally:
             process.kill()
             process.wait()

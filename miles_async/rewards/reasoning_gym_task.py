@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 
 from miles_async.errors import ConfigurationError, RewardError
-from miles_async.rewards.answers import answer_part
+from miles_async.rewards.answers import TAGS, answer_part
 from miles_async.rewards.workers import WorkerPool
 from miles_async.types import JsonObject, Prompt, Sample
 
@@ -35,12 +34,12 @@ def require_reasoning_gym() -> None:
 def final_answer(response: str) -> str:
     """Return the text of the last ``<answer>`` tags behind the thoughts; without tags, everything there."""
     part = answer_part(response)
-    tagged = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", part, re.DOTALL)
+    tagged = TAGS.findall(part)
     return str(tagged[-1] if tagged else part).strip()
 
 
 def score(task: str, answer: str, entry: JsonObject) -> float:
-    """Score in the worker: tasks run code of their own, such as solvers."""
+    """Score in the worker: tasks run their own code, such as solvers."""
     import reasoning_gym
 
     return float(reasoning_gym.get_score_answer_fn(task)(answer, entry))

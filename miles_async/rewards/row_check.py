@@ -13,7 +13,7 @@ from miles_async.types import JsonObject, Label
 class RewardOfRow:
     """Finds rows that ``--rm-type``, or their own ``rm_type``, could not reward.
 
-    What a reward needs of the machine is looked up when the first row names it.
+    A reward's needs of the machine are checked when the first row names it.
     """
 
     def __init__(self, arguments: RewardArguments) -> None:

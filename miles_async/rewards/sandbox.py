@@ -1,11 +1,11 @@
 """Code of a confined process: a program, or one of the two halves of tests that call its functions.
 
 ``program`` is the program itself: it reads its input and prints. For tests that are statements, ``serve`` executes the
-program and answers calls of its functions, and ``judge`` executes the statements, in another process: what they expect
-never enters the program's, and the verdict is the judge's exit status (``remote_objects.py``).
+program and answers calls of its functions, and ``judge`` executes the statements, in another process: expected
+values never enter the program's, and the verdict is the judge's exit status (``remote_objects.py``).
 
 The first LENGTH bytes of stdin are the source, the rest is a program's input. STATUS_END, closed before the source
-runs, gets ``STARTED`` when the limits are in force, else what failed.
+runs, gets ``STARTED`` when the limits are in force, else the error.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import sys
 from collections.abc import Callable
 from typing import Literal
 
-from miles_async.rewards.confinement import confine, die_with_parent, limit
-from miles_async.rewards.remote_objects import Pipes, judge, serve
+from miles_async.rewards.confinement import confine, limit
+from miles_async.rewards.remote_objects import judge, serve
+from miles_async.runtime.processes.dies_with_parent import die_with
 
 STARTED = b"+"
 PASSED = 42  # exit status of a judge whose statements have all run through
-Level = Literal["seccomp", "landlock", "off"]  # what confines the process; Landlock comes with seccomp
+Level = Literal["seccomp", "landlock", "off"]  # Landlock comes with seccomp
 
 
 def program(source: str) -> None:
@@ -30,11 +31,11 @@ def program(source: str) -> None:
 
 
 def main() -> None:
-    """Confine this process, then run what stdin says."""
+    """Confine this process, then run the source from stdin."""
     role, level, libraries, *numbers = sys.argv[1:11]
     parent, cpu_seconds, memory_bytes, length, status_end, read_end, write_end = map(int, numbers)
     try:
-        die_with_parent(parent)
+        die_with(parent)
         source = b""
         while len(source) < length and (chunk := os.read(0, length - len(source))):
             source += chunk
@@ -51,13 +52,13 @@ def main() -> None:
     site.setquit()  # the builtin exit(), which starting without site leaves out
     run: dict[str, Callable[[str], None]] = {
         "program": program,
-        "serve": lambda text: serve(text, Pipes(read_end, write_end)),
-        "judge": lambda text: _judge(text, Pipes(read_end, write_end)),
+        "serve": lambda text: serve(text, (read_end, write_end)),
+        "judge": lambda text: _judge(text, (read_end, write_end)),
     }
     run[role](source.decode())
 
 
-def _judge(source: str, pipes: Pipes) -> None:
+def _judge(source: str, pipes: tuple[int, int]) -> None:
     try:
         judge(source, pipes)
     except BaseException:  # supervision point: no statement ends with the status of success, SystemExit included

@@ -16,7 +16,8 @@ from typing import BinaryIO
 import msgspec
 
 from miles_async.errors import ServiceUnavailableError
-from miles_async.rewards.confinement import die_with_parent, keep_memory_private
+from miles_async.rewards.confinement import keep_memory_private
+from miles_async.runtime.processes.dies_with_parent import die_with
 from miles_async.runtime.texts import shortened
 
 MEMORY_BYTES = 4 << 30  # of address space: an answer that explodes must not exhaust the machine
@@ -24,7 +25,7 @@ MEMORY_BYTES = 4 << 30  # of address space: an answer that explodes must not exh
 
 def main() -> None:
     """Serve the parent whose process id is the one argument."""
-    die_with_parent(int(sys.argv[1]))
+    die_with(int(sys.argv[1]))
     keep_memory_private()  # from programs it starts: keys in the environment, what tests expect
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.RLIM_INFINITY))  # programs it starts have their own
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

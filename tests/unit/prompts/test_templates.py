@@ -11,7 +11,7 @@ import pytest
 from miles_async.errors import ConfigurationError, TrajectoryError
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.rewards.answers import find_answer
-from miles_async.rewards.format_match import matches
+from miles_async.rewards.text_match import matches
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.tree import Trajectory

@@ -13,12 +13,11 @@ import pytest
 from miles_async.arguments.rewards import RewardArguments
 from miles_async.errors import ConfigurationError, RewardError
 from miles_async.rewards.answers import find_answer
-from miles_async.rewards.f1 import f1
-from miles_async.rewards.format_match import FormatReward
 from miles_async.rewards.hub import resolve_reward
 from miles_async.rewards.math_answer import MathReward, is_right
 from miles_async.rewards.multiple_choice import chosen_letter, multiple_choice
 from miles_async.rewards.reasoning_gym_task import final_answer, score
+from miles_async.rewards.text_match import FormatReward, f1
 from miles_async.rewards.workers import WorkerPool
 from miles_async.runtime.services import Services
 from miles_async.types import Prompt

@@ -256,14 +256,15 @@ EXPECTED = "assert answer(1) == 'dGhlIGFuc3dlcg'\nassert answer(2) == 'c2VjcmV0'
         "        for found in re.findall(r'[\"\\']((?:dG|c2)\\w{6,12})[\"\\']', text): return found",
         # answers before questions, to all descriptors
         "import os, json\nfor fd in range(3, 20):\n"
-        "    message = json.dumps(['answer', True]).encode()\n"
-        "    try: os.write(fd, (len(message).to_bytes(4, 'big') + message) * 9)\n"
+        "    message = json.dumps(['answer', True]).encode() + b'\\n'\n"
+        "    try: os.write(fd, message * 9)\n"
         "    except OSError: pass\nanswer = lambda n: True",
         # calls of the judge's functions instead of answers
         "import os, json\nfor fd in range(3, 20):\n"
         "    for call in (['builtin', 'exec'], ['yours', 0], ['yours', -1], ['module', 'os']):\n"
-        "        message = json.dumps(['call', [call, ['list', ['import os; os._exit(42)']], ['dict', []]]]).encode()\n"
-        "        try: os.write(fd, len(message).to_bytes(4, 'big') + message)\n"
+        "        call = ['call', [call, ['list', ['import os; os._exit(42)']], ['dict', []]]]\n"
+        "        message = json.dumps(call).encode() + b'\\n'\n"
+        "        try: os.write(fd, message)\n"
         "        except OSError: pass\nanswer = lambda n: exec",
     ],
 )  # fmt: skip

@@ -18,8 +18,7 @@ from miles_async.arguments import RewardArguments
 from miles_async.arguments.rewards import parse_judge_scale
 from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
 from miles_async.rewards.hub import RewardHub
-from miles_async.rewards.judge import JudgeReward
-from miles_async.rewards.verdict import read_verdict
+from miles_async.rewards.judge import JudgeReward, read_verdict
 from miles_async.runtime.services import Services
 from miles_async.types import Prompt
 from tests.property.builders import make_sample

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from miles_async.errors import RewardError, ServiceOutageError, ServiceUnavailableError
-from miles_async.rewards import posting
+from miles_async.rewards import remote
 from miles_async.rewards.remote import RemoteReward
 from miles_async.runtime.services import Services
 from miles_async.types import Prompt
@@ -118,7 +118,7 @@ async def test_a_server_that_hangs_or_is_not_there_is_down():
 
 
 async def test_samples_wait_for_their_turn_without_their_time_running(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(posting, "_REQUESTS", 2)
+    monkeypatch.setattr(remote, "_REQUESTS", 2)
     async with serving(lambda n: json.dumps(n)) as (server, reward):
         rewards = await asyncio.gather(*(reward(PROMPT, SAMPLE) for _ in range(20)))
     assert sorted(rewards) == list(range(20))

@@ -26,13 +26,12 @@ from miles_async.errors import (
 )
 from miles_async.rewards import guard
 from miles_async.rewards.code_tests import read_tests
-from miles_async.rewards.exact_match import exact_match
-from miles_async.rewards.f1 import f1
 from miles_async.rewards.guard import GuardedReward
 from miles_async.rewards.hub import RewardHub, resolve_reward
 from miles_async.rewards.judge import filled_in
 from miles_async.rewards.math_answer import is_any_right
 from miles_async.rewards.multiple_choice import multiple_choice
+from miles_async.rewards.text_match import exact_match, f1
 from miles_async.runtime.hooks import load_object
 from miles_async.runtime.services import Services
 from miles_async.seams import PromptSource
