@@ -13,10 +13,9 @@ from miles_async import __version__
 from miles_async.arguments.cluster import ClusterArguments, Device, parse_port_range
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
-from miles_async.machine.checks import Intent, machine_findings
+from miles_async.machine.checks import Intent, machine_findings, model_findings
 from miles_async.machine.finding import Finding, Verdict
 from miles_async.machine.limits import connection_findings
-from miles_async.machine.model import model_findings
 from miles_async.machine.network import HUB, WANDB, service_findings
 from miles_async.machine.sandbox import sandbox_findings
 from miles_async.runtime.cluster.ray_address import VARIABLE, check_ray_address, with_ray_address

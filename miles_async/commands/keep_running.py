@@ -25,8 +25,7 @@ from miles_async.errors import ConfigurationError
 from miles_async.runtime.files.owned_directory import sweep_temporary
 from miles_async.runtime.files.run_directory import move_aside
 from miles_async.runtime.processes import dies_with_parent
-from miles_async.runtime.processes.restarted import RunRestart, restarts_variable
-from miles_async.runtime.processes.restarts import RestartBudget
+from miles_async.runtime.processes.restarts import RestartBudget, RunRestart, restarts_variable
 from miles_async.runtime.processes.run_process import read_run_process
 
 WINDOW_SECONDS = 3600.0

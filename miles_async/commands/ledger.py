@@ -22,7 +22,7 @@ from miles_async.ledger.readmission import request_readmission
 from miles_async.ledger.story import tell
 from miles_async.rollout.checkpoint import read_state
 from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
-from miles_async.runtime.processes.restarted import read_restarts
+from miles_async.runtime.processes.restarts import read_restarts
 from miles_async.staleness.attempts import DeadLetter, dead_letter
 from miles_async.staleness.events import Restored
 from miles_async.staleness.ledger import Balance, Ledger

@@ -15,10 +15,9 @@ from miles_async.engines.kind import Arguments, EngineKind, Result, ServerHandle
 from miles_async.engines.server_process import ServerProcess
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, ProcessLostError
 from miles_async.runtime.clock import now
-from miles_async.runtime.cluster.actor_link import ActorLink
+from miles_async.runtime.cluster.actor_link import ActorLink, why_gone
 from miles_async.runtime.cluster.call_once import CallId, CallOnce
 from miles_async.runtime.cluster.nodes import NO_LABELS, Node, alive_nodes, describe_nodes
-from miles_async.runtime.cluster.ray_errors import why_gone
 from miles_async.runtime.cluster.reservation import Reservation
 from miles_async.runtime.tasks import first_of, gathered
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from miles_async.machine.checks import Intent, machine_findings
 from miles_async.machine.finding import Finding
@@ -26,16 +27,8 @@ Door = tuple[str, int]
 """Address and port at which a node listens."""
 
 
-class AskedNode(Protocol):
-    """A node's :class:`NodeProbe`, called from the machine of the command."""
-
-    async def findings(self, intent: Intent) -> list[Finding]: ...
-
-    async def clock(self) -> float: ...
-
-    async def listen(self, ports: range | None) -> Door: ...
-
-    async def unreachable(self, doors: Sequence[Door]) -> list[str]: ...
+Ask = Callable[..., Awaitable[Any]]
+"""Calls a method of a node's :class:`NodeProbe` by its name, with arguments."""
 
 
 class NodeProbe:
@@ -74,27 +67,31 @@ async def cluster_findings(intent: Intent) -> dict[str, list[Finding]]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes: dict[str, AskedNode] = {}
+    nodes: dict[str, Ask] = {}
     for node in alive_nodes():
         there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
         actor = ray.remote(NodeProbe).options(num_cpus=0, scheduling_strategy=there).remote(node.address)
-        nodes[node.address] = _OverRay(actor)
+        nodes[node.address] = partial(_ask, actor)
     return await nodes_findings(nodes, intent)
 
 
-async def nodes_findings(nodes: Mapping[str, AskedNode], intent: Intent) -> dict[str, list[Finding]]:
+async def _ask(actor: Any, method: str, *arguments: object) -> Any:  # Ray's handles have no types
+    return await getattr(actor, method).remote(*arguments)
+
+
+async def nodes_findings(nodes: Mapping[str, Ask], intent: Intent) -> dict[str, list[Finding]]:
     """Check each node by itself, then clocks, then all pairs. ``nodes``: by address."""
-    own = await _all({address: node.findings(intent) for address, node in nodes.items()})
+    own = await _all({address: node("findings", intent) for address, node in nodes.items()})
     found = {address: [_silent(each)] if isinstance(each, str) else list(each) for address, each in own.items()}
     alive = {address: node for address, node in nodes.items() if not isinstance(own[address], str)}
     for address, node in alive.items():  # one after another: the time of the call is what the comparison is off by
         before = time.time()
-        clock = (await _all({address: node.clock()}))[address]
+        clock = (await _all({address: node("clock")}))[address]
         if not isinstance(clock, str):
             found[address].append(clock_finding((before + time.time()) / 2 - clock, "that of this machine"))
-    doors = await _all({address: node.listen(intent.ports) for address, node in alive.items()})
+    doors = await _all({address: node("listen", intent.ports) for address, node in alive.items()})
     opened = [door for door in doors.values() if not isinstance(door, str)]
-    closed = await _all({address: node.unreachable(opened) for address, node in alive.items()})
+    closed = await _all({address: node("unreachable", opened) for address, node in alive.items()})
     for address in alive:
         found[address] += [_silent(each[address]) for each in (doors, closed) if isinstance(each[address], str)]
         if isinstance(problems := closed[address], list):
@@ -131,23 +128,3 @@ async def _all(calls: Mapping[str, Awaitable[T]]) -> dict[str, T | str]:
             return " ".join(str(error).split())[-300:]
 
     return dict(zip(calls, await asyncio.gather(*map(one, calls.values())), strict=True))
-
-
-class _OverRay:
-    """Calls a :class:`NodeProbe` that is an actor."""
-
-    def __init__(self, actor: Any) -> None:  # Ray's handles have no types
-        self._actor = actor
-
-    async def findings(self, intent: Intent) -> list[Finding]:
-        return list(await self._actor.findings.remote(intent))
-
-    async def clock(self) -> float:
-        return float(await self._actor.clock.remote())
-
-    async def listen(self, ports: range | None) -> Door:
-        address, port = await self._actor.listen.remote(ports)
-        return address, port
-
-    async def unreachable(self, doors: Sequence[Door]) -> list[str]:
-        return list(await self._actor.unreachable.remote(doors))

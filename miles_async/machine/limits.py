@@ -9,7 +9,7 @@ from pathlib import Path
 
 from miles_async.arguments.cluster import Device
 from miles_async.machine.finding import Finding, Verdict, gib
-from miles_async.runtime.files.file_systems import network_file_system
+from miles_async.runtime.files.scratch import network_file_system
 from miles_async.runtime.network.open_files import connection_limits
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
@@ -31,7 +31,7 @@ class Service:
     name: str
     variable: str  # its URL, if another than the usual one
     url: str
-    offline: str  # variable that says that it is not to be asked
+    offline: tuple[str, Sequence[str]]  # variable, and its values with which the service is not used
     mend: str
 
 
@@ -39,14 +39,14 @@ HUB = Service(
     name="Hugging Face hub",
     variable="HF_ENDPOINT",
     url="https://huggingface.co",
-    offline="HF_HUB_OFFLINE",
+    offline=("HF_HUB_OFFLINE", ("1", "true", "yes", "on")),
     mend="export HF_ENDPOINT=<mirror> or https_proxy=<proxy>; runs read local directories and need no hub",
 )
 WANDB = Service(
     name="wandb",
     variable="WANDB_BASE_URL",
     url="https://api.forge.coreweave.com",
-    offline="WANDB_DISABLED",
+    offline=("WANDB_MODE", ("offline", "disabled")),
     mend="export WANDB_BASE_URL=<server> or https_proxy=<proxy>; or log with --wandb-mode offline",
 )
 
@@ -85,8 +85,9 @@ def _ask(url: str, seconds: float) -> Reply:
 
 def service_findings(service: Service, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Ask a service, and compare clocks with it. It is a warning if there is none: a run does without."""
-    if environment.get(service.offline, "").lower() in ("1", "true", "yes", "on"):
-        yield Finding(check="network", verdict="ok", found=f"{service.name}: not asked ({service.offline})")
+    variable, values = service.offline
+    if (value := environment.get(variable, "")).lower() in values:
+        yield Finding(check="network", verdict="ok", found=f"{service.name}: not asked ({variable}={value})")
         return
     url = environment.get(service.variable) or service.url
     reply = ask(url)

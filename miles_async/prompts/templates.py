@@ -5,23 +5,26 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from miles_async.arguments.model_files import read_json
 from miles_async.errors import ConfigurationError, TrajectoryError
 from miles_async.prompts.tokenizer_code import check_code, refusal
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
 from miles_async.runtime.texts import shortened
-from miles_async.runtime.time_limit import within
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:  # imported when a tokenizer is loaded
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 RENDER_SECONDS = 10.0  # that a template may take for a short conversation, which is thousands of times what it needs
 CONVERSATION_SECONDS = 15.0  # that a template may take for any conversation
@@ -156,7 +159,7 @@ class ChatTemplate:
                 )
         marked = [{**message, "content": f"message number {index}."} for index, message in enumerate(messages)]
         try:
-            text = within(RENDER_SECONDS, lambda: self.render(marked, (), {}, generation_prompt=True))
+            text = _within(RENDER_SECONDS, lambda: self.render(marked, (), {}, generation_prompt=True))
         except TimeoutError:
             raise ConfigurationError(
                 f"--hf-checkpoint: the chat template {self._file} takes more than {RENDER_SECONDS:g} s for a "
@@ -349,3 +352,20 @@ class _TimedMessage(dict[str, Any]):
 
 def _messages(content: str | Sequence[JsonObject]) -> Sequence[JsonObject]:
     return [{"role": "user", "content": content}] if isinstance(content, str) else content
+
+
+def _within(seconds: float, function: Callable[[], T]) -> T:
+    """Return what ``function`` returns, or raise what it raises.
+
+    Raises TimeoutError if it takes longer. It then continues in a daemon thread, since Python cannot end it.
+    """
+    outcome: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # raised again where the result is waited for
+            outcome.set_exception(error)
+
+    threading.Thread(target=call, daemon=True, name="time-limit").start()
+    return outcome.result(seconds)

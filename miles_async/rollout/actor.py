@@ -17,9 +17,8 @@ import ray
 
 from miles_async.errors import ProcessLostError
 from miles_async.runtime import garbage
-from miles_async.runtime.cluster.actor_link import ActorLink
+from miles_async.runtime.cluster.actor_link import ActorLink, why_gone
 from miles_async.runtime.cluster.call_once import CallId, CallOnce
-from miles_async.runtime.cluster.ray_errors import why_gone
 from miles_async.runtime.user_code import contain_user_code
 from miles_async.seams import EngineFleet, RolloutSide
 

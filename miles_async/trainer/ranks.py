@@ -24,8 +24,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from miles_async.api import Metrics
 from miles_async.errors import MilesAsyncError, ProcessLostError, StalledError, TrainerError
-from miles_async.runtime.cluster.actor_link import ActorLink
-from miles_async.runtime.cluster.ray_errors import why_gone
+from miles_async.runtime.cluster.actor_link import ActorLink, why_gone
 from miles_async.runtime.files.digests import joined, split
 from miles_async.runtime.network.addresses import LOCAL, Network
 from miles_async.runtime.tasks import gathered, quietly

@@ -57,7 +57,7 @@ from miles_async.runtime.network.control import ControlServer, Handler
 from miles_async.runtime.network.keys import make_run_keys
 from miles_async.runtime.processes.fork_server_process import ForkServers
 from miles_async.runtime.processes.last_resort import LastResort
-from miles_async.runtime.processes.restarted import own_restarts, write_restarts
+from miles_async.runtime.processes.restarts import own_restarts, write_restarts
 from miles_async.runtime.processes.run_process import kill_marked, read_run_process
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards, first_of

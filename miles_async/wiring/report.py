@@ -16,7 +16,7 @@ from miles_async.observability.plots import plot_run
 from miles_async.observability.summary import Ending, RunSummary, write_summary
 from miles_async.observability.summary_view import print_summary
 from miles_async.runtime.files.run_directory import LEDGER_FILE
-from miles_async.runtime.processes.restarted import own_restarts
+from miles_async.runtime.processes.restarts import own_restarts
 from miles_async.seams import RolloutSide
 from miles_async.types import RolloutStats
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.runtime.processes.restarted import read_restarts
+from miles_async.runtime.processes.restarts import read_restarts
 from tests.cluster.machines import machines, needs_machines
 from tests.cluster.runs import (
     ENDING_SECONDS,

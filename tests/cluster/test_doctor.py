@@ -13,7 +13,7 @@ from tests.cluster.machines import machines, needs_machines
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(240), needs_machines]
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "1"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
 
 
 def test_a_full_memory_and_a_wrong_clock_are_found_on_the_machine_that_has_them(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.runtime.processes.restarted import read_restarts
+from miles_async.runtime.processes.restarts import read_restarts
 from tests.cluster.machines import Machine, Machines, machines, needs_machines
 from tests.cluster.runs import (
     ENDING_SECONDS,

@@ -17,7 +17,7 @@ import pytest
 
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.rollout.checkpoint import read_snapshot
-from miles_async.runtime.processes.restarted import read_restarts
+from miles_async.runtime.processes.restarts import read_restarts
 from miles_async.types import Group
 from tests.integration.real_run import LEAVING_SECONDS, RealRun, real_run, traceback_in
 from tests.integration.trained_prompts import attempts, position, settled, source_order, trained

@@ -21,7 +21,6 @@ import structlog
 from miles_async.errors import ProcessLostError
 from miles_async.runtime.clock import now
 from miles_async.runtime.cluster.call_once import CallId
-from miles_async.runtime.cluster.ray_errors import why_gone
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +29,8 @@ Result = TypeVar("Result")
 PATIENCE_SECONDS = 120.0  # Ray itself gives up a node that does not answer it for about a minute
 RETRY_SECONDS = 1.0
 PING_SECONDS = 5.0
+# Ray explains at length; the text before these names the process and how it ended, or how full the memory was.
+_EXPLANATIONS = ("Some common causes", "Ray killed this worker", "Refer to the documentation")
 
 
 class ActorLink:
@@ -129,3 +130,19 @@ class ActorLink:
 
     def _lost(self, reason: str) -> ProcessLostError:
         return ProcessLostError(f"{self._name} was out of reach for {self._patience:g} s: {reason}")
+
+
+def why_gone(error: Exception) -> str:
+    """Say how the called process ended. ``error`` is Ray's own, not one that the call raised."""
+    from ray.exceptions import OutOfMemoryError  # here, since tools and tests use engines without Ray
+
+    text = str(error)
+    for explanation in _EXPLANATIONS:
+        text = text.split(explanation)[0]
+    found = " ".join(text.split())
+    if isinstance(error, OutOfMemoryError):
+        return (
+            f"Ray killed it since the machine ran out of memory (fewer --rollout-num-gpus or --actor-num-gpus-per-node "
+            f"on it, or a machine with more): {found}"
+        )
+    return found

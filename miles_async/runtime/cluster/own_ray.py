@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import psutil
 
+from miles_async.runtime.processes.run_process import is_alive
+
 NEEDED = ("gcs_server", "raylet")  # no call into Ray is answered without both
 
 
@@ -22,7 +24,7 @@ class OwnRay:
         if len(self._seen) < len(NEEDED):  # Ray is starting; looking through all processes is not for later
             named = {_name(child): child for child in psutil.Process().children()}
             self._seen |= {name: child for name, child in named.items() if name in NEEDED}
-        dead = [f"{name} (process {process.pid})" for name, process in self._seen.items() if not _alive(process)]
+        dead = [f"{name} (process {process.pid})" for name, process in self._seen.items() if not is_alive(process)]
         if dead:
             self._lost = f"Ray has ended: {' and '.join(dead)}"
         return self._lost
@@ -37,10 +39,3 @@ def _name(process: psutil.Process) -> str:
         return process.name()
     except psutil.Error:
         return ""
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import ray
 
@@ -15,11 +17,11 @@ from miles_async.errors import ConfigurationError
 from miles_async.runtime.cluster import agent_setup, worker_setup
 from miles_async.runtime.cluster.own_ray import OwnRay
 from miles_async.runtime.cluster.ray_address import TOKEN_MODE, find_entry
-from miles_async.runtime.cluster.ray_directory import protect_token, ray_directory
 
 OBJECT_STORE_BYTES = 1 << 30  # of a cluster that we start: train batches pass through it, weights don't
 SHUTDOWN_SECONDS = 30.0
 _HANDLER_SECONDS = 0.02
+_DIRECTORY_VARIABLE = "RAY_TMPDIR"  # where Ray keeps its files
 
 
 @asynccontextmanager
@@ -120,3 +122,35 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
     except Exception as error:  # supervision point: no cluster, another version, no memory; Ray raises what it likes
         raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from error
     protect_token()
+
+
+def ray_directory() -> Path:
+    """Make a place for Ray's sessions: ``ray-UID/r`` in $RAY_TMPDIR or /tmp, where ``ray-UID`` has mode 0700.
+
+    Ray makes its session directories, with the sockets of its object store, writable for everybody, so the directory
+    above is the closed one. It is short, since paths of sockets may have 107 characters. Raises ConfigurationError if
+    somebody else has made ``ray-UID``.
+    """
+    path = Path(os.environ.get(_DIRECTORY_VARIABLE) or "/tmp") / f"ray-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigurationError(
+                f"{path}: expected a directory of this user for Ray's files, found another's: remove it, or name "
+                f"another place by {_DIRECTORY_VARIABLE}"
+            )
+        path.chmod(0o700)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path}: cannot hold Ray's files ({error.strerror}): name another place by {_DIRECTORY_VARIABLE}"
+        ) from error
+    return path / "r"
+
+
+def protect_token() -> None:
+    """Make the token that Ray has written to ~/.ray readable for this user alone."""
+    with suppress(OSError, RuntimeError):  # there is none, or it is managed by others
+        token = Path.home() / ".ray" / "auth_token"
+        if token.stat().st_mode & 0o077:
+            token.chmod(0o600)

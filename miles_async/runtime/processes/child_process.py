@@ -18,6 +18,7 @@ import psutil
 from miles_async.runtime.network.proxies import without_proxies
 from miles_async.runtime.processes import dies_with_parent
 from miles_async.runtime.processes.forking import CannotForkError, ForkedProcess, fork
+from miles_async.runtime.processes.run_process import is_alive
 
 _POLL_SECONDS = 0.1
 _TAIL_BYTES = 64 * 1024
@@ -173,12 +174,6 @@ def _shared_memory(family: set[psutil.Process]) -> set[Path]:
 async def _gone(family: set[psutil.Process], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not any(_alive(process) for process in family):
+        if not any(is_alive(process) for process in family):
             return
         await asyncio.sleep(_POLL_SECONDS)
-
-
-def _alive(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False

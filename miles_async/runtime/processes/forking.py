@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from miles_async.runtime.processes.forked_worker import IMPORTS_SECONDS
+from miles_async.runtime.processes.forked_worker import (
+    IMPORTS_SECONDS,
+    RefusedError,
+    receive_pid,
+    receive_status,
+    request,
+)
 
-_MAX_ANSWER = 1 << 16
 _BACKLOG = 128
 
 
@@ -36,17 +38,15 @@ class ForkedProcess:
     def poll(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
         if self._returncode is None:
-            with suppress(BlockingIOError):
-                self._returncode = self._exit_status()
-                self._connection.close()
+            try:
+                status = receive_status(self._connection)
+            except BlockingIOError:
+                return None
+            except ConnectionError:
+                status = None
+            self._connection.close()
+            self._returncode = -signal.SIGKILL if status is None else status
         return self._returncode
-
-    def _exit_status(self) -> int:
-        try:
-            answer = self._connection.recv(_MAX_ANSWER)
-        except ConnectionError:
-            answer = b""
-        return int(json.loads(answer)["status"]) if answer else -signal.SIGKILL  # it died with its server
 
 
 async def fork(server: Path, arguments: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedProcess:
@@ -54,33 +54,22 @@ async def fork(server: Path, arguments: Sequence[str], environment: Mapping[str,
 
     ``output``: descriptor for its stdout and stderr. Raises CannotForkError.
     """
-    request = {
-        "arguments": list(arguments),
-        "environment": dict(environment),
-        "directory": str(Path.cwd()),
-        "title": " ".join([sys.executable, *arguments]),
-    }
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setblocking(False)
     try:
-        connection.setblocking(False)
-        connection.connect(str(server))
-        socket.send_fds(connection, [json.dumps(request).encode()], [output, output])
+        title = " ".join([sys.executable, *arguments])
+        request(connection, str(server), arguments, environment, title, (output, output))
         async with asyncio.timeout(IMPORTS_SECONDS):
             await _readable(connection)
-        told: dict[str, Any] = json.loads(connection.recv(_MAX_ANSWER) or b'{"refused": "it is ending"}')
-    except TimeoutError as error:
+        return ForkedProcess(connection, receive_pid(connection))
+    except BaseException as error:
         connection.close()
-        raise CannotForkError(f"the fork server at {server} has imported for {IMPORTS_SECONDS:g} s") from error
-    except OSError as error:
-        connection.close()
-        raise CannotForkError(f"the fork server at {server} does not answer: {error}") from error
-    except BaseException:
-        connection.close()
+        if isinstance(error, TimeoutError):
+            raise CannotForkError(f"the fork server at {server} has imported for {IMPORTS_SECONDS:g} s") from error
+        if isinstance(error, OSError):
+            reason = error if isinstance(error, RefusedError) else f"it does not answer: {error}"
+            raise CannotForkError(f"the fork server at {server}: {reason}") from error
         raise
-    if "refused" in told:
-        connection.close()
-        raise CannotForkError(f"the fork server at {server} refuses: {told['refused']}")
-    return ForkedProcess(connection, told["pid"])
 
 
 async def _readable(connection: socket.socket) -> None:

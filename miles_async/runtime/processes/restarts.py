@@ -1,14 +1,26 @@
-"""Budget of restarts per time: a long run outlives any fixed number of failures."""
+"""Restarts: their budget per time, and the records of a run's (``--max-run-restarts``).
+
+The supervising process hands the records to each restarted run in its environment; ``restarts.json`` in the run
+directory has them.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
 
 from miles_async.runtime.clock import now
 
+RESTARTS_FILE = "restarts.json"
+RESTARTS_VARIABLE = "MILES_ASYNC_RESTARTS"
+
 
 class RestartBudget:
-    """At most ``count`` restarts in any ``window`` seconds."""
+    """At most ``count`` restarts in any ``window`` seconds: a long run outlives any fixed number of failures."""
 
     def __init__(self, count: int, window: float) -> None:
         self.count = count
@@ -26,3 +38,40 @@ class RestartBudget:
 
     def __str__(self) -> str:
         return f"{self.count} times in {self.window:g} s"
+
+
+class RunRestart(msgspec.Struct, frozen=True, kw_only=True):
+    """A start of a run that ended early, and where the next one continued."""
+
+    at: float  # seconds since 1970
+    reason: str  # why it ended
+    run_dir: str  # its files
+    checkpoint: str | None  # from which the next one started; None: from where the run had begun
+
+    def __str__(self) -> str:
+        place = self.checkpoint or "where it had begun"
+        return f"restarted from {place} after: {self.reason} (its files: {self.run_dir})"
+
+
+def restarts_variable(restarts: Sequence[RunRestart]) -> dict[str, str]:
+    """Environment for the next start of a run."""
+    return {RESTARTS_VARIABLE: msgspec.json.encode(restarts).decode()}
+
+
+def own_restarts() -> list[RunRestart]:
+    """Restarts of this process's run so far."""
+    return msgspec.json.decode(os.environ.get(RESTARTS_VARIABLE, "[]"), type=list[RunRestart])
+
+
+def write_restarts(run_dir: Path, restarts: Sequence[RunRestart]) -> None:
+    """Write them to a run directory, if there are any. Raises OSError."""
+    if restarts:
+        (run_dir / RESTARTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(restarts)) + b"\n")
+
+
+def read_restarts(run_dir: Path) -> list[RunRestart]:
+    """Read those of a run directory; empty for a run that was never restarted."""
+    try:
+        return msgspec.json.decode((run_dir / RESTARTS_FILE).read_bytes(), type=list[RunRestart])
+    except FileNotFoundError:
+        return []

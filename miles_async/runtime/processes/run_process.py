@@ -28,9 +28,7 @@ class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     started: float  # seconds since 1970, for people
-    start_ticks: (
-        int  # clock ticks since boot, which no change of the clock moves; tells it from a later one with its pid
-    )
+    start_ticks: int  # clock ticks since boot, which no change of the clock moves; a later process with its pid differs
     host: str
     mark: str
     control: str = ""  # the socket that commands talk to (control.py)
@@ -84,8 +82,7 @@ def find_driver(run: RunProcess) -> psutil.Process | None:
     """Return the driver, or None if it is dead."""
     try:
         process = psutil.Process(run.pid)
-        same = start_ticks(run.pid) == run.start_ticks and process.status() != psutil.STATUS_ZOMBIE
-        return process if same else None
+        return process if start_ticks(run.pid) == run.start_ticks and is_alive(process) else None
     except (psutil.Error, OSError):
         return None
 
@@ -105,6 +102,14 @@ def kill_marked(run: RunProcess) -> list[str]:
     return killed
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """True if the process runs; a zombie doesn't."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 def start_ticks(pid: int) -> int:
     """When the process started, in clock ticks since boot (proc(5)). Raises OSError if there is none."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
@@ -113,6 +118,6 @@ def start_ticks(pid: int) -> int:
 
 def _is_marked(process: psutil.Process, run: RunProcess) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == run.mark
+        return is_alive(process) and process.environ().get(MARK) == run.mark
     except (psutil.Error, OSError):  # gone, or somebody else's
         return False

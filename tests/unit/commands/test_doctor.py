@@ -29,7 +29,8 @@ SLOW = Finding(check="shared memory", verdict="warning", found="/dev/shm is smal
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("HF_ENDPOINT", "WANDB_BASE_URL"):
         monkeypatch.setenv(variable, CLOSED)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for variable in ("RAY_ADDRESS", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 def test_this_machine_can_run_and_warnings_do_not_change_that(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,13 +22,13 @@ from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.checkpoints.files import checkpoint_directory
 from miles_async.commands.keep_running import RunKeeper
 from miles_async.commands.ledger import ledger
-from miles_async.runtime.processes.restarted import read_restarts
+from miles_async.runtime.processes.restarts import read_restarts
 
 # A life of a run: writes what a driver would, then ends as the next word of "endings" says.
 LIFE = """
 import json, os, signal, sys, time
 from pathlib import Path
-from miles_async.runtime.processes.restarted import own_restarts, write_restarts
+from miles_async.runtime.processes.restarts import own_restarts, write_restarts
 from miles_async.runtime.processes.run_process import mark_processes, note_run_process
 
 run_dir, save, endings, *words = sys.argv[1:]

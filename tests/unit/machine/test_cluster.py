@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -24,19 +25,15 @@ class LocalNode:
         self._clock_ahead = clock_ahead
         self._closed = list(closed)
 
-    async def findings(self, intent: Intent) -> list[Finding]:
-        if self._gone:
-            raise ConnectionError("No module named 'miles_async'")
-        return [FINE]
-
-    async def clock(self) -> float:
-        return self._probe.clock() + self._clock_ahead
-
-    async def listen(self, ports: range | None) -> Door:
-        return self._probe.listen(ports)
-
-    async def unreachable(self, doors: Sequence[Door]) -> list[str]:
-        return await asyncio.to_thread(self._probe.unreachable, [*doors, *self._closed])
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        if method == "findings":
+            if self._gone:
+                raise ConnectionError("No module named 'miles_async'")
+            return [FINE]
+        if method == "unreachable":
+            return await asyncio.to_thread(self._probe.unreachable, [*arguments[0], *self._closed])
+        found = getattr(self._probe, method)(*arguments)
+        return found + self._clock_ahead if method == "clock" else found
 
     def close(self) -> None:
         for door in self._probe._listening:

@@ -89,7 +89,12 @@ def test_the_server_that_is_asked_is_the_one_that_wandb_uses(monkeypatch: pytest
 def test_a_service_that_is_not_wanted_is_not_asked(service: SimpleNamespace) -> None:
     [finding] = service_findings(HUB, {"HF_ENDPOINT": service.url, "HF_HUB_OFFLINE": "1"})
     assert finding.verdict == "ok"
+    for mode in ("offline", "disabled"):
+        [finding] = service_findings(WANDB, {"WANDB_BASE_URL": service.url, "WANDB_MODE": mode})
+        assert finding.found == f"wandb: not asked (WANDB_MODE={mode})"
     assert not service.asked
+    reached, _ = service_findings(WANDB, {"WANDB_BASE_URL": service.url, "WANDB_MODE": "online"})
+    assert "answers" in reached.found
 
 
 def test_a_name_lookup_that_never_ends_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

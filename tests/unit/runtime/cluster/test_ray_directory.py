@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.cluster.ray_directory import protect_token, ray_directory
+from miles_async.runtime.cluster.ray_cluster import protect_token, ray_directory
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,7 @@ from miles_async.engines.placement import EnginePlace, _EngineNodes, _RayServer,
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.errors import EngineError, EngineStartError, ProcessLostError
 from miles_async.rollout.actor import _result
-from miles_async.runtime.cluster.actor_link import ActorLink
-from miles_async.runtime.cluster.ray_errors import why_gone
+from miles_async.runtime.cluster.actor_link import ActorLink, why_gone
 from miles_async.trainer.ranks import _cause
 
 # covers: C10

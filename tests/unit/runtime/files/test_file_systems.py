@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.runtime.files.file_systems import network_file_system
+from miles_async.runtime.files.scratch import network_file_system
 
 MOUNTS = r"""22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
 23 22 0:21 / /scratch rw,relatime shared:1 - lustre mgs@tcp:/fs rw
