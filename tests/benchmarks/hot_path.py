@@ -13,7 +13,6 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -39,7 +38,7 @@ PROMPT = Prompt(prompt_id="0", token_ids=tuple(range(64)), text="")
 VERSIONS = partial(token_versions, dispatch_version=VERSION, tokens_in_flight=1)
 
 
-def cpu_seconds(call: Callable[[], Any], *, least: float = 0.5) -> float:
+def cpu_seconds(call: Callable[[], object], *, least: float = 0.5) -> float:
     """CPU seconds of one call: the smallest of several, repeated for ``least`` seconds in all."""
     call()
     best, spent = float("inf"), 0.0
@@ -51,7 +50,7 @@ def cpu_seconds(call: Callable[[], Any], *, least: float = 0.5) -> float:
     return best
 
 
-def reply(length: int) -> dict[str, Any]:
+def reply(length: int) -> dict[str, object]:
     """An answer as SGLang has it before it is written."""
     chance = np.random.default_rng(0)
     ids = chance.integers(0, SIZE, length).tolist()
@@ -66,7 +65,7 @@ def reply(length: int) -> dict[str, Any]:
     return {"output_ids": ids, "meta_info": meta}
 
 
-def packed_reply(plain: dict[str, Any]) -> bytes:
+def packed_reply(plain: dict[str, object]) -> bytes:
     """As an engine that we start packs it, with the text."""
     packed = pack(plain, decode_tokens(tokenizer(), plain["output_ids"]))
     assert packed is not None

@@ -38,11 +38,11 @@ class Hosts:
         self.version = "none"  # that the servers hold
 
     async def on_host(
-        self, engines: Sequence[Incarnation], function: Callable[..., Any], *arguments: Any, room: int = 0
-    ) -> Mapping[Incarnation, Any]:
+        self, engines: Sequence[Incarnation], function: Callable[..., object], *arguments: object, room: int = 0
+    ) -> Mapping[Incarnation, object]:
         return {engine: function(self.directories[engine], *arguments) for engine in engines}
 
-    async def call(self, engines: Sequence[Incarnation], operation: Callable[..., Any]) -> Mapping[Incarnation, str]:
+    async def call(self, engines: Sequence[Incarnation], operation: Callable[..., object]) -> Mapping[Incarnation, str]:
         assert operation is InferenceServer.weight_version
         return dict.fromkeys(engines, self.version)
 

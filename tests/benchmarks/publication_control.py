@@ -11,7 +11,6 @@ import multiprocessing
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any
 
 from aiohttp import web
 
@@ -113,7 +112,7 @@ async def measure(turns: Turns, engines: int, buckets: int, verify: str) -> Row:
     process.start()
     port = await asyncio.to_thread(ours.recv)
     registry, http = EngineRegistry(), Http()
-    router: Any = FakeRouter(registry)
+    router = FakeRouter(registry)
     addresses = [f"127.0.{1 + index // 200}.{1 + index % 200}:{port}" for index in range(engines)]
     group = EngineGroup(engines=engines, streams=True, launch=ExternalServers(addresses, 60.0, SGLangServer, None))
     supervisor = EngineSupervisor(registry, router, SGLangServer(http), [group])

@@ -125,7 +125,7 @@ class Receiver(Part):
             for name, tensor in load_file(path).items():
                 self.parameters[name].copy_(tensor)
 
-    def on_host(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def on_host(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
         return function(Path(self._directory.name), *arguments)
 
     def score(self) -> float:
@@ -198,7 +198,7 @@ class Sender(Part):
         for size in sizes:
             dist.broadcast(data[:size], src=0, group=group)
 
-    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, method: Callable[..., object], *arguments: object) -> Any:
         return getattr(self.sender, method.__name__)(*arguments)
 
 

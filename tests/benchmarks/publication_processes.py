@@ -38,7 +38,7 @@ class Process:
     async def ready(self) -> None:
         await asyncio.to_thread(self._connection.recv)
 
-    async def call(self, *call: Any) -> Any:
+    async def call(self, *call: object) -> Any:
         async with self._lock:
             self._connection.send(call)
             result = await asyncio.to_thread(self._connection.recv)
@@ -72,7 +72,7 @@ class _Handle:
     def __init__(self, process: Process) -> None:
         self._process = process
 
-    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    async def call(self, method: Callable[..., object], *arguments: object) -> Any:
         return await self._process.call("call", method, *arguments)
 
 
@@ -92,7 +92,7 @@ class Fleet:
         )
 
     async def call(
-        self, engines: Sequence[Incarnation], operation: Callable[..., Any], *arguments: Any, brief: bool = False
+        self, engines: Sequence[Incarnation], operation: Callable[..., object], *arguments: object, brief: bool = False
     ) -> Mapping[Incarnation, Any]:
         match operation.__name__, arguments:
             case "weight_version", ():
@@ -122,19 +122,19 @@ class Fleet:
     async def on_host(
         self,
         engines: Sequence[Incarnation],
-        function: Callable[..., Any],
-        *arguments: Any,
+        function: Callable[..., object],
+        *arguments: object,
         room: int = 0,
-    ) -> Mapping[Incarnation, Any]:
+    ) -> Mapping[Incarnation, object]:
         return {engine: await self.processes[engine.engine].call("on_host", function, arguments) for engine in engines}
 
-    async def _each(self, engines: Sequence[Incarnation], *call: Any) -> Mapping[Incarnation, None]:
+    async def _each(self, engines: Sequence[Incarnation], *call: object) -> Mapping[Incarnation, None]:
         async with asyncio.TaskGroup() as scope:
             for engine in engines:
                 scope.create_task(self.processes[engine.engine].call(*call))
         return dict.fromkeys(engines)
 
-    async def _nothing(self, engines: Sequence[Incarnation], *_: Any) -> Mapping[Incarnation, None]:
+    async def _nothing(self, engines: Sequence[Incarnation], *_: object) -> Mapping[Incarnation, None]:
         return dict.fromkeys(engines)
 
     admit = begin_trial = _nothing

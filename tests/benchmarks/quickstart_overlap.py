@@ -14,9 +14,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from examples.quickstart.prepare import main as prepare_quickstart
+from miles_async.types import JsonObject
 from tests.benchmarks.report import RESULTS, ROOT, Row
 
 WARM_UP_STEPS = 3
@@ -27,7 +27,7 @@ CELLS = {
 }
 
 
-def run_cell(name: str, flags: tuple[str, ...], steps: int, directory: Path) -> list[dict[str, Any]]:
+def run_cell(name: str, flags: tuple[str, ...], steps: int, directory: Path) -> list[JsonObject]:
     """Train ``steps`` steps; the metrics of those after the warm-up."""
     run_dir = directory / name.replace(", ", "-").replace(" ", "-")
     command = [sys.executable, "-m", "miles_async", "train", "@examples/quickstart/reverse.args"]
@@ -43,7 +43,7 @@ def run_cell(name: str, flags: tuple[str, ...], steps: int, directory: Path) -> 
     return trained[WARM_UP_STEPS : steps - 1]  # the last step publishes nothing
 
 
-def mean(steps: list[dict[str, Any]], *names: str) -> float:
+def mean(steps: list[JsonObject], *names: str) -> float:
     """Mean over steps of the sum of the named metrics."""
     return statistics.fmean(sum(step[name] for name in names) for step in steps)
 

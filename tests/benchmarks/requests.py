@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -169,7 +168,7 @@ async def rate(engine_url: str) -> list[Row]:
 
 
 async def _at_rate(request: Request, per_second: int) -> Row:
-    tasks: set[asyncio.Task[Any]] = set()
+    tasks: set[asyncio.Task[object]] = set()
 
     async def arrivals() -> None:
         due = time.perf_counter()

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -101,7 +100,7 @@ async def measure(
             SessionSettings(routing_key=key, sampling={"temperature": 1.0}, max_response=2 * LONG, max_total=2 * LONG)
         )
         await asyncio.sleep(random.uniform(0, seconds))  # agents don't all begin in the same moment
-        messages: list[dict[str, Any]] = []
+        messages: list[dict[str, object]] = []
         for turn in range(turns):
             messages.append({"role": "user", "content": f"{question} {number} {turn}"})
             body = msgspec.json.encode({"model": "policy", "messages": messages})

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tests.benchmarks.report import Row
 
@@ -112,7 +112,7 @@ def _bare_loop(arguments: ModelArguments, shard: TrainShard) -> Callable[[], Non
     optimizer, scheduler = make_optimizer(loaded.modules, training)
     packs = [pack_batch(batch, 0, PackLayout(), torch.device("cpu")) for batch in shard.optimizer_steps[0]]
 
-    def forward(packed: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    def forward(packed: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, object]:
         each = next(packed)
         sequences = each.sequences
         labels = sequences.tokens.roll(-1, -1)

@@ -6,9 +6,12 @@ import json
 import tempfile
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from miles_async.prompts.templates import ChatTemplate
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 
@@ -47,7 +50,7 @@ TOOLS = [
 
 
 @lru_cache(maxsize=1)
-def _tokenizer() -> Any:
+def _tokenizer() -> Tokenizer:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

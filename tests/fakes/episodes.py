@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -14,8 +13,9 @@ from miles_async.prompts.templates import ChatTemplate
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import PARSERS, ReplyParser
 from miles_async.trajectory.tree import Context, Trajectory, Turn
-from miles_async.types import Generation
+from miles_async.types import Generation, JsonObject
 from tests.fakes.chat_formats import ORDINARY_TOKENS, STOPS, TOOLS, chat_format
+from tests.json_dict import JsonDict
 
 PARSER_OF = {"qwen3": "qwen", "llama3": "llama3", "glm": "glm"}
 
@@ -23,7 +23,7 @@ texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_siz
 words = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9 .,;é]{0,20}", fullmatch=True).map(str.strip)
 
 
-def questions() -> st.SearchStrategy[list[dict[str, Any]]]:
+def questions() -> st.SearchStrategy[list[JsonObject]]:
     """First messages of a conversation."""
     return st.builds(
         lambda system, user: [*([{"role": "system", "content": system}] if system else []), user],
@@ -32,7 +32,7 @@ def questions() -> st.SearchStrategy[list[dict[str, Any]]]:
     )
 
 
-def follow_ups() -> st.SearchStrategy[list[dict[str, Any]]]:
+def follow_ups() -> st.SearchStrategy[list[JsonObject]]:
     """Messages that an agent or an environment appends: results of tools, a question, a hint of the system."""
     tool = texts.map(lambda content: {"role": "tool", "content": content, "tool_call_id": "call00000"})
     user = texts.map(lambda content: {"role": "user", "content": content})
@@ -74,9 +74,9 @@ class Episode:
     """A trajectory that grows, beside what an agent would hold."""
 
     style: str
-    tools: Sequence[Any] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: Sequence[JsonObject] = ()
+    options: JsonObject = field(default_factory=dict)
+    messages: list[JsonDict] = field(default_factory=list)
     as_template_writes: bool = False
 
     def __post_init__(self) -> None:
@@ -87,10 +87,10 @@ class Episode:
             ReplyParser(chat=self.chat, parse_calls=parser, splits_reasoning=True),
             as_template_writes=self.as_template_writes,
         )
-        self.histories: dict[Turn, list[dict[str, Any]]] = {}  # the messages up to each turn's reply
+        self.histories: dict[Turn, list[JsonObject]] = {}  # the messages up to each turn's reply
         self.said = 0
 
-    def turn(self, appended: Sequence[dict[str, Any]], say: Say) -> Turn:
+    def turn(self, appended: Sequence[JsonObject], say: Say) -> Turn:
         """The agent appends messages, the model answers."""
         self.messages += appended
         context = self.trajectory.extend(self.messages, self.tools, self.options)
@@ -99,7 +99,7 @@ class Episode:
         self.histories[turn] = list(self.messages)
         return turn
 
-    def output_ids(self, say: Say, appended: Sequence[dict[str, Any]]) -> list[int]:
+    def output_ids(self, say: Say, appended: Sequence[JsonObject]) -> list[int]:
         stops = self.chat._tokenizer.convert_tokens_to_ids(list(STOPS[self.style]))
         ids = list(say.ids) or self.chat.tokenize(self.written(say))
         return ids if say.stop is None else [*ids, stops[say.stop]]
@@ -139,7 +139,7 @@ class Episode:
         )
 
 
-def as_client_sends(reply: dict[str, Any]) -> dict[str, Any]:
+def as_client_sends(reply: JsonObject) -> JsonObject:
     """With arguments as JSON texts, and what an openai client adds."""
     sent = {"content": None, "refusal": None, "audio": None, **{k: v for k, v in reply.items() if v != ""}}
     if "tool_calls" in sent:

@@ -11,11 +11,12 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
+from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.sglang.answers import DECODER, MEDIA_TYPE, PACK, TEXT_FROM, pack
 from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, REPORT_ACTION, fingerprint, write_report
 from miles_async.engines.sglang.names import STREAM
@@ -23,6 +24,7 @@ from miles_async.engines.sglang.scores import PACK_SCORES, pack_scores
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.tls import Tls
 from miles_async.types import HeldWeights
+from tests.json_dict import JsonDict
 
 KV_TOKENS = 16_384  # that fit into the cache
 
@@ -32,7 +34,7 @@ class _Running:
     """One request in flight."""
 
     prompt: list[int]
-    spans: list[dict[str, Any]]
+    spans: list[JsonDict]
     output: list[int] = field(default_factory=list)
     aborted: bool = False
     retractions: int = 0
@@ -44,14 +46,14 @@ class FakeEngine:
 
     token_seconds: float = 0.001
     name_worker: bool = True  # answer as through the router: with the header that names the engine
-    respond: Callable[[dict[str, Any]], web.Response | None] = lambda body: None  # misbehave instead of generating
-    transform: Callable[[dict[str, Any]], dict[str, Any]] = lambda reply: reply  # spoil the answer
+    respond: Callable[[JsonDict], web.Response | None] = lambda body: None  # misbehave instead of generating
+    transform: Callable[[JsonDict], JsonDict] = lambda reply: reply  # spoil the answer
     packs: bool = True  # answers are packed where requests ask for it; an engine that is not ours knows nothing of it
     decoder: int | None = 7  # fingerprint of its tokenizer
     tells_experts: bool = True  # where requests ask for them: one layer, twice the number of the token
     weight_version: str = "default"
-    server_info: dict[str, Any] = field(default_factory=lambda: {"speculative_algorithm": None})
-    requests: list[dict[str, Any]] = field(default_factory=list)  # bodies of /generate
+    server_info: JsonDict = field(default_factory=lambda: {"speculative_algorithm": None})
+    requests: list[JsonDict] = field(default_factory=list)  # bodies of /generate
     headers: list[dict[str, str]] = field(default_factory=list)  # and their headers
     calls: list[str] = field(default_factory=list)  # paths of everything else, in order
     aborted_ids: list[str] = field(default_factory=list)
@@ -129,7 +131,7 @@ class FakeEngine:
         return len(self._running)
 
     @web.middleware
-    async def _record(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _record(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path == "/generate":
             self.headers.append(dict(request.headers))
         elif request.method == "POST":
@@ -200,7 +202,7 @@ class FakeEngine:
             del self._running[request_id]
         return self._response(self.transform(self._reply(request_id, running, body)), body)
 
-    def _response(self, reply: dict[str, Any], body: dict[str, Any]) -> web.Response:
+    def _response(self, reply: JsonDict, body: JsonDict) -> web.Response:
         headers = {"x-smg-routed-worker-id": self.url} if self.name_worker else {}
         packed = None
         if body.get(PACK):
@@ -212,7 +214,7 @@ class FakeEngine:
             return web.Response(body=packed, content_type=MEDIA_TYPE, headers=headers)
         return web.json_response(reply, headers=headers)
 
-    def _text(self, body: dict[str, Any], reply: dict[str, Any]) -> str | None:
+    def _text(self, body: JsonDict, reply: JsonDict) -> str | None:
         """Every token in brackets."""
         tokens = [*body["input_ids"][body[TEXT_FROM] :], *reply["output_ids"]]
         return "".join(f"<{token}>" for token in tokens) if body[DECODER] == self.decoder else None
@@ -233,11 +235,11 @@ class FakeEngine:
                 span = {"version": self.weight_version, "start": position, "end": position + 1}
                 running.spans.append(span)
 
-    def _reply(self, request_id: str, running: _Running, body: dict[str, Any]) -> dict[str, Any]:
+    def _reply(self, request_id: str, running: _Running, body: JsonDict) -> JsonDict:
         key = (body.get("extra_key"), tuple(running.prompt))
         cached = len(running.prompt) - 1 if key in self._cache else 0
         self._cache.add(key)
-        meta: dict[str, Any] = {
+        meta: JsonDict = {
             "id": request_id,
             "finish_reason": {"type": "abort" if running.aborted else "length", "length": len(running.output)},
             "prompt_tokens": len(running.prompt),
@@ -386,7 +388,7 @@ class FakeServer:
         await self._exited.wait()
         return self._why
 
-    async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
+    async def on_host(self, function: Callable[..., object], room: int, *arguments: object) -> object:
         return function(self.host_directory, *arguments)
 
     async def stop(self) -> None:
@@ -402,7 +404,7 @@ class FakeServer:
 class FakeRouter:
     """As ``Router``, without smg: remembers who is registered, and spreads nothing."""
 
-    def __init__(self, registry: Any) -> None:
+    def __init__(self, registry: EngineRegistry) -> None:
         self._registry = registry
         self.url = ""
         self.registered: list[str] = []

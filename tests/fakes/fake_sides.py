@@ -10,7 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -35,16 +35,17 @@ CANARY = (1, 2, 3)
 CANARY_LOGPROBS = (-1.0, -2.0)
 DIGEST = "00000000000000aa"  # of every tensor
 
-Results = Mapping[Incarnation, Any]
+Answer = TypeVar("Answer")
+Results = Mapping[Incarnation, Any]  # as the operation says
 
 
 class InProcess:
     """SenderHandle of a half that lives in this process; its methods may be coroutine functions."""
 
-    def __init__(self, half: Any) -> None:
+    def __init__(self, half: object) -> None:
         self._half = half
 
-    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    async def call(self, method: Callable[..., Answer], *arguments: object) -> Answer:
         answer = getattr(self._half, method.__name__)(*arguments)
         return await answer if inspect.isawaitable(answer) else answer
 
@@ -85,7 +86,7 @@ class FakeTrainer:
 
     async def start(self) -> None: ...
 
-    async def train(self, shards: Sequence[Any]) -> Mapping[str, float]:
+    async def train(self, shards: Sequence[object]) -> Mapping[str, float]:
         self.events.append("train")
         await asyncio.sleep(self.train_seconds)
         return {"loss": 0.0}
@@ -105,22 +106,22 @@ class FakeTrainer:
             canary_logprobs=CANARY_LOGPROBS,
         )
 
-    def sender(self, index: int, *, repair: bool = False) -> Any:
+    def sender(self, index: int, *, repair: bool = False) -> InProcess:
         return InProcess(FakeBroadcaster(self.events, f" by {index}" if self.senders > 1 else ""))
 
-    async def save(self, directory: Any) -> Mapping[str, str]:
+    async def save(self, directory: Path) -> Mapping[str, str]:
         return {}
 
-    async def stage_save(self, directory: Any) -> None: ...
+    async def stage_save(self, directory: Path) -> None: ...
 
     async def write_save(self) -> Mapping[str, str]:
         return {}
 
-    async def save_hf(self, directory: Any) -> None: ...
+    async def save_hf(self, directory: Path) -> None: ...
 
-    async def load(self, directory: Any, *, step: int) -> None: ...
+    async def load(self, directory: Path, *, step: int) -> None: ...
 
-    async def digests(self, directory: Any, sizes: Mapping[str, int]) -> Mapping[str, str]:
+    async def digests(self, directory: Path, sizes: Mapping[str, int]) -> Mapping[str, str]:
         return digest_pieces(directory, split(sizes))
 
     async def stop(self) -> None: ...
@@ -153,7 +154,7 @@ class FakeFleet:
         self.released: set[str] = set()  # without memory
         self.bucketwise: frozenset[str] = frozenset()
         self.ranks = 1  # of each engine
-        self.first_ranks: Any = None  # in the process group that was joined last
+        self.first_ranks: object = None  # in the process group that was joined last
         self.sent: list[tuple[Incarnation, ...]] = []  # engines whose senders had finished
         self.sessions: set[str] = set()  # engines between begin and end of an update
         self.complete: dict[str, list[str]] = {}  # tensors received in the session
@@ -191,13 +192,13 @@ class FakeFleet:
         return EngineError(f"{step} refused") if engine.engine in self.faults.get(step, ()) else None
 
     async def call(
-        self, engines: Sequence[Incarnation], operation: Callable[..., Any], *arguments: Any, brief: bool = False
-    ) -> Mapping[Incarnation, Any]:
+        self, engines: Sequence[Incarnation], operation: Callable[..., object], *arguments: object, brief: bool = False
+    ) -> Results:
         """Run the method below that has the operation's name; an operation without one only succeeds or fails."""
         if not engines:
             return {}
         if method := getattr(self, operation.__name__, None):
-            results: Mapping[Incarnation, Any] = await method(engines, *arguments)
+            results: Results = await method(engines, *arguments)
             return results
         return self._result(operation.__name__, engines)
 
@@ -223,7 +224,9 @@ class FakeFleet:
         self.released -= ids(engines)
         return self._result("retake", engines)
 
-    async def join_group(self, engines: Sequence[Incarnation], ranks: Any, group_name: str, *rest: Any) -> Results:
+    async def join_group(
+        self, engines: Sequence[Incarnation], ranks: object, group_name: str, *rest: object
+    ) -> Results:
         errors = self._result("connect", engines)
         self.first_ranks = [arguments_of(engine, [ranks])[0] for engine in engines]
         if not any(errors.values()):
@@ -267,13 +270,13 @@ class FakeFleet:
         return result
 
     async def receive_handles(
-        self, engines: Sequence[Incarnation], handles: str, ranks: Any, version: int, flush_cache: bool
+        self, engines: Sequence[Incarnation], handles: str, ranks: object, version: int, flush_cache: bool
     ) -> Results:
         self.versions |= dict.fromkeys(ids(engines), version)
         return self._result(f"open {handles}", engines)
 
     async def load_files(
-        self, engines: Sequence[Incarnation], directories: Any, version: int, flush_cache: bool
+        self, engines: Sequence[Incarnation], directories: object, version: int, flush_cache: bool
     ) -> Results:
         self.versions |= dict.fromkeys(ids(engines), version)
         found = sorted({str(arguments_of(engine, [directories])[0]) for engine in engines})
@@ -310,10 +313,10 @@ class FakeFleet:
     async def on_host(
         self,
         engines: Sequence[Incarnation],
-        function: Callable[..., Any],
-        *arguments: Any,
+        function: Callable[..., object],
+        *arguments: object,
         room: int = 0,
-    ) -> Mapping[Incarnation, Any | Exception]:
+    ) -> Mapping[Incarnation, object | Exception]:
         return self._result(f"host {function.__name__}", engines)
 
     def _held(self, engine: str) -> HeldWeights:

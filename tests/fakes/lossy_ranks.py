@@ -57,12 +57,12 @@ class LossyRank:
         self._faults = faults
         self._chance = chance
         self._once = CallOnce()
-        self._late: set[asyncio.Task[Any]] = set()
+        self._late: set[asyncio.Task[object]] = set()
         self._broken: list[asyncio.Future[None]] = []  # connections whose end nobody has noticed
         self.perform = _Method(self._perform)
         self.ping = _Method(self._ping)
 
-    async def _perform(self, call: CallId, method: Callable[..., Any], *arguments: object) -> object:
+    async def _perform(self, call: CallId, method: Callable[..., object], *arguments: object) -> object:
         await self._travel(self._faults.request_lost)
         if self._chance.random() < self._faults.repeated:
             self._late.add(asyncio.ensure_future(self._come_again(call, method, *arguments)))
@@ -90,14 +90,14 @@ class LossyRank:
         if self.down or self._chance.random() < lost:
             raise unavailable("request lost")
 
-    async def _come_again(self, call: CallId, method: Callable[..., Any], *arguments: object) -> None:
+    async def _come_again(self, call: CallId, method: Callable[..., object], *arguments: object) -> None:
         await asyncio.sleep(self._chance.uniform(0.0, 60.0))
         try:
             await self._execute(call, method, *arguments)
         except Exception:  # nobody waits for the answer
             pass
 
-    async def _execute(self, call: CallId, method: Callable[..., Any], *arguments: object) -> object:
+    async def _execute(self, call: CallId, method: Callable[..., object], *arguments: object) -> object:
         async def work() -> str | dict[str, str]:
             what = f"{method.__name__}{arguments}"
             self.did.append(what)
@@ -112,7 +112,7 @@ class LossyRank:
 class _Method:
     """A remote method: ``.remote(...)``, with options that change nothing."""
 
-    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(self, call: Callable[..., Awaitable[object]]) -> None:
         self.remote = call
 
     def options(self, **_: object) -> _Method:

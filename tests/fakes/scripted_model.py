@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ class ScriptedModel:
         self.seconds = seconds
         self.aborts: dict[int, int] = {}
         self.requests: list[list[int]] = []
-        self.sampling: list[dict[str, Any]] = []
+        self.sampling: list[dict[str, object]] = []
         self.routing_keys: list[str] = []
 
     async def generate(self, request: GenerateRequest) -> Generation:

@@ -17,7 +17,7 @@ from miles_async.sessions.session import SessionSettings
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser, parse_qwen
 from miles_async.trajectory.tree import Trajectory
-from miles_async.types import CollectedSession, OpenSession
+from miles_async.types import CollectedSession, JsonObject, OpenSession
 from tests.fakes.chat_formats import chat_format
 from tests.fakes.keys import KEYS
 from tests.fakes.scripted_model import ScriptedModel
@@ -45,16 +45,16 @@ class Agent:
     client: openai.AsyncOpenAI
     http: aiohttp.ClientSession
 
-    async def chat(self, *messages: Any, **options: Any) -> Any:
+    async def chat(self, *messages: JsonObject, **options: object) -> Any:
         return await self.client.chat.completions.create(model="policy", messages=messages, **options)
 
-    async def post(self, path: str, body: Any = None, *, raw: Any = None) -> tuple[int, dict[str, Any]]:
+    async def post(self, path: str, body: object = None, *, raw: object = None) -> tuple[int, dict[str, object]]:
         """``raw``: the body as bytes, or pieces of it as they come."""
         sent = {"json": body} if raw is None else {"data": raw}
         async with self.http.post(f"{self.opened.url}/{path}", **sent) as response:
             return response.status, await response.json()
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> JsonObject:
         async with self.http.get(self.opened.url) as response:
             return await response.json()
 
@@ -65,7 +65,7 @@ class Agent:
 
 
 @asynccontextmanager
-async def agent_of(model: ScriptedModel, *, timeout: float = 60.0, **settings: Any) -> AsyncIterator[Agent]:
+async def agent_of(model: ScriptedModel, *, timeout: float = 60.0, **settings: object) -> AsyncIterator[Agent]:
     server = SessionServer(model, make_trajectory, keys=KEYS.sessions, session_timeout=timeout)
     await server.start("127.0.0.1")
     expiry = asyncio.ensure_future(server.expire())

@@ -10,7 +10,6 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -24,10 +23,10 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError
 from miles_async.simulation.network import Network, Response, SimulatedHttp
-from miles_async.types import StagedWeights
+from miles_async.types import JsonObject, StagedWeights
 from miles_async.weights.staging_options import KEPT_VERSIONS
 from tests.fakes.fake_engine import FakeRouter
-from tests.fakes.fake_sides import CANARY_LOGPROBS, FakeTrainer, InProcess
+from tests.fakes.fake_sides import CANARY_LOGPROBS, Answer, FakeTrainer, InProcess
 
 OK = Response(msgspec.json.encode({"success": True}))
 
@@ -38,9 +37,9 @@ class Group:
     def __init__(self, world_size: int) -> None:
         self.broken = asyncio.Event()
         self._world_size = world_size
-        self._met: dict[Any, tuple[set[str], asyncio.Event]] = {}
+        self._met: dict[object, tuple[set[str], asyncio.Event]] = {}
 
-    async def meet(self, who: str, occasion: Any, seconds: float | None) -> None:
+    async def meet(self, who: str, occasion: object, seconds: float | None) -> None:
         """Until all are there. Raises ConnectionError if one of them is gone, or stays away for so long."""
         present, complete = self._met.setdefault(occasion, (set(), asyncio.Event()))
         present.add(who)
@@ -62,7 +61,7 @@ class WeightServer:
     def __init__(self, world: World, name: str, url: str) -> None:
         self.name = name
         self.url = url
-        self.held: dict[str, Any] = {}  # tensor → what it holds of it
+        self.held: dict[str, object] = {}  # tensor → what it holds of it
         self.version = "default"
         self.dead = asyncio.Event()
         self.calls: list[str] = []
@@ -92,7 +91,7 @@ class WeightServer:
             raise aiohttp.ServerDisconnectedError()
         return response
 
-    def _respond(self, path: str, body: Mapping[str, Any]) -> Response | None:
+    def _respond(self, path: str, body: JsonObject) -> Response | None:
         match path:
             case "/model_info":
                 return Response(msgspec.json.encode({"weight_version": self.version}))
@@ -113,7 +112,7 @@ class WeightServer:
                 return None
         return OK
 
-    async def _receive(self, path: str, body: Mapping[str, Any]) -> Response:
+    async def _receive(self, path: str, body: JsonObject) -> Response:
         name = body["group_name"]
         if path == "/init_weights_update_group":
             group = self._world.groups[name]
@@ -160,7 +159,7 @@ class _Server:
         await self._server.dead.wait()
         return "died"
 
-    async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
+    async def on_host(self, function: Callable[..., object], room: int, *arguments: object) -> object:
         await asyncio.sleep(self._world.seconds_per_call.get(self._name, 0.0))
         if self._server is None or self._server.dead.is_set():
             raise EngineError("its actor is gone")
@@ -193,7 +192,7 @@ class World:
     def __init__(
         self,
         engines: int,
-        contents: Callable[[int], Mapping[str, Any]],
+        contents: Callable[[int], Mapping[str, object]],
         *,
         step_timeout: float,
         bucketwise: bool = False,
@@ -208,7 +207,7 @@ class World:
         self.patience: float | None = 0.8 * step_timeout  # of members that wait for others; None: without end
         self.contents = contents
         self.registry = _CheckedRegistry(self._check)
-        router: Any = FakeRouter(self.registry)
+        router = FakeRouter(self.registry)
         http = SimulatedHttp(self.network)
         group = EngineGroup(
             engines=engines,
@@ -259,7 +258,7 @@ class BroadcastingTrainer(FakeTrainer):
         self._kept: set[int] = set()
         self._threads = {repair: asyncio.Lock() for repair in (False, True)}
 
-    def contents(self, version: int) -> Mapping[str, Any]:
+    def contents(self, version: int) -> Mapping[str, int]:
         return {f"t{index}": version for index in range(self.buckets)}
 
     async def stage_weights(self, version: int) -> StagedWeights:
@@ -269,7 +268,7 @@ class BroadcastingTrainer(FakeTrainer):
                 del self._staged[old]
         return await super().stage_weights(version)
 
-    def sender(self, index: int, *, repair: bool = False) -> Any:
+    def sender(self, index: int, *, repair: bool = False) -> InProcess:
         return _InThread(self, self._threads[repair])
 
     # What each sending rank does.
@@ -294,7 +293,7 @@ class BroadcastingTrainer(FakeTrainer):
     async def leave_group(self, group_name: str) -> None:
         self.world.groups.pop(group_name).broken.set()
 
-    async def _meet(self, name: str, occasion: Any) -> str | None:
+    async def _meet(self, name: str, occasion: object) -> str | None:
         try:
             await self.world.groups[name].meet("sender", occasion, self._patience)
         except ConnectionError as error:
@@ -306,10 +305,10 @@ class BroadcastingTrainer(FakeTrainer):
 class _InThread(InProcess):
     """One call at a time."""
 
-    def __init__(self, half: Any, thread: asyncio.Lock) -> None:
+    def __init__(self, half: object, thread: asyncio.Lock) -> None:
         super().__init__(half)
         self._thread = thread
 
-    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    async def call(self, method: Callable[..., Answer], *arguments: object) -> Answer:
         async with self._thread:
             return await super().call(method, *arguments)

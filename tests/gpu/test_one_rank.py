@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ TOKENS = 4096
 
 
 @contextmanager
-def one_rank(directory: Path, **settings: Any) -> Iterator[MegatronBackend]:
+def one_rank(directory: Path, **settings: object) -> Iterator[MegatronBackend]:
     """A backend that is alone in its world."""
     import torch.distributed as dist
 
@@ -46,7 +46,7 @@ def one_rank(directory: Path, **settings: Any) -> Iterator[MegatronBackend]:
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
-def test_a_step_equals_plain_pytorch(family: str, bf16: bool, recompute: Any, tmp_path: Path, figures: Figures) -> None:
+def test_a_step_equals_plain_pytorch(family: str, bf16: bool, recompute: str, tmp_path: Path, figures: Figures) -> None:
     from tests.integration.megatron_scenario import SEQUENCES
     from tests.integration.plain_reference import PlainTrainer
     from tests.integration.toy_batches import to_shards, toy_samples

@@ -64,7 +64,7 @@ def test_another_process_opens_a_tensor_by_its_ipc_handle(figures: Figures) -> N
     tensor = torch.arange(2**20, device="cuda", dtype=torch.float32)
     process = context.Process(target=_open, args=(theirs, answer), daemon=True)
     process.start()
-    handle: tuple[Callable[..., Any], tuple[Any, ...]] = reduce_tensor(tensor)
+    handle: tuple[Callable[..., object], tuple[object, ...]] = reduce_tensor(tensor)
     ours.send(handle)
     assert back.poll(60), "the other process did not answer"
     assert back.recv() == float(tensor.double().sum())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +24,7 @@ def register() -> None:
     load = Qwen3ForCausalLM.load_weights
     seen: set[str] = set()
 
-    def load_once(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_once(model: object, weights: Iterable[tuple[str, Tensor]]) -> None:
         fresh = [(name, tensor) for name, tensor in weights if name not in seen]
         seen.update(name for name, _ in fresh)
         load(model, fresh)

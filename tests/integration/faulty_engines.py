@@ -91,7 +91,7 @@ class FaultyEngine:
         assert self._server is not None
         return await self._server.wait_exit()
 
-    async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
+    async def on_host(self, function: Callable[..., object], room: int, *arguments: object) -> object:
         assert self._server is not None
         return await self._server.on_host(function, room, *arguments)
 

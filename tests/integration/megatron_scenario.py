@@ -77,7 +77,7 @@ def make_backend(
     device: DeviceChoice = "cpu",
     critic: CriticArguments = NO_CRITIC,
     kept_versions: int = 1,
-    **optimizer: Any,
+    **optimizer: object,
 ) -> MegatronBackend:
     return MegatronBackend(
         rank=rank,
@@ -107,7 +107,9 @@ def make_backend(
     )
 
 
-def each_case(cases: Sequence[Case], store: dist.Store, observe: Callable[[dist.Store, Case], Any]) -> dict[Case, Any]:
+def each_case(
+    cases: Sequence[Case], store: dist.Store, observe: Callable[[dist.Store, Case], object]
+) -> dict[Case, Any]:
     """``observe`` of every case, one after another; the traceback of one that fails."""
     seen: dict[Case, Any] = {}
     for case in cases:

@@ -50,7 +50,7 @@ class PlainAdapters:
             for layer in layers:
                 parametrize.register_parametrization(layer, "weight", _LowRank(layer.weight, shared, self))
 
-    def _adapt_experts(self, experts: Any, index: int) -> None:
+    def _adapt_experts(self, experts: object, index: int) -> None:
         for name, parameter in EXPERTS.items():
             weight = getattr(experts, parameter)
             each = [

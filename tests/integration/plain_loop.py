@@ -78,7 +78,7 @@ def _batch(url: str, prompts: Sequence[Prompt], group_size: int, max_new_tokens:
     )
 
 
-def _post(url: str, path: str, body: dict[str, Any]) -> Any:
+def _post(url: str, path: str, body: dict[str, object]) -> Any:
     request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:

@@ -36,7 +36,7 @@ from tests.integration.toy_batches import to_shards, toy_samples
 CANARY = tuple(range(3, 35))
 OPTIMIZER_STEPS = 2  # from one version to the next
 BUCKET_BYTES = 50_000  # several of a tiny model
-TRANSPORTS: dict[str, dict[str, Any]] = {
+TRANSPORTS: dict[str, dict[str, object]] = {
     "distributed": {},
     "distributed, two senders": {"senders": 2},
     "disk": {"weight_transport": "disk"},
@@ -66,7 +66,7 @@ async def until_equal(held: Callable[[], object], expected: object) -> None:
 class Trainer:
     """One rank that trains ``model`` on random sequences."""
 
-    def __init__(self, model: Path, **options: Any) -> None:
+    def __init__(self, model: Path, **options: object) -> None:
         """``options``: of ``make_backend``."""
         self.version = -1
         self._backend = make_backend(0, 1, dist.HashStore(), model, Layout(), **options)
@@ -145,7 +145,7 @@ class _TrainerSide(FakeTrainer):
 
 
 class _InThread(InProcess):
-    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    async def call(self, method: Callable[..., object], *arguments: object) -> Any:
         return await asyncio.to_thread(getattr(self._half, method.__name__), *arguments)
 
 

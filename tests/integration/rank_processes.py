@@ -17,7 +17,7 @@ import torch.distributed as dist
 LOOPBACK = "127.0.0.1"
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., object], *args: object, timeout: float = 120.0) -> list[Any]:
     """``function(rank, world_size, store, *args)`` on every rank; the results in rank order.
 
     The first rank that fails ends all others, with its traceback in the RuntimeError.
@@ -43,9 +43,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             process.join()
 
 
-def _collect(pipes: dict[Connection, int], timeout: float) -> list[Any]:
+def _collect(pipes: dict[Connection, int], timeout: float) -> list[object]:
     deadline = time.monotonic() + timeout
-    results: dict[int, Any] = {}
+    results: dict[int, object] = {}
     world_size = len(pipes)
     while len(results) < world_size:
         ready = wait(list(pipes), timeout=deadline - time.monotonic())

@@ -9,8 +9,6 @@ Imported in the server's processes alone, by the entry point that ``conftest.py`
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from sglang.srt.arg_groups.choices import add_quantization_method_choices
 from sglang.srt.layers.linear import LinearBase
@@ -26,7 +24,7 @@ class RoundedLinearMethod(LinearMethodBase):
     ``weight`` stays the same parameter, with its loader; only its data changes.
     """
 
-    def create_weights(self, layer: nn.Module, *sizes: Any, **attributes: Any) -> None:
+    def create_weights(self, layer: nn.Module, *sizes: object, **attributes: object) -> None:
         UnquantizedLinearMethod().create_weights(layer, *sizes, **attributes)
         layer.register_buffer("weight_scale", torch.ones_like(layer.weight[:, :1]))
 
@@ -48,7 +46,7 @@ class RoundedConfig(QuantizationConfig):
     """Rounds linear layers; embeddings, the output layer, norms and fused experts are no LinearBase."""
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> RoundedConfig:
+    def from_config(cls, config: dict[str, object]) -> RoundedConfig:
         return cls()
 
     def get_name(self) -> str:

@@ -14,5 +14,5 @@ def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def _parameters(item: pytest.Function) -> dict[str, Any]:
+def _parameters(item: pytest.Function) -> dict[str, object]:
     return item.callspec.params if hasattr(item, "callspec") else {}  # absent where nothing is parametrized

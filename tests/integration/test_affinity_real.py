@@ -55,7 +55,7 @@ class Conversation:
         self.prompt_tokens += reply["meta_info"]["prompt_tokens"]
         self.cached_tokens += reply["meta_info"]["cached_tokens"]
 
-    async def _ask(self, body: Any, key: str) -> tuple[Any, str]:
+    async def _ask(self, body: object, key: str) -> tuple[Any, str]:
         """Tried again while the router still knows an engine that has just died, as our client does."""
         url = f"{self.engines.router.url}/generate"
         async with asyncio.timeout(10):

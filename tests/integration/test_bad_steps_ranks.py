@@ -35,7 +35,7 @@ Change = Callable[[int, ToySample], ToySample]
 """(number of the sample, sample) → the sample that is trained."""
 
 
-def only(number: int, **fields: Any) -> Change:
+def only(number: int, **fields: object) -> Change:
     return lambda index, sample: dataclasses.replace(sample, **fields) if index == number else sample
 
 
@@ -63,7 +63,7 @@ def _observe(rank: int, world_size: int, store: dist.Store, directory: Path) -> 
     return {name: _in_layout(rank, dist.PrefixStore(name, store), directory, name) for name in LAYOUTS}
 
 
-def _in_layout(rank: int, store: dist.Store, directory: Path, layout: str) -> dict[str, Any]:
+def _in_layout(rank: int, store: dist.Store, directory: Path, layout: str) -> dict[str, object]:
     seen: dict[str, Any] = {}
     for run in ("with", "without"):
         backend = make_backend(rank, 2, dist.PrefixStore(run, store), directory, LAYOUTS[layout], **LIMITS)
@@ -149,7 +149,7 @@ def test_a_bad_step_is_made_by_no_rank(seen: list[dict[str, dict[str, Any]]], la
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_as_if_a_bad_step_had_not_been_tried(
-    seen: list[dict[str, dict[str, Any]]], layout: str
+    seen: list[dict[str, dict[str, object]]], layout: str
 ) -> None:
     for rank in seen:
         assert rank[layout]["with"] == rank[layout]["without"]

@@ -82,7 +82,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -
 
 async def test_log_probs_do_not_tell_and_the_publication_says_so(pair: Pair) -> None:
     # covers: C8
-    options: dict[str, Any] = {"verify_weights": "canary", "tolerance": TOLERANCE}
+    options: dict[str, object] = {"verify_weights": "canary", "tolerance": TOLERANCE}
     async with publishing(pair.trainer, pair.fleet, pair.staged, **options) as published:
         assert not (await published.next()).canary_undecided, "there is no version before"
         publication = await published.next()

@@ -66,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[Case, Any]]
 
 
 @pytest.mark.parametrize("case", CASES, ids="/".join)
-def test_two_trainings_end_with_the_same_bits(runs: list[list[dict[Case, Any]]], case: Case) -> None:
+def test_two_trainings_end_with_the_same_bits(runs: list[list[dict[Case, object]]], case: Case) -> None:
     for one, other in zip(*([rank[case] for rank in run] for run in runs), strict=True):
         assert isinstance(one, Observed), one
         assert isinstance(other, Observed), other

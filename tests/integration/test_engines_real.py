@@ -115,7 +115,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
     assert left == []
 
 
-def _environment() -> dict[str, Any]:
+def _environment() -> dict[str, object]:
     root = str(Path(__file__).parents[2])
     return {"env_vars": {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}}
 
@@ -136,12 +136,12 @@ class Engine:
     http: Http
     api: SGLangServer
 
-    async def generate(self, tokens: int, ids: Sequence[int] = (5, 6, 7, 8), **fields: Any) -> dict[str, Any]:
+    async def generate(self, tokens: int, ids: Sequence[int] = (5, 6, 7, 8), **fields: object) -> dict[str, Any]:
         sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True, **fields}
         return await self.post("/generate", body)
 
-    async def post(self, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    async def post(self, path: str, body: dict[str, object], status: int = 200) -> Any:
         async with self.http.session.post(self.url + path, json=body) as response:
             assert response.status == status, await response.text()
             return await response.json() if "json" in response.content_type else await response.text()

@@ -167,7 +167,7 @@ def test_the_coefficient_follows_the_kl_of_the_step_before(seen: list[dict[Any, 
 
 
 @pytest.mark.parametrize("name", ["dp2", "tp2", "bf16", "moe"])
-def test_a_resumed_run_has_the_same_reference_and_coefficient(seen: list[dict[Any, Any]], name: str) -> None:
+def test_a_resumed_run_has_the_same_reference_and_coefficient(seen: list[dict[object, object]], name: str) -> None:
     """Bitwise, and the next step follows in its turn."""
     for rank in seen:
         assert rank[f"{name} of {name}", "scored"] == rank[name, "scored"]

@@ -28,7 +28,7 @@ def multiply(rank: int, world_size: int, store: dist.Store) -> list[tuple[list[s
                 products.append(name)
             return function(*args, **(kwargs or {}))
 
-    def observe() -> tuple[list[str], Any, Any]:
+    def observe() -> tuple[list[str], object, object]:
         draw = torch.Generator().manual_seed(0)
         weight = torch.randn(6, 4, generator=draw)
         input = torch.randn(1, 5, 4, generator=draw).transpose(0, 1).requires_grad_()

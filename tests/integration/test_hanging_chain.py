@@ -152,7 +152,7 @@ class Trainer(FakeTrainer):
 class InThread(InProcess):
     """SenderHandle of a half whose methods block."""
 
-    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    async def call(self, method: Callable[..., object], *arguments: object) -> Any:
         return await asyncio.to_thread(getattr(self._half, method.__name__), *arguments)
 
 

@@ -48,7 +48,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, sglang_imports: ForkServer) -
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_sglang_takes_the_command_of_each_node_and_the_kinds_of_memory(told: dict[str, Any]) -> None:
+def test_sglang_takes_the_command_of_each_node_and_the_kinds_of_memory(told: dict[str, object]) -> None:
     assert told["nodes"] == [[2, node, "127.0.0.1:7", 4] for node in range(2)]
     assert "--enable-memory-saver" in sglang_flags()
 

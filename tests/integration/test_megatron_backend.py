@@ -63,7 +63,7 @@ def _single_rank(
 
     from miles_async.backends.megatron.packing.pack import pack_batch
 
-    def backend(name: str, directory: Path = model, layout: Layout = ONE_RANK, **optimizer: Any) -> Any:
+    def backend(name: str, directory: Path = model, layout: Layout = ONE_RANK, **optimizer: object) -> Any:
         return make_backend(rank, world_size, dist.PrefixStore(name, store), directory, layout, **optimizer)
 
     seen: dict[str, Any] = {}
@@ -198,13 +198,13 @@ def _error(call: Any) -> Exception | None:
 
 
 # -------------------------------------------------------------------------------------------------- tests
-def test_learning_rate_warms_up_from_the_first_step_and_decays_to_the_minimum(seen: dict[str, Any]) -> None:
+def test_learning_rate_warms_up_from_the_first_step_and_decays_to_the_minimum(seen: dict[str, object]) -> None:
     warm_up = [0.25e-3, 0.5e-3, 0.75e-3, 1e-3]
     decay = [1e-3 - 0.9e-3 * step / 6 for step in range(1, 7)]
     assert seen["lr"] == pytest.approx([*warm_up, *decay, 1e-4])
 
 
-def test_settings_of_megatron_reach_its_configs(seen: dict[str, Any]) -> None:
+def test_settings_of_megatron_reach_its_configs(seen: dict[str, object]) -> None:
     assert seen["settings"] == {
         "tp_comm_overlap_rs": False,
         "fp16_lm_cross_entropy": True,
@@ -283,13 +283,13 @@ def test_an_advantage_per_token_is_what_one_per_sequence_stands_for(seen: dict[s
     assert seen["twice the advantage per token"]["loss"] == pytest.approx(2 * seen["without filler"]["loss"])
 
 
-def test_a_model_whose_logits_are_more_than_a_product_is_refused(seen: dict[str, Any]) -> None:
+def test_a_model_whose_logits_are_more_than_a_product_is_refused(seen: dict[str, object]) -> None:
     """Log-probs are computed from hidden states and the output layer's weight: they would be wrong silently."""
     assert isinstance(seen["capped logits"], ConfigurationError)
     assert "CappedLinear" in str(seen["capped logits"])
 
 
-def test_what_samples_begin_with_is_in_the_model_once(seen: dict[str, Any]) -> None:
+def test_what_samples_begin_with_is_in_the_model_once(seen: dict[str, object]) -> None:
     """That gradients stay the same is shown by test_megatron_layouts.py."""
     samples = [sample.tokens.tolist() for sample in toy_samples(8)]
     prefixes = {tuple(sample[:end]) for sample in samples for end in range(1, len(sample))}
@@ -298,14 +298,14 @@ def test_what_samples_begin_with_is_in_the_model_once(seen: dict[str, Any]) -> N
     assert seen["shared prefixes"] == (tokens, len(prefixes))
 
 
-def test_sharing_prefixes_with_positions_that_cannot_be_given_is_refused(seen: dict[str, Any]) -> None:
+def test_sharing_prefixes_with_positions_that_cannot_be_given_is_refused(seen: dict[str, object]) -> None:
     assert isinstance(seen["other positions"], ConfigurationError)
     assert "--share-prefixes: expected a model with a plain rotary embedding, found TwoRot" in str(
         seen["other positions"]
     )
 
 
-def test_shards_that_do_not_belong_together_stop_the_run(seen: dict[str, Any]) -> None:
+def test_shards_that_do_not_belong_together_stop_the_run(seen: dict[str, object]) -> None:
     assert isinstance(seen["wrong token count"], ContractViolation)
     assert "loss tokens" in str(seen["wrong token count"])
 
@@ -326,6 +326,6 @@ def test_a_step_whose_gradient_is_not_finite_is_never_made(seen: dict[str, Any])
         ("load other", "holds no trainer checkpoint"),
     ],
 )
-def test_checkpoint_directories_that_cannot_be_used(seen: dict[str, Any], what: str, message: str) -> None:
+def test_checkpoint_directories_that_cannot_be_used(seen: dict[str, object], what: str, message: str) -> None:
     assert isinstance(seen[what], CheckpointError)
     assert message in str(seen[what])

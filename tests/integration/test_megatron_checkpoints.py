@@ -135,7 +135,7 @@ def _observe_all(rank: int, world_size: int, store: dist.Store, root: Path) -> d
     Platform.named("cpu").prepare(0)
     from miles_async.backends.megatron.model import dtypes
 
-    def observe(store: dist.Store, case: Case) -> Any:
+    def observe(store: dist.Store, case: Case) -> object:
         if case[0] == "attempt":
             return _attempt(store, rank, world_size, case[1], root)
         kept = (*dtypes.KEPT_IN_FP32, *MODELS[case[1]].kept_in_fp32)
@@ -150,7 +150,7 @@ def _attempt(store: dist.Store, rank: int, world_size: int, name: str, root: Pat
     from miles_async.backends.megatron.norms import RMSNorm
 
     class WithBias(RMSNorm):
-        def __init__(self, config: Any, hidden_size: int, **kwargs: Any) -> None:
+        def __init__(self, config: object, hidden_size: int, **kwargs: object) -> None:
             super().__init__(config, hidden_size, **kwargs)
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size))
 
@@ -301,7 +301,7 @@ def test_bfloat16_training_is_close_to_float32(ranks: list[Observed], case: Case
 
 
 @pytest.mark.parametrize("name", [ROUTER, ROUTER_BIAS])
-def test_what_stays_in_fp32_is_not_rounded(seen: dict[Case, list[Any]], root: Path, name: str) -> None:
+def test_what_stays_in_fp32_is_not_rounded(seen: dict[Case, list[object]], root: Path, name: str) -> None:
     """Router biases are not trained, other parameters in fp32 are."""
     # covers: M15
     case = "ep2", "glm4-moe in bf16, router in fp32"
@@ -321,6 +321,6 @@ def test_files_that_are_not_the_model_s_are_refused_on_every_rank(seen: dict[Cas
 
 
 @pytest.mark.parametrize("attempt", [name for name, attempt in ATTEMPTS.items() if not attempt.refused])
-def test_models_are_loaded_exactly_in_spite_of(seen: dict[Case, list[Any]], attempt: str) -> None:
+def test_models_are_loaded_exactly_in_spite_of(seen: dict[Case, list[object]], attempt: str) -> None:
     for differences in seen["attempt", attempt]:
         assert differences == []

@@ -184,7 +184,7 @@ def test_bridge_still_cannot_number_experts(without: dict[str, Any]) -> None:
     assert "tensors of the checkpoint that the model has no place for: model.layers.0.mlp.experts" in without["experts"]
 
 
-def test_float16_module_still_rounds_parameters_that_stay_in_fp32(without: dict[str, Any]) -> None:
+def test_float16_module_still_rounds_parameters_that_stay_in_fp32(without: dict[str, object]) -> None:
     """dtypes.MixedPrecision."""
     assert without["MixedPrecision"] == ["model.layers.1.mlp.gate.e_score_correction_bias"]
 
@@ -199,12 +199,12 @@ def test_optimizer_still_cannot_be_saved_before_its_first_step(without: dict[str
     assert "AssertionError" in without["make_state"]
 
 
-def test_parameters_still_share_a_step_after_a_load(without: dict[str, Any]) -> None:
+def test_parameters_still_share_a_step_after_a_load(without: dict[str, object]) -> None:
     """optimizer.separate_steps."""
     assert without["separate_steps"] == 1
 
 
-def test_split_down_projections_still_lose_gradients(without: dict[str, Any], models: Path) -> None:
+def test_split_down_projections_still_lose_gradients(without: dict[str, object], models: Path) -> None:
     """LatentAttention of host/spec.py, at TP 2."""
     plain = PlainTrainer(models / "moonlight", lr=0.0).train([toy_samples(8)])
     assert without["LatentAttention"] != pytest.approx(plain["grad_norm"], rel=1e-4)
@@ -230,7 +230,7 @@ def _without_patches(rank: int, world_size: int, store: dist.Store, models: Path
 
     host.install(on_cpu=True)
 
-    def observe(store: dist.Store, case: Case) -> Any:
+    def observe(store: dist.Store, case: Case) -> object:
         return WITHOUT[case[1]](partial(make_backend, rank, world_size, store), models)
 
     return each_case([("without", name) for name in WITHOUT], store, observe)
@@ -305,7 +305,7 @@ def _uneven_gather(make: MakeBackend, models: Path) -> str:
     return str(caught.value)
 
 
-def _provider_fields(make: MakeBackend, models: Path) -> list[dict[str, Any]]:
+def _provider_fields(make: MakeBackend, models: Path) -> list[dict[str, object]]:
     from megatron.bridge import AutoBridge
 
     names = ("rotary_base", "perform_initialization", "q_lora_rank", "rope_type", "rotary_scaling_factor")
@@ -322,7 +322,7 @@ def _differences(backend: MegatronBackend, directory: Path) -> list[str]:
     return differences
 
 
-WITHOUT: dict[str, Callable[[MakeBackend, Path], Any]] = {
+WITHOUT: dict[str, Callable[[MakeBackend, Path], object]] = {
     "splits": _splits,  # fixes of the bridge cannot be taken back: their absence comes first
     "experts": _experts,
     "MixedPrecision": _mixed_precision,

@@ -243,7 +243,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_a_checkpoint_goes_on_in_another_layout(seen: dict[Any, list[Any]], case: tuple[str, str, str]) -> None:
+def test_a_checkpoint_goes_on_in_another_layout(seen: dict[object, list[object]], case: tuple[str, str, str]) -> None:
     # covers: C9
     source, _, model = case
     saved = seen[source, model][0]

@@ -6,7 +6,6 @@ import ctypes
 import gc
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -58,7 +57,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def request(directory: Path, world_size: int = 1, *, bf16: bool = False, **model: Any) -> StageRequest:
+def request(directory: Path, world_size: int = 1, *, bf16: bool = False, **model: object) -> StageRequest:
     return StageRequest(
         directory=directory,
         model=ModelArguments(bf16=bf16, **model),

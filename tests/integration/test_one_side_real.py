@@ -60,7 +60,7 @@ def trained(
     """Number of ranks → the steps of a trainer alone."""
 
     @functools.cache
-    def by(ranks: int) -> list[dict[str, Any]]:
+    def by(ranks: int) -> list[dict[str, object]]:
         flags = (*FLAGS, "--actor-num-gpus-per-node", str(ranks), "--load-debug-rollout-data", dumps)
         with real_run(tmp_path_factory.mktemp("trainer") / "run", *flags, command=imported_reverse) as run:
             steps = finished(run)
@@ -78,7 +78,7 @@ def test_a_trainer_alone_trains_on_what_rollouts_alone_left(trained: Callable[[i
 
 
 @pytest.mark.long
-def test_one_rank_trains_alone_what_two_do(trained: Callable[[int], list[dict[str, Any]]]) -> None:
+def test_one_rank_trains_alone_what_two_do(trained: Callable[[int], list[dict[str, object]]]) -> None:
     for one, two in zip(trained(1), trained(2), strict=True):
         for name in ("reward/mean", "train/loss", "train/grad_norm", "train/logprob_diff_mean"):
             assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6), name

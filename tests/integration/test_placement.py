@@ -45,7 +45,7 @@ def node_ids(cluster: Cluster) -> list[str]:
     return [node.node_id for node in cluster.list_all_nodes()]
 
 
-def arguments(**cluster: Any) -> Arguments:
+def arguments(**cluster: object) -> Arguments:
     return Arguments(
         cluster=ClusterArguments(ray_address="auto", **cluster), engines=EnginesArguments(engine_start_timeout=3.0)
     )

@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -77,7 +76,7 @@ class Cluster:
     held_at_first: tuple[int, list[int]] = (0, [])
     waiting: list[asyncio.Future[web.Response]] = field(default_factory=list)  # for servers that others spoke for
 
-    def publishing(self, **options: Any) -> AbstractAsyncContextManager[Publishing]:
+    def publishing(self, **options: object) -> AbstractAsyncContextManager[Publishing]:
         limits = {"publication_timeout": PUBLICATION_SECONDS, "engines_timeout": 3.0}
         return publishing(
             self.trainer, self.stack.fleet, self.staged, **({"verify_weights": "canary"} | limits | options)
@@ -333,7 +332,7 @@ async def test_an_engine_that_fails_in_the_middle_of_the_weights_is_restarted_an
     engine, plain, failed = cluster.engines["engine-0"], DistributedSender._on_device, []
     sharing: list[bool] = []
 
-    def load(sender: DistributedSender, version: int, index: int) -> Any:
+    def load(sender: DistributedSender, version: int, index: int) -> object:
         if index == MIDDLE:
             sharing.append(all(map(shares_memory, cluster.engines.values())))
         if index == MIDDLE and armed and not failed:

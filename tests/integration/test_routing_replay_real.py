@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -103,7 +102,7 @@ def plain_choices(model: Path, samples: Sequence[Sample]) -> list[np.ndarray]:
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    chosen: list[Any] = []
+    chosen: list[object] = []
     for layer in plain.model.layers:
         layer.mlp.gate.register_forward_hook(lambda *called: chosen.append(called[2][2].sort(-1).values))
     result = []

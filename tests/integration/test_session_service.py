@@ -8,7 +8,6 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import openai
 import psutil
@@ -32,7 +31,7 @@ ANSWER = [14, 13, 2]  # "21" and <eos>
 
 
 @asynccontextmanager
-async def service_of(model: ScriptedModel, log_dir: Path, **options: Any) -> AsyncIterator[SessionService]:
+async def service_of(model: ScriptedModel, log_dir: Path, **options: object) -> AsyncIterator[SessionService]:
     settings = ServerSettings(
         hf_checkpoint=str(MODEL), host="127.0.0.1", session_timeout=60.0, tool_call_parser=None, reasoning_parser=None
     )

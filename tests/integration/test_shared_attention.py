@@ -46,7 +46,7 @@ def attend(share: bool, **settings: Any) -> tuple[int, Tensor, Tensor]:
     return packed.tokens.numel(), output, torch.cat(gradients)
 
 
-SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window_size": (2, 0)}, "softcap": {"softcap": 2.0}}
+SETTINGS: dict[str, dict[str, object]] = {"plain": {}, "window": {"window_size": (2, 0)}, "softcap": {"softcap": 2.0}}
 
 
 def attend_both_ways(rank: int, world_size: int, store: dist.Store) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def attend_both_ways(rank: int, world_size: int, store: dist.Store) -> dict[str,
     }
 
 
-def _portable(value: int | Tensor) -> Any:
+def _portable(value: int | Tensor) -> object:
     return value.detach().numpy() if isinstance(value, Tensor) else value
 
 

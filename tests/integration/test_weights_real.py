@@ -92,7 +92,7 @@ class Server:
     staged: Path
     processes: list[psutil.Process]
 
-    def publishing(self, **options: Any) -> AbstractAsyncContextManager[Publishing]:
+    def publishing(self, **options: object) -> AbstractAsyncContextManager[Publishing]:
         return publishing(self.trainer, self.fleet, self.staged, **options)
 
     async def is_generating(self) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 VOCAB = 64
 
-_DENSE: dict[str, Any] = {
+_DENSE: dict[str, object] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -70,7 +69,7 @@ _LATENT = {
     "v_head_dim": 24,
 }
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", _DENSE | {"rope_parameters": _LLAMA3_ROPE, "max_position_embeddings": 16384}),
     # Not megatron's default rotary base: the bridge misses what transformers 5 writes.
     "qwen2": ("Qwen2", _DENSE | {"rope_theta": 1e6}),
@@ -125,7 +124,7 @@ def model_type(family: str) -> str:
     return MODEL_TYPES.get(family, family.replace("-", "_"))
 
 
-def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "float32", **config: Any) -> Path:
+def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "float32", **config: object) -> Path:
     """A model of ``FAMILIES``, its parameters and router biases shaken so that no two of them are alike.
 
     Router biases are in fp32 whatever ``dtype``, as in published checkpoints.
@@ -182,7 +181,7 @@ def save_with_ahead_layers(family: str, directory: Path, *, count: int = 1) -> t
     return own, deep
 
 
-def save_tiny_qwen3(directory: Path, *, tied: bool, seed: int = 0, **config: Any) -> Path:
+def save_tiny_qwen3(directory: Path, *, tied: bool, seed: int = 0, **config: object) -> Path:
     return save_tiny("qwen3-tied" if tied else "qwen3", directory, seed=seed, **({"rope_theta": 1e4} | config))
 
 

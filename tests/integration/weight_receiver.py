@@ -6,7 +6,6 @@ import datetime
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +22,7 @@ def import_all() -> None:
 
 def receive(
     address: str, port: int, group_name: str, rank: int, world_size: int, buckets: tuple[tuple[TensorMeta, ...], ...]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Runs in a process of its own. Name → numpy array of everything broadcast."""
     import torch
 
@@ -42,7 +41,7 @@ def receive(
     return received
 
 
-def stream_manager(groups: dict[str, Any], load: Load) -> Any:
+def stream_manager(groups: dict[str, object], load: Load) -> object:
     """SGLang's SchedulerWeightUpdaterManager, as far as a stream (``weight_stream.py``) needs it."""
     runner = SimpleNamespace(
         weight_updater=SimpleNamespace(
@@ -62,7 +61,7 @@ def init_custom_process_group(
     rank: int,
     world_size: int,
     timeout: datetime.timedelta = datetime.timedelta(seconds=120),
-) -> Any:
+) -> object:
     """sglang.srt.utils.common.init_custom_process_group (0.5.23), for one backend."""
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 

@@ -19,7 +19,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 NUMBERS = {int: st.integers(-(2**63), 2**63 - 1), float: st.floats(allow_nan=False, allow_infinity=False)}
 
 
-def values_of(specification: FlagSpecification) -> st.SearchStrategy[Any]:
+def values_of(specification: FlagSpecification) -> st.SearchStrategy[object]:
     if specification.choices:
         values: st.SearchStrategy[Any] = st.sampled_from(specification.choices)
     elif specification.kind is bool:
@@ -43,7 +43,7 @@ PASSED = st.dictionaries(
 
 
 @given(ARGUMENTS, PASSED)
-def test_printed_config_reads_back_equal(values: dict[str, Any], passed: dict[str, tuple[str, ...]]):
+def test_printed_config_reads_back_equal(values: dict[str, object], passed: dict[str, tuple[str, ...]]):
     arguments = assemble(values, passed)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "run.toml"
@@ -51,7 +51,7 @@ def test_printed_config_reads_back_equal(values: dict[str, Any], passed: dict[st
         assert parse_arguments(["--config", str(path)]).arguments == arguments
 
 
-def as_words(specification: FlagSpecification, value: Any) -> list[str]:
+def as_words(specification: FlagSpecification, value: object) -> list[str]:
     if specification.kind is bool and value is None:  # neither was said
         return []
     if specification.kind is bool:
@@ -60,7 +60,7 @@ def as_words(specification: FlagSpecification, value: Any) -> list[str]:
 
 
 @given(ARGUMENTS, PASSED)
-def test_command_line_reads_back_equal(values: dict[str, Any], passed: dict[str, tuple[str, ...]]):
+def test_command_line_reads_back_equal(values: dict[str, object], passed: dict[str, tuple[str, ...]]):
     specifications = flag_specifications()
     values = {name: value for name, value in values.items() if not specifications[name].many}
     words = [word for name, value in values.items() for word in as_words(specifications[name], value)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,8 +33,8 @@ faults = st.builds(
 def test_whatever_is_lost_every_rank_takes_every_step_once(faults: Faults, ranks: int, seed: int) -> None:
     trainer, actors = lossy_ranks(ranks, faults, random.Random(seed))
 
-    async def steps() -> list[Any]:
-        answers: list[Any] = []
+    async def steps() -> list[object]:
+        answers: list[object] = []
         for step in range(STEPS):
             answers.append(await trainer.train([f"shard {step}"] * ranks))
             await trainer.save(Path(str(step)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from base64 import b64decode, b64encode
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from miles_async.engines.sglang.answers import MEDIA_TYPE, pack, read_answer
 from miles_async.errors import TransientEngineError
 from miles_async.types import Generation, Int32
+from tests.json_dict import JsonDict
 
 JSON = "application/json"
 URL = "http://engine"
@@ -26,7 +26,7 @@ logprobs = st.floats(-(2.0**100), 0.0, width=32) | st.floats(-(2.0**100), 0.0)
 
 
 @st.composite
-def replies(draw: st.DrawFn) -> dict[str, Any]:
+def replies(draw: st.DrawFn) -> JsonDict:
     """An answer as SGLang has it before it is written."""
     tokens = draw(st.lists(st.tuples(token_ids, logprobs), max_size=40))
     experts = draw(st.none() | st.lists(st.integers(-1, 400), max_size=20) | st.lists(st.integers(0, 255)))
@@ -51,19 +51,19 @@ def versions(spans: object, label: object, tokens: int) -> Int32:
     return np.full(tokens, zlib.crc32(repr((spans, label)).encode()) >> 1, np.int32)
 
 
-def both_forms(reply: dict[str, Any]) -> list[tuple[bytes, str]]:
+def both_forms(reply: JsonDict) -> list[tuple[bytes, str]]:
     packed = pack(reply)
     assert packed is not None
     return [(json.dumps(reply).encode(), JSON), (packed, MEDIA_TYPE)]
 
 
-def contents(answer: Generation) -> dict[str, Any]:
+def contents(answer: Generation) -> JsonDict:
     fields = msgspec.structs.asdict(answer)
     return {name: (v.dtype.str, v.tobytes()) if isinstance(v, np.ndarray) else v for name, v in fields.items()}
 
 
 @given(replies())
-def test_both_forms_are_the_same_to_the_last_bit(reply: dict[str, Any]) -> None:
+def test_both_forms_are_the_same_to_the_last_bit(reply: JsonDict) -> None:
     plain, packed = (contents(read_answer(*form, URL, versions)) for form in both_forms(reply))
     assert packed == plain
     expected = np.array([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]], np.float32)
@@ -72,14 +72,14 @@ def test_both_forms_are_the_same_to_the_last_bit(reply: dict[str, Any]) -> None:
 
 
 @given(replies(), st.text())
-def test_a_packed_text_is_read_as_it_is(reply: dict[str, Any], text: str) -> None:
+def test_a_packed_text_is_read_as_it_is(reply: JsonDict, text: str) -> None:
     packed = pack(reply, text)
     assert packed is not None
     assert read_answer(packed, MEDIA_TYPE, URL, versions).text == text
 
 
 @given(replies())
-def test_experts_come_in_as_few_bytes_as_hold_them(reply: dict[str, Any]) -> None:  # covers: M19
+def test_experts_come_in_as_few_bytes_as_hold_them(reply: JsonDict) -> None:  # covers: M19
     encoded = reply["meta_info"].get("routed_experts")
     for body, content_type in both_forms(reply):
         found = read_answer(body, content_type, URL, versions).routed_experts
@@ -93,7 +93,7 @@ def test_experts_come_in_as_few_bytes_as_hold_them(reply: dict[str, Any]) -> Non
 
 
 @given(replies(), st.data())
-def test_an_answer_that_is_cut_anywhere_is_an_error(reply: dict[str, Any], data: st.DataObject) -> None:
+def test_an_answer_that_is_cut_anywhere_is_an_error(reply: JsonDict, data: st.DataObject) -> None:
     for body, content_type in both_forms(reply):
         end = data.draw(st.integers(0, len(body) - 1))
         with pytest.raises(TransientEngineError, match="cut or malformed answer of http://engine"):
@@ -101,7 +101,7 @@ def test_an_answer_that_is_cut_anywhere_is_an_error(reply: dict[str, Any], data:
 
 
 @given(replies().filter(lambda reply: reply["output_ids"]), st.sampled_from([None, float("nan"), float("-inf")]))
-def test_a_log_prob_that_is_not_finite_is_an_error(reply: dict[str, Any], broken: float | None) -> None:
+def test_a_log_prob_that_is_not_finite_is_an_error(reply: JsonDict, broken: float | None) -> None:
     entries = reply["meta_info"]["output_token_logprobs"]
     entries[-1] = (broken, *entries[-1][1:])
     (plain, packed) = both_forms(reply)
@@ -113,7 +113,7 @@ def test_a_log_prob_that_is_not_finite_is_an_error(reply: dict[str, Any], broken
 
 
 @given(replies().filter(lambda reply: reply["output_ids"]), st.sampled_from(["fewer", "more", "other"]))
-def test_log_probs_of_other_tokens_are_an_error_and_never_packed(reply: dict[str, Any], how: str) -> None:
+def test_log_probs_of_other_tokens_are_an_error_and_never_packed(reply: JsonDict, how: str) -> None:
     entries = reply["meta_info"]["output_token_logprobs"]
     match how:
         case "fewer":
@@ -128,7 +128,7 @@ def test_log_probs_of_other_tokens_are_an_error_and_never_packed(reply: dict[str
 
 
 @given(replies().filter(lambda reply: reply["output_ids"]), st.sampled_from(["output_ids", "output_logprobs"]))
-def test_packed_arrays_of_another_length_are_an_error(reply: dict[str, Any], name: str) -> None:
+def test_packed_arrays_of_another_length_are_an_error(reply: JsonDict, name: str) -> None:
     packed = msgspec.msgpack.decode(pack(reply) or b"")
     for cut, message in ((4, "expected one log-prob for each of"), (1, "cut or malformed")):
         body = msgspec.msgpack.encode(packed | {name: packed[name][:-cut]})
@@ -137,7 +137,7 @@ def test_packed_arrays_of_another_length_are_an_error(reply: dict[str, Any], nam
 
 
 @given(replies())
-def test_an_unknown_finish_reason_is_an_error(reply: dict[str, Any]) -> None:
+def test_an_unknown_finish_reason_is_an_error(reply: JsonDict) -> None:
     reply["meta_info"]["finish_reason"] = {"type": "tired"}
     for body, content_type in both_forms(reply):
         with pytest.raises(TransientEngineError, match="finish reason"):
@@ -145,5 +145,5 @@ def test_an_unknown_finish_reason_is_an_error(reply: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("content", [[], {"error": "no"}, {"output_ids": [], "meta_info": {"id": "a"}}])
-def test_bodies_other_than_one_answer_with_log_probs_stay_as_they_are(content: Any) -> None:
+def test_bodies_other_than_one_answer_with_log_probs_stay_as_they_are(content: object) -> None:
     assert pack(content) is None

@@ -19,7 +19,7 @@ from miles_async.errors import TrajectoryError
 from miles_async.trajectory.messages import canonical
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.tree import Trajectory, Turn, _Request
-from miles_async.types import NO_VERSION, Branch
+from miles_async.types import NO_VERSION, Branch, JsonObject, Sample
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.episodes import Episode, anything, canonical_answers, follow_ups, questions
 
@@ -27,7 +27,7 @@ STYLES = ("qwen3", "llama3", "glm")
 each_style = pytest.mark.parametrize("style", STYLES)
 
 
-def rounds(answers: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+def rounds(answers: st.SearchStrategy[object]) -> st.SearchStrategy[list[Any]]:
     return st.lists(st.tuples(follow_ups(), answers), max_size=4)
 
 
@@ -39,7 +39,7 @@ options = st.sampled_from([{}, {"enable_thinking": False}])
 @settings(max_examples=30)
 @given(data=st.data(), tools=tools, options=options)
 def test_sampled_tokens_stay_and_the_rest_is_what_the_template_writes(
-    style: str, data: st.DataObject, tools: Any, options: Any
+    style: str, data: st.DataObject, tools: Sequence[JsonObject], options: JsonObject
 ) -> None:
     """Whatever the model samples, however it ends: each sampled token is there, once, with its log-prob and version;
     all others are the template's text of the same conversation with something else said in each turn.
@@ -68,7 +68,7 @@ def test_sampled_tokens_stay_and_the_rest_is_what_the_template_writes(
     assert as_text(episode, sample) == reference_text(episode, int(turns[-1].sampled.output_ids[-1]))
 
 
-def as_text(episode: Episode, sample: Any) -> str:
+def as_text(episode: Episode, sample: Sample) -> str:
     """The tokens of a sample as text, with § for what was sampled; a stop token that ends a turn is shown."""
     edges = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))
     text, position = "", 0
@@ -102,7 +102,7 @@ def without_think_blocks(text: str) -> str:
 @settings(max_examples=30)
 @given(data=st.data(), tools=tools)
 def test_a_model_that_writes_as_the_template_does_gives_the_templates_own_tokens(
-    style: str, data: st.DataObject, tools: Any
+    style: str, data: st.DataObject, tools: Sequence[JsonObject]
 ) -> None:
     """Then tokens in, tokens out is the same as rendering and tokenizing the whole conversation."""
     episode = Episode(style, tools)
@@ -179,11 +179,11 @@ def assert_experts_of_first_readers(branch: Branch, turns: list[Turn]) -> None:
 @settings(max_examples=30)
 @given(data=st.data(), tools=tools, options=options)
 def test_a_history_as_the_template_writes_it_is_what_it_makes_of_the_replies(
-    style: str, data: st.DataObject, tools: Any, options: Any
+    style: str, data: st.DataObject, tools: Sequence[JsonObject], options: JsonObject
 ) -> None:
     """Whatever the model samples, and though the agent forgets the reasoning; each sampled token carries loss once."""
     episode = Episode(style, tools, options, as_template_writes=True)
-    replies: list[dict[str, Any]] = []
+    replies: list[JsonObject] = []
     rounds_of = [(data.draw(questions()), data.draw(anything())), *data.draw(rounds(anything()))]
     for appended, say in rounds_of:
         turn = episode.turn(appended, say)
@@ -204,7 +204,7 @@ def test_a_history_as_the_template_writes_it_is_what_it_makes_of_the_replies(
 
 
 # -------------------------------------------------------------------------------------- what is remembered of requests
-def context_of(trajectory: Trajectory, episode: Episode, messages: Sequence[Any]) -> Any:
+def context_of(trajectory: Trajectory, episode: Episode, messages: Sequence[JsonObject]) -> object:
     """What a trajectory makes of a request; None if it refuses it."""
     try:
         context = trajectory.extend(messages, episode.tools, episode.options)
@@ -215,7 +215,7 @@ def context_of(trajectory: Trajectory, episode: Episode, messages: Sequence[Any]
     return context.parent, context.kept, context.text, context.prompt_length, ids
 
 
-def edited(data: st.DataObject, episode: Episode) -> list[dict[str, Any]]:
+def edited(data: st.DataObject, episode: Episode) -> list[JsonObject]:
     """A history as an agent might send it: mostly what it was, or changed by one character, cut, or an earlier one."""
     history = json.loads(json.dumps(episode.messages))  # other objects each time, as a server reads them
     kind = data.draw(st.sampled_from(["kept"] * 8 + ["character", "left out", "cut", "earlier"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 from miles_async.arguments import EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
 from miles_async.simulation.distributions import Fixed, LogNormal
@@ -30,7 +29,7 @@ BASE = SimulationSettings(
 )
 
 
-def settings(**changes: Any) -> SimulationSettings:
+def settings(**changes: object) -> SimulationSettings:
     """BASE with changes; ``steps``, ``bound``, ``mode`` and ``batch`` are short for flags."""
     base = BASE
     if "bound" in changes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ class Ending:
     simulation: Simulation | None = None
     error: BaseException | None = None
     iterations: int = 0
-    left_over: list[Any] = field(default_factory=list)
+    left_over: list[object] = field(default_factory=list)
 
     def live(self) -> int:
         assert self.simulation is not None
@@ -47,7 +46,7 @@ def interrupted(chosen: SimulationSettings, iteration: int | None, *, error: Exc
         assert task is not None
         simulation = ending.simulation = Simulation(chosen)
 
-        async def fail(shards: Any) -> None:
+        async def fail(shards: object) -> None:
             assert error is not None
             raise error
 

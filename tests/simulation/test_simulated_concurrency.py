@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from statistics import fmean
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ ROLLOUT = RolloutArguments(
 )
 
 
-def scenario(*, adaptive: bool, cap: int = 8 * SLOTS, kv_target: float = 0.9, **changes: Any) -> SimulationSettings:
+def scenario(*, adaptive: bool, cap: int = 8 * SLOTS, kv_target: float = 0.9, **changes: object) -> SimulationSettings:
     """Generation is what takes time, and its requests go to the less loaded engine."""
     rollout = replace(
         ROLLOUT,

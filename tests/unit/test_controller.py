@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from miles_async.arguments import (
 from miles_async.arguments.optimizer import BadStepAction
 from miles_async.controller import Controller, Position
 from miles_async.errors import ContractViolation, EngineError, PublicationError, TrainerError, first_error
-from miles_async.types import FleetMembers
+from miles_async.types import FleetMembers, Publication
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
@@ -48,7 +49,7 @@ class NoCheckpoints:
 
 class Records:
     def __init__(self) -> None:
-        self.steps: list[tuple[int, dict[str, Any], Any]] = []
+        self.steps: list[tuple[int, dict[str, float], Mapping[int, int]]] = []
         self.publications: list[int] = []
         self.evaluations: list[int] = []
         self.checkpoints: list[tuple[int, dict[str, float]]] = []
@@ -56,7 +57,7 @@ class Records:
     def step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None:
         self.steps.append((step, dict(metrics), ages))
 
-    def publication(self, record: Any) -> None:
+    def publication(self, record: Publication) -> None:
         self.publications.append(record.version)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -73,19 +74,19 @@ class BadTrainer(FakeTrainer):
         super().__init__(events, buckets=1)
         self.bad = bad
 
-    async def train(self, shards: Any) -> Mapping[str, float]:
+    async def train(self, shards: object) -> Mapping[str, float]:
         made = await super().train(shards)
         step = self.events.count("train") - 1
         return {**made, "bad_steps/grad_norm": 1.0, "bad_grad_norm": 7.0} if step in self.bad else made
 
 
 class Bench(msgspec.Struct):
-    events: Any
-    rollout: Any
-    trainer: Any
-    fleet: Any
-    records: Any
-    controller: Any
+    events: list[str]
+    rollout: FakeRollout
+    trainer: FakeTrainer
+    fleet: FakeFleet
+    records: Records
+    controller: Controller
 
 
 def bench(
@@ -102,7 +103,7 @@ def bench(
     resume: Position | None = None,
     bad: AbstractSet[int] = frozenset(),
     bad_steps: BadStepAction = "stop",
-    tmp: Any = None,
+    tmp: Path | None = None,
 ) -> Bench:
     events: list[str] = []
     rollout, trainer, records = FakeRollout(events, age=age), BadTrainer(events, bad), Records()
@@ -194,7 +195,7 @@ async def test_training_goes_on_while_weights_are_staged_and_sent_but_not_two_ve
             await gate.wait()
         return await stage(version)
 
-    async def slow_engines(engines: Any, names: Any, version: int, flush_cache: bool) -> Any:
+    async def slow_engines(engines: object, names: object, version: int, flush_cache: bool) -> Any:
         if version == 1:
             await gate.wait()
         return await receive(engines, names, version, flush_cache)
@@ -241,7 +242,7 @@ async def test_a_delivery_that_fails_stops_the_run_although_the_trainer_was_ahea
     async def nobody() -> FleetMembers:
         return FleetMembers(serving=(), joining=(), starting=(), ranks={})
 
-    async def train_once(shards: Any) -> Mapping[str, float]:
+    async def train_once(shards: object) -> Mapping[str, float]:
         b.fleet.members = nobody
         return {"loss": 0.0}
 
@@ -396,7 +397,7 @@ async def test_batch_cut_for_another_version_stops_the_run() -> None:
 async def test_log_probs_are_compared_only_where_the_trainer_has_published_its_weights() -> None:
     b = bench(steps=4, interval=2)
 
-    async def train(shards: Any) -> Mapping[str, float]:
+    async def train(shards: object) -> Mapping[str, float]:
         return {"loss": 0.0, "logprob_diff_max": 0.5, "logprob_diff_tokens": 8.0}
 
     b.trainer.train = train
@@ -417,7 +418,7 @@ async def test_rollout_failure_stops_the_trainer_and_is_the_error_that_surfaces(
 async def test_trainer_failure_stops_the_rollout_side() -> None:
     b = bench()
 
-    async def die(shards: Any) -> Mapping[str, float]:
+    async def die(shards: object) -> Mapping[str, float]:
         raise TrainerError("rank 1 died")
 
     b.trainer.train = die

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,19 +23,19 @@ PAGES = Path(__file__).parents[2] / "docs" / "extending"
 FILE = re.compile(r"```python\n# (?P<name>\w+)\.py\n(?P<source>.*?)```", re.DOTALL)
 FLAG = re.compile(r"^    (?:.*\s)?(?P<flag>--[\w-]+) (?P<hook>\w+:\w+)", re.MULTILINE)
 
-CHOOSE: dict[str, Callable[[AlgorithmArguments], Any]] = {
+CHOOSE: dict[str, Callable[[AlgorithmArguments], object]] = {
     "--policy-loss": policy_loss,
     "--advantage-estimator": advantage_estimator,
     "--token-advantages": token_advantages,
 }
 
 
-def choose(hook: str, flag: str) -> Any:
+def choose(hook: str, flag: str) -> object:
     """Load an algorithm's flag as the registry does."""
     return CHOOSE[flag](AlgorithmArguments(**{flag.removeprefix("--").replace("-", "_"): hook}))
 
 
-LOADS: dict[str, Callable[[str, str], Any]] = {
+LOADS: dict[str, Callable[[str, str], object]] = {
     "--custom-rm-path": lambda hook, flag: load_object(hook, Reward, flag),
     "--group-filter-path": lambda hook, flag: load_object(hook, GroupFilter, flag),
     "--environment-path": lambda hook, flag: load_factory(hook, MakeEnvironment, Environment, flag),
@@ -104,7 +103,7 @@ def test_the_hook_of_a_command_is_one(written: Callable[[Path], None], page: Pat
     LOADS[flag](hook, flag)
 
 
-def parameters(function: Callable[..., Any]) -> list[str]:
+def parameters(function: Callable[..., object]) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 
@@ -58,7 +57,7 @@ def test_real_and_fake_have_the_methods_of_the_protocol(protocol: type, real: ty
 async def real_fleet(num_engines: int) -> AsyncIterator[Fleet]:
     """The real fleet and its HTTP calls; only the servers and the router process are fakes."""
     registry, http = EngineRegistry(), Http()
-    router: Any = FakeRouter(registry)
+    router = FakeRouter(registry)
     group = EngineGroup(engines=num_engines, launch=lambda index, _: FakeServer(FakeEngine()))
     supervisor = EngineSupervisor(registry, router, SGLangServer(http), [group])
     await router.start()
@@ -75,7 +74,9 @@ async def fake_fleet(num_engines: int) -> AsyncIterator[FakeFleet]:
     yield FakeFleet([], joining=[f"engine-{index}" for index in range(num_engines)])
 
 
-async def receive_buckets(fleet: Any, engines: Any, version: int, flush_cache: bool) -> list[EngineErrors]:
+async def receive_buckets(
+    fleet: Fleet, engines: Sequence[Incarnation], version: int, flush_cache: bool
+) -> list[EngineErrors]:
     bucket = (TensorMeta("w", "float32", (2,)),)
     return [
         await fleet.call(engines, InferenceServer.begin_update),
@@ -84,7 +85,9 @@ async def receive_buckets(fleet: Any, engines: Any, version: int, flush_cache: b
     ]
 
 
-async def receive_stream(fleet: Any, engines: Any, version: int, flush_cache: bool) -> list[EngineErrors]:
+async def receive_stream(
+    fleet: Fleet, engines: Sequence[Incarnation], version: int, flush_cache: bool
+) -> list[EngineErrors]:
     errors = await fleet.call(engines, InferenceServer.receive_stream, [f"group-{version}"], version, flush_cache)
     await fleet.stream_sent(engines, broken=False)
     return [errors]
@@ -93,7 +96,9 @@ async def receive_stream(fleet: Any, engines: Any, version: int, flush_cache: bo
 @pytest.mark.parametrize("make", [real_fleet, fake_fleet])
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 @pytest.mark.parametrize("bucketwise", [False, True])
-async def test_a_publication_looks_the_same_from_outside(make: Any, mode: str, bucketwise: bool) -> None:
+async def test_a_publication_looks_the_same_from_outside(
+    make: Callable[[int], AbstractAsyncContextManager[Fleet | FakeFleet]], mode: str, bucketwise: bool
+) -> None:
     async with make(2) as fleet:
         engines = (await fleet.members()).joining
         assert engines == (Incarnation("engine-0", 0), Incarnation("engine-1", 0))

@@ -29,7 +29,7 @@ class Errors:
     wrong: int | None = None
     reached: set[int] = field(default_factory=set)  # expressions that had a value which the factor changes
 
-    def pass_on(self, number: int, value: Any) -> Any:
+    def pass_on(self, number: int, value: Any) -> object:
         is_real = isinstance(value, float) or (isinstance(value, torch.Tensor) and value.is_floating_point())
         if not is_real:
             return value
@@ -67,7 +67,7 @@ def instrumented(module: ModuleType, *, metrics: bool = False) -> Iterator[Error
     """
     errors, source = Errors(), inspect.getsource(module)
     tree = _Wrap(source, errors, metrics=metrics).visit(ast.parse(source))
-    namespace: dict[str, Any] = {"__name__": module.__name__}
+    namespace: dict[str, object] = {"__name__": module.__name__}
     exec(compile(ast.fix_missing_locations(tree), module.__file__ or "", "exec"), namespace)
     changed, originals = dict(_functions(namespace, module)), dict(_functions(vars(module), module))
     kept = {name: function.__code__ for name, function in originals.items()}
@@ -82,7 +82,7 @@ def instrumented(module: ModuleType, *, metrics: bool = False) -> Iterator[Error
         delattr(module, WRAPPER)
 
 
-def _functions(namespace: Mapping[str, Any], module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
+def _functions(namespace: Mapping[str, object], module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
     for value in list(namespace.values()):
         if getattr(value, "__module__", None) != module.__name__:
             continue

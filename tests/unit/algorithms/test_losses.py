@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 from tests.fakes.token_batches import token_batch
 
 
-def loss_of(batch: TokenBatch, logprobs: Tensor, **flags: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+def loss_of(batch: TokenBatch, logprobs: Tensor, **flags: object) -> tuple[Tensor, Mapping[str, Tensor]]:
     objective = make_objective(AlgorithmArguments(**flags))
     entropy = torch.full_like(logprobs, 0.5) if "entropy" in objective.needs else None
     if objective.old_policy == "rollout":

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import doctest
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,12 +40,12 @@ MAKERS = {
 }
 
 
-def with_flags(**flags: Any) -> AlgorithmArguments:
+def with_flags(**flags: object) -> AlgorithmArguments:
     return AlgorithmArguments(use_tis=True, use_kl_loss=True, **flags)
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Put code into the module ``own_algorithms``."""
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -90,7 +89,9 @@ def examples() -> Mapping[str, str]:
         ("Aggregation", "loss_aggregation", "mean_over_tokens"),
     ],
 )
-def test_the_example_of_each_protocol_can_be_trained_with(own: Any, protocol: str, flag: str, attribute: str) -> None:
+def test_the_example_of_each_protocol_can_be_trained_with(
+    own: Callable[[str], None], protocol: str, flag: str, attribute: str
+) -> None:
     own(f"import numpy as np\nimport torch\n\n{examples()[protocol]}")
     arguments = with_flags(kl_loss_coef=0.1, **{flag: f"own_algorithms:{attribute}"})
     registry.check_own(arguments)
@@ -112,7 +113,7 @@ def test_the_example_of_each_protocol_can_be_trained_with(own: Any, protocol: st
     assert sums.count == 2
 
 
-def test_a_loss_of_users_sees_no_more_than_it_asked_for(own: Any) -> None:
+def test_a_loss_of_users_sees_no_more_than_it_asked_for(own: Callable[[str], None]) -> None:
     own(
         "class Greedy:\n    needs = ()\n    def __init__(self, arguments): ...\n"
         "    def __call__(self, logprobs, batch): return -logprobs * batch.ref_logprobs, {}\n"
@@ -148,7 +149,7 @@ def test_a_loss_of_users_sees_no_more_than_it_asked_for(own: Any) -> None:
         ),
     ],
 )
-def test_unusable_parts_are_refused_at_the_start(own: Any, body: str, message: str) -> None:
+def test_unusable_parts_are_refused_at_the_start(own: Callable[[str], None], body: str, message: str) -> None:
     own(body)
     with pytest.raises(ConfigurationError, match=f"--policy-loss own_algorithms:Own.*{message}"):
         registry.check_own(AlgorithmArguments(policy_loss="own_algorithms:Own"))
@@ -158,7 +159,7 @@ def test_unusable_parts_are_refused_at_the_start(own: Any, body: str, message: s
     ("flag", "returned"),
     [("policy_loss", "logprobs.sum(), {}"), ("tis_mode", "batch.rewards, {}"), ("token_advantages", "batch.rewards")],
 )
-def test_one_number_for_all_tokens_is_an_error(own: Any, flag: str, returned: str) -> None:
+def test_one_number_for_all_tokens_is_an_error(own: Callable[[str], None], flag: str, returned: str) -> None:
     """It would broadcast, and train something else."""
     takes = "batch" if flag == "token_advantages" else "logprobs, batch"
     own(

@@ -47,7 +47,7 @@ def test_engines_may_use_the_trainers_gpus() -> None:
         ("weights", {"weight_delta": "xor"}, "--weight-delta xor"),
     ],
 )
-def test_what_contradicts_turns_is_refused(group: str, change: dict[str, Any], named: str) -> None:
+def test_what_contradicts_turns_is_refused(group: str, change: dict[str, object], named: str) -> None:
     arguments: Any = replace(FINE, **{group: replace(getattr(FINE, group), **change)})
     (problem,) = check_colocation(arguments)
     assert problem.startswith("--colocate ")

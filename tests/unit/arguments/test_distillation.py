@@ -16,11 +16,13 @@ from miles_async.arguments.parser import assemble
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
 from miles_async.arguments.server_groups import teacher_group
 
+Flags = dict[str, Any]
+
 TRAIN = "[groups.train]\n"
 FROZEN = '[groups.{name}]\nrole = "frozen"\nmodel = "{model}"\n'
 
 
-def model(directory: Path, vocabulary: dict[str, int] | None = None, **config: Any) -> Path:
+def model(directory: Path, vocabulary: dict[str, int] | None = None, **config: object) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"num_hidden_layers": 2, **config}))
     save_file({}, directory / "model.safetensors")
@@ -31,7 +33,7 @@ def model(directory: Path, vocabulary: dict[str, int] | None = None, **config: A
 
 
 @pytest.fixture
-def flags(tmp_path: Path) -> dict[str, Any]:
+def flags(tmp_path: Path) -> Flags:
     """A student and a teacher that knows one token more."""
     student = model(tmp_path / "student", {"a": 0, "b": 1})
     teacher = model(tmp_path / "teacher", {"a": 0, "b": 1, "c": 2}, max_position_embeddings=4096)
@@ -40,16 +42,16 @@ def flags(tmp_path: Path) -> dict[str, Any]:
     return {"hf_checkpoint": student, "server_groups": fleet, "use_opd": True, "rollout_max_response_len": 100}
 
 
-def problems(flags: dict[str, Any], **changes: Any) -> list[str]:
+def problems(flags: Flags, **changes: object) -> list[str]:
     return list(check_distillation(assemble({**flags, **changes}, {})))
 
 
-def test_the_only_frozen_group_is_the_teacher(flags: dict[str, Any]) -> None:
+def test_the_only_frozen_group_is_the_teacher(flags: Flags) -> None:
     assert problems(flags) == []
     assert teacher_group(assemble(flags, {})).name == "wise"
 
 
-def test_a_teacher_is_named_where_there_are_several(flags: dict[str, Any]) -> None:
+def test_a_teacher_is_named_where_there_are_several(flags: Flags) -> None:
     fleet = flags["server_groups"]
     fleet.write_text(fleet.read_text() + '[groups.judge]\nrole = "frozen"\n')
     (problem,) = problems(flags)
@@ -59,7 +61,7 @@ def test_a_teacher_is_named_where_there_are_several(flags: dict[str, Any]) -> No
     assert "--opd-teacher owl: expected a group" in problems(flags, opd_teacher="owl")[0]
 
 
-def test_a_teacher_that_is_absent_is_asked_for(flags: dict[str, Any]) -> None:
+def test_a_teacher_that_is_absent_is_asked_for(flags: Flags) -> None:
     assert "found none; add one" in problems(flags, server_groups=None)[0]
     alone = DebugArguments(debug_train_only=True)
     assert list(check_distillation(replace(assemble({**flags, "server_groups": None}, {}), debug=alone))) == []
@@ -76,17 +78,17 @@ def test_a_teacher_that_is_absent_is_asked_for(flags: dict[str, Any]) -> None:
         ({"use_opd": False, "advantage_estimator": "on_policy_distillation"}, "add --use-opd"),
     ],
 )
-def test_contradictions_are_refused(changes: dict[str, Any], message: str, flags: dict[str, Any]) -> None:
+def test_contradictions_are_refused(changes: dict[str, object], message: str, flags: Flags) -> None:
     # covers: C12
     (problem,) = problems(flags, **changes)
     assert message in problem
 
 
-def test_an_own_loss_may_have_another_use_for_a_teacher(flags: dict[str, Any]) -> None:
+def test_an_own_loss_may_have_another_use_for_a_teacher(flags: Flags) -> None:
     assert problems(flags, opd_kl_coef=0.0, policy_loss="my:loss") == []
 
 
-def test_a_teacher_has_the_student_s_tokens(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_a_teacher_has_the_student_s_tokens(flags: Flags, tmp_path: Path) -> None:
     # covers: C12
     student, same = flags["hf_checkpoint"], tmp_path / "teacher"
     assert vocabulary_difference(student, same) is None
@@ -117,18 +119,18 @@ def test_tokens_of_a_unigram_model_have_their_position_as_id(tmp_path: Path) -> 
     assert vocabulary_difference(one, one) is None
 
 
-def test_external_engines_are_no_teachers(flags: dict[str, Any]) -> None:
+def test_external_engines_are_no_teachers(flags: Flags) -> None:
     flags["server_groups"].write_text(TRAIN + '[groups.far]\nrole = "frozen"\nexternal = ["10.0.0.1:30000"]\n')
     assert "external engines don't show their tokenizer" in problems(flags)[0]
 
 
-def test_a_teacher_s_directory_is_a_model(flags: dict[str, Any], tmp_path: Path) -> None:
+def test_a_teacher_s_directory_is_a_model(flags: Flags, tmp_path: Path) -> None:
     flags["server_groups"].write_text(TRAIN + FROZEN.format(name="gone", model=tmp_path / "gone"))
     assert "[groups.gone]: model" in problems(flags)[0]
     assert "no such directory" in problems(flags)[0]
 
 
-def test_a_teacher_alone_needs_no_reward(flags: dict[str, Any]) -> None:
+def test_a_teacher_alone_needs_no_reward(flags: Flags) -> None:
     alone = {**flags, "advantage_estimator": "on_policy_distillation"}
     assert list(check_rewards(assemble(alone, {}))) == []
     assert "no reward: give --rm-type" in next(check_rewards(assemble(flags, {})))

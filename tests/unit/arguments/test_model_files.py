@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from safetensors.numpy import save_file
 
 from miles_async.arguments.model_files import directory_problems, read_shapes
 
-CONFIG: dict[str, Any] = {
+CONFIG: dict[str, object] = {
     "vocab_size": 10,
     "hidden_size": 8,
     "intermediate_size": 12,
@@ -55,7 +54,7 @@ def problems(model: Path) -> str:
     return "\n".join(directory_problems(model, "--hf-checkpoint"))
 
 
-def configure(model: Path, **changes: Any) -> None:
+def configure(model: Path, **changes: object) -> None:
     (model / "config.json").write_text(json.dumps(CONFIG | changes))
 
 
@@ -96,7 +95,7 @@ def test_a_shard_that_was_not_downloaded(model: Path):
     ],
     ids=str,
 )
-def test_weights_of_another_model(model: Path, changes: dict[str, Any], message: str):
+def test_weights_of_another_model(model: Path, changes: dict[str, object], message: str):
     configure(model, **changes)
     assert message in problems(model)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from miles_async.arguments.specification import FlagSpecification, flag_specific
 NEEDING = [flag for flag in flag_specifications().values() if flag.needs]
 
 
-def problems(**values: Any) -> list[str]:
+def problems(**values: object) -> list[str]:
     arguments = assemble(values, {})
     return [*check_needs(arguments, []), *need_notes(arguments)]
 
@@ -31,7 +30,7 @@ def changed(flag: FlagSpecification) -> FlagValue:
     return (str(value),) if flag.many else value
 
 
-def fulfil(need: str) -> dict[str, Any]:
+def fulfil(need: str) -> dict[str, object]:
     """Values with which the need holds."""
     name, equals, value = need.partition("=")
     needed = flag_specifications()[name]
@@ -40,9 +39,9 @@ def fulfil(need: str) -> dict[str, Any]:
     return {name: value} if equals else {name: True if needed.kind is bool else changed(needed)}
 
 
-def without(flag: FlagSpecification) -> dict[str, Any]:
+def without(flag: FlagSpecification) -> dict[str, object]:
     """Values with which no need of the flag holds: defaults, or what is none of the values that it needs."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for name, _, wanted in (need.partition("=") for need in flag.needs):
         needed = flag_specifications()[name]
         if wanted and needed.default in (need.partition("=")[2] for need in flag.needs):
@@ -85,7 +84,7 @@ def test_needs_name_flags_and_values_that_exist() -> None:
         ({"kl_coef": 0.1, "token_advantages": "mine:Own"}, None),
     ],
 )
-def test_the_message_names_what_to_give(values: dict[str, Any], expected: str | None) -> None:
+def test_the_message_names_what_to_give(values: dict[str, object], expected: str | None) -> None:
     found = problems(**values)
     assert not found if expected is None else expected in found[0]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,13 +28,13 @@ role = "frozen"
 """
 
 
-def with_ports(count: int, cluster: dict[str, Any] | None = None, **groups: Any) -> Arguments:
+def with_ports(count: int, cluster: dict[str, object] | None = None, **groups: object) -> Arguments:
     arguments = replace(Arguments(), **groups)
     found = replace(arguments.cluster, port_range=f"20000-{19999 + count}", **(cluster or {}))
     return replace(arguments, cluster=found)
 
 
-def assert_needs(count: int, cluster: dict[str, Any] | None = None, **groups: Any) -> str:
+def assert_needs(count: int, cluster: dict[str, object] | None = None, **groups: object) -> str:
     """That many ports are enough, and one less is refused; return the refusal."""
     assert list(check_ports(with_ports(count, cluster, **groups))) == []
     [problem] = check_ports(with_ports(count - 1, cluster, **groups))
@@ -55,7 +54,7 @@ def test_the_refusal_says_what_takes_the_ports() -> None:
     ("transport", "order", "sets"),
     [("object_store", "all", 0), ("distributed", "all", 1 + 1), ("distributed", "rolling", 2 + 1)],
 )
-def test_every_sending_rank_takes_a_port_per_set_of_engines(transport: str, order: Any, sets: int) -> None:
+def test_every_sending_rank_takes_a_port_per_set_of_engines(transport: str, order: str, sets: int) -> None:
     # covers: C10
     weights = WeightsArguments(weight_transport=transport, publish_order=order, rolling_engines=3)
     model = ModelArguments(pipeline_model_parallel_size=4)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from miles_async.arguments import Arguments, DataArguments
 from miles_async.arguments.parser import assemble
 from miles_async.arguments.prompt_limit import asked_limit, prompt_limit, trajectory_limit
+from miles_async.prompts.row import Content
 from miles_async.prompts.source import FilePromptSource
 from miles_async.wiring.prompt_lengths import length_notes
 
@@ -60,7 +60,7 @@ def limit_of(arguments: Arguments, *, evaluation: bool = False) -> tuple[int, st
         ),
     ],
 )  # fmt: skip
-def test_the_lowest_limit_decides(model: Path, flags: dict[str, Any], expected: tuple[int, str, str]) -> None:
+def test_the_lowest_limit_decides(model: Path, flags: dict[str, object], expected: tuple[int, str, str]) -> None:
     assert limit_of(assemble({"hf_checkpoint": model} | flags, {})) == expected
 
 
@@ -113,11 +113,11 @@ def test_long_prompts_are_tokenized_once_and_none_where_any_sample_may_outgrow_a
     data.write_text("".join(json.dumps({"prompt": "x" * length, "label": ""}) + "\n" for length in (10, 900, 1500)))
     tokenized: list[int] = []
 
-    def encode(content: Any, tools: Any) -> list[int]:
+    def encode(content: Content, tools: object) -> list[int]:
         tokenized.append(len(content))
         return [7] * len(content)
 
-    def notes(**flags: Any) -> list[str]:
+    def notes(**flags: object) -> list[str]:
         arguments = assemble({"hf_checkpoint": model, "prompt_data": data} | flags, {})
         tokenized.clear()
         limit = prompt_limit(arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,7 +34,7 @@ port = 8400
 """
 
 
-def with_fleet(tmp_path: Path, content: str, **groups: Any) -> Arguments:
+def with_fleet(tmp_path: Path, content: str, **groups: object) -> Arguments:
     path = tmp_path / "fleet.toml"
     path.write_text(content)
     groups.setdefault("evaluation", EvaluationArguments(eval_prompt_data=("test.jsonl",)))
@@ -123,7 +122,7 @@ def test_a_file_that_is_absent(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(tmp_path: Path, content: str, rest: dict[str, Any], message: str) -> None:
+def test_what_cannot_work_is_refused(tmp_path: Path, content: str, rest: dict[str, object], message: str) -> None:
     # covers: C3
     (problem,) = check_server_groups(with_fleet(tmp_path, content, **rest))
     assert message in problem

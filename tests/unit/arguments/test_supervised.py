@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import save_file
@@ -16,7 +15,7 @@ from miles_async.errors import ConfigurationError
 
 
 @pytest.fixture
-def flags(tmp_path: Path) -> dict[str, Any]:
+def flags(tmp_path: Path) -> dict[str, object]:
     """The fewest flags."""
     model, prompts = tmp_path / "model", tmp_path / "train.jsonl"
     model.mkdir()
@@ -26,7 +25,7 @@ def flags(tmp_path: Path) -> dict[str, Any]:
     return {"hf_checkpoint": model, "prompt_data": prompts, "loss_type": "sft_loss", "n_samples_per_prompt": 1}
 
 
-def test_the_trainer_runs_alone_and_needs_no_reward(flags: dict[str, Any]) -> None:
+def test_the_trainer_runs_alone_and_needs_no_reward(flags: dict[str, object]) -> None:
     arguments = assemble(flags, {})
     validate(arguments)
     assert arguments.sides == "trainer"
@@ -53,7 +52,9 @@ def test_the_trainer_runs_alone_and_needs_no_reward(flags: dict[str, Any]) -> No
         ({"rollout_batch_size": 3, "global_batch_size": 2}, "do not divide into optimizer steps"),
     ],
 )
-def test_flags_of_what_is_not_done_are_refused(change: dict[str, Any], message: str, flags: dict[str, Any]) -> None:
+def test_flags_of_what_is_not_done_are_refused(
+    change: dict[str, object], message: str, flags: dict[str, object]
+) -> None:
     # covers: C12
     with pytest.raises(ConfigurationError) as caught:
         validate(assemble({**flags, **change}, {}))
@@ -78,7 +79,9 @@ def test_flags_of_what_is_not_done_are_refused(change: dict[str, Any], message: 
         ({"lora_alpha": 4.0}, "--lora-alpha 4.0 has no effect"),
     ],
 )
-def test_layouts_are_checked_as_for_sampled_data(change: dict[str, Any], message: str, flags: dict[str, Any]) -> None:
+def test_layouts_are_checked_as_for_sampled_data(
+    change: dict[str, object], message: str, flags: dict[str, object]
+) -> None:
     # covers: C12
     with pytest.raises(ConfigurationError) as caught:
         validate(assemble({**flags, **change}, {}))

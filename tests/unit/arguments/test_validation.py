@@ -8,9 +8,9 @@ import re
 import socket
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from safetensors.numpy import save_file
 
 from miles_async.arguments import Arguments, EvaluationArguments
@@ -23,7 +23,7 @@ EVALUATED = (str(Path(__file__).parents[3] / "examples" / "search_agent" / "test
 
 
 @pytest.fixture
-def valid(tmp_path: Path) -> dict[str, Any]:
+def valid(tmp_path: Path) -> dict[str, object]:
     """The fewest flags of a run that passes: asynchronous, corrected, K = 2."""
     model = tmp_path / "model"
     model.mkdir()
@@ -45,19 +45,19 @@ def valid(tmp_path: Path) -> dict[str, Any]:
 PPO = {"token_advantages": "gae", "advantage_estimator": "reinforce"}
 
 
-def case(name: str, *change_and_messages: Any) -> Any:
+def case(name: str, *change_and_messages: object) -> ParameterSet:
     """Parameters: one or more dicts, then messages."""
     dicts = [value for value in change_and_messages if isinstance(value, dict)]
     return pytest.param(*dicts, change_and_messages[len(dicts) :], id=name)
 
 
-def refusal(values: dict[str, Any]) -> str:
+def refusal(values: dict[str, object]) -> str:
     with pytest.raises(ConfigurationError) as caught:
         validate(assemble(values, {}))
     return str(caught.value)
 
 
-def test_the_fewest_flags_pass(valid: dict[str, Any]):
+def test_the_fewest_flags_pass(valid: dict[str, object]):
     validate(assemble(valid, {}))
 
 
@@ -675,7 +675,7 @@ def test_the_fewest_flags_pass(valid: dict[str, Any]):
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_the_flags_to_change(
-    valid: dict[str, Any], change: dict[str, Any], messages: tuple[str, ...]
+    valid: dict[str, object], change: dict[str, object], messages: tuple[str, ...]
 ):
     """# covers: C3, C4, C12, O4"""
     found = refusal(valid | change)
@@ -684,7 +684,7 @@ def test_settings_that_cannot_work_are_refused_with_the_flags_to_change(
     assert "problems" not in found, "one mistake gives one message"
 
 
-def test_log_probs_are_not_compared_with_engines_of_another_run(valid: dict[str, Any], tmp_path: Path):
+def test_log_probs_are_not_compared_with_engines_of_another_run(valid: dict[str, object], tmp_path: Path):
     """# covers: C12"""
     (tmp_path / "0.parquet").touch()
     found = refusal(valid | {"max_logprob_diff": 0.1, "load_debug_rollout_data": tmp_path / "0.parquet"})
@@ -692,7 +692,7 @@ def test_log_probs_are_not_compared_with_engines_of_another_run(valid: dict[str,
 
 
 def test_rollout_data_of_a_version_that_counted_from_0_is_not_taken_for_the_next_step(
-    valid: dict[str, Any], tmp_path: Path
+    valid: dict[str, object], tmp_path: Path
 ):
     for step in (0, 1):
         (tmp_path / f"{step}.parquet").touch()
@@ -703,7 +703,7 @@ def test_rollout_data_of_a_version_that_counted_from_0_is_not_taken_for_the_next
     assert "there is a file" not in found
 
 
-def test_all_problems_are_reported_together(valid: dict[str, Any]):
+def test_all_problems_are_reported_together(valid: dict[str, object]):
     found = refusal(valid | {"hf_checkpoint": None, "rollout_batch_size": 0, "save_interval": 3, "use_tis": True})
     assert "4 problems" in found
     for flag in ("--hf-checkpoint", "--rollout-batch-size", "--save-interval", "--use-tis"):
@@ -736,7 +736,7 @@ def test_all_problems_are_reported_together(valid: dict[str, Any]):
     ],
     ids=str,
 )
-def test_settings_that_can_work_pass(valid: dict[str, Any], change: dict[str, Any]):
+def test_settings_that_can_work_pass(valid: dict[str, object], change: dict[str, object]):
     validate(assemble(valid | change, {}))
 
 
@@ -751,7 +751,7 @@ def test_steps_per_rollout_share_its_samples(steps: int | None, samples: int):
     assert assemble({"num_steps_per_rollout": steps}, {}).global_batch_size == samples
 
 
-def test_model_directory_without_its_files(valid: dict[str, Any]):
+def test_model_directory_without_its_files(valid: dict[str, object]):
     model: Path = valid["hf_checkpoint"]
     (model / "model.safetensors").unlink()
     assert "no weights (*.safetensors)" in refusal(valid)
@@ -799,7 +799,7 @@ EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_si
     ],
 )
 def test_experts_that_cannot_be_split(
-    valid: dict[str, Any], config: dict[str, Any], change: dict[str, Any], messages: tuple[str, ...]
+    valid: dict[str, object], config: dict[str, object], change: dict[str, object], messages: tuple[str, ...]
 ):
     describe_model(valid, config)
     found = refusal(valid | change)
@@ -808,7 +808,7 @@ def test_experts_that_cannot_be_split(
 
 
 @pytest.mark.parametrize("change", [{}, {EXPERT: 4}, {EXPERT: 2, EXPERT_TENSOR: 2}, {EXPERT_TENSOR: 4}], ids=str)
-def test_experts_that_can_be_split(valid: dict[str, Any], change: dict[str, Any]):
+def test_experts_that_can_be_split(valid: dict[str, object], change: dict[str, object]):
     describe_model(valid, MIXTURE)
     validate(assemble(valid | {"actor_num_gpus_per_node": 4} | change, {}))
 
@@ -822,13 +822,15 @@ def test_experts_that_can_be_split(valid: dict[str, Any], change: dict[str, Any]
         (MIXTURE, {"use_routing_replay": True}, "--use-routing-replay with --use-rollout-logprobs has no effect"),
     ],
 )
-def test_routing_that_cannot_be_replayed(valid: dict[str, Any], config: Any, change: Any, message: str):
+def test_routing_that_cannot_be_replayed(
+    valid: dict[str, object], config: dict[str, object], change: dict[str, object], message: str
+):
     # covers: M19
     describe_model(valid, config)
     assert re.search(message, refusal(valid | change))
 
 
-def test_routers_that_nobody_asks_cannot_be_replayed(valid: dict[str, Any]):
+def test_routers_that_nobody_asks_cannot_be_replayed(valid: dict[str, object]):
     # covers: M19
     describe_model(valid, MIXTURE | {"num_experts_per_tok": 2})
     arguments = assemble(valid | {"use_rollout_routing_replay": True}, {})
@@ -837,7 +839,7 @@ def test_routers_that_nobody_asks_cannot_be_replayed(valid: dict[str, Any]):
         validate(dataclasses.replace(arguments, model=model))
 
 
-def test_routing_that_can_be_replayed(valid: dict[str, Any]):
+def test_routing_that_can_be_replayed(valid: dict[str, object]):
     # covers: M19
     describe_model(valid, MIXTURE | {"num_experts_per_tok": 2})
     validate(assemble(valid | {"use_rollout_routing_replay": True}, {}))
@@ -845,7 +847,7 @@ def test_routing_that_can_be_replayed(valid: dict[str, Any]):
     validate(assemble(valid | old_policy, {}))
 
 
-def describe_model(values: dict[str, Any], more: dict[str, Any]) -> None:
+def describe_model(values: dict[str, object], more: dict[str, object]) -> None:
     path: Path = values["hf_checkpoint"] / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
 
@@ -861,17 +863,17 @@ def describe_model(values: dict[str, Any], more: dict[str, Any]) -> None:
         ({"policy_loss": "mine:Loss"}, False),
     ],
 )
-def test_a_reference_model_is_there_for_something(valid: dict[str, Any], flags: dict[str, Any], refused: bool):
+def test_a_reference_model_is_there_for_something(valid: dict[str, object], flags: dict[str, object], refused: bool):
     arguments = assemble(valid | flags | {"ref_hf_checkpoint": valid["hf_checkpoint"]}, {})
     with pytest.raises(ConfigurationError, match="--ref-hf-checkpoint has no") if refused else nullcontext():
         validate(arguments)
 
 
-def test_run_directory_that_is_a_file(valid: dict[str, Any]):
+def test_run_directory_that_is_a_file(valid: dict[str, object]):
     assert "expected a directory, found a file" in refusal(valid | {"run_dir": valid["prompt_data"]})
 
 
-def test_router_port_that_is_taken(valid: dict[str, Any]):
+def test_router_port_that_is_taken(valid: dict[str, object]):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert f"--sglang-router-port {port} cannot be used" in refusal(valid | {"sglang_router_port": port})
@@ -890,7 +892,7 @@ def test_router_port_that_is_taken(valid: dict[str, Any]):
     ],
     ids=str,
 )
-def test_unusual_numbers_that_have_a_meaning_pass(valid: dict[str, Any], flags: dict[str, Any]):
+def test_unusual_numbers_that_have_a_meaning_pass(valid: dict[str, object], flags: dict[str, object]):
     validate(assemble(valid | flags, {}))
 
 
@@ -917,7 +919,7 @@ class TestResolvedValues:
             ({"on_policy": True, "max_weight_staleness": 2, "max_rollout_lead": 2}, 0, 1),
         ],
     )
-    def test_bound_and_lead(self, values: dict[str, Any], bound: int | None, lead: int):
+    def test_bound_and_lead(self, values: dict[str, object], bound: int | None, lead: int):
         """# covers: C4, P2, P3"""
         staleness = assemble(values, {}).staleness
         assert (staleness.bound, staleness.lead) == (bound, lead)
@@ -930,14 +932,14 @@ class TestResolvedValues:
         assert dataclasses.replace(arguments, cluster=cluster, model=model).data_parallel_size == 4
 
 
-def test_resuming_from_inside_the_run_directory_is_refused(valid: dict[str, Any], tmp_path: Path):
+def test_resuming_from_inside_the_run_directory_is_refused(valid: dict[str, object], tmp_path: Path):
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     message = refusal({**valid, "run_dir": tmp_path / "run", "load": checkpoints})
     assert f"--load {checkpoints} is inside --run-dir" in message
 
 
-def test_environments_and_agents_may_bring_the_reward(valid: dict[str, Any]) -> None:
+def test_environments_and_agents_may_bring_the_reward(valid: dict[str, object]) -> None:
     # covers: A4
     for origin in ("environment_path", "agent_path"):
         validate(assemble({**valid, "rm_type": None, origin: "a:b"}, {}))

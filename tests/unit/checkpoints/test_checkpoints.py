@@ -56,19 +56,19 @@ class Side:
     async def digests(self, directory: Path, sizes: dict[str, int]) -> dict[str, str]:
         return await asyncio.to_thread(digest_pieces, directory, split(sizes))
 
-    async def load(self, directory: Path, **_: Any) -> None:
+    async def load(self, directory: Path, **_: object) -> None:
         if self.fails is not None:
             raise self.fails
         self.loaded.append(directory)
 
 
-def run_checkpoints(run: str, side: Side | None = None, *, ranks: Any = None, **flags: Any) -> RunCheckpoints:
+def run_checkpoints(run: str, side: Side | None = None, *, ranks: Any = None, **flags: object) -> RunCheckpoints:
     side = side or Side()
     identity = RunIdentity(run=run, model=MODEL, ranks=ranks or RANKS)
     return RunCheckpoints(side, side, CheckpointArguments(**flags), identity)  # type: ignore[arg-type]
 
 
-async def save(run: str, *steps: int, **flags: Any) -> None:
+async def save(run: str, *steps: int, **flags: object) -> None:
     """One process of ``run``: it resumes if it is told to, then saves after each of ``steps``."""
     checkpoints = run_checkpoints(run, **flags)
     await checkpoints.load()
@@ -219,7 +219,7 @@ async def test_a_checkpoint_of_adapters_is_that_of_their_flags_and_of_one_model(
     await save("mine", 10, save=tmp_path / "saved")
     write_manifest(tmp_path / "saved" / "iter_0000010", RunIdentity(run="mine", model=saved, ranks={}), 10, {})
 
-    def refusal(**changes: Any) -> str:
+    def refusal(**changes: object) -> str:
         return "; ".join(problems(fingerprint(dataclasses.replace(adapted, **changes)), load=tmp_path / "saved"))
 
     assert refusal() == refusal(target_modules=("linear_proj", "linear_qkv")) == ""  # the same layers

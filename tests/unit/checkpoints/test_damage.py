@@ -65,10 +65,10 @@ class Rollout:
             "groups.msgpack": write_digested(directory / "groups.msgpack", b"groups"),
         }
 
-    async def load(self, directory: Path, **_: Any) -> None: ...
+    async def load(self, directory: Path, **_: object) -> None: ...
 
 
-def run_checkpoints(trainer: Trainer, **flags: Any) -> RunCheckpoints:
+def run_checkpoints(trainer: Trainer, **flags: object) -> RunCheckpoints:
     identity = RunIdentity(run="mine", model=MODEL, ranks={"DP": 1})
     return RunCheckpoints(trainer, Rollout(), CheckpointArguments(**flags), identity)  # type: ignore[arg-type]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,7 +42,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def change(directory: Path, file: str, **fields: Any) -> None:
+def change(directory: Path, file: str, **fields: object) -> None:
     (directory / file).write_text(json.dumps({**FILES[file], **fields}, indent=2))
 
 
@@ -80,7 +79,7 @@ async def resumed(model: Path, saved: Path, *anyway: str, critic: Path | None = 
     ],
 )
 async def test_another_model_of_the_same_shapes_is_refused(
-    model: Path, tmp_path: Path, file: str, fields: dict[str, Any], name: str, said: str
+    model: Path, tmp_path: Path, file: str, fields: dict[str, object], name: str, said: str
 ) -> None:
     # covers: C12
     await save_as(model, tmp_path / "saved")
@@ -103,7 +102,7 @@ async def test_another_model_of_the_same_shapes_is_refused(
         ("tokenizer_config.json", {"model_max_length": 10, "added_tokens_decoder": {"2": {"content": "<e>"}}}),
     ],
 )
-def test_what_changes_nothing_is_not_compared(model: Path, file: str, fields: dict[str, Any]) -> None:
+def test_what_changes_nothing_is_not_compared(model: Path, file: str, fields: dict[str, object]) -> None:
     before = model_function(model)
     change(model, file, **fields)
     assert model_function(model) == before

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -59,7 +58,7 @@ def first_word(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().split(" ")[0].strip()
 
 
-def leave_lock(save: Path, *, seconds_ago: float, **changes: Any) -> LockOwner:
+def leave_lock(save: Path, *, seconds_ago: float, **changes: object) -> LockOwner:
     """The lock of a process on another host."""
     owner = module._this_process(RUN)
     owner = msgspec.structs.replace(owner, **{"host": "gpu-17", "kernel": "another", "token": "theirs", **changes})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,13 +14,15 @@ import pytest
 
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.validation import validate
+from miles_async.types import JsonObject
 
 ROOT = Path(__file__).parents[3]
 RECORDED = Path(__file__).parent / "recorded"
 FINISHED = {"ending": "finished", "balanced": True}
 SUITE = "quickstart-cpu"
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def recorded(name: str) -> Rows:
     return [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text().splitlines()]
 
 
-def failed(suite: ModuleType, rows: Rows, summary: Mapping[str, Any] = FINISHED) -> list[str]:
+def failed(suite: ModuleType, rows: Rows, summary: JsonObject = FINISHED) -> list[str]:
     gates = suite.read_suites()[SUITE].gates
     return [verdict.what for verdict in suite.judge(gates, rows, summary) if not verdict.passed]
 
@@ -56,7 +58,7 @@ def test_a_run_that_did_not_learn_fails_where_it_should_have(suite: ModuleType) 
     ]
 
 
-def changed(rows: Rows, change: Callable[[dict[str, Any]], None], step: int) -> Rows:
+def changed(rows: Rows, change: Callable[[Row], None], step: int) -> Rows:
     rows = [dict(row) for row in rows]
     change(next(row for row in rows if row["step"] == step and "reward/mean" in row))
     return rows

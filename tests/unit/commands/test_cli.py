@@ -11,11 +11,11 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from miles_async import __version__
+from miles_async.arguments import Arguments
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.parser import EPILOG
@@ -50,12 +50,12 @@ def flags(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Arguments]:
     """Arguments of the calls of ``miles_async.wiring.driver.run``, which returns 0 or raises what ``raises`` holds."""
-    calls: list[Any] = []
+    calls: list[Arguments] = []
     module = types.ModuleType("miles_async.wiring.driver")
 
-    def run(arguments: Any, imports: Any) -> int:
+    def run(arguments: Arguments, imports: object) -> int:
         calls.append(arguments)
         return 0
 
@@ -89,12 +89,12 @@ def test_unknown_command_suggests(capsys: pytest.CaptureFixture[str]):
     assert "error: unknown command trian; did you mean train?" in capsys.readouterr().err
 
 
-def test_train_runs_with_the_arguments(flags: list[str], runs: list[Any]):
+def test_train_runs_with_the_arguments(flags: list[str], runs: list[Arguments]):
     assert main([*flags, "--lr", "1e-4"]) == 0
     assert runs[0].optimizer.lr == 1e-4
 
 
-def test_dry_run_checks_and_starts_nothing(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):
+def test_dry_run_checks_and_starts_nothing(flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str]):
     assert main([*flags, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "Nothing was started" in printed
@@ -104,7 +104,9 @@ def test_dry_run_checks_and_starts_nothing(flags: list[str], runs: list[Any], ca
     assert not runs
 
 
-def test_dry_run_tells_of_prompts_that_are_too_long(flags: list[str], tmp_path: Path, capsys: Any):
+def test_dry_run_tells_of_prompts_that_are_too_long(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """One is skipped, since the model has 128 positions; others outgrow micro-batches, which nothing dies of."""
     prompts = tmp_path / "train.jsonl"
     texts = ["rev " + "1" * length for length in (2, 40, 100)]
@@ -119,7 +121,7 @@ def test_dry_run_tells_of_prompts_that_are_too_long(flags: list[str], tmp_path: 
 
 
 def test_dry_run_refuses_prompts_that_end_with_the_answers_beginning_where_an_environment_begins_with_a_turn(
-    flags: list[str], tmp_path: Path, capsys: Any
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     prompts = tmp_path / "train.jsonl"
     messages = [{"role": "user", "content": "rev 12"}, {"role": "assistant", "content": "2"}]
@@ -130,12 +132,14 @@ def test_dry_run_refuses_prompts_that_end_with_the_answers_beginning_where_an_en
     assert f"{prompts}:1: the last message is the assistant's, whose turn comes next" in capsys.readouterr().err
 
 
-def test_dry_run_shows_how_ranks_are_split(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):
+def test_dry_run_shows_how_ranks_are_split(flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str]):
     assert main([*flags, "--dry-run", "--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]) == 0
     assert "4 ranks on cpu: DP 2, TP 2\n" in capsys.readouterr().out
 
 
-def test_print_config_reads_back(flags: list[str], runs: list[Any], tmp_path: Path, capsys: Any):
+def test_print_config_reads_back(
+    flags: list[str], runs: list[Arguments], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main([*flags, "--lr", "3e-4", "--print-config"]) == 0
     printed = capsys.readouterr().out
     (tmp_path / "run.toml").write_text(printed)
@@ -163,7 +167,7 @@ def test_print_config_reads_back(flags: list[str], runs: list[Any], tmp_path: Pa
     ],
 )
 def test_settings_that_cannot_work_end_with_2_and_start_nothing(
-    flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+    flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
 ):
     assert main([*flags, *extra]) == 2
     captured = capsys.readouterr()
@@ -174,7 +178,7 @@ def test_settings_that_cannot_work_end_with_2_and_start_nothing(
 
 
 def test_a_run_begins_where_it_will_resume_and_nothing_is_saved_yet(
-    flags: list[str], runs: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], runs: list[Arguments], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     save, other = tmp_path / "checkpoints", tmp_path / "other"
     for made in (False, True):
@@ -195,7 +199,7 @@ def test_a_run_begins_where_it_will_resume_and_nothing_is_saved_yet(
 
 @pytest.mark.parametrize("mode", [["--dry-run"], []], ids=["dry run", "run"])
 def test_checkpoints_are_checked_before_anything_starts(
-    flags: list[str], runs: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: list[str]
+    flags: list[str], runs: list[Arguments], tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: list[str]
 ):
     # covers: C9
     save = tmp_path / "checkpoints"
@@ -231,7 +235,7 @@ def test_checkpoints_are_checked_before_anything_starts(
     )
 
 
-def test_broken_line_7_is_named(flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str]):
+def test_broken_line_7_is_named(flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str]):
     path = Path(flags[flags.index("--prompt-data") + 1])
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:6], "{broken", *lines[7:]]))
@@ -250,14 +254,14 @@ def test_broken_line_7_is_named(flags: list[str], runs: list[Any], capsys: pytes
 )
 def test_exit_code_tells_how_a_run_ended(
     flags: list[str],
-    runs: list[Any],
-    monkeypatch: Any,
-    capsys: Any,
+    runs: list[Arguments],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     error: BaseException,
     exit_code: int,
     message: str,
 ):
-    def run(arguments: Any, imports: Any) -> int:
+    def run(arguments: Arguments, imports: object) -> int:
         raise error
 
     monkeypatch.setattr(sys.modules["miles_async.wiring.driver"], "run", run)
@@ -307,7 +311,7 @@ def test_exit_code_tells_how_a_run_ended(
     ids=str,
 )
 def test_a_dry_run_refuses_settings_that_would_fail_later(
-    flags: list[str], runs: list[Any], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
+    flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
 ):
     assert main([*flags, *extra, "--dry-run"]) == 2
     assert message in capsys.readouterr().err
@@ -324,7 +328,7 @@ def test_a_dry_run_refuses_variables_that_megatron_would_find_wrong(
     assert "NVTE_FUSED_ATTN=0 in the environment" in capsys.readouterr().err
 
 
-def change_config(flags: list[str], **changes: Any) -> Path:
+def change_config(flags: list[str], **changes: object) -> Path:
     model = Path(flags[flags.index("--hf-checkpoint") + 1])
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | changes))
@@ -425,7 +429,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory in which nothing may be looked up, by root neither."""
     directory, stat = Path("/proc/closed"), os.stat
 
-    def refusing(path: Any, **keywords: Any) -> os.stat_result:
+    def refusing(path: object, **keywords: object) -> os.stat_result:
         if str(path).startswith(str(directory)):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return stat(path, **keywords)
@@ -465,7 +469,9 @@ def test_help_and_errors_load_nothing_heavy(words: list[str]):
     assert "LOADED []" in done.stdout
 
 
-def test_a_port_beyond_the_last_one_is_refused_with_the_range(flags: list[str], runs: list[Any], capsys: Any):
+def test_a_port_beyond_the_last_one_is_refused_with_the_range(
+    flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str]
+):
     assert main([*flags, "--sglang-router-port", "80000"]) == 2
     assert (
         capsys.readouterr().err

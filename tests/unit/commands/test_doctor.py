@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -85,7 +84,7 @@ def test_a_run_makes_the_same_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_surroundings(Arguments()) == ["shared memory: /dev/shm is small; mount -o remount /dev/shm"]
 
 
-def _verdicts(**flags: Any) -> dict[str, str]:
+def _verdicts(**flags: object) -> dict[str, str]:
     arguments = Arguments(cluster=ClusterArguments(device="cpu"), observability=ObservabilityArguments(**flags))
     return {finding.check: finding.verdict for finding in machine_state(arguments)}
 

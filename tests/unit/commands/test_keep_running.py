@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -190,7 +189,7 @@ def test_ctrl_c_ends_it_at_once_and_for_good(tmp_path: Path, number: signal.Sign
 def test_ctrl_c_while_a_life_starts_is_for_that_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = asyncio.create_subprocess_exec
 
-    async def interrupted(*words: Any, **options: Any) -> asyncio.subprocess.Process:
+    async def interrupted(*words: str, **options: object) -> asyncio.subprocess.Process:
         process = await start(*words, **options)
         signal.raise_signal(signal.SIGINT)
         await asyncio.sleep(0.1)  # the loop hears of it before the caller has the process
@@ -226,7 +225,7 @@ def _is_zombie(pid: int) -> bool:
     return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def _until(condition: Callable[[], Any]) -> None:
+def _until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline

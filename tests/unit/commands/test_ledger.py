@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +23,7 @@ from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
+from miles_async.types import Attempt
 from tests.fakes.fake_sides import FakeTrainer
 from tests.property.builders import make_group, make_prompt
 
@@ -44,7 +44,7 @@ class Story:
         )
         self.pool.commit(0)
 
-    def issue(self, version: int) -> Any:
+    def issue(self, version: int) -> Attempt:
         if self.pool.needs_prompt():
             self.pool.offer(0, make_prompt(next(self.prompts)))
         return self.pool.issue(version)
@@ -80,7 +80,9 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().err
 
 
-async def test_explain_tells_a_prompts_story_attempt_by_attempt(run_dir: Path, capsys: Any) -> None:
+async def test_explain_tells_a_prompts_story_attempt_by_attempt(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert printed(capsys, "explain", run_dir, "train.jsonl:5") == (
         "attempt 0 of prompt train.jsonl:5 (epoch 0): too old, recycled\n"
         "  issued 0.0 s into the run under version 3\n"
@@ -99,14 +101,14 @@ async def test_explain_tells_a_prompts_story_attempt_by_attempt(run_dir: Path, c
     )
 
 
-async def test_explain_tells_of_one_group_by_its_attempt(run_dir: Path, capsys: Any) -> None:
+async def test_explain_tells_of_one_group_by_its_attempt(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "explain", run_dir, 3)
     assert "attempt 3 of prompt train.jsonl:6 (epoch 0): failed, and the prompt is quarantined" in out
     assert "quarantined after 1.0 s: data: reward raised ZeroDivisionError()" in out
     assert "being generated and rewarded when the ledger was last written" in printed(capsys, "explain", run_dir, 4)
 
 
-async def test_ledger_shows_the_balance_and_the_reasons(run_dir: Path, capsys: Any) -> None:
+async def test_ledger_shows_the_balance_and_the_reasons(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "ledger", run_dir)
     assert "     5  issued\n     1  recycled\n     1  trained\n     1  failed\n     1  quarantined\n" in out
     assert "balanced: issued = 1 + 1 + 1 + 1 + 1\n" in out
@@ -118,7 +120,7 @@ async def test_ledger_shows_the_balance_and_the_reasons(run_dir: Path, capsys: A
     ) in out
 
 
-async def test_dead_letters_have_every_attempts_reason(run_dir: Path, capsys: Any) -> None:
+async def test_dead_letters_have_every_attempts_reason(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reason = "  data: reward raised ZeroDivisionError()\n"
     assert printed(capsys, "ledger", run_dir, "--dead-letter") == f"train.jsonl:6 (epoch 0)\n{reason}{reason}"
 
@@ -140,7 +142,11 @@ async def test_dead_letters_have_every_attempts_reason(run_dir: Path, capsys: An
     ],
 )
 async def test_a_name_that_does_not_exist_is_answered_with_the_nearest(
-    run_dir: Path, words: tuple[str, ...], says: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path,
+    words: tuple[str, ...],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (run_dir.parent / "empty").mkdir()
     monkeypatch.chdir(run_dir.parent)
@@ -161,7 +167,9 @@ MODEL = Path(__file__).parents[3] / "examples" / "quickstart" / "assets" / "reve
         ("train.jsonl:10", "it never existed: {data} has no such prompt; did you mean train.jsonl:"),
     ],
 )
-async def test_explain_says_why_a_prompt_was_never_issued(run_dir: Path, prompt: str, says: str, capsys: Any) -> None:
+async def test_explain_says_why_a_prompt_was_never_issued(
+    run_dir: Path, prompt: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = run_dir.parent / "train.jsonl"
     texts = ["rev 12"] * 7 + ["rev " + "1" * 20, "rev 12"]
     data.write_text("".join(f'{{"prompt": "{text}", "label": ""}}\n' for text in texts))
@@ -172,7 +180,7 @@ async def test_explain_says_why_a_prompt_was_never_issued(run_dir: Path, prompt:
     assert says.format(data=data) in refused(capsys, "explain", run_dir, prompt)
 
 
-async def test_ledger_shows_the_balance_of_a_checkpoint(tmp_path: Path, capsys: Any) -> None:
+async def test_ledger_shows_the_balance_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = Story(tmp_path / "run")
     await story.tell()
     await save_checkpoint(story, tmp_path / "save", 1)
@@ -198,29 +206,29 @@ class Rollout:
             directory, RolloutSnapshot(source={}, pool=msgspec.structs.replace(snapshot, state=state))
         )
 
-    async def load(self, directory: Path, *, step: int, version: int, readmissions: Any, accepted: Any) -> None:
+    async def load(self, directory: Path, *, step: int, version: int, readmissions: object, accepted: object) -> None:
         self.pool.restore(read_snapshot(directory).pool, version=version, readmissions=readmissions, accepted=accepted)
 
 
-def run_checkpoints(story: Story, arguments: CheckpointArguments, **function: Any) -> RunCheckpoints:
+def run_checkpoints(story: Story, arguments: CheckpointArguments, **function: object) -> RunCheckpoints:
     """``function``: fields of the model's config."""
     identity = RunIdentity(run="run", model={"function": function}, ranks={})
     return RunCheckpoints(FakeTrainer([]), Rollout(story.pool), arguments, identity)  # type: ignore[arg-type]
 
 
-async def resume(story: Story, save: Path, *anyway: str, **function: Any) -> Story:
+async def resume(story: Story, save: Path, *anyway: str, **function: object) -> Story:
     checkpoints = run_checkpoints(story, CheckpointArguments(load=save, load_anyway=anyway), **function)
     await checkpoints.load()
     return story
 
 
-async def save_checkpoint(story: Story, save: Path, step: int, **function: Any) -> None:
+async def save_checkpoint(story: Story, save: Path, step: int, **function: object) -> None:
     checkpoints = run_checkpoints(story, CheckpointArguments(save=save), **function)
     await checkpoints.save(Position(step=step))
     await checkpoints.finish()
 
 
-async def test_a_readmitted_prompt_gets_another_budget_once(tmp_path: Path, capsys: Any) -> None:
+async def test_a_readmitted_prompt_gets_another_budget_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # covers: C9, M8
     save = tmp_path / "save"
     first = Story(tmp_path / "first")
@@ -252,7 +260,9 @@ async def test_a_readmitted_prompt_gets_another_budget_once(tmp_path: Path, caps
     assert fourth.issue(0).prompt.prompt_id == NAMES[0]
 
 
-async def test_a_change_of_the_model_accepted_at_a_resume_is_shown(tmp_path: Path, capsys: Any) -> None:
+async def test_a_change_of_the_model_accepted_at_a_resume_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # covers: C9, C12
     save = tmp_path / "save"
     await save_checkpoint(Story(tmp_path / "first"), save, 1, rope_theta=10000.0)
@@ -277,7 +287,7 @@ def test_a_readmission_file_that_is_none_is_an_error(tmp_path: Path) -> None:
         read_readmissions(tmp_path / "save")
 
 
-def test_help_of_both(capsys: Any) -> None:
+def test_help_of_both(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("ledger", "explain"):
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])

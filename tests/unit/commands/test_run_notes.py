@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from miles_async.arguments.parser import assemble
 from miles_async.commands.checks import run_notes
 
 
-def notes(**values: Any) -> list[str]:
+def notes(**values: object) -> list[str]:
     flags = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "device": "cpu"}
     return list(run_notes(assemble(flags | values, {})))
 
@@ -24,7 +22,9 @@ def notes(**values: Any) -> list[str]:
         ({"num_steps_per_rollout": 2, "on_policy": True}, 2, 0),
     ],
 )
-def test_optimizer_steps_that_age_a_batch_by_more_than_the_bound(values: Any, steps: int, bound: int) -> None:
+def test_optimizer_steps_that_age_a_batch_by_more_than_the_bound(
+    values: dict[str, object], steps: int, bound: int
+) -> None:
     # covers: C1
     (note,) = notes(**values)
     assert note.startswith(f"{steps} optimizer steps on each rollout batch")
@@ -39,7 +39,7 @@ def test_optimizer_steps_that_age_a_batch_by_more_than_the_bound(values: Any, st
         {"num_steps_per_rollout": 4},  # there is no bound
     ],
 )
-def test_no_note_within_the_bound(values: Any) -> None:
+def test_no_note_within_the_bound(values: dict[str, object]) -> None:
     assert notes(**values) == []
 
 

@@ -12,11 +12,12 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+
+from miles_async.types import JsonObject
 
 ROOT = Path(__file__).parents[3]
 SBATCH = ROOT / "deploy" / "slurm" / "train.sbatch"
@@ -145,12 +146,12 @@ def test_a_misspelt_name_or_a_wrong_type_is_refused(path: Path, before: str, aft
         assert_accepted(text.replace(before, after))
 
 
-def job() -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(RAYJOB.read_text())
+def job() -> JsonObject:
+    content: JsonObject = yaml.safe_load(RAYJOB.read_text())
     return content["spec"]
 
 
-def groups() -> list[dict[str, Any]]:
+def groups() -> list[JsonObject]:
     cluster = job()["rayClusterSpec"]
     return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
 

@@ -8,17 +8,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pathspec
 import pytest
 
 from miles_async.backends.megatron.families.known import FAMILIES
+from miles_async.types import JsonObject
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE, FAMILY = ROOT / "docker" / "Dockerfile", ROOT / "docker" / "family.Dockerfile"
-BAKE: dict[str, Any] = json.loads((ROOT / "docker" / "docker-bake.json").read_text())
-PLATFORM: dict[str, Any] = json.loads((ROOT / "requirements" / "platform.json").read_text())["variable"]
+BAKE: JsonObject = json.loads((ROOT / "docker" / "docker-bake.json").read_text())
+PLATFORM: JsonObject = json.loads((ROOT / "requirements" / "platform.json").read_text())["variable"]
 PREDEFINED = {"family.name", "family.types"}  # of the bake file's matrix
 
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -61,7 +61,7 @@ class EchoProcess:
         await self._ended.wait()
         return "it ended"
 
-    async def on_host(self, function: Callable[..., Any], room: int, *arguments: Any) -> Any:
+    async def on_host(self, function: Callable[..., object], room: int, *arguments: object) -> object:
         return function(Path("/nowhere"), *arguments)
 
     async def stop(self) -> None:

@@ -28,6 +28,7 @@ from miles_async.errors import (
 )
 from miles_async.types import GenerateRequest, Generation
 from tests.fakes.fake_engine import FakeEngine
+from tests.json_dict import JsonDict
 
 SAMPLING = {"max_new_tokens": 4, "temperature": 1.0}
 EDGE_AT_ONE = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
@@ -401,7 +402,7 @@ async def test_an_answer_of_older_weights_than_those_visible_at_dispatch_is_not_
     # covers: C8
     replies = []
 
-    def begun_before_its_repair(reply: dict[str, Any]) -> dict[str, Any]:
+    def begun_before_its_repair(reply: JsonDict) -> JsonDict:
         if not replies:
             reply["meta_info"]["weight_versions"] = [
                 {"version": "2", "start": 0, "end": 2},
@@ -463,9 +464,9 @@ async def test_a_request_that_is_aborted_before_it_began_has_no_tokens(setup: Se
 async def test_answers_that_come_at_once_are_read_a_few_per_turn_of_the_loop(setup: Setup) -> None:
     """As when a publication aborts all requests."""
     plain, gate = setup.client._post, asyncio.Event()
-    arrived: list[tuple[Any, bytes]] = []
+    arrived: list[tuple[object, bytes]] = []
 
-    async def held(url: str, key: str, content: bytes) -> tuple[Any, bytes]:
+    async def held(url: str, key: str, content: bytes) -> tuple[object, bytes]:
         answer = await plain(url, key, content)
         arrived.append(answer)
         await gate.wait()

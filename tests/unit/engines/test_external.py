@@ -80,7 +80,7 @@ async def test_frozen_engines_serve_when_they_are_up_and_again_when_they_are_bac
         network=LOCAL,
         calls=SGLangServer,
     )
-    router: Any = FakeRouter(frozen.registry)
+    router = FakeRouter(frozen.registry)
     frozen.router = frozen.supervisor._router = frozen.supervisor.routing._router = router
     await frozen.start()
     supervision = asyncio.ensure_future(frozen.supervise())

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from miles_async.seams import InferenceServer, per_engine
 from miles_async.types import GenerateRequest, HeldPart, HeldWeights, Incarnation, TensorMeta, TensorShare
 from miles_async.weights.verify import read_held_weights
 from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
+from tests.json_dict import JsonDict
 
 E0, E1 = Incarnation("engine-0", 0), Incarnation("engine-1", 0)
 BUCKET = (TensorMeta("model.norm.weight", "float32", (64,)),)
@@ -751,7 +751,7 @@ async def test_an_engine_that_answers_and_generates_nothing_is_restarted(monkeyp
 
 async def test_an_engine_that_answers_wrongly_is_restarted_after_a_few() -> None:
     # covers: A3, C10
-    def lengthen(reply: dict[str, Any]) -> dict[str, Any]:
+    def lengthen(reply: JsonDict) -> JsonDict:
         reply["output_ids"].append(9)
         reply["meta_info"]["output_token_logprobs"].append([-0.5, 9, None])
         reply["meta_info"]["weight_versions"][-1]["end"] += 1

@@ -90,7 +90,7 @@ def test_commands_hold_no_key() -> None:
     assert not [key for key in (API, ADMIN) if key.reveal() in command]
 
 
-def test_no_router_without_keys_where_others_reach_it(tmp_path: Any) -> None:
+def test_no_router_without_keys_where_others_reach_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"10\.0\.0\.1"):
         Router(EngineRegistry(), Http(), log_dir=tmp_path, network=Network(host="10.0.0.1"), port=8400)
 
@@ -136,7 +136,7 @@ def test_only_two_paths_of_an_engine_need_no_key(sglangs: Any) -> None:
 async def test_websockets_of_an_engine_are_refused() -> None:
     seen: list[Any] = []
 
-    async def application(scope: Any, receive: Any, send: Any) -> None:
+    async def application(scope: Any, receive: object, send: object) -> None:
         seen.append(scope["type"])
 
     async def send(message: Any) -> None:

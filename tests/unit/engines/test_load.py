@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -88,7 +87,7 @@ async def test_the_number_that_serve_is_told_when_it_changes() -> None:
     assert await waiting == 1
 
 
-def scheduler(running: int, waiting: int, usage: float) -> dict[str, Any]:
+def scheduler(running: int, waiting: int, usage: float) -> dict[str, object]:
     return {"num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": usage, "dp_rank": 0}
 
 
@@ -101,7 +100,7 @@ def scheduler(running: int, waiting: int, usage: float) -> dict[str, Any]:
         ({"loads": [{"num_running_reqs": 3}]}, "unexpected answer"),
     ],
 )
-async def test_schedulers_of_one_engine_add_up(http: Http, answer: Any, expected: EngineLoad | str) -> None:
+async def test_schedulers_of_one_engine_add_up(http: Http, answer: object, expected: EngineLoad | str) -> None:
     async def respond(request: web.Request) -> web.Response:
         return web.json_response(answer)
 

@@ -29,7 +29,7 @@ class Part:
         self.awaited = asyncio.Event()  # somebody waits for its end
 
     @property
-    def perform(self) -> Any:
+    def perform(self) -> object:
         return self
 
     async def remote(self, _: object, method: Any, *arguments: object) -> object:

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import pytest
 
@@ -55,7 +54,7 @@ class Bench:
             self.most_ahead = max(self.most_ahead, self.taken - self.finished)
             yield Prompt(prompt_id=str(number), token_ids=(1, 2), text="")
 
-    async def generate(self, client: Any, attempt: Attempt, sample_index: int) -> Sample:
+    async def generate(self, client: object, attempt: Attempt, sample_index: int) -> Sample:
         self.attempt_ids.add(attempt.attempt_id)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -129,7 +128,7 @@ async def test_an_outage_of_a_service_that_generation_needs_is_waited_for():
     bench = Bench(sets={"aime": 3})
     generate, failures = bench.generate, iter([ConnectionRefusedError(), TimeoutError()])
 
-    async def down_at_first(client: Any, attempt: Attempt, sample_index: int) -> Sample:
+    async def down_at_first(client: object, attempt: Attempt, sample_index: int) -> Sample:
         if error := next(failures, None):
             raise error
         return await generate(client, attempt, sample_index)
@@ -145,7 +144,7 @@ def test_an_evaluation_that_gets_stuck_is_given_up_and_an_outage_is_waited_for(o
     bench = Bench(sets={"aime": 3}, concurrency=1, seconds=50.0)
     generate = bench.generate
 
-    async def never(client: Any, attempt: Attempt, sample_index: int) -> Sample:
+    async def never(client: object, attempt: Attempt, sample_index: int) -> Sample:
         await asyncio.sleep(1e6 if bench.finished == 2 else 0.0)
         return await generate(client, attempt, sample_index)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +19,7 @@ from examples.math import prepare
 from examples.quickstart.tokenizer import build_tokenizer
 from miles_async.arguments.parser import parse_arguments
 from miles_async.cli import main
+from miles_async.types import JsonObject
 
 MATH = Path("examples/math")
 CONFIGS = Path("tests/recipes/configs")
@@ -42,7 +42,7 @@ DAPO = {
     "prompt": [{"content": 'Solve it. Answer: $Answer\n\nWhat is 1 + 1?\n\nRemember "Answer:".', "role": "user"}],
     "reward_model": {"ground_truth": "2", "style": "rule"},
 }
-SHAPES: dict[str, tuple[dict[str, Any], str, str]] = {
+SHAPES: dict[str, tuple[JsonObject, str, str]] = {
     "dapo": (DAPO, DAPO["prompt"][0]["content"], "2"),
     "slime": ({"prompt": "Solve 2 + 2.", "label": "4"}, "Solve 2 + 2.", "4"),
     "gsm8k": (
@@ -62,7 +62,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def prepared(source: Path, output: Path) -> list[dict[str, Any]]:
+def prepared(source: Path, output: Path) -> list[JsonObject]:
     assert prepare.main(["gsm8k", str(output), "--source", str(source)]) == 0
     return [json.loads(line) for line in output.read_text().splitlines()]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import save_file
@@ -19,7 +18,8 @@ from examples.tasks import prepare
 from miles_async.arguments.parser import parse_arguments
 from miles_async.cli import main
 from miles_async.rewards import code_tests
-from miles_async.types import AssistantTurn, Prompt
+from miles_async.types import AssistantTurn, JsonObject, Prompt
+from tests.json_dict import JsonDict
 
 TASKS = Path("examples/tasks")
 CONFIGS = Path("tests/recipes/configs")
@@ -30,7 +30,7 @@ STDIN = {
     "prompt": [{"role": "user", "content": "Add two numbers."}],
     "reward_model": {"ground_truth": json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})},
 }
-SHAPES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+SHAPES: dict[str, tuple[JsonObject, str, JsonObject]] = {
     "question": (
         {"question": "Who?", "golden_answers": ["Ann", "A."]},
         f"Who?\n\n{prepare.SEARCH_FIRST}",
@@ -55,7 +55,7 @@ SHAPES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def prepared(row: dict[str, Any], directory: Path) -> dict[str, Any]:
+def prepared(row: JsonObject, directory: Path) -> JsonDict:
     source, output = directory / "source.jsonl", directory / "prompts.jsonl"
     source.write_text(json.dumps(row) + "\n")
     assert prepare.main(["mbpp", str(output), "--source", str(source)]) == 0
@@ -92,7 +92,7 @@ async def test_the_calculator_answers_calls_and_ends_with_an_answer() -> None:
     assert (await environment.step(turn({"role": "assistant", "content": "391"}))).done
 
 
-def turn(message: dict[str, Any]) -> AssistantTurn:
+def turn(message: JsonObject) -> AssistantTurn:
     return AssistantTurn(index=0, message=message, text=str(message.get("content", "")), finish_reason="stop")
 
 

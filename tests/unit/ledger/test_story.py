@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from miles_async.ledger.reader import AttemptRecord
@@ -26,7 +24,7 @@ FINISHED = dict(
 CUT = FINISHED | dict(stage=Stage.CUT, cut_at=116.0, target_version=5)
 
 
-def story(came_again_as: int | None = None, **fields: Any) -> list[str]:
+def story(came_again_as: int | None = None, **fields: object) -> list[str]:
     record = AttemptRecord(**{name: getattr(ISSUED, name) for name in ISSUED.__struct_fields__} | fields)
     return tell(record, started_at=100.0, came_again_as=came_again_as).split("\n  ")
 
@@ -97,7 +95,7 @@ def test_a_trained_attempt() -> None:
         ),
     ],
 )
-def test_the_story_of_an_untrained_attempt_says_why(fields: dict[str, Any], headline: str, end: str) -> None:
+def test_the_story_of_an_untrained_attempt_says_why(fields: dict[str, object], headline: str, end: str) -> None:
     lines = story(**fields, ended_at=114.0)
     assert lines[0] == f"attempt 7 of prompt p7 (epoch 1): {headline}"
     assert lines[-1] == end

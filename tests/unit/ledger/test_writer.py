@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from miles_async.staleness.events import Ended, Issued
 from miles_async.staleness.ledger import Outcome
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
-from miles_async.types import EngineStats, GenerateRequest, Generation, Group, Prompt, Sample
+from miles_async.types import EngineStats, GenerateRequest, Generation, Group, JsonObject, Prompt, Sample
 from tests.fakes.fake_sides import FakeEngineLoads
 from tests.fakes.text_of_tokens import TextOfTokens
 from tests.property.builders import make_attempt
@@ -49,10 +48,10 @@ class Prompts:
         first = self.taken - count
         return [(i // 10, Prompt(prompt_id=f"p{i % 10}", token_ids=(1, 2), text="")) for i in range(first, self.taken)]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return {"taken": self.taken}
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: JsonObject) -> None:
         self.taken = state["taken"]
 
 
@@ -237,7 +236,7 @@ async def test_the_end_of_a_failed_run_is_on_disk_too(tmp_path: Path) -> None:
 
 
 async def test_stopping_ends_attempts_in_flight_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(*_: Any, **__: Any) -> Generation:
+    async def never(*_: object, **__: object) -> Generation:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -304,7 +303,7 @@ async def test_a_directory_that_cannot_be_written_is_an_error_at_the_start(tmp_p
         LedgerWriter(tmp_path / "missing" / "ledger.sqlite")
 
 
-async def _raises(work: Any, error: type[Exception]) -> Exception:
+async def _raises(work: Awaitable[object], error: type[Exception]) -> Exception:
     with pytest.raises(error) as caught:
         await work
     return caught.value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import stamina
@@ -13,10 +12,11 @@ import wandb
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
 from miles_async.observability.wandb_tracker import INIT_ATTEMPTS, WandbOptions, WandbTracker, wandb_mode
+from tests.json_dict import JsonDict
 
 
 class FakeRun:
-    def define_metric(self, *_: Any, **__: Any) -> None: ...
+    def define_metric(self, *_: object, **__: object) -> None: ...
 
 
 class FakeInit:
@@ -24,9 +24,9 @@ class FakeInit:
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[JsonDict] = []
 
-    def __call__(self, **arguments: Any) -> FakeRun:
+    def __call__(self, **arguments: object) -> FakeRun:
         self.calls.append(arguments)
         if self.errors:
             raise self.errors.pop(0)
@@ -75,7 +75,7 @@ def test_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     ],
 )
 def test_an_offline_run_is_never_shared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any], mode: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, object], mode: str
 ) -> None:
     # covers: M12
     init = FakeInit()
@@ -118,7 +118,9 @@ def test_a_server_that_cannot_be_used_costs_no_metrics(monkeypatch: pytest.Monke
         ("offline", "online", "offline"),
     ],
 )
-def test_wandb_is_online_unless_flag_or_variable_says_otherwise(flag: Any, variable: str | None, mode: str) -> None:
+def test_wandb_is_online_unless_flag_or_variable_says_otherwise(
+    flag: str | None, variable: str | None, mode: str
+) -> None:
     environment = {} if variable is None else {"WANDB_MODE": variable}
     assert wandb_mode(ObservabilityArguments(use_wandb=True, wandb_mode=flag), environment) == mode
     assert wandb_mode(ObservabilityArguments(wandb_mode=flag), environment) == "disabled"

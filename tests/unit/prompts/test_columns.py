@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -20,7 +20,7 @@ from miles_async.commands.prompt_checks import check_prompts
 from miles_async.errors import CheckpointError, ConfigurationError, DataError
 from miles_async.prompts.examples import ExampleSource
 from miles_async.prompts.source import FilePromptSource
-from miles_async.types import Prompt
+from miles_async.types import JsonObject, Prompt
 from tests.fakes.chat_formats import chat_format
 
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
@@ -28,7 +28,7 @@ QUESTION = [{"role": "user", "content": "1 + 1"}]
 FORMATS = ["jsonl", "parquet"]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write(path: Path, rows: Sequence[JsonObject]) -> Path:
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
@@ -36,14 +36,14 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def prompts(path: Path, **flags: Any) -> list[Prompt]:
+def prompts(path: Path, **flags: object) -> list[Prompt]:
     template = chat_format("qwen3")
     source = FilePromptSource(DataArguments(prompt_data=path, **flags), template.encode)
     source.require_rendered(template.check)
     return list(source.all_prompts())
 
 
-def refusal(path: Path, **flags: Any) -> str:
+def refusal(path: Path, **flags: object) -> str:
     with pytest.raises(DataError) as caught:
         prompts(path, **flags)
     return str(caught.value)
@@ -85,7 +85,7 @@ class TestTools:
             ([TOOL], {"tool_key": "functions"}, "p.jsonl:1: no key 'functions' (--tool-key); keys of this row: label"),
         ],
     )
-    def test_wrong_ones(self, value: object, flags: dict[str, Any], message: str, tmp_path: Path) -> None:
+    def test_wrong_ones(self, value: object, flags: dict[str, object], message: str, tmp_path: Path) -> None:
         path = write(tmp_path / "p.jsonl", [{"prompt": QUESTION, "text": "a", "label": "2", "tools": value}])
         assert message in refusal(path, **{"tool_key": "tools", **flags})
 

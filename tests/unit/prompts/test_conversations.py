@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -109,12 +108,12 @@ def test_a_label_is_the_answer_where_there_is_none() -> None:
         conversation([QUESTION], None)
 
 
-def rows(path: Path, *content: Any) -> Path:
+def rows(path: Path, *content: object) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in content))
     return path
 
 
-def source(path: Path, most: int = 1000, **data: Any) -> ExampleSource:
+def source(path: Path, most: int = 1000, **data: object) -> ExampleSource:
     return ExampleSource(DataArguments(prompt_data=path, rollout_shuffle=False, **data), chat_format("llama3"), most)
 
 

@@ -6,7 +6,6 @@ import decimal
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -18,14 +17,15 @@ from miles_async.prompts.examples import ExampleSource
 from miles_async.prompts.source import FilePromptSource, open_prompts
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.trajectory.messages import canonical
+from miles_async.types import JsonObject, Label, Prompt
 from tests.fakes.chat_formats import STOPS, TOOLS, chat_format
 
-Write = Callable[[list[Any]], Path]
+Write = Callable[[list[object]], Path]
 QUESTION = {"role": "user", "content": "What is seventeen times four?"}
-ARGUMENTS: tuple[dict[str, Any], ...] = ({"query": "17*4"}, {"limit": 3})
+ARGUMENTS: tuple[dict[str, object], ...] = ({"query": "17*4"}, {"limit": 3})
 
 
-def called(arguments: Any, **fields: Any) -> dict[str, Any]:
+def called(arguments: object, **fields: object) -> JsonObject:
     call = {"type": "function", "function": {"name": "search", "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [call], **fields}
 
@@ -34,7 +34,7 @@ def called(arguments: Any, **fields: Any) -> dict[str, Any]:
 def write(request: pytest.FixtureRequest, tmp_path: Path) -> Write:
     path = tmp_path / f"rows.{request.param}"
 
-    def written(rows: list[Any]) -> Path:
+    def written(rows: list[object]) -> Path:
         if request.param == "jsonl":
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         else:
@@ -44,7 +44,7 @@ def write(request: pytest.FixtureRequest, tmp_path: Path) -> Write:
     return written
 
 
-def prompts(path: Path, template: ChatTemplate | None = None, **flags: Any) -> list[Any]:
+def prompts(path: Path, template: ChatTemplate | None = None, **flags: object) -> list[Prompt]:
     encode = (template or chat_format("qwen3")).encode
     return list(FilePromptSource(DataArguments(prompt_data=path, **flags), encode).all_prompts())
 
@@ -124,7 +124,7 @@ def test_calls_may_lack_the_wrapping_of_a_function(write: Write) -> None:
         ({"role": None, "content": "a"}, "with the texts role and content"),
     ],
 )
-def test_messages_that_mean_nothing_are_refused_with_their_place(write: Write, message: Any, words: str) -> None:
+def test_messages_that_mean_nothing_are_refused_with_their_place(write: Write, message: object, words: str) -> None:
     path = write([{"prompt": [message], "label": "68"}])
     with pytest.raises(DataError, match=rf"rows\.\w+:1: 'prompt' \(--input-key\) must be .*; message 1: .*{words}"):
         open_prompts(DataArguments(prompt_data=path))
@@ -154,7 +154,7 @@ def test_a_prompt_that_nothing_can_continue_is_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ labels
-def labels(path: Path) -> list[str]:
+def labels(path: Path) -> list[Label | None]:
     return [prompt.label for prompt in prompts(path)]
 
 

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -20,38 +19,39 @@ from miles_async.errors import CheckpointError, ConfigurationError, DataError, T
 from miles_async.prompts.row import Content
 from miles_async.prompts.source import FilePromptSource, open_prompts
 from miles_async.seams import PromptSource
+from miles_async.types import JsonObject
 
 ROWS = [{"prompt": f"rev {number}", "label": str(number)} for number in range(10)]
 
 
-def encode(content: Content, tools: Any = ()) -> list[int]:
+def encode(content: Content, tools: object = ()) -> list[int]:
     """One token per character."""
     text = content if isinstance(content, str) else "".join(message["content"] for message in content)
     return [ord(character) for character in text]
 
 
-def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+def write_jsonl(path: Path, rows: Iterable[JsonObject]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def write_parquet(path: Path, rows: Iterable[Any]) -> Path:
+def write_parquet(path: Path, rows: Iterable[JsonObject]) -> Path:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path, row_group_size=3)
     return path
 
 
-def source_of(path: Path, **flags: Any) -> FilePromptSource:
+def source_of(path: Path, **flags: object) -> FilePromptSource:
     return FilePromptSource(DataArguments(prompt_data=path, **flags), encode)
 
 
-def refusal(path: Path, **flags: Any) -> str:
+def refusal(path: Path, **flags: object) -> str:
     with pytest.raises(DataError) as caught:
         open_prompts(DataArguments(prompt_data=path, **flags))
     return str(caught.value)
 
 
 @pytest.fixture(params=[write_jsonl, write_parquet], ids=["jsonl", "parquet"])
-def written(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Iterable[Any]], Path]:
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Iterable[JsonObject]], Path]:
     suffix = ".jsonl" if request.param is write_jsonl else ".parquet"
     return lambda rows: request.param(tmp_path / f"train{suffix}", rows)
 
@@ -254,7 +254,7 @@ class TestTooLongPrompts:
         rows = [{"prompt": "x" * length, "label": "1"} for length in (5, 100, 2000, 30, 1500)]
         tokenized: list[int] = []
 
-        def counting(content: Any, tools: Any) -> list[int]:
+        def counting(content: Content, tools: object) -> list[int]:
             tokenized.append(len(content))
             return encode(content)
 
@@ -277,7 +277,7 @@ class TestTooLongPrompts:
             list(source.all_prompts())
 
     def test_resuming_behind_the_last_usable_prompt_is_not_an_error(self, tmp_path: Path):
-        flags: dict[str, Any] = {"rollout_max_prompt_len": 3, "rollout_shuffle": False}
+        flags: dict[str, object] = {"rollout_max_prompt_len": 3, "rollout_shuffle": False}
         first = source_of(self.path(tmp_path), **flags)
         first.take(1)
         second = source_of(self.path(tmp_path), **flags)
@@ -306,7 +306,7 @@ class TestCursor:
             changed.restore(state)
 
     @pytest.mark.parametrize(("flag", "value"), [("rollout_seed", 7), ("rollout_shuffle", False)])
-    def test_refuses_when_the_order_changed(self, tmp_path: Path, flag: str, value: Any):
+    def test_refuses_when_the_order_changed(self, tmp_path: Path, flag: str, value: object):
         path = write_jsonl(tmp_path / "t.jsonl", ROWS)
         with pytest.raises(CheckpointError, match="Restore --" + flag.replace("_", "-")):
             source_of(path, **{flag: value}).restore(source_of(path).state())
@@ -336,12 +336,12 @@ class TestRefusedRows:
     ROWS = ({"prompt": "rev 1"}, {"prompt": "bad 2"}, {"prompt": "rev 3"}, *({"prompt": "bad"} for _ in range(3)))
 
     @staticmethod
-    def encode(content: Content, tools: Any = ()) -> list[int]:
+    def encode(content: Content, tools: object = ()) -> list[int]:
         if str(content).startswith("bad"):
             raise TrajectoryError("the chat template refuses this conversation: roles must alternate")
         return encode(content)
 
-    def source(self, tmp_path: Path, rows: Iterable[Any] = ROWS, **flags: Any) -> FilePromptSource:
+    def source(self, tmp_path: Path, rows: Iterable[JsonObject] = ROWS, **flags: object) -> FilePromptSource:
         path = write_jsonl(tmp_path / "train.jsonl", rows)
         return FilePromptSource(
             DataArguments(prompt_data=path, label_key=None, rollout_shuffle=False, **flags), self.encode

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import Generation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", *"0123456789 rev"]
 TEMPLATE = (
@@ -42,7 +46,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tokenizer(directory: Path) -> Any:
+def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return load_tokenizer(directory)
 
 
@@ -50,21 +54,21 @@ def ids(*tokens: str) -> tuple[int, ...]:
     return tuple(VOCABULARY.index(token) for token in tokens)
 
 
-def test_text_is_a_message_of_the_user(tokenizer: Any):
+def test_text_is_a_message_of_the_user(tokenizer: PreTrainedTokenizerBase):
     template = ChatTemplate(tokenizer, apply_chat_template=True)
     expected = ids("<bos>", "<|user|>", *"rev 12", "<|assistant|>")
     assert template.encode("rev 12") == expected
     assert template.encode([{"role": "user", "content": "rev 12"}]) == expected
 
 
-def test_bos_occurs_once_with_and_without_template(tokenizer: Any):
+def test_bos_occurs_once_with_and_without_template(tokenizer: PreTrainedTokenizerBase):
     plain = ChatTemplate(tokenizer, apply_chat_template=False)
     assert plain.encode("rev") == ids("<bos>", *"rev")
     assert plain.encode("<bos>rev") == ids("<bos>", *"rev")
     assert ChatTemplate(tokenizer, apply_chat_template=True).encode("rev").count(VOCABULARY.index("<bos>")) == 1
 
 
-def test_decode_removes_the_token_that_ends_the_turn(tokenizer: Any):
+def test_decode_removes_the_token_that_ends_the_turn(tokenizer: PreTrainedTokenizerBase):
     template = ChatTemplate(tokenizer, apply_chat_template=True)
     assert template.decode(ids("2", "1", "<eos>")).replace(" ", "") == "21"
 
@@ -89,7 +93,9 @@ def test_missing_files_are_named(tmp_path: Path, directory: Path):
         ChatTemplate(without_template, apply_chat_template=False).encode([{"role": "user", "content": "rev"}])
 
 
-def test_messages_that_the_template_leaves_out_are_the_prompts_fault(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+def test_messages_that_the_template_leaves_out_are_the_prompts_fault(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+):
     users = "{% for m in messages if m['role'] in ['user', 'critic'] %}{{ m['content'] | trim }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", users)
     template = ChatTemplate(tokenizer, apply_chat_template=True)
@@ -102,13 +108,15 @@ def test_messages_that_the_template_leaves_out_are_the_prompts_fault(tokenizer: 
     template.check([{"role": "critic", "content": "1"}, asked])
 
 
-def test_whatever_a_template_raises_is_told(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+def test_whatever_a_template_raises_is_told(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ 1 // 0 }}")
     with pytest.raises(TrajectoryError, match=r"the chat template refuses this conversation: .*division"):
         ChatTemplate(tokenizer, apply_chat_template=True).encode("1")
 
 
-def test_a_prompt_that_the_template_refuses_is_the_prompts_fault(tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_prompt_that_the_template_refuses_is_the_prompts_fault(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('users only') }}")
     template = ChatTemplate(tokenizer, apply_chat_template=True)
     for refused in (template.check, template.encode):
@@ -193,7 +201,7 @@ def test_replies_to_agents_have_the_same_text(thinking: ChatTemplate, splits: bo
     assert sample.text == turn.text
 
 
-def sampled_turn(ids: Any) -> Generation:
+def sampled_turn(ids: Sequence[int]) -> Generation:
     return Generation(
         output_ids=ids,
         logprobs=np.full(len(ids), -1, np.float32),

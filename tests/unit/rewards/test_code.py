@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -41,11 +40,11 @@ def limits(seconds: float = 30.0, memory: int = 1024 * MIB, level: str = BEST) -
     return Limits(seconds=seconds, memory_bytes=memory, level=level)
 
 
-def run(source: str, text: str = "", **options: Any) -> str | None:
+def run(source: str, text: str = "", **options: object) -> str | None:
     return run_program(source, text, limits(**options))
 
 
-def prompt(tests: Any = None, label: str | None = None) -> Prompt:
+def prompt(tests: object = None, label: str | None = None) -> Prompt:
     return Prompt(
         prompt_id="p:1", token_ids=(1,), text="", label=label, metadata={} if tests is None else {"tests": tests}
     )
@@ -108,7 +107,7 @@ async def test_a_response_without_a_program_is_wrong(reward: CodeReward):
         ([], None, "p:1: its list of tests is empty"),
     ],
 )
-async def test_a_row_without_tests_is_an_error(reward: CodeReward, tests: Any, label: str | None, message: str):
+async def test_a_row_without_tests_is_an_error(reward: CodeReward, tests: object, label: str | None, message: str):
     with pytest.raises(RewardError, match=message):
         await reward(prompt(tests, label), make_sample([0], text="```\n```"))
 
@@ -392,7 +391,7 @@ def test_output_and_memory_are_bounded():
         ("fcntl.fcntl", (0, 8, 1)),  # F_SETOWN
     ],
 )  # fmt: skip
-def test_a_program_cannot_touch_the_outside(tmp_path: Path, action: str, arguments: tuple[Any, ...]):
+def test_a_program_cannot_touch_the_outside(tmp_path: Path, action: str, arguments: tuple[object, ...]):
     (tmp_path / "file").write_text("kept")
     places = {"FILE": str(tmp_path / "file"), "FILE2": str(tmp_path / "other")}
     call = ", ".join(repr(places.get(a, a) if isinstance(a, str) else a) for a in arguments)

@@ -9,7 +9,6 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -20,7 +19,7 @@ from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailab
 from miles_async.rewards.hub import RewardHub
 from miles_async.rewards.judge import JudgeReward, read_verdict
 from miles_async.runtime.services import Services
-from miles_async.types import Prompt
+from miles_async.types import JsonObject, Prompt
 from tests.property.builders import make_sample
 
 PROMPT = Prompt(prompt_id="p:1", token_ids=(1,), text="17*4?", label="68")
@@ -32,13 +31,13 @@ CUT = "Mark: 1"  # of 10, the server says
 @asynccontextmanager
 async def judge(
     tmp_path: Path,
-    say: Callable[[int], Any],
+    say: Callable[[int], object],
     template: str = "{answer} {x}",
     timeout: float = 5.0,
     scale: str = "0-10",
-) -> AsyncIterator[tuple[list[Any], JudgeReward]]:
+) -> AsyncIterator[tuple[list[JsonObject], JudgeReward]]:
     """``say``: number of the request → what the model says, the whole body, or a status."""
-    requests: list[Any] = []
+    requests: list[JsonObject] = []
 
     async def respond(request: web.Request) -> web.Response:
         requests.append((request.headers.get("Authorization"), await request.json()))

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -15,7 +14,7 @@ from miles_async.errors import RewardError, ServiceOutageError, ServiceUnavailab
 from miles_async.rewards import remote
 from miles_async.rewards.remote import RemoteReward
 from miles_async.runtime.services import Services
-from miles_async.types import Prompt
+from miles_async.types import JsonObject, Prompt
 from tests.property.builders import make_sample
 
 PROMPT = Prompt(prompt_id="p:1", token_ids=(1,), text="rev 12", label="21", metadata={"level": 3})
@@ -25,9 +24,9 @@ SAMPLE = make_sample([0], text="12")
 class Server:
     """Answers the n-th request (from 0) with ``respond(n)``: a body, a status, or None for silence."""
 
-    def __init__(self, respond: Callable[[int], Any]) -> None:
+    def __init__(self, respond: Callable[[int], object]) -> None:
         self.respond = respond
-        self.requests: list[Any] = []
+        self.requests: list[JsonObject] = []
         self.at_once = self.most_at_once = 0
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -45,7 +44,9 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(respond: Callable[[int], Any], timeout: float = 10.0) -> AsyncIterator[tuple[Server, RemoteReward]]:
+async def serving(
+    respond: Callable[[int], object], timeout: float = 10.0
+) -> AsyncIterator[tuple[Server, RemoteReward]]:
     server = Server(respond)
     app = web.Application()
     app.router.add_post("/score", server.handle)
@@ -77,7 +78,7 @@ async def test_passing_errors_are_tried_again(status: int):
 @pytest.mark.parametrize(
     ("answer", "message"), [(400, "status 400: b'busy'"), (422, "422"), ("no", "expected a number"), ("{}", "reward")]
 )
-async def test_lasting_errors_are_raised_at_once(answer: Any, message: str):
+async def test_lasting_errors_are_raised_at_once(answer: object, message: str):
     async with serving(lambda n: answer) as (server, reward):
         with pytest.raises(RewardError, match=message) as caught:
             await reward(PROMPT, SAMPLE)

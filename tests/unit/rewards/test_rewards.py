@@ -6,7 +6,7 @@ import asyncio
 import sys
 import types
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -40,7 +40,7 @@ from miles_async.types import Prompt, Sample, TokenRewards
 PROMPT = Prompt(prompt_id="t:1", token_ids=(1, 2), text="rev 12", label="21")
 
 
-def sample(text: str, finish_reason: Any = "stop") -> Sample:
+def sample(text: str, finish_reason: str = "stop") -> Sample:
     return Sample(
         tokens=np.asarray([1, 2, 3], np.int32),
         prompt_length=2,
@@ -101,10 +101,10 @@ class TestSeveralAnswers:
         assert read_tests(("assert f(1) == 2", "assert f(2) == 3"), {}) == ["assert f(1) == 2", "assert f(2) == 3"]
 
 
-def hub_with(rm_type: str | None, **rewards: Any) -> RewardHub:
+def hub_with(rm_type: str | None, **rewards: object) -> RewardHub:
     """A hub where some rewards are constants, or errors."""
 
-    def constant(value: Any) -> Callable[[Prompt, Sample], Awaitable[float]]:
+    def constant(value: float) -> Callable[[Prompt, Sample], Awaitable[float]]:
         async def reward(prompt: Prompt, sample: Sample) -> float:
             if isinstance(value, Exception):
                 raise value
@@ -223,8 +223,8 @@ class TestGuardedReward:
     """A reward that hangs, dies or talks nonsense costs one sample, not the run."""
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, -1e39, 1e13, "no number", None])
-    async def test_a_reward_that_is_no_finite_number_is_an_error(self, value: Any):
-        async def reward(prompt: Prompt, sample: Sample) -> Any:
+    async def test_a_reward_that_is_no_finite_number_is_an_error(self, value: object):
+        async def reward(prompt: Prompt, sample: Sample) -> object:
             return value
 
         with pytest.raises(RewardError):
@@ -234,16 +234,16 @@ class TestGuardedReward:
         ("value", "found"),
         [(None, "None"), ("good", "'good'"), ((1.0, 0.5), r"\(1.0, 0.5\)"), (np.ones(2), r"array\(\[1., 1.\]\)")],
     )
-    async def test_what_is_no_number_was_returned_not_raised(self, value: Any, found: str):
-        async def reward(prompt: Prompt, sample: Sample) -> Any:
+    async def test_what_is_no_number_was_returned_not_raised(self, value: object, found: str):
+        async def reward(prompt: Prompt, sample: Sample) -> object:
             return value
 
         with pytest.raises(RewardError, match=f"^reward returned {found}, expected a number$"):
             await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
 
     @pytest.mark.parametrize("value", [np.float32(0.5), np.array(0.5), "0.5"])
-    async def test_what_can_be_made_a_number_is_one(self, value: Any):
-        async def reward(prompt: Prompt, sample: Sample) -> Any:
+    async def test_what_can_be_made_a_number_is_one(self, value: object):
+        async def reward(prompt: Prompt, sample: Sample) -> object:
             return value
 
         assert await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21")) == 0.5
@@ -378,7 +378,7 @@ class TestHooks:
         assert str(caught.value).startswith(f"--some-flag {path}")
         assert message in str(caught.value)
 
-    def test_module_that_fails_to_import_is_told_with_its_error(self, tmp_path: Any, monkeypatch: Any):
+    def test_module_that_fails_to_import_is_told_with_its_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.syspath_prepend(tmp_path)
         for name, source, place, error in [
             ("broken_hooks", "import absent_dependency\n", "broken_hooks.py:1", "No module named 'absent_dependency'"),
@@ -394,7 +394,7 @@ class TestHooks:
 
     @pytest.mark.parametrize(("argument", "code"), [("3", "3"), ("", "None"), ("'no GPU here'", "'no GPU here'")])
     def test_module_that_ends_the_process_is_told_with_the_flag(
-        self, tmp_path: Any, monkeypatch: Any, argument: str, code: str
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, code: str
     ):
         (tmp_path / "leaving_hooks.py").write_text(f"import sys\nsys.exit({argument})\n")
         monkeypatch.syspath_prepend(tmp_path)
@@ -408,7 +408,7 @@ class TestHooks:
         with pytest.raises(ConfigurationError, match=r"--custom-rm-path own_hooks:Leaves: making one called sys.exit"):
             load_object("own_hooks:Leaves", Reward, "--custom-rm-path")
 
-    def test_the_error_of_a_module_is_bounded(self, tmp_path: Any, monkeypatch: Any):
+    def test_the_error_of_a_module_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / "talking_hooks.py").write_text("raise ValueError('x' * 1_000_000)\n")
         monkeypatch.syspath_prepend(tmp_path)
         with pytest.raises(ConfigurationError, match="ValueError: xxx") as caught:

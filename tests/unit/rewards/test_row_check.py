@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ from miles_async.types import Label
 TESTS = {"inputs": ["1"], "outputs": ["2"]}
 
 
-def problem(label: Label | None, metadata: dict[str, Any], **flags: Any) -> str:
+def problem(label: Label | None, metadata: dict[str, object], **flags: object) -> str:
     with pytest.raises(DataError) as caught:
         RewardOfRow(RewardArguments(**{"rm_type": "exact_match", **flags}))(label, metadata, "train.jsonl:7")
     return str(caught.value)
@@ -38,7 +37,7 @@ def problem(label: Label | None, metadata: dict[str, Any], **flags: Any) -> str:
     ],
 )
 def test_a_row_that_cannot_be_rewarded_is_named(
-    label: Label | None, metadata: dict[str, Any], flags: dict[str, Any], expected: str
+    label: Label | None, metadata: dict[str, object], flags: dict[str, object], expected: str
 ) -> None:
     found = problem(label, metadata, **flags)
     assert found.startswith("train.jsonl:7: its")
@@ -49,7 +48,7 @@ def test_a_row_that_cannot_be_rewarded_is_named(
     ("label", "metadata"),
     [("21", {}), (None, {"rm_type": "format"}), ("(b)", {"rm_type": "multiple_choice"}), (("2", "two"), {})],
 )
-def test_other_rows_pass(label: Label | None, metadata: dict[str, Any]) -> None:
+def test_other_rows_pass(label: Label | None, metadata: dict[str, object]) -> None:
     RewardOfRow(RewardArguments(rm_type="exact_match"))(label, metadata, "train.jsonl:7")
 
 

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
@@ -76,14 +75,14 @@ class BlockedRay:
     def __init__(self) -> None:
         self.blocked = False
 
-    def get_runtime_context(self) -> Any:
+    def get_runtime_context(self) -> object:
         return SimpleNamespace(get_node_id=lambda: "node")
 
-    def remote(self, kind: type[RolloutActor]) -> Any:
+    def remote(self, kind: type[RolloutActor]) -> object:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda build: self._handle(kind(build))))
 
-    def _handle(self, hosted: RolloutActor) -> Any:
-        def remote(name: str) -> Any:
+    def _handle(self, hosted: RolloutActor) -> object:
+        def remote(name: str) -> object:
             async def call(*arguments: object, **named: object) -> object:
                 await asyncio.sleep(1e9 if self.blocked else 0.0)
                 return await getattr(hosted, name)(*arguments, **named)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import openai
@@ -52,8 +51,8 @@ def sample(text: str = "21") -> Sample:
     )
 
 
-def collected(**fields: Any) -> CollectedSession:
-    nothing_wrong: dict[str, Any] = {
+def collected(**fields: object) -> CollectedSession:
+    nothing_wrong: dict[str, object] = {
         "ending": "finished",
         "sample": sample(),
         "reward": None,
@@ -87,22 +86,22 @@ class FakeSessions:
 
 
 async def outcome_of(
-    agent: Callable[[str, Prompt], Awaitable[Any]], outcome: CollectedSession | Exception, *, timeout: float = 5.0
+    agent: Callable[[str, Prompt], Awaitable[object]], outcome: CollectedSession | Exception, *, timeout: float = 5.0
 ) -> Sample:
     generate = AgentGenerate(sessions=FakeSessions(outcome), run_agent=agent, timeout=timeout)
     return await generate(ScriptedModel(lambda call, input_ids: []), ATTEMPT, 3)
 
 
-def returns(value: Any) -> Callable[[str, Prompt], Awaitable[Any]]:
-    async def agent(base_url: str, prompt: Prompt) -> Any:
+def returns(value: object) -> Callable[[str, Prompt], Awaitable[object]]:
+    async def agent(base_url: str, prompt: Prompt) -> object:
         assert (base_url, prompt) == ("http://x/sessions/s/v1", PROMPT)
         return value
 
     return agent
 
 
-def raises(error: BaseException) -> Callable[[str, Prompt], Awaitable[Any]]:
-    async def agent(base_url: str, prompt: Prompt) -> Any:
+def raises(error: BaseException) -> Callable[[str, Prompt], Awaitable[object]]:
+    async def agent(base_url: str, prompt: Prompt) -> object:
         raise error
 
     return agent
@@ -120,7 +119,9 @@ def raises(error: BaseException) -> Callable[[str, Prompt], Awaitable[Any]]:
         (3, 0.25, 3, 0.25),  # told to the session server
     ],
 )
-async def test_an_agent_returns_turns_or_turns_and_reward(returned: Any, given: Any, turns: Any, reward: Any) -> None:
+async def test_an_agent_returns_turns_or_turns_and_reward(
+    returned: object, given: object, turns: object, reward: object
+) -> None:
     result = await outcome_of(returns(returned), collected(reward=given))
     assert (result.metadata["agent_turns"], result.reward) == (turns, reward)
     assert result.metadata["turns"] == 2  # and what the session noted stays
@@ -259,7 +260,9 @@ async def test_a_command_reaches_its_session_without_a_proxy_and_the_outside_wit
 
 
 @pytest.mark.parametrize(("printed", "returned"), [("", None), ("done", None), ("3", 3), ("x\n[2, 1.0]", [2, 1.0])])
-async def test_the_last_line_of_a_command_may_be_what_it_returns(tmp_path: Path, printed: str, returned: Any) -> None:
+async def test_the_last_line_of_a_command_may_be_what_it_returns(
+    tmp_path: Path, printed: str, returned: object
+) -> None:
     assert await command(tmp_path, f"print({printed!r})")("http://x/v1", PROMPT) == returned
 
 

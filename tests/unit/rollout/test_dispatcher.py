@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from miles_async.api import Reward
 from miles_async.arguments import RolloutArguments
 from miles_async.errors import (
     DataError,
@@ -61,7 +62,7 @@ class Prompts:
             self.taken += 1
         return taken
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {}
 
 
@@ -95,7 +96,7 @@ class Engine:
         return scripted or answer([7, 8, 2], self.version)
 
 
-def answer(tokens: list[int], version: int, finish_reason: Any = "stop") -> Generation:
+def answer(tokens: list[int], version: int, finish_reason: str = "stop") -> Generation:
     return Generation(
         output_ids=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), -0.5, np.float32),
@@ -108,6 +109,9 @@ def answer(tokens: list[int], version: int, finish_reason: Any = "stop") -> Gene
 
 async def reward(prompt: Prompt, sample: Sample) -> float:
     return 1.0
+
+
+Generating = Callable[[Engine, Attempt, int], Awaitable[Sample]]
 
 
 class Bench:
@@ -229,8 +233,8 @@ async def test_attempts_of_one_prompt_in_overlapping_epochs_are_never_mixed() ->
             self.taken += count
             return [(self.taken - count + number, prompt) for number in range(count)]
 
-    def signed(generate: Any) -> Any:
-        async def sign(client: Any, attempt: Any, sample_index: int) -> Sample:
+    def signed(generate: Generating) -> Generating:
+        async def sign(client: Engine, attempt: Attempt, sample_index: int) -> Sample:
             sample = await generate(client, attempt, sample_index)
             return msgspec.structs.replace(sample, text=f"attempt {attempt.attempt_id}")
 
@@ -375,7 +379,7 @@ async def test_prompts_of_aborted_attempts_come_again_though_the_cut_waited_for_
     # covers: C1, C2, C3, P3
     later = asyncio.Event()
 
-    def wrap(generate: SingleTurnGenerate) -> Any:
+    def wrap(generate: SingleTurnGenerate) -> Generating:
         async def hang_or_wait(client: Engine, attempt: Attempt, index: int) -> Sample:
             hangs = attempt.prompt.prompt_id in ("p0", "p1") and attempt.stale_count == 0
             if not hangs:
@@ -503,7 +507,7 @@ class Stubborn:
         self.begun: list[str] = []
         self._ended = ended
 
-    async def __call__(self, client: Any, attempt: Any, sample_index: int) -> Sample:
+    async def __call__(self, client: Engine, attempt: Attempt, sample_index: int) -> Sample:
         plain = SingleTurnGenerate({"max_new_tokens": 6}, TextOfTokens(str))
         if self.bench.engine.version == 0:
             key = f"{attempt.attempt_id}-{sample_index}"
@@ -577,7 +581,7 @@ async def test_dead_letters_are_appended_to_their_file_as_they_come(tmp_path: Pa
     assert bench.dispatcher.pool.dead_letters == []
 
 
-def fail_for(prompt_id: str) -> Any:
+def fail_for(prompt_id: str) -> Reward:
     async def failing(prompt: Prompt, sample: Sample) -> float:
         if prompt.prompt_id == prompt_id:
             raise ZeroDivisionError("bad label")
@@ -648,13 +652,13 @@ async def test_failures_of_the_infrastructure_never_quarantine_a_prompt() -> Non
 FOREIGN = [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()]
 
 
-def fails_once(error: BaseException) -> Callable[[Any], Any]:
+def fails_once(error: BaseException) -> Callable[[Generating], Generating]:
     """A Generate whose second call raises what should not come from there."""
 
-    def wrap(generate: Any) -> Any:
+    def wrap(generate: Generating) -> Generating:
         calls = 0
 
-        async def failing(client: Any, attempt: Any, index: int) -> Sample:
+        async def failing(client: Engine, attempt: Attempt, index: int) -> Sample:
             nonlocal calls
             calls += 1
             if calls == 2:
@@ -702,13 +706,13 @@ async def test_whatever_a_reward_or_filter_raises_costs_its_attempt_only(error: 
 
 async def test_a_generate_or_filter_that_returns_something_else_is_told_what_was_expected() -> None:
     # covers: C6
-    def wrap(generate: Any) -> Any:
-        async def forgetful(client: Any, attempt: Attempt, index: int) -> Sample | None:
+    def wrap(generate: Generating) -> Callable[..., Awaitable[Sample | None]]:
+        async def forgetful(client: Engine, attempt: Attempt, index: int) -> Sample | None:
             return None if attempt.prompt.prompt_id == "p0" else await generate(client, attempt, index)
 
         return forgetful
 
-    def keeps(group: Group) -> Any:
+    def keeps(group: Group) -> object:
         return True if group.attempt.prompt.prompt_id == "p1" else None
 
     bench = Bench(wrap=wrap, group_filter=keeps)
@@ -768,8 +772,8 @@ async def test_while_a_service_that_generation_needs_is_down_one_sample_at_a_tim
     # covers: C6
     down, tries = True, 0
 
-    def wrap(generate: Any) -> Any:
-        async def unreachable(client: Any, attempt: Any, index: int) -> Sample:
+    def wrap(generate: Generating) -> Generating:
+        async def unreachable(client: Engine, attempt: Attempt, index: int) -> Sample:
             nonlocal tries
             tries += 1
             if down:
@@ -935,8 +939,8 @@ async def test_generate_of_the_user_that_raises_costs_its_attempt_only() -> None
 
 async def test_a_prompt_whose_generate_always_raises_is_quarantined() -> None:
     # covers: C6
-    def wrap(generate: Any) -> Any:
-        async def failing(client: Any, attempt: Attempt, index: int) -> Sample:
+    def wrap(generate: Generating) -> Generating:
+        async def failing(client: Engine, attempt: Attempt, index: int) -> Sample:
             if attempt.prompt.prompt_id == "p0":
                 raise KeyError("tool")
             return await generate(client, attempt, index)
@@ -976,7 +980,7 @@ async def test_of_more_samples_than_a_group_has_the_slowest_are_stopped() -> Non
     bench = Bench(extra_samples_per_prompt=2, total_groups=1)
     plain, stopped = bench.engine.generate, []
 
-    async def some_hang(*args: Any, **options: Any) -> Generation:
+    async def some_hang(*args: object, **options: object) -> Generation:
         if len(bench.engine.requests) in (0, 2):  # the first and the third
             bench.engine.requests.append(([], 0))
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -67,10 +66,10 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int16, None])
-def test_experts_are_read_as_they_were_or_are_absent(dtype: Any, tmp_path: Path) -> None:  # covers: M19
+def test_experts_are_read_as_they_were_or_are_absent(dtype: type[np.integer], tmp_path: Path) -> None:  # covers: M19
     """Files of runs that replay none have no such column."""
 
-    def other(branch: Any) -> Any:
+    def other(branch: Branch) -> Branch:
         experts = None if dtype is None else branch.routed_experts.astype(dtype) + 300
         return msgspec.structs.replace(branch, routed_experts=experts)
 

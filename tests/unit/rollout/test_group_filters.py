@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -22,7 +21,7 @@ from miles_async.types import Group
 from tests.property.builders import make_attempt, make_sample
 
 
-def group(*rewards: float, tokens: int = 3, finish_reasons: Any = ()) -> Group:
+def group(*rewards: float, tokens: int = 3, finish_reasons: Sequence[str] = ()) -> Group:
     reasons = [*finish_reasons, *["stop"] * (len(rewards) - len(finish_reasons))]
     samples = [
         make_sample([0] * tokens, reward=reward, finish_reason=reason)

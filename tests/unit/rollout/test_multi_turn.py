@@ -28,7 +28,7 @@ from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser, parse_qwen
 from miles_async.trajectory.taker import Limits
 from miles_async.trajectory.tree import Trajectory
-from miles_async.types import NO_VERSION, AssistantTurn, Attempt, Observation, Prompt, Sample
+from miles_async.types import NO_VERSION, AssistantTurn, Attempt, JsonObject, Observation, Prompt, Sample
 from tests.fakes.chat_formats import TOOLS, chat_format
 from tests.fakes.scripted_model import ScriptedModel
 
@@ -49,7 +49,7 @@ class Lookup:
         self.closed = 0
         self.made.append(self)
 
-    def tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> Sequence[Mapping[str, object]]:
         return TOOLS
 
     async def step(self, turn: AssistantTurn) -> Observation:
@@ -70,7 +70,7 @@ def says(*texts: str) -> Callable[[int, list[int]], list[int]]:
     return lambda call, input_ids: [*CHAT.tokenize(texts[min(call, len(texts) - 1)]), *END]
 
 
-def generate_with(make_environment: Any = Lookup, **options: Any) -> MultiTurnGenerate:
+def generate_with(make_environment: Any = Lookup, **options: object) -> MultiTurnGenerate:
     return MultiTurnGenerate(
         make_environment=make_environment,
         make_trajectory=lambda: Trajectory(Renderer(CHAT), ReplyParser(chat=CHAT, parse_calls=parse_qwen)),
@@ -148,7 +148,7 @@ async def test_a_turn_that_a_publication_aborts_goes_on_under_the_new_version() 
 
 async def test_messages_that_an_environment_changes_later_are_a_history_that_was_edited() -> None:
     class Reuses(Lookup):
-        hint: ClassVar[dict[str, Any]] = {"role": "user", "content": ""}
+        hint: ClassVar[JsonObject] = {"role": "user", "content": ""}
 
         async def step(self, turn: AssistantTurn) -> Observation:
             self.hint["content"] += "again, "
@@ -342,7 +342,7 @@ async def test_a_reward_that_was_given_stays_and_the_runs_own_fills_in() -> None
 
 
 # -------------------------------------------------------------------------------------------------------- hooks
-def load(monkeypatch: pytest.MonkeyPatch, attribute: Any) -> Any:
+def load(monkeypatch: pytest.MonkeyPatch, attribute: object) -> object:
     module = types.ModuleType("own_environment")
     module.Attribute = attribute  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_environment", module)

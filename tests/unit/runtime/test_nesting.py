@@ -78,11 +78,11 @@ def test_what_a_model_writes_is_a_text(tmp_path: Path) -> None:
 
 
 def test_depth_is_counted_in_lists_and_objects() -> None:
-    nested: Any = 1
+    nested: object = 1
     for _ in range(DEEPEST):
         nested = {"a": [nested, nested]} if isinstance(nested, list) else [nested]
     assert not too_deep(nested, levels=200)
-    circle: dict[str, Any] = {}
+    circle: dict[str, object] = {}
     circle.update(a=circle, b=[circle, circle])
     assert too_deep(circle)
     assert not too_deep(json.loads("[" * DEEPEST + "]" * DEEPEST))

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+Script = dict[str, Any]  # globals of scripts/behaviours.py
+
 ROOT = Path(__file__).parents[3]
 SOURCES = [
     path
@@ -24,33 +26,31 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 
 
 @pytest.fixture(scope="module")
-def script() -> dict[str, Any]:
+def script() -> Script:
     return runpy.run_path(str(ROOT / "scripts" / "behaviours.py"))
 
 
 @pytest.fixture(scope="module")
-def meanings(script: dict[str, Any]) -> set[str]:
+def meanings(script: Script) -> set[str]:
     families, _ = script["read_meanings"](script["MEANINGS"])
     return {behaviour for family in families for behaviour in family.meanings}
 
 
 @pytest.fixture(scope="module")
-def covered(script: dict[str, Any]) -> Covered:
+def covered(script: Script) -> Covered:
     return script["covered"](ROOT / "tests")
 
 
 @pytest.fixture(scope="module")
-def at_night(script: dict[str, Any]) -> set[tuple[str, str]]:
+def at_night(script: Script) -> set[tuple[str, str]]:
     return script["at_night"](ROOT / "tests")
 
 
-def test_the_page_has_a_section_for_every_behaviour(script: dict[str, Any], meanings: set[str]) -> None:
+def test_the_page_has_a_section_for_every_behaviour(script: Script, meanings: set[str]) -> None:
     assert set(re.findall(r"^### (\w+)$", script["page"](), re.MULTILINE)) == meanings
 
 
-def test_every_behaviour_has_a_test_or_a_reason_why_not(
-    script: dict[str, Any], meanings: set[str], covered: Covered
-) -> None:
+def test_every_behaviour_has_a_test_or_a_reason_why_not(script: Script, meanings: set[str], covered: Covered) -> None:
     _, not_yet = script["read_meanings"](script["MEANINGS"])
     tested = set(covered)
     assert tested - meanings == set()
@@ -58,7 +58,7 @@ def test_every_behaviour_has_a_test_or_a_reason_why_not(
 
 
 def test_every_contract_is_covered_by_make_test(
-    script: dict[str, Any], covered: Covered, at_night: set[tuple[str, str]]
+    script: Script, covered: Covered, at_night: set[tuple[str, str]]
 ) -> None:
     alone = script["only_at_night"](covered, at_night)
     assert not [behaviour for behaviour in alone if behaviour.startswith("C")]
@@ -84,7 +84,7 @@ def test_contracts_of_the_pages_have_a_meaning(meanings: set[str]) -> None:
         assert set(re.findall(r"\bC\d{1,2}\b", page.read_text())) <= meanings, page
 
 
-def test_marks_are_read_where_they_stand(script: dict[str, Any], tmp_path: Path) -> None:
+def test_marks_are_read_where_they_stand(script: Script, tmp_path: Path) -> None:
     mark = "# covers" + ":"
     (tmp_path / "test_x.py").write_text(
         f'"""All.\n\n{mark} C1, M10\n"""\n'
@@ -101,7 +101,7 @@ def test_marks_are_read_where_they_stand(script: dict[str, Any], tmp_path: Path)
     }
 
 
-def test_behaviours_are_told_that_only_long_tests_cover(script: dict[str, Any], tmp_path: Path) -> None:
+def test_behaviours_are_told_that_only_long_tests_cover(script: Script, tmp_path: Path) -> None:
     mark = "# covers" + ":"
     (tmp_path / "e2e").mkdir()
     (tmp_path / "e2e" / "test_x.py").write_text(f"{mark} X1, X2, X3\ndef test_a(): pass\n")
@@ -117,7 +117,7 @@ def test_behaviours_are_told_that_only_long_tests_cover(script: dict[str, Any], 
     assert "- `test_y.py`\n  - b, *at night*\n- `test_z.py`, *at night*\n" in page
 
 
-def test_a_behaviour_is_a_section_with_its_tests_by_file(script: dict[str, Any]) -> None:
+def test_a_behaviour_is_a_section_with_its_tests_by_file(script: Script) -> None:
     family = script["Family"]("Letters", "About them.", {"X1": "It holds."})
     page = script["render"]([family], {}, {"X1": [("a/test_x.py", ""), ("a/test_x.py", "test_it_is_so")]})
     assert "### X1\n\nIt holds.\n\n- `a/test_x.py`\n  - it is so\n" in page

@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -14,14 +13,14 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import gpu_wheels
 
     return gpu_wheels
 
 
-def test_wheels_are_of_the_locks_versions_for_the_other_python(script: Any, tmp_path: Path) -> None:
+def test_wheels_are_of_the_locks_versions_for_the_other_python(script: ModuleType, tmp_path: Path) -> None:
     pins = script.read_pins(script.LOCKS["gpu"])
     command = script.download_command(pins, tmp_path, "3.12")
     assert command[:4] == [sys.executable, "-m", "pip", "download"]
@@ -31,7 +30,7 @@ def test_wheels_are_of_the_locks_versions_for_the_other_python(script: Any, tmp_
 
 
 def test_more_than_fits_is_an_error(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def download(command: list[str]) -> SimpleNamespace:
         with (tmp_path / "large-1-py3-none-any.whl").open("wb") as wheel:

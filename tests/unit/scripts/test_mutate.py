@@ -169,14 +169,18 @@ def tree(mutate: ModuleType, project: Path, tmp_path: Path) -> Any:
     return mutate.Tree(tmp_path / "tree")
 
 
-def test_tests_that_fail_without_a_mutant_are_an_error(mutate: ModuleType, tree: Any, monkeypatch: Any) -> None:
+def test_tests_that_fail_without_a_mutant_are_an_error(
+    mutate: ModuleType, tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mutate, "AT_ONCE", 0)
     (tree.root / "tests/unit/test_halves.py").write_text("def test(): assert 0\n")
     with pytest.raises(SystemExit, match="without any mutant the tests must pass"):
         mutate.time_tests(tree, ["tests/unit/test_halves.py"], 0)
 
 
-def test_a_mutant_that_hangs_is_killed_after_a_while(mutate: ModuleType, tree: Any, monkeypatch: Any) -> None:
+def test_a_mutant_that_hangs_is_killed_after_a_while(
+    mutate: ModuleType, tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mutate, "SLACK", 0.5)
     [mutant] = [each for each in mutate.find_mutants(SLEEPER) if each.kind == "constant"]
     (tree.root / "miles_async/halves.py").write_bytes(SLEEPER)

@@ -362,7 +362,7 @@ async def test_a_schema_that_could_stall_an_engine_is_refused_with_the_bound(cas
 
 
 @pytest.mark.parametrize("parameters", [[1], 7, "x"])
-async def test_parameters_of_a_tool_that_are_no_schema_are_refused(parameters: Any) -> None:
+async def test_parameters_of_a_tool_that_are_no_schema_are_refused(parameters: object) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     async with agent_of(ScriptedModel(says("x"))) as agent:
         with pytest.raises(openai.BadRequestError, match="expected a JSON Schema"):

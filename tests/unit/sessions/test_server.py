@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -71,7 +70,7 @@ async def test_a_session_whose_turn_was_kept_is_told_once(monkeypatch: pytest.Mo
     # covers: C5
     servers: list[SessionServer] = []
 
-    def make(*args: Any, **options: Any) -> SessionServer:
+    def make(*args: object, **options: object) -> SessionServer:
         servers.append(SessionServer(*args, **options))
         return servers[-1]
 

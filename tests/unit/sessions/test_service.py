@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -92,7 +91,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def service_of(launch: Workers, model: ScriptedModel | None = None, **options: Any) -> AsyncIterator[Any]:
+async def service_of(
+    launch: Workers, model: ScriptedModel | None = None, **options: object
+) -> AsyncIterator[tuple[SessionService, asyncio.Future[None]]]:
     """(the service, its supervision)."""
     service = SessionService(model or ScriptedModel(says("68")), launch, keys=KEYS.sessions, **options)
     supervision: asyncio.Future[None] | None = None

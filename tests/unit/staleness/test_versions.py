@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from msgspec import structs
@@ -26,7 +24,7 @@ from miles_async.types import NO_VERSION
 from tests.property.builders import make_attempt, make_group, make_sample
 
 
-def report(*spans: tuple[Any, Any, Any]) -> list[dict[str, Any]]:
+def report(*spans: tuple[object, object, object]) -> list[dict[str, object]]:
     return [{"version": version, "start": start, "end": end} for version, start, end in spans]
 
 

@@ -9,7 +9,6 @@ import pickle
 import time
 import tracemalloc
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from miles_async.staleness.versions import group_of
 from miles_async.train_data.batch import BranchTable, tabulate, token_advantages
 from miles_async.train_data.dp_split import FILLER, split
 from miles_async.train_data.packing import pack, split_to
-from miles_async.types import NO_VERSION, Sample, TrainBatch
+from miles_async.types import NO_VERSION, Branch, Sample, TrainBatch
 from tests.property.builders import make_attempt, make_sample
 
 
@@ -36,7 +35,7 @@ def whole(table: BranchTable) -> TrainBatch:
     return table.join(range(len(table.branches)))
 
 
-def taught(branch: Any) -> Any:
+def taught(branch: Branch) -> Branch:
     """The branch or sample with log-probs of a teacher, which tell tokens apart."""
     logprobs = (-0.5 * branch.tokens * branch.loss_mask).astype(np.float32)
     branch = structs.replace(branch, teacher_logprobs=logprobs)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 
 from miles_async.train_data.balance import balance, exchanged, largest_differencing
 from miles_async.train_data.work import ModelWork, model_work, quadratic_work, sequence_work
+from miles_async.types import JsonObject
 from tests.integration.tiny_models import FAMILIES
 
 
@@ -39,11 +39,11 @@ def test_the_quadratic_part_is_that_of_the_model(name: str) -> None:
     assert quadratic_work(config) == pytest.approx(square / 2 / linear, rel=0.01)
 
 
-def config_of(name: str) -> dict[str, Any]:
+def config_of(name: str) -> JsonObject:
     import transformers
 
     kind, settings = FAMILIES[name]
-    config: dict[str, Any] = json.loads(getattr(transformers, f"{kind}Config")(**settings).to_json_string())
+    config: JsonObject = json.loads(getattr(transformers, f"{kind}Config")(**settings).to_json_string())
     return config
 
 

@@ -33,7 +33,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     asked: dict[str, Any] = {"granted": ["d" * 56, "b" * 56]}
 
     class Group:
-        def __init__(self, bundles: list[dict[str, float]], **options: Any) -> None:
+        def __init__(self, bundles: list[dict[str, float]], **options: object) -> None:
             asked.update(bundles=bundles, **options)
 
         def wait(self, timeout_seconds: float) -> bool:
@@ -53,7 +53,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return asked
 
 
-async def test_ranks_are_on_as_many_nodes_as_asked_consecutive_ones_together(asked: dict[str, Any]) -> None:
+async def test_ranks_are_on_as_many_nodes_as_asked_consecutive_ones_together(asked: dict[str, object]) -> None:
     resources = RankResources(num_cpus=1, num_gpus=1, labels={"pool": "x"})
     placement = Placement(resources, 2, 4)
     await placement.reserve(5.0)
@@ -64,7 +64,7 @@ async def test_ranks_are_on_as_many_nodes_as_asked_consecutive_ones_together(ask
     assert [placement.options(rank)["scheduling_strategy"] for rank in range(8)] == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
-async def test_what_ray_cannot_place_is_said_with_what_there_is(asked: dict[str, Any]) -> None:
+async def test_what_ray_cannot_place_is_said_with_what_there_is(asked: dict[str, object]) -> None:
     # covers: C10
     asked["granted"] = []
     placement = Placement(RankResources(num_cpus=1, num_gpus=8, labels={"pool": "x"}), 3, 1)
@@ -88,7 +88,7 @@ async def test_engines_without_gpus_take_turns_on_the_nodes(
     ids=["decided", "its node is gone", "one more"],
 )
 async def test_an_engine_gets_its_gpus_where_that_was_decided_or_where_ray_has_them(
-    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], chosen: str | None, selector: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, object], chosen: str | None, selector: dict[str, str]
 ) -> None:
     asked["granted"] = ["b" * 56]
     places = [EnginePlace(node_ids=(chosen * 56,))] * 4 if chosen else []
@@ -106,7 +106,7 @@ async def test_an_engine_on_the_trainers_gpus_reserves_none(monkeypatch: pytest.
 
 
 async def test_an_engine_without_gpus_to_be_had_says_what_there_is(
-    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, object]
 ) -> None:
     # covers: C10
     asked["granted"] = []
@@ -154,11 +154,11 @@ async def _started(
         return url()
 
     class ActorClass:
-        def options(self, **options: Any) -> ActorClass:
+        def options(self, **options: object) -> ActorClass:
             started.append(options)
             return self
 
-        def remote(self, *_: object) -> Any:
+        def remote(self, *_: object) -> object:
             return SimpleNamespace(perform=SimpleNamespace(remote=answer))
 
     monkeypatch.setattr("ray.remote", lambda _: ActorClass())

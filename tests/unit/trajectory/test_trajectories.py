@@ -16,6 +16,7 @@ from miles_async.trajectory import tree
 from miles_async.trajectory.messages import canonical, is_echo
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import parse_glm, parse_llama3, parse_qwen, split_reasoning
+from miles_async.types import JsonObject
 from tests.fakes.chat_formats import TOOLS, chat_format
 from tests.fakes.episodes import Episode, Say
 
@@ -150,7 +151,14 @@ class LooksBack:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._chat, name)
 
-    def render(self, messages: Sequence[Any], tools: Any, options: Any, *, generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject],
+        options: JsonObject,
+        *,
+        generation_prompt: bool,
+    ) -> str:
         if self._at == "message":
             messages = [{**m, "content": f"{n}: {m['content']}"} for n, m in enumerate(messages)]
         text = self._chat.render(messages, tools, options, generation_prompt=generation_prompt)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -204,7 +203,7 @@ def test_room_is_for_all_versions_that_exist_at_once(tmp_path: Path, monkeypatch
     options = StagingOptions(parent=tmp_path, bucket_bytes=700, version_bytes=1)
     staging, found = Staging(options), []
 
-    def write(*arguments: Any) -> None:
+    def write(*arguments: object) -> None:
         found.append(len(list(tmp_path.glob("*/v*"))))
         save_file(*arguments)
 

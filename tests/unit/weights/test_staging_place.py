@@ -42,7 +42,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return disk
 
 
-def place(**options: Any) -> OwnedDirectory:
+def place(**options: object) -> OwnedDirectory:
     return make_staging_directory(StagingOptions(bucket_bytes=1, **options))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ from miles_async.wiring.canary import run_canary
 from miles_async.wiring.rollout_process import canary_length
 
 
-def canary(folder: Path, config: dict[str, Any], max_tokens: int = 1000) -> tuple[int, ...]:
+def canary(folder: Path, config: dict[str, object], max_tokens: int = 1000) -> tuple[int, ...]:
     (folder / "config.json").write_text(json.dumps(config))
     rows = [{"prompt": letter * 100, "label": ""} for letter in "abcdefg"]
     path = folder / "train.jsonl"
@@ -33,7 +32,7 @@ def canary(folder: Path, config: dict[str, Any], max_tokens: int = 1000) -> tupl
     ],
 )
 def test_the_first_prompts_as_far_as_model_and_trainer_take_them(
-    tmp_path: Path, config: dict[str, Any], max_tokens: int, length: int
+    tmp_path: Path, config: dict[str, object], max_tokens: int, length: int
 ) -> None:
     # covers: C8
     tokens = canary(tmp_path, config, max_tokens)

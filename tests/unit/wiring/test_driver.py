@@ -6,7 +6,7 @@ import errno
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -42,14 +42,14 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Arguments:
 def ends_with(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> None:
     """Have every run end at once, in this way."""
 
-    async def main(self: train.Run, all_is_up: Any) -> None:
+    async def main(self: train.Run, all_is_up: object) -> None:
         if error is not None:
             raise error
 
     monkeypatch.setattr(train.Run, "main", main)
 
 
-def full_disk(*_: Any) -> None:
+def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 

@@ -21,7 +21,7 @@ from miles_async.wiring.trainer_process import SHARED_WITH_ENGINES, shared_direc
 
 @pytest.mark.parametrize(("role", "published"), [("train", True), ("evaluation", True), ("frozen", False)])
 def test_only_frozen_engines_start_with_the_weights_of_their_checkpoint(
-    role: Any, published: bool, tmp_path: Path
+    role: str, published: bool, tmp_path: Path
 ) -> None:
     # covers: C8
     spec = server_spec(Arguments(), ServerGroup(name="group", role=role), tmp_path, "cpu")
@@ -74,7 +74,7 @@ def test_with_files_to_load_staging_is_shared_with_engines(tmp_path: Path) -> No
     ("config", "vocabulary"), [({"vocab_size": 64}, 64), ({"text_config": {"vocab_size": 32}}, 32), ({}, None)]
 )
 def test_the_vocabulary_is_that_of_the_text_model(
-    config: Mapping[str, Any], vocabulary: int | None, tmp_path: Path
+    config: Mapping[str, object], vocabulary: int | None, tmp_path: Path
 ) -> None:
     # covers: C12
     (tmp_path / "config.json").write_text(json.dumps(config))

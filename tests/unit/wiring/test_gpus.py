@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -100,7 +99,7 @@ class Trainer(FakeTrainer):
         self.gpu.take("trainer")
         self.events.append("onload")
 
-    async def train(self, shards: Sequence[Any]) -> Mapping[str, float]:
+    async def train(self, shards: Sequence[object]) -> Mapping[str, float]:
         self.gpu.need("trainer")
         return await super().train(shards)
 
@@ -155,7 +154,7 @@ class Checkpoints:
 
 
 class Silent:
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: self.evaluations.append(1) if name == "evaluation" else None
 
     def __init__(self) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -50,7 +49,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -
 
 
 # ---------------------------------------------------------------------------------------------------- the command
-def test_replay_says_step_by_step_that_all_is_identical(run: RecordedRun, capsys: Any) -> None:
+def test_replay_says_step_by_step_that_all_is_identical(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "replay", run.run_dir).splitlines()
     assert len(lines) == STEPS + 1
     for step, (batch, line) in enumerate(zip(Replay.of_run(run.run_dir), lines, strict=False), start=1):
@@ -62,7 +61,9 @@ def test_replay_says_step_by_step_that_all_is_identical(run: RecordedRun, capsys
     assert lines[-1] == f"steps 1 to 4, {finished} finished groups, {len(run.frames())} frames: all identical"
 
 
-def test_batches_are_written_for_a_look_at_them(run: RecordedRun, tmp_path: Path, capsys: Any) -> None:
+def test_batches_are_written_for_a_look_at_them(
+    run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     printed(capsys, "replay", run.run_dir, "--output", tmp_path / "batches")
     paths = sorted((tmp_path / "batches").iterdir())
     assert [path.name for path in paths] == [f"step-{step:06}.npz" for step in range(1, STEPS + 1)]
@@ -81,7 +82,7 @@ def test_batches_are_written_for_a_look_at_them(run: RecordedRun, tmp_path: Path
                     assert arrays["advantages"][sample] == batch.advantages[i]
 
 
-def test_a_killed_run_is_replayed_up_to_where_it_ends(run: RecordedRun, capsys: Any) -> None:
+def test_a_killed_run_is_replayed_up_to_where_it_ends(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     path = run.run_dir / SCHEDULE_FILE
     frames = run.frames()
     last_batch = next(i for i in reversed(range(len(frames))) if isinstance(frames[i], BatchFrame))
@@ -94,7 +95,7 @@ def test_a_killed_run_is_replayed_up_to_where_it_ends(run: RecordedRun, capsys: 
     assert lines[-2].startswith("steps 1 to 3, ")
 
 
-def test_an_empty_schedule_is_no_error(run: RecordedRun, capsys: Any) -> None:
+def test_an_empty_schedule_is_no_error(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     (run.run_dir / SCHEDULE_FILE).write_bytes(b"")
     out = printed(capsys, "replay", run.run_dir)
     assert out.startswith(
@@ -102,7 +103,7 @@ def test_an_empty_schedule_is_no_error(run: RecordedRun, capsys: Any) -> None:
     )
 
 
-def test_missing_files_are_named(run: RecordedRun, tmp_path: Path, capsys: Any) -> None:
+def test_missing_files_are_named(run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"did you mean {run.run_dir}?" in printed(capsys, "replay", tmp_path / "runn", code=2)
     assert "see miles-async replay --help" in printed(capsys, "replay", code=2)
     (run.run_dir / CONFIG_FILE).unlink()
@@ -122,18 +123,18 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     assert "LOADED []" in done.stdout
 
 
-def test_a_run_of_an_earlier_version_is_replayed_as_far_as_it_recorded(capsys: Any) -> None:
+def test_a_run_of_an_earlier_version_is_replayed_as_far_as_it_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "replay", RECORDED).splitlines()
     assert lines[-2] == "steps 4 to 6, 9 finished groups, 63 frames: all identical"
     assert lines[-1] == "not compared: group_ids, which the run, of an earlier version, did not record"
 
 
-def test_a_run_of_this_version_is_compared_in_everything(run: RecordedRun, capsys: Any) -> None:
+def test_a_run_of_this_version_is_compared_in_everything(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not compared" not in printed(capsys, "replay", run.run_dir)
 
 
 # ------------------------------------------------------------------------------------------------- what it notices
-def test_another_order_in_a_batch_is_shown(run: RecordedRun, capsys: Any) -> None:
+def test_another_order_in_a_batch_is_shown(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     frames = run.frames()
     number = next(i for i, f in enumerate(frames) if isinstance(f, PoolFrame) and f.decisions.batch)
     frame = frames[number]
@@ -149,7 +150,7 @@ def test_another_order_in_a_batch_is_shown(run: RecordedRun, capsys: Any) -> Non
     )
 
 
-def test_another_token_is_shown_by_its_array(run: RecordedRun, capsys: Any) -> None:
+def test_another_token_is_shown_by_its_array(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     frames = run.frames()
     number, trained = next((i, f.attempt_ids) for i, f in enumerate(frames) if isinstance(f, BatchFrame))
     for i, frame in enumerate(frames):
@@ -166,7 +167,7 @@ def test_another_token_is_shown_by_its_array(run: RecordedRun, capsys: Any) -> N
     )
 
 
-def test_an_array_that_the_batch_no_longer_has_is_shown(run: RecordedRun, capsys: Any) -> None:
+def test_an_array_that_the_batch_no_longer_has_is_shown(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     frames = run.frames()
     number, frame = next((i, f) for i, f in enumerate(frames) if isinstance(f, BatchFrame))
     frames[number] = msgspec.structs.replace(frame, digests={**frame.digests, "teacher_logprobs": "00"})
@@ -192,7 +193,7 @@ def test_an_array_that_the_batch_no_longer_has_is_shown(run: RecordedRun, capsys
         ("cluster", "actor_num_gpus_per_node", 1, "expected a batch with {'layout': "),
     ],
 )
-def test_other_flags_decide_something_else(tmp_path: Path, group: str, flag: str, value: Any, says: str) -> None:
+def test_other_flags_decide_something_else(tmp_path: Path, group: str, flag: str, value: object, says: str) -> None:
     run = RecordedRun(tmp_path / "run", BASE, random.Random(3))
     run.live(200)
     run.end()
@@ -205,7 +206,7 @@ def test_other_flags_decide_something_else(tmp_path: Path, group: str, flag: str
 
 
 def test_a_batch_that_cannot_be_made_again_is_a_difference(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: object) -> None:
         raise ContractViolation("a sample is too old")
 
     monkeypatch.setattr(BatchMaker, "shards", refuse)
@@ -281,7 +282,7 @@ async def test_metadata_that_cannot_be_written_is_an_error_of_the_run(tmp_path: 
     await writer.close()
 
 
-def record(writer: ScheduleWriter, **prompt: Any) -> None:
+def record(writer: ScheduleWriter, **prompt: object) -> None:
     pool = make_pool(BASE.rollout, BASE.staleness, record=writer.pool)
     pool.commit(0)
     pool.offer(0, msgspec.structs.replace(make_prompt(), **prompt))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from miles_async.backends.megatron.optimizer import make_state
 
 
-def part(optimizer: Any, made: list[Any] | None) -> Any:
+def part(optimizer: object, made: list[object] | None) -> object:
     """One optimizer of Megatron's; ``made`` collects what its own function is called with."""
     init = None if made is None else lambda adam, config: made.append((adam, config))
     return SimpleNamespace(optimizer=optimizer, config="config", init_state_fn=init)
 
 
 def test_fused_adam_gets_it_from_megatron_and_torch_from_us() -> None:
-    made: list[Any] = []
+    made: list[object] = []
     weight = torch.nn.Parameter(torch.ones(3))
     adam, fused, offloaded = torch.optim.AdamW([weight]), object(), object()
     make_state(

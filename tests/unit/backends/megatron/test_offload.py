@@ -11,7 +11,7 @@ from torch import Tensor
 from miles_async.backends.megatron.offload import HostStorages, gradients, model_tensors, optimizer_tensors
 
 
-def rank() -> tuple[list[torch.nn.Module], Any, Tensor]:
+def rank() -> tuple[list[torch.nn.Module], object, Tensor]:
     """Modules, optimizer and the buffer that the gradients are views of, as Megatron has them."""
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     flat = torch.zeros(sum(parameter.numel() for parameter in module.parameters()))
@@ -28,7 +28,7 @@ def step(modules: list[torch.nn.Module], optimizer: Any) -> None:
     optimizer.optimizer.step()
 
 
-def contents(modules: list[torch.nn.Module], optimizer: Any) -> list[Tensor]:
+def contents(modules: list[torch.nn.Module], optimizer: object) -> list[Tensor]:
     return [tensor.clone() for tensor in (*model_tensors(modules), *optimizer_tensors(optimizer))]
 
 

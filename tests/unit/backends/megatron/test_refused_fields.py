@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 
@@ -27,7 +25,7 @@ import pytest
         ({"batch_invariant_mode": True}, "only supports FlashAttention"),
     ],
 )
-def test_layouts(fields: dict[str, Any], says: str) -> None:
+def test_layouts(fields: dict[str, object], says: str) -> None:
     import torch
     from megatron.core.transformer import TransformerConfig
 

@@ -11,7 +11,7 @@ from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.optimizer import make_schedule
 
 
-def rates(total_steps: int, **arguments: Any) -> list[float]:
+def rates(total_steps: int, **arguments: object) -> list[float]:
     group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.0, "weight_decay": 0.0}
     optimizer: Any = torch.optim.SGD([group])
     schedule = make_schedule(optimizer, OptimizerArguments(lr=1.0, **arguments), total_steps)
@@ -23,7 +23,7 @@ def rates(total_steps: int, **arguments: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
-def test_a_warm_up_takes_no_more_steps_than_the_run_has(decay: Any) -> None:
+def test_a_warm_up_takes_no_more_steps_than_the_run_has(decay: object) -> None:
     assert rates(4, lr_warmup_iters=5000, lr_decay_style=decay) == pytest.approx([0.25, 0.5, 0.75, 1.0])
 
 

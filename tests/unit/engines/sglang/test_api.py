@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -49,7 +48,7 @@ async def test_a_call_never_meets_a_connection_that_the_server_closes() -> None:
         ({}, UNKNOWN_TOKENS_IN_FLIGHT),
     ],
 )
-async def test_an_engine_says_how_many_tokens_a_pass_may_yield(server_info: dict[str, Any], expected: int) -> None:
+async def test_an_engine_says_how_many_tokens_a_pass_may_yield(server_info: dict[str, object], expected: int) -> None:
     # covers: C1, M1
     http = Http()
     async with FakeEngine(server_info=server_info) as engine:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,14 +13,15 @@ import pytest
 
 from miles_async.engines.sglang.scores import pack_scores, read_scores
 from miles_async.errors import EngineError
+from miles_async.types import JsonObject
 
 
-def reply(*logprobs: float | None) -> dict[str, Any]:
+def reply(*logprobs: float | None) -> JsonObject:
     entries = [[logprob, token, None] for token, logprob in enumerate(logprobs)]
     return {"output_ids": [], "meta_info": {"weight_version": "7", "input_token_logprobs": entries}}
 
 
-def packed(answer: dict[str, Any]) -> bytes:
+def packed(answer: JsonObject) -> bytes:
     found = pack_scores(answer)
     assert found is not None
     return found
@@ -31,7 +31,7 @@ FORMS = (msgspec.json.encode, packed)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_both_forms_give_the_same_numbers_to_the_last_bit(form: Callable[[Any], bytes]) -> None:
+def test_both_forms_give_the_same_numbers_to_the_last_bit(form: Callable[[JsonObject], bytes]) -> None:
     given = np.array([-0.1, -7.3e-5, -12.75], np.float32)
     found = read_scores(form(reply(None, *given.tolist())), 3, "here")
     assert found.weight_version == "7"
@@ -48,7 +48,7 @@ def test_a_packed_answer_has_four_bytes_per_token() -> None:
     [((None, -1.0), "expected 2 log-probs of given tokens, found 1"), ((None, -1.0, None), "1 of them no number")],
 )
 def test_too_few_and_missing_numbers_are_refused(
-    form: Callable[[Any], bytes], logprobs: tuple[float | None, ...], problem: str
+    form: Callable[[JsonObject], bytes], logprobs: tuple[float | None, ...], problem: str
 ) -> None:
     with pytest.raises(EngineError, match=f"here: .*{problem}"):
         read_scores(form(reply(*logprobs)), 2, "here")
@@ -61,5 +61,5 @@ def test_a_cut_answer_is_refused(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("answer", [[], {"error": {}}, {"meta_info": {}}, reply()])
-def test_an_answer_without_scores_stays_as_it_is(answer: Any) -> None:
+def test_an_answer_without_scores_stays_as_it_is(answer: object) -> None:
     assert pack_scores(answer) is None

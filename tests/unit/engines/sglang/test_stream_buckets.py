@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from miles_async.engines.sglang.relay import Relay, Route, find_routes
 from miles_async.engines.sglang.stream_buckets import Bucket, receive
 from miles_async.types import TensorMeta
 
-GROUP: Any = "a group"
+GROUP = "a group"
 
 
 class Logged:
@@ -24,7 +23,7 @@ class Logged:
         self.log: list[str] = []
         self.started = 0
 
-    def start(self, group: Any, size: int) -> Any:
+    def start(self, group: object, size: int) -> _Arriving:
         index, self.started = self.started, self.started + 1
         self.log.append(f"start {index}")
         assert size == 4 * (1 + index)
@@ -63,7 +62,7 @@ def test_the_next_buckets_are_received_while_one_is_loaded() -> None:
 
 def test_broadcasts_come_into_memory_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # covers: C8
-    def broadcast(data: torch.Tensor, *, src: int, group: Any, async_op: bool) -> Any:
+    def broadcast(data: torch.Tensor, *, src: int, group: object, async_op: bool) -> SimpleNamespace:
         assert (src, group, async_op) == (0, GROUP, True)
         return SimpleNamespace(wait=lambda: None)
 
@@ -79,27 +78,28 @@ class RecordedGroup:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def send(self, tensors: Any, rank: int, tag: int) -> Any:
+    def send(self, tensors: object, rank: int, tag: int) -> SimpleNamespace:
         return self._work(f"{NAMES[tag]} to {rank}")
 
-    def recv(self, tensors: Any, rank: int, tag: int) -> Any:
+    def recv(self, tensors: object, rank: int, tag: int) -> SimpleNamespace:
         return self._work(f"{NAMES[tag]} from {rank}")
 
-    def _work(self, name: str) -> Any:
+    def _work(self, name: str) -> SimpleNamespace:
         number = self.log.count(name)
         self.log.append(name)
         return SimpleNamespace(wait=lambda: self.log.append(f"had {name} {number}"))
 
 
+MakeRelay = Callable[[Route], tuple[Relay, RecordedGroup]]
 NAMES = {relay.BUCKET: "bucket", relay._READY: "ready", relay._DONE: "done"}
 
 
 @pytest.fixture
-def relayed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Route], tuple[Relay, Any]]:
+def relayed(monkeypatch: pytest.MonkeyPatch) -> MakeRelay:
     """A relay with two slots, at some place of a chain, and its group."""
 
-    def make(route: Route) -> tuple[Relay, Any]:
-        group: Any = RecordedGroup()
+    def make(route: Route) -> tuple[Relay, RecordedGroup]:
+        group = RecordedGroup()
         monkeypatch.setattr(relay, "_find_route", lambda *_: (route, None))
         return Relay(group, at_once=1, largest=4), group
 
@@ -107,7 +107,7 @@ def relayed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Route], tuple[Relay, A
 
 
 def test_memory_is_not_used_again_before_everybody_has_what_is_in_it(
-    relayed: Callable[[Route], tuple[Relay, Any]],
+    relayed: MakeRelay,
 ) -> None:
     # covers: C8
     line, group = relayed(Route(0, next=4, readers=(2,)))
@@ -123,7 +123,7 @@ def test_memory_is_not_used_again_before_everybody_has_what_is_in_it(
     assert group.log[before:] == ["had bucket to 4 1", "had ready to 2 1", "had done from 2 1"]
 
 
-def test_a_reader_says_when_it_has_loaded_a_bucket(relayed: Callable[[Route], tuple[Relay, Any]]) -> None:
+def test_a_reader_says_when_it_has_loaded_a_bucket(relayed: MakeRelay) -> None:
     # covers: C8
     line, group = relayed(Route(1, shared=True))
     arriving = line.start(group, 4)

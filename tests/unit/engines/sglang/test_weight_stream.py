@@ -201,7 +201,7 @@ def test_a_failure_in_the_middle_is_known_to_all_at_once(
 
 
 def test_requests_for_one_bucket_are_sglangs_as_before() -> None:
-    request: Any = SimpleNamespace(load_format="flattened_bucket")
+    request: object = SimpleNamespace(load_format="flattened_bucket")
     assert weight_stream._update(lambda *arguments: arguments, "manager", request) == ("manager", request)
 
 

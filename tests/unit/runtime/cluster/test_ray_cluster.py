@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -18,15 +17,15 @@ from miles_async.runtime.cluster.ray_cluster import ray_cluster
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     """Arguments that ``ray.init`` was called with; it starts nothing."""
-    calls: list[dict[str, Any]] = []
+    calls: list[dict[str, object]] = []
     monkeypatch.setattr("ray.init", lambda **options: calls.append(options))
     monkeypatch.setattr("ray.shutdown", lambda: calls.append({"shutdown": True}))
     return calls
 
 
-async def test_a_cluster_of_our_own_is_never_somebody_elses(calls: list[dict[str, Any]]) -> None:
+async def test_a_cluster_of_our_own_is_never_somebody_elses(calls: list[dict[str, object]]) -> None:
     own = OwnRay()
     async with ray_cluster(None, {"A": "1"}, own):
         assert calls[0]["address"] == "local"  # without it Ray joins what `ray start` left behind
@@ -34,7 +33,7 @@ async def test_a_cluster_of_our_own_is_never_somebody_elses(calls: list[dict[str
     assert calls[-1] == {"shutdown": True}
 
 
-async def test_joining_asks_for_no_resources(calls: list[dict[str, Any]]) -> None:
+async def test_joining_asks_for_no_resources(calls: list[dict[str, object]]) -> None:
     async with ray_cluster("10.0.0.1:6379", {}, None):
         assert calls[0]["address"] == "10.0.0.1:6379"
         assert "object_store_memory" not in calls[0]
@@ -45,9 +44,9 @@ async def test_joining_asks_for_no_resources(calls: list[dict[str, Any]]) -> Non
     [(None, "Ray cannot start on this machine: no memory left"), ("h:1", "--ray-address h:1: no memory left")],
 )
 async def test_the_reason_of_ray_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], address: str | None, message: str
+    monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, object]], address: str | None, message: str
 ) -> None:
-    def refuse(**_: Any) -> None:
+    def refuse(**_: object) -> None:
         raise ValueError("no memory\n  left")
 
     monkeypatch.setattr("ray.init", refuse)
@@ -67,7 +66,7 @@ def heard() -> Iterator[list[int]]:
 
 
 async def test_a_handler_that_ray_installs_in_c_is_replaced_again(
-    monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], heard: list[int]
+    monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, object]], heard: list[int]
 ) -> None:
     monkeypatch.setattr("ray.init", lambda **_: ctypes.CDLL(None).signal(int(signal.SIGTERM), None))  # the default
     async with ray_cluster(None, {}, None):

@@ -9,7 +9,6 @@ import io
 import pickle
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def device_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """Handle → tensor; torch's reductions as they are for a tensor on a GPU whose index here is 3."""
     memory: dict[str, torch.Tensor] = {}
 
-    def reduce(tensor: torch.Tensor) -> tuple[Any, ...]:
+    def reduce(tensor: torch.Tensor) -> tuple[object, ...]:
         memory[handle := f"handle {len(memory)}"] = tensor
         storage = (torch.storage.UntypedStorage, tensor.dtype, 3, handle, 4096, 0, b"counter", 0, b"event", True)
         return reductions.rebuild_cuda_tensor, (type(tensor), tensor.size(), tensor.stride(), 0, *storage, False)
@@ -55,13 +54,13 @@ def as_sglang_does(payload: str, memory: dict[str, torch.Tensor]) -> dict[str, t
     """deserialize_own_rank and _update_weights_from_flattened_bucket, but for the device."""
 
     class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
+        def find_class(self, module: str, name: str) -> object:
             assert (module, name) in allowed_by_sglang()
             if name == "rebuild_cuda_tensor":
                 return self._rebuild
             return super().find_class(module, name)
 
-        def _rebuild(self, *arguments: Any) -> torch.Tensor:
+        def _rebuild(self, *arguments: object) -> torch.Tensor:
             assert arguments[6] == "uuid of GPU 3"
             return memory[arguments[7]]
 
@@ -108,7 +107,7 @@ async def test_buckets_are_shared_one_at_a_time_and_released() -> None:
             fleet.events.append(f"release {name}")
 
     class Trainer(FakeTrainer):
-        def sender(self, index: int, *, repair: bool = False) -> Any:
+        def sender(self, index: int, *, repair: bool = False) -> InProcess:
             return InProcess(Sharer())
 
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))

@@ -60,7 +60,7 @@ class FileTrainer(FakeTrainer):
 class Counting(InProcess):
     """Notes the size of what is put into the object store."""
 
-    def __init__(self, half: Any, sent_bytes: dict[str, int]) -> None:
+    def __init__(self, half: object, sent_bytes: dict[str, int]) -> None:
         super().__init__(half)
         self._sent_bytes = sent_bytes
 
@@ -100,7 +100,7 @@ class FileFleet(FakeFleet):
         return results
 
     async def load_files(
-        self, engines: Sequence[Incarnation], directories: Any, version: int, flush_cache: bool
+        self, engines: Sequence[Incarnation], directories: object, version: int, flush_cache: bool
     ) -> Any:
         for engine in engines:
             if self._error("load", engine):
@@ -328,7 +328,7 @@ async def test_an_engine_that_is_lost_before_its_neighbours_have_its_files_costs
     await setup.publish(0)
     on_host = setup.fleet.on_host
 
-    async def lose_it(engines: Sequence[Incarnation], function: Any, *arguments: Any, room: int = 0) -> Any:
+    async def lose_it(engines: Sequence[Incarnation], function: object, *arguments: object, room: int = 0) -> object:
         if function is host_files.link_version:
             setup.fleet.on_host = on_host  # type: ignore[method-assign]
             shutil.rmtree(setup.fleet.hosts["engine-0"])
@@ -442,7 +442,7 @@ async def test_an_engine_that_got_wrong_files_from_another_gets_them_from_the_tr
     right = setup.trainer.weights(0)["a"]
     setup.fleet.restart("engine-1")
 
-    async def scores(engines: Sequence[Incarnation], tokens: Any) -> Any:
+    async def scores(engines: Sequence[Incarnation], tokens: object) -> Any:
         differs = {each.engine: not torch.equal(setup.fleet.tensors[each.engine]["a"], right) for each in engines}
         found = {True: np.float32([9.0, 9.0]), False: np.float32(CANARY_LOGPROBS)}
         return {each: CanaryScore("0", found[differs[each.engine]]) for each in engines}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from miles_async.arguments import WeightsArguments
 from miles_async.errors import ConfigurationError
-from miles_async.seams import SenderHandle, WeightSender
+from miles_async.seams import WeightSender
 from miles_async.types import StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.staging import Staging
@@ -76,9 +76,8 @@ class StagingTrainer(FakeTrainer):
         staged = united([half.stage(version) for half in self._halves])
         return msgspec.structs.replace(staged, canary_tokens=CANARY, canary_logprobs=CANARY_LOGPROBS)
 
-    def sender(self, index: int, *, repair: bool = False) -> SenderHandle[Any]:
-        handle: Any = InProcess(self._halves[index])
-        return handle
+    def sender(self, index: int, *, repair: bool = False) -> InProcess:
+        return InProcess(self._halves[index])
 
 
 async def test_weights_are_published_through_it(tmp_path: Path) -> None:

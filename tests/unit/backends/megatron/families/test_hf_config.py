@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -77,7 +76,7 @@ LLAMA3_ROPE = {
         GEMMA3 | {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4},  # by transformers 4
     ],
 )
-def test_verified_configs_pass(config: dict[str, Any]) -> None:
+def test_verified_configs_pass(config: dict[str, object]) -> None:
     hf_config.check_model(config, Path("model"))
 
 
@@ -109,7 +108,7 @@ def test_verified_configs_pass(config: dict[str, Any]) -> None:
         (GEMMA3 | {"model_type": "qwen3", "layer_types": None, "sliding_window": None}, "one rotary base"),
     ],
 )
-def test_silently_wrong_configs_are_refused(config: dict[str, Any], field: str) -> None:  # covers: M21
+def test_silently_wrong_configs_are_refused(config: dict[str, object], field: str) -> None:  # covers: M21
     with pytest.raises(ConfigurationError, match=field):
         hf_config.check_model(config, Path("model"))
 
@@ -157,7 +156,7 @@ MIXTURE = MOE | {"moe_intermediate_size": 6}
     ],
 )
 def test_impossible_layouts_of_experts_are_refused(
-    config: dict[str, Any], layout: dict[str, Any], world_size: int, message: str
+    config: dict[str, object], layout: dict[str, object], world_size: int, message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         hf_config.check_layout(config, ModelArguments(**layout), world_size)
@@ -205,7 +204,7 @@ def test_possible_layouts_pass() -> None:
         ),
     ],
 )
-def test_presets_split_the_models_that_they_are_for(preset: str, published: dict[str, Any], ranks: int) -> None:
+def test_presets_split_the_models_that_they_are_for(preset: str, published: dict[str, object], ranks: int) -> None:
     """By the figures of their config.json on huggingface.co/Qwen."""
     parsed = parse_arguments([f"@preset:{preset}"], prog="test").arguments
     hf_config.check_layout(QWEN3 | published, parsed.model, ranks)

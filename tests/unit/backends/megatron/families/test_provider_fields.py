@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from miles_async.backends.megatron.families.provider_fields import provider_fields
 from miles_async.errors import ConfigurationError
 
-PLAIN: dict[str, Any] = {"model_type": "qwen3", "rope_parameters": {"rope_theta": 5e5}}
+PLAIN: dict[str, object] = {"model_type": "qwen3", "rope_parameters": {"rope_theta": 5e5}}
 WINDOWED = PLAIN | {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 64}
 GEMMA3 = WINDOWED | {
     "model_type": "gemma3_text",

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import psutil
@@ -39,11 +38,11 @@ def sent(sender: DistributedSender, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """Contents of what is broadcast, or sent to rank 1, which comes after a 1."""
     contents: Sent = []
 
-    def note(data: torch.Tensor, **_: Any) -> None:
+    def note(data: torch.Tensor, **_: object) -> None:
         contents.append(data.tolist())
 
     class Group:
-        def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> object:
             assert tag == 0
             contents.extend([rank, *tensor.tolist()] for tensor in tensors)
             return SimpleNamespace(wait=lambda: None)
@@ -95,7 +94,7 @@ def test_all_buckets_are_sent_and_the_next_one_is_loaded_meanwhile(
             loaded.set()
         return plain(version, index)
 
-    def broadcast(data: torch.Tensor, **_: Any) -> None:
+    def broadcast(data: torch.Tensor, **_: object) -> None:
         states.append(loaded.wait(5))
 
     monkeypatch.setattr(sender, "_on_device", load)

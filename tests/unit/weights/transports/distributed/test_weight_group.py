@@ -71,7 +71,7 @@ def group_of() -> Iterator[Callable[..., WeightGroup]]:
 
     def make(*behaviours: str, world_size: int | None = None) -> WeightGroup:
         size = world_size or 1 + len(behaviours)
-        options: dict[str, Any] = {"address": "127.0.0.1", "backend": "gloo", "device": torch.device("cpu")}
+        options: dict[str, object] = {"address": "127.0.0.1", "backend": "gloo", "device": torch.device("cpu")}
         group = WeightGroup("g", size, timeout_seconds=JOIN_SECONDS if behaviours else SECONDS, **options)
         for rank, behaviour in enumerate(behaviours, start=1):
             made.append(FORK.Process(target=member, args=(group.port, rank, size, behaviour, done)))
@@ -130,7 +130,7 @@ def test_an_operation_without_any_deadline_is_given_up_and_its_communicator_abor
     monkeypatch.setattr(weight_group.dist, "broadcast", lambda data, **_: forever.wait())
     monkeypatch.setattr(weight_group, "_abort_process_group", aborted.append)
     monkeypatch.setattr(weight_group, "_GRACE_SECONDS", 0.1)
-    process_group: Any = object()
+    process_group: object = object()
     group._process_group = process_group
     with pytest.raises(GroupBrokenError, match="no end of an operation within 1 s"):
         broadcast(group)
@@ -145,7 +145,7 @@ def test_groups_are_made_so_that_their_errors_are_raised_and_no_other_group_is(
     """The variable that ProcessGroupNCCL reads when it is made."""
     found = []
 
-    def make(*_: Any, **__: Any) -> Any:
+    def make(*_: object, **__: object) -> Any:
         found.append(os.environ.get(BLOCKING_WAIT))
         return dist.ProcessGroup(dist.HashStore(), 0, 1), None
 
@@ -175,7 +175,7 @@ def test_an_engine_waits_for_other_members_no_longer_than_told_and_survives_them
     monkeypatch.setenv(WEIGHT_GROUP_SECONDS_VARIABLE, "12.5")
     made = []
 
-    def make(**options: Any) -> None:
+    def make(**options: object) -> None:
         made.append((options, os.environ.get(BLOCKING_WAIT)))
 
     patches.with_deadline(make, backend="nccl", world_size=3)
