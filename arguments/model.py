@@ -124,6 +124,12 @@ class ModelArguments:
     megatron_extra: tuple[str, ...] = ()  # collected from --megatron-*, as fields of Megatron's configs
 
     @property
+    def directory(self) -> Path:
+        """``--hf-checkpoint``, which every run has."""
+        assert self.hf_checkpoint is not None
+        return self.hf_checkpoint
+
+    @property
     def splits_experts(self) -> bool:
         """True if flags split experts, which dense models don't have; 1 is what recipes of dense models say, too."""
         return self.expert_model_parallel_size > 1 or (self.expert_tensor_parallel_size or 1) > 1

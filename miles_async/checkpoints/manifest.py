@@ -95,8 +95,7 @@ def fingerprint(model: ModelArguments, critic: Path | None = None) -> JsonObject
 
     A checkpoint of adapters holds no other weights, so it also says which weights they belong to.
     """
-    directory = model.hf_checkpoint
-    assert directory is not None
+    directory = model.directory
     config = read_config(directory)
     shape = {name: config[name] for name in SHAPING if config.get(name) is not None}
     shape["function"] = {**model_function(directory), **(critic_function(critic) if critic is not None else {})}

@@ -33,8 +33,7 @@ def engine_bytes(arguments: Arguments, parameters: int) -> Iterator[EngineBytes]
     With data-parallel attention, the ranks of one cache share the weights of attention and embedding, and the heads of
     keys and values; all ranks share the rest (SGLang 0.5, ``derive_attn_tp_size``).
     """
-    assert arguments.model.hf_checkpoint is not None
-    config = read_config(arguments.model.hf_checkpoint)
+    config = read_config(arguments.model.directory)
     item, memory = (2 if arguments.model.bf16 else 4), arguments.cluster.gpu_memory_gb
     work = model_work(config)
     for group in server_groups(arguments):

@@ -33,14 +33,13 @@ Kept weights: host memory of every rank for weights of earlier versions (--prox-
 
 def memory_report(arguments: Arguments) -> str:
     """Return tables for trainer ranks and engines. Raises ConfigurationError if ``--gpu-memory-gb`` is too little."""
-    directory, model = arguments.model.hf_checkpoint, arguments.model
-    assert directory is not None
+    model = arguments.model
     world_size = arguments.cluster.trainer_world_size
     objective = make_objective(arguments.algorithm, kept_versions=arguments.staleness.versions)
     needs = objective.needs
     measured = measure(
         StageRequest(
-            directory=directory,
+            directory=model.directory,
             model=model,
             world_size=world_size,
             tokens=arguments.optimizer.max_tokens_per_gpu,
@@ -145,8 +144,7 @@ def _activation_table(
 
 def _logits(arguments: Arguments, tokens: int) -> int:
     """Bytes of so many tokens' fp32 logits on a rank of the last pipeline stage."""
-    assert arguments.model.hf_checkpoint is not None
-    vocabulary = int(read_config(arguments.model.hf_checkpoint).get("vocab_size") or 0)
+    vocabulary = int(read_config(arguments.model.directory).get("vocab_size") or 0)
     return 4 * tokens * vocabulary // arguments.model.tensor_model_parallel_size
 
 

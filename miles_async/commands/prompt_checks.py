@@ -9,7 +9,6 @@ from pathlib import Path
 from miles_async.arguments import Arguments
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.evaluation import parse_data_sets
-from miles_async.arguments.prompt_limit import prompt_limit
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.types import JsonObject
 
@@ -48,26 +47,18 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
     For the dry run: in a run the rollout process does this before it starts an engine, and importing transformers
     takes seconds.
     """
-    from miles_async.prompts.source import FilePromptSource
     from miles_async.wiring.generation import run_template
-    from miles_async.wiring.prompt_lengths import length_notes
-    from miles_async.wiring.turn_end import turn_end_notes
+    from miles_async.wiring.run_prompts import open_source, prompt_notes
 
     if arguments.algorithm.supervised:
-        from miles_async.wiring.supervised_batches import example_source
+        from miles_async.wiring.prepared_batches import example_source
 
         example_source(arguments).take(1)
         return []
     template = run_template(arguments)
-    notes = list(turn_end_notes(arguments, template))
-    for data in _prompt_files(arguments):
-        held_out = data.prompt_data != arguments.data.prompt_data
-        limit = prompt_limit(arguments, evaluation=held_out)
-        source = FilePromptSource(data, template.encode, limit)
-        source.require_rendered(template.check)
-        source.require_usable()
-        if not held_out:
-            notes += length_notes(arguments, source, limit)
+    notes = list(prompt_notes(arguments, open_source(arguments, template), template))
+    for path in parse_data_sets(arguments.evaluation.eval_prompt_data or ()).values():
+        open_source(arguments, template, held_out=path)
     return notes
 
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from miles_async.algorithms.advantages.overlong import with_length_penalty
 from miles_async.algorithms.registry import advantage_estimator
 from miles_async.arguments import Arguments, RolloutArguments, StalenessArguments
+from miles_async.arguments.model_files import read_config
 from miles_async.ledger.schedule import Record, RecordedPool
 from miles_async.rollout.batches import BatchMaker, RecordBatch
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.events import PoolObserver
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
+from miles_async.train_data import work
 
 
 def make_pool(
@@ -51,3 +53,8 @@ def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: R
         taught=arguments.algorithm.use_opd,
         record=record,
     )
+
+
+def quadratic_work_of(arguments: Arguments) -> float:
+    """``train_data.work.quadratic_work`` of the run's model."""
+    return work.quadratic_work(read_config(arguments.model.directory))

@@ -67,13 +67,12 @@ from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import canary_tolerance
-from miles_async.wiring.dumped_batches import DumpedBatches
 from miles_async.wiring.fork_servers import RunForkServers, fork_servers
 from miles_async.wiring.gpus import RunGpus, gpus_of, shared_places
 from miles_async.wiring.placement import RunPlacement, place_run
+from miles_async.wiring.prepared_batches import DumpedBatches, SupervisedBatches
 from miles_async.wiring.report import RunReport
 from miles_async.wiring.rollout_process import build_rollout
-from miles_async.wiring.supervised_batches import SupervisedBatches
 from miles_async.wiring.trainer_process import (
     SHARED_WITH_ENGINES,
     shared_directories,
@@ -342,7 +341,6 @@ class Run:
         )
 
     def _identity(self) -> RunIdentity:
-        assert self._arguments.model.hf_checkpoint is not None
         return RunIdentity(
             run=new_run_name(self._run_dir),
             model=fingerprint(self._arguments.model, self._arguments.critic.critic_hf_checkpoint),

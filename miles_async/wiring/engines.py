@@ -184,15 +184,13 @@ class StackMaker:
 
 def _replayed_routers(arguments: Arguments) -> RouterShape | None:
     """Routers of the model, if the trainer replays what those of the engines choose."""
-    assert arguments.model.hf_checkpoint is not None
     replayed = arguments.algorithm.routing_replay == "rollout"
-    return router_shape(read_config(arguments.model.hf_checkpoint)) if replayed else None
+    return router_shape(read_config(arguments.model.directory)) if replayed else None
 
 
 def _vocabulary(arguments: Arguments) -> int | None:
     """Number of token ids of the model; None if config.json does not tell it where others do."""
-    assert arguments.model.hf_checkpoint is not None
-    config = read_config(arguments.model.hf_checkpoint)
+    config = read_config(arguments.model.directory)
     return config.get("text_config", config).get("vocab_size")
 
 

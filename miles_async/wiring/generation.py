@@ -174,9 +174,8 @@ def _circuit(arguments: Arguments, services: Services) -> Circuit:
 
 def run_template(arguments: Arguments) -> ChatTemplate:
     """The tokenizer and chat template of this run's prompts. Raises ConfigurationError."""
-    assert arguments.model.hf_checkpoint is not None
     return ChatTemplate(
-        load_tokenizer(arguments.model.hf_checkpoint, arguments.model.trust_remote_code),
+        load_tokenizer(arguments.model.directory, arguments.model.trust_remote_code),
         arguments.data.apply_chat_template,
         continues_answers=arguments.sessions.environment_path is None,
     )

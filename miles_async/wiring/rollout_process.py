@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import ray
 import structlog
@@ -16,8 +16,9 @@ from miles_async.arguments.cluster import Device
 from miles_async.arguments.debug import file_of_step
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.arguments.model_files import read_config
-from miles_async.arguments.prompt_limit import prompt_limit, response_length
-from miles_async.arguments.server_groups import context_lengths
+from miles_async.arguments.prompt_limit import response_length
+from miles_async.arguments.server_groups import context_lengths, of_role, server_groups, teacher_group
+from miles_async.engines.scoring import EngineScorer
 from miles_async.engines.stack import EngineStack
 from miles_async.evaluation.evaluator import Evaluator
 from miles_async.ledger.schedule import ScheduleWriter
@@ -25,6 +26,7 @@ from miles_async.ledger.writer import LedgerWriter
 from miles_async.observability.logs import configure_logging
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate
+from miles_async.rewards.judge import API_KEY as JUDGE_KEY_VARIABLE
 from miles_async.rollout.actor import RolloutParts
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
@@ -32,27 +34,26 @@ from miles_async.rollout.dumps import RolloutDump, write_dump
 from miles_async.rollout.generate import sampling_parameters
 from miles_async.rollout.group_filters import group_filter
 from miles_async.rollout.manager import RolloutManager
+from miles_async.rollout.teacher import Teacher
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets
 from miles_async.runtime.files.run_directory import LEDGER_FILE, SCHEDULE_FILE
-from miles_async.runtime.network.addresses import Network
-from miles_async.runtime.network.keys import RunKeys
+from miles_async.runtime.network.addresses import LOOPBACK, Network
+from miles_async.runtime.network.keys import API_KEY_VARIABLE, RunKeys
 from miles_async.runtime.network.open_files import allow_open_files
 from miles_async.runtime.network.proxies import without_proxies_for
 from miles_async.runtime.services import Services
 from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.pool import Pool
-from miles_async.train_data.work import quadratic_work
-from miles_async.wiring.canary import run_canary
-from miles_async.wiring.decisions import make_batches, make_pool
+from miles_async.weights.verify import canary_tokens
+from miles_async.wiring.decisions import make_batches, make_pool, quadratic_work_of
 from miles_async.wiring.engines import ForkedEngines, RunEngines, StackMaker
 from miles_async.wiring.generation import Episodes, resolve_run_reward, run_services, run_template
-from miles_async.wiring.hook_keys import hook_keys
 from miles_async.wiring.placement import RunPlacement
-from miles_async.wiring.prompt_lengths import length_notes
-from miles_async.wiring.teacher import make_teacher
-from miles_async.wiring.turn_end import turn_end_notes
+from miles_async.wiring.run_prompts import open_source, prompt_notes
 
 log = structlog.get_logger(__name__)
+
+AGENT_KEY_VARIABLE = "OPENAI_API_KEY"  # where clients of chat completions look
 
 
 async def build_rollout(
@@ -79,14 +80,9 @@ async def build_rollout(
         network.tls.check(network.entrance())
         os.environ.update(network.tls.trusted(run_dir))  # for agents and hooks, which are clients of the run, too
     template = run_template(arguments)
-    limit = prompt_limit(arguments)
-    source = FilePromptSource(arguments.data, template.encode, limit)
-    source.require_rendered(template.check)
-    source.require_usable()
-    for note in length_notes(arguments, source, limit):
-        log.warning("length of prompts", note=note)
-    for note in turn_end_notes(arguments, template):
-        log.warning("end of turns", note=note)
+    source = open_source(arguments, template)
+    for note in prompt_notes(arguments, source, template):
+        log.warning("prompts and turns", note=note)
     services = run_services(arguments)
     reward = resolve_run_reward(arguments, services)
     engines = RunEngines(
@@ -109,19 +105,18 @@ async def build_rollout(
     pool = make_pool(
         arguments.rollout, arguments.staleness, observers=[ledger.note], record=schedule.pool if schedule else None
     )
-    assert arguments.model.hf_checkpoint is not None
     manager = RolloutManager(
         engines=engines,
         source=source,
         dispatcher=_dispatcher(arguments, engines, source, episodes, reward, run_dir, pool, services, oldest),
         batches=make_batches(
-            arguments, quadratic_work=_quadratic_work(arguments), record=schedule.batch if schedule else None
+            arguments, quadratic_work=quadratic_work_of(arguments), record=schedule.batch if schedule else None
         ),
         evaluator=_evaluator(arguments, engines.evaluation or engines.train, template, episodes, reward, services),
         close_reward=reward.close,
         put=ray.put,
         writers=(ledger, schedule) if schedule else (ledger,),
-        canary=run_canary(source, arguments.model.hf_checkpoint, canary_length(arguments)),
+        canary=run_canary(source, arguments.model.directory, canary_length(arguments)),
         dump=_dump(arguments),
     )
     await engines.start()  # last: until here there is nothing to clean up
@@ -144,15 +139,44 @@ def _own_hosts(arguments: Arguments) -> list[str]:
     return [Network.of_run(arguments.cluster).entrance(), *nodes]
 
 
-def _quadratic_work(arguments: Arguments) -> float:
-    assert arguments.model.hf_checkpoint is not None
-    return quadratic_work(read_config(arguments.model.hf_checkpoint))
+def run_canary(source: FilePromptSource, hf_checkpoint: Path, max_tokens: int) -> tuple[int, ...]:
+    """Token ids of the text that engines and trainer score at every publication: the first prompts of the run.
+
+    At most ``max_tokens``, and half of the model's context: engines keep some of it for themselves.
+    """
+    config = read_config(hf_checkpoint)
+    config = config.get("text_config", config)
+    context = int(config.get("max_position_embeddings", 2 * max_tokens))
+    length = min(context // 2, max_tokens)
+    return canary_tokens(source.texts(), int(config["vocab_size"]), length=length)
 
 
 def canary_length(arguments: Arguments) -> int:
     """``--canary-length``, if the trainer's micro-batches and the context that flags leave engines take as many."""
     contexts = [length // 2 for length in context_lengths(arguments)]
     return min([arguments.weights.canary_length, arguments.micro_batch_tokens, *contexts])
+
+
+def hook_keys(arguments: Arguments, keys: RunKeys, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables in which hooks find keys: that of frozen engines for rewards, that of sessions for agents."""
+    found = {API_KEY_VARIABLE: keys.engines.api.reveal()}
+    if arguments.sessions.agent_path is not None:
+        found[AGENT_KEY_VARIABLE] = keys.sessions.agents.reveal()
+        if AGENT_KEY_VARIABLE in environment:
+            log.warning(f"{AGENT_KEY_VARIABLE} is replaced by the key of this run's sessions; use another for yours")
+    if _is_frozen_group(arguments, arguments.rewards.judge_url):
+        found[JUDGE_KEY_VARIABLE] = keys.engines.api.reveal()
+    return found
+
+
+def _is_frozen_group(arguments: Arguments, url: str | None) -> bool:
+    """True if ``url`` is that of frozen engines of this run."""
+    if url is None:
+        return False
+    ports = [group.port for group in of_role(server_groups(arguments), "frozen") if group.port is not None]
+    here = {"localhost", LOOPBACK, Network.of_run(arguments.cluster).entrance()}
+    asked = urlsplit(url)
+    return asked.hostname in here and asked.port in ports
 
 
 def _oldest_versions(arguments: Arguments, engines: EngineStack) -> OldestVersions:
@@ -182,7 +206,7 @@ def _dispatcher(
             reward=reward,
             group_filter=group_filter(arguments.rewards),
             service=episodes.circuit,
-            teach=make_teacher(arguments, engines, services),
+            teach=_teacher(arguments, engines, services),
         ),
         arguments=rollout,
         concurrency=Concurrency(engines.train.loads, rollout),
@@ -193,6 +217,21 @@ def _dispatcher(
         oldest_versions=oldest_versions,
         dead_letters=run_dir / "dead_letters.jsonl",
     )
+
+
+def _teacher(arguments: Arguments, engines: RunEngines, services: Services) -> Teacher | None:
+    """The teacher of --use-opd: engines of a frozen group. Raises ConfigurationError if no group is one."""
+    if not arguments.algorithm.use_opd:
+        return None
+    group = teacher_group(arguments)
+    stack = engines.frozen[group.name]
+    score = EngineScorer(
+        stack.server,
+        stack.registry,
+        timeout=arguments.rewards.reward_timeout,
+        at_once=arguments.rollout.rollout_concurrency_per_engine * group.num_engines,
+    )
+    return Teacher(score, services.circuit(f"the teacher, [groups.{group.name}]"))
 
 
 def _evaluator(
@@ -206,14 +245,10 @@ def _evaluator(
     evaluation = arguments.evaluation
     if evaluation.eval_prompt_data is None:
         return None
-    limit = prompt_limit(arguments, evaluation=True)
     sources = {
-        name: FilePromptSource(replace(arguments.data, prompt_data=path), template.encode, limit)
+        name: open_source(arguments, template, held_out=path)
         for name, path in parse_data_sets(evaluation.eval_prompt_data).items()
     }
-    for source in sources.values():
-        source.require_rendered(template.check)
-        source.require_usable()
     sampling = sampling_parameters(arguments.rollout) | {
         "temperature": evaluation.temperature(arguments.rollout.rollout_temperature),
         "top_p": evaluation.eval_top_p,

@@ -16,7 +16,7 @@ from miles_async.arguments.parser import assemble
 from miles_async.arguments.prompt_limit import asked_limit, prompt_limit, trajectory_limit
 from miles_async.prompts.row import Content
 from miles_async.prompts.source import FilePromptSource
-from miles_async.wiring.prompt_lengths import length_notes
+from miles_async.wiring.run_prompts import length_notes
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ import pytest
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.parser import parse_arguments
 from miles_async.prompts.source import FilePromptSource
-from miles_async.wiring.canary import run_canary
-from miles_async.wiring.rollout_process import canary_length
+from miles_async.wiring.rollout_process import canary_length, run_canary
 
 
 def canary(folder: Path, config: dict[str, object], max_tokens: int = 1000) -> tuple[int, ...]:

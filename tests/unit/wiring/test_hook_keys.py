@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments import Arguments
-from miles_async.wiring.hook_keys import hook_keys
+from miles_async.wiring.rollout_process import hook_keys
 from tests.fakes.keys import KEYS
 
 # covers: C13

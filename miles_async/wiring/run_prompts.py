@@ -1,0 +1,86 @@
+"""The prompts of a run: the tokenizer's part of their checks, made by the dry run and again where they are used."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.model_files import read_config
+from miles_async.arguments.prompt_limit import PromptLimit, prompt_limit, response_length
+from miles_async.prompts.source import FilePromptSource
+from miles_async.prompts.templates import ChatTemplate
+
+
+def open_source(arguments: Arguments, template: ChatTemplate, *, held_out: Path | None = None) -> FilePromptSource:
+    """The prompts of training, or of a ``held_out`` file. Raises ConfigurationError if the template cannot render
+    them, and DataError if all are too long.
+    """
+    data = arguments.data if held_out is None else replace(arguments.data, prompt_data=held_out)
+    source = FilePromptSource(data, template.encode, prompt_limit(arguments, evaluation=held_out is not None))
+    source.require_rendered(template.check)
+    source.require_usable()
+    return source
+
+
+def prompt_notes(arguments: Arguments, source: FilePromptSource, template: ChatTemplate) -> Iterator[str]:
+    """What is worth knowing about the training prompts before a run starts."""
+    yield from turn_end_notes(arguments, template)
+    yield from length_notes(arguments, source, prompt_limit(arguments))
+
+
+def length_notes(arguments: Arguments, source: FilePromptSource, limit: PromptLimit | None) -> Iterator[str]:
+    """One line about training prompts that are skipped, and one about those whose samples may outgrow a micro-batch.
+
+    Only long prompts are tokenized, and once: there may be millions.
+    """
+    flag, response = response_length(arguments)
+    most = arguments.micro_batch_tokens
+    room = None if arguments.sessions.is_multi_turn else most - response  # else trajectories end at the limit
+    bounds = [limit.tokens] if limit is not None else []
+    if room is not None and room > 0:
+        bounds.append(room)
+    lengths = source.lengths_above(min(bounds)) if bounds else []
+    skipped = [tokens for tokens in lengths if limit is not None and tokens > limit.tokens]
+    if limit is not None and skipped:
+        yield (
+            f"{source.path}: {len(skipped)} of {len(source)} prompts are skipped: they have up to {max(skipped)} "
+            f"tokens, and {limit.reason}"
+        )
+    if room is None:
+        return
+    consequence = f"exceed --max-tokens-per-gpu {most}, and then get micro-batches of their own, which take more memory"
+    if room <= 0:
+        yield f"with {flag} {response} samples of any prompt may {consequence}"
+        return
+    long = [tokens for tokens in lengths if tokens > room and (limit is None or tokens <= limit.tokens)]
+    if long:
+        yield (
+            f"{source.path}: {len(long)} of {len(source)} prompts have up to {max(long)} tokens; with {flag} "
+            f"{response} their samples may {consequence}"
+        )
+
+
+def turn_end_notes(arguments: Arguments, template: ChatTemplate) -> Iterator[str]:
+    """One line if the chat template ends the assistant's turn with text that does not stop engines."""
+    if not arguments.data.apply_chat_template:
+        return
+    named = read_config(arguments.model.directory).get("eos_token_id") or []  # which engines heed as well
+    stops = template.stop_ids.union(named if isinstance(named, list) else [named])
+    texts = [template.decode_all([token]) for token in sorted(stops)]
+    after = template.after_answer()
+    if not after.strip() or any(text in after for text in (*texts, *arguments.rollout.rollout_stop)):
+        return
+    ids = template.tokenize(after)
+    specials = [(template.decode_all([token]), token) for token in ids if not template.decode([token])]
+    end, add = after.strip().splitlines()[0], ""
+    if specials:
+        end, token = specials[0]
+        add = f"add {token} to eos_token_id in generation_config.json, or "
+    yield (
+        f"the chat template of --hf-checkpoint ends the assistant's turn with {end!r}, and engines stop at "
+        f"{', '.join(map(repr, texts)) or 'no token'}: a response that ends as the template does continues to its "
+        f"limit of length. To end it, {add}give --rollout-stop {shlex.quote(end)}"
+    )
