@@ -34,11 +34,11 @@ class Intent:
 
 
 def machine_findings(intent: Intent) -> Iterator[Finding]:
-    """Check this machine. Takes milliseconds once torch is imported, and contacts no other machine."""
+    """Check this machine, contacting no other. Takes milliseconds, and unless for cpu the import of torch."""
     device = choose_device(intent.device)
     yield from package_findings(versions_tested(device), device)
     if intent.own_gpus:
-        yield from gpu_findings(gpu_facts(), intent.device)
+        yield from gpu_findings(None if intent.device == "cpu" else gpu_facts(), intent.device)
     yield from shared_memory_findings(device if intent.own_gpus else "cpu")
     yield from disk_findings({**intent.directories, "TMPDIR": Path(tempfile.gettempdir())})
     yield from process_findings()

@@ -38,11 +38,11 @@ def gpu_facts(driver_file: Path = _DRIVER) -> GpuFacts:
     )
 
 
-def gpu_findings(facts: GpuFacts, device: DeviceChoice) -> Iterator[Finding]:
-    """Judge the facts for ``--device``. With auto a machine without GPUs is fine; one whose GPUs cannot be used
-    gets a warning, since runs there would quietly use the CPU.
+def gpu_findings(facts: GpuFacts | None, device: DeviceChoice) -> Iterator[Finding]:
+    """Judge the facts for ``--device``; for cpu they don't matter. With auto a machine without GPUs is fine; one whose
+    GPUs cannot be used gets a warning, since runs there would quietly use the CPU.
     """
-    if device == "cpu" or (device == "auto" and facts.driver is None and facts.cuda is None):
+    if facts is None or device == "cpu" or (device == "auto" and facts.driver is None and facts.cuda is None):
         yield Finding(check="GPUs", verdict="ok", found="runs here use the CPU")
         return
     verdict: Verdict = "failure" if device == "cuda" else "warning"

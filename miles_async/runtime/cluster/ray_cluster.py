@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import ray
+from ray._private.node import Node
 
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.cluster import agent_setup, worker_setup
@@ -113,6 +114,7 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
     if not address:
         worker_setup.install()
         agent_setup.install()
+        _start_no_services()
     where = f"--ray-address {address}" if address else "Ray cannot start on this machine"
     if address and address != "auto" and find_entry(address) == "token":
         os.environ[TOKEN_MODE] = "token"  # by itself Ray shows its token to no address that it was given
@@ -154,3 +156,15 @@ def protect_token() -> None:
         token = Path.home() / ".ray" / "auth_token"
         if token.stat().st_mode & 0o077:
             token.chmod(0o600)
+
+
+def _start_no_services() -> None:
+    """Have Ray (2.60) start no API server, autoscaler and log monitor from now on: no run of one machine calls them,
+    ``ray.init`` waits for the first, and each takes half a second of CPU.
+    """
+    for service in ("api_server", "monitor", "log_monitor"):
+        setattr(Node, f"start_{service}", _start_nothing)
+
+
+def _start_nothing(node: Node, **options: object) -> None:
+    pass

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import signal
 from collections.abc import Iterator
 
 import pytest
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.cluster.own_ray import OwnRay
@@ -31,6 +34,23 @@ async def test_a_cluster_of_our_own_is_never_somebody_elses(calls: list[dict[str
         assert calls[0]["address"] == "local"  # without it Ray joins what `ray start` left behind
         assert calls[0]["runtime_env"] == {"env_vars": {"A": "1"}}
     assert calls[-1] == {"shutdown": True}
+
+
+async def test_a_cluster_of_our_own_starts_no_service_that_no_run_calls(
+    calls: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    for name in ("start_gcs_server", "start_monitor", "start_api_server", "start_log_monitor"):
+        monkeypatch.setattr(Node, name, lambda self, name=name, **_: started.append(name))
+    for name in ("get_gcs_client", "_write_cluster_info_to_kv"):
+        monkeypatch.setattr(Node, name, lambda self: "done")
+    node = object.__new__(Node)
+    vars(node).update(_gcs_address=None, _gcs_client=None, _logs_dir="", _ray_params=RayParams(include_dashboard=False))
+    async with ray_cluster(None, {}, OwnRay()):
+        node.start_head_processes()
+        node.start_log_monitor()
+    assert started == ["start_gcs_server"]
+    assert "self.start_log_monitor()" in inspect.getsource(Node.start_ray_processes)
 
 
 async def test_joining_asks_for_no_resources(calls: list[dict[str, object]]) -> None:
