@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from miles_async.arguments import Arguments, ModelArguments
 from miles_async.arguments.model import ALL_LINEAR
+from miles_async.arguments.problems import refusal
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
 
@@ -64,10 +65,7 @@ def check_adapters(arguments: Arguments) -> Iterator[str]:
     model = arguments.model
     if not model.lora_rank:
         return
-    try:
-        target_layers(model.target_modules)
-    except ConfigurationError as error:
-        yield str(error)
+    yield from refusal(lambda: target_layers(model.target_modules))
     if model.lora_rank % model.tensor_model_parallel_size:
         yield (
             f"--lora-rank {model.lora_rank} is not a multiple of --tensor-model-parallel-size "

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.problems import refusal
 from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
 from miles_async.errors import ConfigurationError
 
@@ -51,10 +52,7 @@ def check_network(arguments: Arguments) -> Iterator[str]:
     """Check the form of ports and labels, and the flags that a cluster of several nodes needs."""
     cluster = arguments.cluster
     for read in (lambda: cluster.ports, lambda: cluster.actor_labels, lambda: cluster.rollout_labels):
-        try:
-            read()
-        except ConfigurationError as error:
-            yield str(error)
+        yield from refusal(read)
     labels = {"--actor-node-labels": cluster.actor_node_labels, "--rollout-node-labels": cluster.rollout_node_labels}
     for flag, given in labels.items():
         if given and cluster.ray_address is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from miles_async.errors import ConfigurationError
 
@@ -13,3 +13,11 @@ def refuse(problems: Sequence[str]) -> None:
         raise ConfigurationError(problems[0])
     if problems:
         raise ConfigurationError(f"{len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems))
+
+
+def refusal(check: Callable[[], object]) -> Iterator[str]:
+    """Yield the message of the ConfigurationError that ``check`` raises, if it does."""
+    try:
+        check()
+    except ConfigurationError as error:
+        yield str(error)

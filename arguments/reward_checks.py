@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.problems import refusal
 from miles_async.arguments.rewards import COMPARING_REWARDS, parse_group_filters, parse_judge_scale, parse_rm_type
 from miles_async.errors import ConfigurationError
 
@@ -39,11 +40,8 @@ def check_rewards(arguments: Arguments) -> Iterator[str]:
         yield "--rm-type remote_rm asks a server: give --rm-url"
     if "judge" in names and None in (rewards.judge_url, rewards.judge_template, rewards.judge_scale):
         yield "--rm-type judge asks a model: give --judge-url, --judge-template and --judge-scale"
-    if rewards.judge_scale is not None:
-        try:
-            parse_judge_scale(rewards.judge_scale)
-        except ConfigurationError as error:
-            yield str(error)
+    if (scale := rewards.judge_scale) is not None:
+        yield from refusal(lambda: parse_judge_scale(scale))
     try:
         re.compile(rewards.rm_format)
     except re.error as error:

@@ -17,6 +17,7 @@ from miles_async.arguments.data import SUFFIXES, split_slice
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.arguments.model import EXPERT_COUNTS
 from miles_async.arguments.model_files import directory_problems, read_config
+from miles_async.arguments.problems import refusal
 from miles_async.errors import ConfigurationError
 
 
@@ -56,10 +57,7 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
         if isinstance(found, int) and found % size:
             yield f"{flag} {size} does not divide the model's {key} {found}"
     if isinstance(layers := config.get("num_hidden_layers"), int):
-        try:
-            model.stage_layers(layers)
-        except ConfigurationError as error:
-            yield str(error)
+        yield from refusal(lambda: model.stage_layers(layers))
     longest = arguments.rollout.rollout_max_response_len + (arguments.data.rollout_max_prompt_len or 1)
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and longest > positions and not arguments.algorithm.supervised:
@@ -71,10 +69,7 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
 
 def check_data_sets(arguments: Arguments) -> Iterator[str]:
     """Check the form of --eval-prompt-data."""
-    try:
-        parse_data_sets(arguments.evaluation.eval_prompt_data or ())
-    except ConfigurationError as error:
-        yield str(error)
+    yield from refusal(lambda: parse_data_sets(arguments.evaluation.eval_prompt_data or ()))
 
 
 def check_prompt_files(arguments: Arguments) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""Decides what follows an optimizer step that the trainer did not make, since it would have harmed the weights.
+"""Decides whether the run continues after the trainer skipped an optimizer step that would have harmed the weights.
 
-Ranks judge each optimizer step by itself and leave the weights alone if it is bad; they report how many were and why
-(``train/bad_steps/REASON``). Here is known which prompts the batch was made of, and what the run is told to do.
+Ranks skip a bad optimizer step and report its reason (``train/bad_steps/REASON``); this module knows the prompts of the
+batch and ``--bad-step-action``.
 
-The batch of a bad step is spent either way. Where the run goes on, its groups end as trained, so that none is trained
-twice and none is lost, and the version counts on: ages are then what they would be without the bad step or more, so the
-staleness bound holds.
+The batch of a bad step is spent either way. If the run continues, its groups end as trained, so none is trained twice
+or lost, and the version still increases: ages are at least what they would be without the bad step, so the staleness
+bound holds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BadSteps:
         stopped = (
             f"That was so in {self._in_a_row} rollout steps in a row (--max-bad-steps)."
             if self._action == "skip"
-            else "To go on without such steps: --bad-step-action skip."
+            else "To continue without such steps: --bad-step-action skip."
         )
         raise TrainerError(
             f"an optimizer step from weight version {batch.target_version} was not made: {found}. {why}. {stopped} "

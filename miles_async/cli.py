@@ -10,9 +10,13 @@ import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 
 from miles_async import __version__
 from miles_async.errors import ConfigurationError, ContractViolation, DataError, MilesAsyncError
+
+Command = Callable[[Sequence[str]], int]
+"""Runs a command with the words after its name; returns the exit code."""
 
 HELP = f"""\
 Usage: miles-async COMMAND ...
@@ -38,7 +42,7 @@ Examples:
   miles-async train @examples/quickstart/reverse.args              the quick start (CPU, minutes)
   miles-async train @examples/quickstart/reverse.args --dry-run    check everything, start nothing
   miles-async train @examples/quickstart/reverse.args --max-weight-staleness 0 --max-rollout-lead 1
-  miles-async ledger runs/quickstart                               the balance, even while the run goes on
+  miles-async ledger runs/quickstart                               the balance, also during the run
   miles-async explain runs/quickstart 17                           attempt 17, from issue to end
 """
 
@@ -86,60 +90,10 @@ def _train(words: Sequence[str]) -> int:
     return train(words, _show)
 
 
-def _status(words: Sequence[str]) -> int:
-    from miles_async.commands.status import status
-
-    _show(status(words))
-    return 0
-
-
-def _compare(words: Sequence[str]) -> int:
-    from miles_async.commands.compare import compare
-
-    _show(compare(words))
-    return 0
-
-
-def _ledger(words: Sequence[str]) -> int:
-    from miles_async.commands.ledger import ledger
-
-    _show(ledger(words))
-    return 0
-
-
-def _explain(words: Sequence[str]) -> int:
-    from miles_async.commands.ledger import explain
-
-    _show(explain(words))
-    return 0
-
-
 def _stop(words: Sequence[str]) -> int:
     from miles_async.commands.stop import stop
 
     return stop(words)
-
-
-def _scale(words: Sequence[str]) -> int:
-    from miles_async.commands.scale import scale
-
-    _show(scale(words))
-    return 0
-
-
-def _replay(words: Sequence[str]) -> int:
-    from miles_async.commands.replay import replay
-
-    for line in replay(words):
-        _show(line)
-    return 0
-
-
-def _plan(words: Sequence[str]) -> int:
-    from miles_async.commands.plan import plan
-
-    _show(plan(words))
-    return 0
 
 
 def _migrate(words: Sequence[str]) -> int:
@@ -161,16 +115,28 @@ def _completion(words: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+def _printing(module: str, name: str) -> Command:
+    """A command that returns its output, whole or in parts. Its module is imported when it is called."""
+
+    def run(words: Sequence[str]) -> int:
+        output = getattr(import_module(f"miles_async.commands.{module}"), name)(words)
+        for part in [output] if isinstance(output, str) else output:
+            _show(part)
+        return 0
+
+    return run
+
+
+COMMANDS: Mapping[str, Command] = {
     "train": _train,
-    "status": _status,
-    "compare": _compare,
-    "ledger": _ledger,
-    "explain": _explain,
+    "status": _printing("status", "status"),
+    "compare": _printing("compare", "compare"),
+    "ledger": _printing("ledger", "ledger"),
+    "explain": _printing("ledger", "explain"),
     "stop": _stop,
-    "scale": _scale,
-    "replay": _replay,
-    "plan": _plan,
+    "scale": _printing("scale", "scale"),
+    "replay": _printing("replay", "replay"),
+    "plan": _printing("plan", "plan"),
     "migrate": _migrate,
     "doctor": _doctor,
     "completion": _completion,

@@ -239,7 +239,7 @@ class Controller:
         await self._complete_checkpoint(self._num_steps)
 
     async def _complete_checkpoint(self, step: int) -> None:
-        """Write the checkpoint of ``step`` while training goes on."""
+        """Write the checkpoint of ``step`` while training continues."""
         if metrics := await self._checkpoints.finish():
             self._recorder.checkpoint(step, metrics)
 
@@ -340,7 +340,7 @@ class Controller:
     # ---------------------------------------------------------------------------------------- evaluation
     def _start_evaluation(self, scope: asyncio.TaskGroup, step: int) -> None:
         """Start an evaluation if one is due. It uses the version that is visible now: nothing is published until it
-        is over, or until engines of its own hold that version.
+        is over, or until its own engines hold that version.
         """
         if self._evaluate_at(step):
             self._may_publish = asyncio.Event()

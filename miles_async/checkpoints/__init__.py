@@ -12,6 +12,6 @@
 A checkpoint is written to ``iter_0000040.partial`` and renamed when everything is on disk, so a directory with
 the final name is whole. Finished groups that wait are saved with their tokens; what was in flight is generated again.
 
-All checkpoints in one directory belong to one run, so its newest is where that run goes on. A run takes over the
-directory that it resumes from, and refuses one that holds anything else, unless it is told to replace that.
+All checkpoints in one directory belong to one run, which resumes from the newest. A run takes over the directory that
+it resumes from, and refuses one that holds other checkpoints, unless ``--save-overwrite`` replaces them.
 """

@@ -1,4 +1,4 @@
-"""Checkpoint directories: names, owners, which one ``--load`` means, which ones are kept.
+"""Checkpoint directories: names, owners, positions, which one ``--load`` means, which ones are kept.
 
 Only paths, nothing heavy: ``--dry-run`` asks here too.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,9 @@ import msgspec
 from miles_async.errors import CheckpointError
 
 POSITION_FILE = "position.json"
+MANIFEST_FILE = "manifest.json"
+ROLLOUT_FILE = "rollout.json"
+TRAINER_FILE = f"trainer/{POSITION_FILE}"
 NAME = re.compile(r"iter_(\d+)")
 LEFTOVER = re.compile(r"iter_\d+\.(partial|old)")  # of a run that was killed while it wrote or removed one
 
@@ -34,6 +37,20 @@ class _Owner(msgspec.Struct):
     """The part of position.json that is read here."""
 
     run: str
+
+
+class _Step(msgspec.Struct):
+    step: int
+
+
+class _Pool(msgspec.Struct):
+    steps: int
+
+
+class _Rollout(msgspec.Struct):
+    """The part of rollout.json that is read here."""
+
+    pool: _Pool
 
 
 def checkpoint_directory(save: Path, step: int) -> Path:
@@ -67,6 +84,32 @@ def find_checkpoint(load: Path) -> Checkpoint:
     return checkpoints[-1]
 
 
+def position_problems(checkpoint: Checkpoint, manifest_step: int | None) -> Iterator[str]:
+    """Yield which parts are at another step than position.json, or cannot be read.
+
+    ``manifest_step``: None in a manifest of an earlier version. Parts that were not saved are left out.
+    """
+    steps: dict[str, int] = {}
+    for name in (POSITION_FILE, TRAINER_FILE, ROLLOUT_FILE):
+        try:
+            steps[name] = _read_step(checkpoint.directory / name)
+        except FileNotFoundError:
+            continue
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            yield f"{name}: {error}"
+    if POSITION_FILE not in steps:
+        return
+    if manifest_step is not None:
+        steps[MANIFEST_FILE] = manifest_step
+    step = steps.pop(POSITION_FILE)
+    for name, other in {**steps, f"the directory's name, {checkpoint.directory.name},": checkpoint.step}.items():
+        if other != step:
+            yield (
+                f"{POSITION_FILE} says step {step}, and {name} says {other}: expected the same, so one of them was "
+                "changed, or is of another checkpoint"
+            )
+
+
 def in_the_way(save: Path, run: str | None, step: int) -> list[Checkpoint]:
     """Checkpoints in ``save`` that a later ``--load`` would confuse with those of ``run``, which is at ``step``."""
     return [found for found in list_checkpoints(save) if run is None or found.run != run or found.step > step]
@@ -83,7 +126,7 @@ def expendable(steps: Iterable[int], *, keep_last: int | None, retain_interval: 
 
 
 def start_partial(final: Path) -> Path:
-    """Make an empty directory for writing the checkpoint ``final``; remove what killed runs left beside it."""
+    """Make an empty directory for writing the checkpoint ``final``; remove leftovers of killed runs."""
     partial = final.with_suffix(".partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     sweep_leftovers(final.parent)
@@ -157,3 +200,10 @@ def _sync(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _read_step(path: Path) -> int:
+    content = path.read_bytes()
+    if path.name == ROLLOUT_FILE:
+        return msgspec.json.decode(content, type=_Rollout).pool.steps
+    return msgspec.json.decode(content, type=_Step).step

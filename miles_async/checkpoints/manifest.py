@@ -19,9 +19,8 @@ from xxhash import xxh3_128
 from miles_async.arguments.adapters import target_layers
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import read_config
-from miles_async.checkpoints.files import Checkpoint, list_checkpoints
+from miles_async.checkpoints.files import MANIFEST_FILE, TRAINER_FILE, Checkpoint, list_checkpoints, position_problems
 from miles_async.checkpoints.model_function import critic_function, differing, model_function
-from miles_async.checkpoints.positions import MANIFEST_FILE, TRAINER_FILE, position_problems
 from miles_async.errors import CheckpointError
 from miles_async.runtime.files.digests import digest_file, digest_pieces, split, write_digested
 from miles_async.types import JsonObject
@@ -91,7 +90,7 @@ def new_run_name(run_dir: Path) -> str:
 
 def fingerprint(model: ModelArguments, critic: Path | None = None) -> JsonObject:
     """Return fields of config.json and flags of adapters that differ between models with different tensors, and as
-    ``function`` what else decides what the model computes (``model_function.py``), a ``critic`` of its own included.
+    ``function`` what else decides what the model computes (``model_function.py``), including a separate ``critic``.
 
     A checkpoint of adapters holds no other weights, so it also says which weights they belong to.
     """
@@ -196,7 +195,7 @@ def _seal(fields: Mapping[str, object]) -> str:
 
 
 def _changed_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Files of the rollout side and the loop whose contents are not those that were saved."""
+    """Files of the rollout side and the loop whose contents changed after they were saved."""
     try:
         return _changed(manifest, digest_pieces(directory, split(manifest.select(trainer=False))))
     except OSError as error:
@@ -261,6 +260,6 @@ def _differences(saved: JsonObject, model: JsonObject, anyway: Collection[str]) 
 
 def _advice(checkpoint: Checkpoint) -> str:
     """Name other checkpoints of that run to use instead."""
-    beside = list_checkpoints(checkpoint.directory.parent)
-    earlier = [other.directory for other in beside if other.step < checkpoint.step and other.run == checkpoint.run]
+    others = list_checkpoints(checkpoint.directory.parent)
+    earlier = [other.directory for other in others if other.step < checkpoint.step and other.run == checkpoint.run]
     return f"; the one before it is --load {earlier[-1]}" if earlier and checkpoint.run else ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from miles_async.arguments.model_files import read_config, read_json
 from miles_async.types import JsonObject
 
-# Fields of config.json that change nothing of what the model computes here.
+# Fields of config.json that do not change what the model computes here.
 WITHOUT_EFFECT = frozenset(
     {
         # what it is called, and who wrote the file
@@ -34,7 +34,7 @@ GENERATION_WITHOUT_EFFECT = frozenset(
     {
         *("_from_model_config", "transformers_version", "do_sample", "temperature", "top_p", "top_k", "use_cache"),
         *("max_length", "max_new_tokens", "pad_token_id", "bos_token_id", "trust_remote_code"),
-        "eos_token_id",  # compared together with that of config.json
+        "eos_token_id",  # compared together with config.json's
     }
 )
 # Parts of tokenizer.json that users of it set as they please, and fields of tokenizer_config.json that add tokens.
@@ -56,7 +56,7 @@ def model_function(directory: Path) -> JsonObject:
 
     Names are those of fields of config.json, those of generation_config.json after "generation.", tokenizer and
     chat_template. The latter two are digests; JSON files are compared by their content. What is absent, null or empty
-    is left out; end tokens are those of both files.
+    is left out; end tokens of both files are merged.
     """
     config = _flat_rope(read_config(directory))
     generation = read_json(directory / "generation_config.json")
@@ -114,7 +114,7 @@ def _ids(value: object) -> list[int]:
 
 
 def _flat_rope(config: JsonObject) -> JsonObject:
-    """Transformers 5 writes ``rope_theta`` into ``rope_parameters``, earlier ones beside ``rope_scaling``."""
+    """Transformers 5 writes ``rope_theta`` into ``rope_parameters``, earlier ones next to ``rope_scaling``."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, dict):
         return config

@@ -21,13 +21,13 @@ from miles_async.checkpoints.files import (
     find_checkpoint,
     in_the_way,
     list_checkpoints,
+    position_problems,
     put_in_place,
     remove,
     start_partial,
 )
 from miles_async.checkpoints.manifest import Manifest, RunIdentity, check_trainer_files, check_whole, write_manifest
 from miles_async.checkpoints.model_function import differing
-from miles_async.checkpoints.positions import position_problems
 from miles_async.checkpoints.save_lock import SaveLock
 from miles_async.checkpoints.start import continues
 from miles_async.controller import Position
@@ -77,7 +77,7 @@ class RunCheckpoints:
         self._replaces = arguments.save_overwrite  # until this run's first checkpoint is there
 
     async def save(self, position: Position) -> None:
-        """Snapshot the current state of both sides; return once training may go on.
+        """Snapshot the current state of both sides; return once training may resume.
 
         That is when the trainer's part is copied, or without ``--async-save`` on disk. Waits for the save before it.
         Raises CheckpointError.

@@ -87,7 +87,7 @@ class SaveLock:
             return None
         guard = self._path.with_suffix(".taking")
         if not _create(guard, self._owner):
-            just_now = f"--save {save}: another run takes its lock just now: end one of the two"
+            just_now = f"--save {save}: another run is taking its lock: end one of the two"
             try:
                 problem = _problem(save, guard)
             except FileNotFoundError:
@@ -97,7 +97,7 @@ class SaveLock:
             guard.unlink(missing_ok=True)  # of a process that died between the next lines
             if not _create(guard, self._owner):
                 raise ConfigurationError(just_now)
-        try:  # nobody else replaces the lock from here on
+        try:  # no other process replaces the lock from here on
             try:
                 problem = _problem(save, self._path)
             except FileNotFoundError:  # released meanwhile

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from miles_async.arguments import Arguments
 from miles_async.arguments.model import TRANSFORMER_ENGINE_MODULES
 from miles_async.arguments.observability import ObservabilityArguments
-from miles_async.arguments.problems import refuse
+from miles_async.arguments.problems import refusal, refuse
 from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.errors import ConfigurationError
 from miles_async.machine.finding import Finding
@@ -128,14 +128,8 @@ def place_problems(arguments: Arguments) -> Iterator[str]:
     from miles_async.runtime.cluster.ray_address import check_ray_address
     from miles_async.runtime.files.run_directory import check_run_directory
 
-    try:
-        check_run_directory(arguments.observability.run_dir)
-    except ConfigurationError as error:
-        yield str(error)
-    try:
-        check_ray_address(arguments.cluster.ray_address)
-    except ConfigurationError as error:
-        yield str(error)
+    yield from refusal(lambda: check_run_directory(arguments.observability.run_dir))
+    yield from refusal(lambda: check_ray_address(arguments.cluster.ray_address))
 
 
 def device_problems(arguments: Arguments) -> Iterator[str]:
@@ -152,7 +146,7 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
     if device == "cpu" and cluster.colocate:
         yield "--colocate on a machine without GPUs, where sides share cores anyway: leave it out"
     if device == "cpu" and (fused := set(arguments.model.recompute_modules) & set(TRANSFORMER_ENGINE_MODULES)):
-        yield f"--recompute-modules {' '.join(sorted(fused))}: needs Transformer Engine, which a CPU run has not"
+        yield f"--recompute-modules {' '.join(sorted(fused))}: needs Transformer Engine, which a CPU run does not have"
     if device == "cpu":
         return
     settings = megatron_settings(arguments.model.megatron_extra)
@@ -198,13 +192,10 @@ def tls_problems(arguments: Arguments) -> Iterator[str]:
     from miles_async.runtime.network.addresses import Network
 
     network = Network.of_run(arguments.cluster)
-    if network.tls is not None:
+    if (tls := network.tls) is not None:
         # In a cluster each node checks its own address when it knows it.
         address = network.entrance() if network.single_node or network.host else None
-        try:
-            network.tls.check(address)
-        except ConfigurationError as error:
-            yield str(error)
+        yield from refusal(lambda: tls.check(address))
 
 
 def transport_problems(arguments: Arguments) -> Iterator[str]:
@@ -224,7 +215,7 @@ def transport_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def run_notes(arguments: Arguments) -> Iterator[str]:
-    """Yield what works as asked, and differs from what one may think."""
+    """Yield notes on flags that work, though perhaps not as expected."""
     from miles_async.arguments.megatron_settings import megatron_settings
     from miles_async.arguments.model_files import read_config
     from miles_async.arguments.needs import need_notes
@@ -262,7 +253,7 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
                 "--hf-checkpoint"
             )
             + ". Engines that speculate with them (--sglang-speculative-algorithm) sample the same, and accept fewer "
-            "proposals the longer training goes on"
+            "proposals the longer training runs"
         )
     if model.hf_checkpoint is not None and model.trust_remote_code:
         files = ", ".join(f"{name} (sha256 {digest})" for name, digest in digests(model.hf_checkpoint).items())

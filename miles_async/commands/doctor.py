@@ -33,8 +33,8 @@ def doctor(words: Sequence[str], show: Callable[[str], None]) -> int:
         prog="miles-async doctor",
         description="Check what runs need of this machine: versions, GPUs, shared memory, limits, disk, ports, clock, "
         "services outside, the sandbox for code. Every problem comes with the command that fixes it.",
+        epilog=_EPILOG,
     )
-    parser.epilog = _EPILOG
     parser.add_argument("--cluster", action="store_true", help="check every node of the Ray cluster, and their network")
     parser.add_argument("--ray-address", metavar="HOST:PORT", help=f"address of the Ray head (default: {VARIABLE})")
     parser.add_argument("--device", choices=("auto", *get_args(Device)), default="auto", help="device to check")

@@ -28,7 +28,7 @@ from miles_async.simulation.estimates import (
 from miles_async.train_data.work import model_work
 from miles_async.weights.transports.choice import count_senders, find_transport
 
-COMPARED = ("distributed", "disk", "object_store")  # transports that a plan shows, beside the run's
+COMPARED = ("distributed", "disk", "object_store")  # transports that a plan shows next to the run's
 SENT = {"xor": {"bf16": 0.03, "fp32": 0.43}, "overwrite": {"bf16": 0.04, "fp32": 0.84}}
 """Share of the bytes that ``--weight-delta`` sends, by dtype: docs/benchmarks.md, deltas, for steps of 1e-6, where 3 %
 of the elements of bfloat16 weights change, and all of float32 ones.
@@ -48,9 +48,7 @@ class Timing:
 
 
 def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, int | None, str]:
-    """Durations and slots as given, or else as measured with ``--from`` or estimated with ``--gpu``, and what these
-    say.
-    """
+    """Durations and engine slots, and a text on their origin: given, measured (``--from``) or estimated (``--gpu``)."""
     given = {
         flag: parse_distribution(text, flag)
         for flag, text in (
@@ -156,7 +154,7 @@ def _passes(arguments: Arguments) -> Passes:
     needs, epochs = objective.needs, arguments.optimizer.ppo_epochs
     has_critic = "values" in needs
     training = epochs + (epochs * arguments.critic.critic_updates_per_step if has_critic else 0)
-    training += 1 if objective.weighs_trajectories else 0  # a pass of its own for each trajectory
+    training += 1 if objective.weighs_trajectories else 0  # a separate pass per trajectory
     scoring = float(len(needs & {"ref_logprobs", "trainer_logprobs", "values"}))
     if "old_logprobs" in needs and objective.old_policy in ("trainer", "kept"):
         early = "old_logprobs" in objective.needs_of_transforms

@@ -1,10 +1,9 @@
 """``--max-run-restarts``: a run that a fault of a machine ended starts again from its newest checkpoint.
 
 This process only watches. Each life of the run is a child, an ordinary ``miles-async train`` with the same flags, so it
-makes no difference how its driver ended. The child tells by its summary that it lost a process; one that was killed
-tells nothing, and counts as lost, too. So does one that stalled, if the run had worked before: what hangs then is a
-machine or a link more often than a flag. All other endings are the run's own: done, an error of flags, data or code,
-or Ctrl-C, which reaches the child at once.
+does not matter how its driver ended. A run counts as lost if its summary says that it lost a process, if its
+driver was killed, or if it stalled after it had worked: a machine or a link is then the likelier cause than a flag. All
+other endings are final: done, an error in flags, data or code, or Ctrl-C, which is passed to the child at once.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class RunKeeper:
             resume = self._note_restart(reason)
 
     async def _live(self, resume: Sequence[str]) -> tuple[int, int]:
-        """One life of the run: its driver's pid, and its exit code, or minus the signal that killed it."""
+        """Run one life; return its driver's pid and exit code, or minus the signal that killed it."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, dies_with_parent.__file__, str(os.getpid()), *self._command, *resume),
             env={**os.environ, **restarts_variable(self._restarts)},
@@ -101,17 +100,17 @@ class RunKeeper:
             self._life.send_signal(number)
 
     def _clean_up(self, child: int) -> None:
-        """End what outlives a driver by a moment, and what lost its driver."""
+        """End processes that outlived the driver."""
         try:
             run = read_run_process(self._run_dir)
-        except ConfigurationError:  # it did not come that far
+        except ConfigurationError:  # it ended before it had a run directory
             return
         if run.pid == child:
             end_leftovers(run, _say)
         sweep_temporary(self._staging)
 
     def _note_restart(self, reason: str) -> tuple[str, ...]:
-        """Tell about it. Returns the words that have the next life go on where the newest checkpoint is."""
+        """Record and report a restart. Return the flags that resume from the newest checkpoint."""
         own = [checkpoint for checkpoint in list_checkpoints(self._save) if _mark(checkpoint) not in self._foreign]
         newest = str(own[-1].directory) if own else None
         aside = move_aside(self._run_dir) if self._run_dir.exists() else self._run_dir
@@ -123,7 +122,7 @@ class RunKeeper:
 
 def why_lost(run_dir: Path, driver: int, status: int) -> str | None:
     """Why a run may succeed on another try: it lost a process that it needs, or stalled although it had trained or been
-    restarted before. None if it ended for reasons of its own.
+    restarted before. None if trying again would not help.
 
     ``status``: exit code of its driver, or minus the signal that killed it.
     """

@@ -1,7 +1,7 @@
 """``miles-async ledger`` and ``miles-async explain``: the outcome of every attempt of a run.
 
-Both only read the run, while it goes on, after it, and after a crash (up to the last flush). ``--readmit`` writes a
-request beside the checkpoints, for the next ``--load``.
+Both only read the run: during it, after it, and after a crash (up to the last flush). ``--readmit`` writes a request
+next to the checkpoints, for the next ``--load``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from pathlib import Path
 
 import msgspec
 
+from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.prompt_limit import PromptLimit, prompt_limit
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.commands.parser import CommandParser
-from miles_async.commands.unissued import why_never_issued
-from miles_async.errors import CheckpointError, ConfigurationError, LedgerError
+from miles_async.errors import CheckpointError, ConfigurationError, DataError, LedgerError
 from miles_async.ledger.reader import LedgerReader, open_ledger
 from miles_async.ledger.readmission import request_readmission
 from miles_async.ledger.story import tell
+from miles_async.prompts.source import FilePromptSource
+from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.rollout.checkpoint import read_state
 from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
 from miles_async.runtime.processes.restarts import read_restarts
@@ -200,9 +203,38 @@ def _not_found(reader: LedgerReader, subject: str, directory: Path) -> str:
     message = f"no prompt and no attempt {subject!r} in this ledger (attempts {known[0]} to {known[1]})"
     if subject.isdecimal():
         return message + _carried_note(reader)
-    why, exists = why_never_issued(directory, subject, reader.prompts_issued())
+    why, exists = _why_never_issued(directory, subject, reader.prompts_issued())
     nearest = None if exists else reader.nearest_prompt(subject)
     return f"{message}; {why}" + (f"; did you mean {nearest}?" if nearest else "") + _carried_note(reader)
+
+
+def _why_never_issued(run_dir: Path, prompt_id: str, issued: int) -> tuple[str, bool]:
+    """Explain why the ledger of ``run_dir`` lacks a prompt: (a clause, whether the prompt exists).
+
+    The data and the tokenizer are read from where the run's configuration says, relative paths from here. ``issued``:
+    prompts in the ledger.
+    """
+    try:
+        source, limit = _prompts(run_dir)
+    except (ConfigurationError, DataError) as error:
+        return f"it is unknown whether it exists: {error}", False
+    place = source.find(prompt_id)
+    if place is None:
+        return f"it never existed: {source.path} has no such prompt", False
+    if limit is not None and place.tokens > limit.tokens:
+        return f"it was filtered by length: it has {place.tokens} tokens, and {limit.reason}", True
+    where = f"number {place.position} of {len(source)} in the first epoch"
+    return f"it was not reached: it is {where}, and {issued} prompts have been issued", True
+
+
+def _prompts(run_dir: Path) -> tuple[FilePromptSource, PromptLimit | None]:
+    arguments = parse_arguments(["--config", str(run_dir / CONFIG_FILE)]).arguments
+    if (model := arguments.model.hf_checkpoint) is None:
+        raise ConfigurationError(f"{run_dir / CONFIG_FILE} names no --hf-checkpoint")
+    tokenizer = load_tokenizer(model, arguments.model.trust_remote_code)
+    template = ChatTemplate(tokenizer, arguments.data.apply_chat_template)
+    limit = prompt_limit(arguments)
+    return FilePromptSource(arguments.data, template.encode, limit), limit
 
 
 def _carried_note(reader: LedgerReader) -> str:

@@ -25,7 +25,7 @@ class Measured:
 
 
 def measured(run_dir: Path) -> Measured:
-    """Read ledger and metrics. Raises ConfigurationError naming what the run hasn't got.
+    """Read ledger and metrics. Raises ConfigurationError naming what the run lacks.
 
     The ledger knows when a group was admitted and when its last sample was finished; within a group, samples are taken
     to have taken time by their tokens. The first step is left out where there are others: kernels are compiled in it.
@@ -68,6 +68,6 @@ def _responses(generations: Iterator[tuple[float, Sequence[int]]]) -> Iterator[f
 
 
 def _later(name: str, rows: Sequence[JsonObject]) -> tuple[float, ...]:
-    """Values of a metric, without that of the first step if there are more."""
+    """Values of a metric, without the first step's if there are more."""
     values = tuple(float(row[name]) for row in rows if row.get(name) is not None)
     return values[1:] or values

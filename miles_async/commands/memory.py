@@ -95,7 +95,7 @@ def _problems(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequenc
     for engine in engines:
         if engine.cache_tokens is not None and engine.cache_tokens < longest:
             yield (
-                f"an engine of group {engine.group.name} has room for {engine.cache_tokens} tokens beside "
+                f"an engine of group {engine.group.name} has room for {engine.cache_tokens} tokens next to "
                 f"{_gib(engine.weights)} GiB of weights per GPU, and a sample may have {longest}: give it more GPUs "
                 "(--rollout-num-gpus-per-engine or gpus_per_engine), or lower --rollout-max-response-len"
             )

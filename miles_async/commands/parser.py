@@ -1,9 +1,9 @@
-"""argparse for the commands that read a run directory."""
+"""argparse for commands other than ``train``."""
 
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from miles_async.errors import ConfigurationError
 
@@ -11,8 +11,8 @@ from miles_async.errors import ConfigurationError
 class CommandParser(argparse.ArgumentParser):
     """Reports errors as exceptions; ``miles_async.cli`` alone turns them into an exit code."""
 
-    def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+    def __init__(self, prog: str, description: str, **options: Any) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}; see {self.prog} --help")

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich_argparse import RawDescriptionRichHelpFormatter
@@ -23,8 +22,9 @@ from miles_async.arguments.staleness_checks import check_batch_order, check_stal
 from miles_async.arguments.surroundings import check_model_fits
 from miles_async.arguments.validation import check_deadlines, range_problems
 from miles_async.commands.durations import Timing, durations
-from miles_async.commands.precision import with_precision
+from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.device import with_precision
 from miles_async.runtime.files.run_directory import CONFIG_FILE
 from miles_async.simulation.distributions import Fixed, median, parse_distribution
 from miles_async.simulation.estimates import GB, GPUS, Assumptions
@@ -133,11 +133,6 @@ def _settings(
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(message.removeprefix("argument "))
-
-
 def _positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise ValueError
@@ -145,13 +140,12 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog="miles-async plan",
         usage="miles-async plan [TRAIN FLAGS] --latency SECONDS --train-seconds SECONDS [--sweep FLAG=VALUE,...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=RawDescriptionRichHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--from", dest="run_dir", type=Path, metavar="RUN_DIR",

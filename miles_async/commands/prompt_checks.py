@@ -1,4 +1,4 @@
-"""Checks of prompt files before a run starts: rows, rewards, lengths, and that a resumed run goes on with the same."""
+"""Checks of prompt files before a run starts: rows, rewards, lengths, and that a resumed run has the same prompts."""
 
 from __future__ import annotations
 

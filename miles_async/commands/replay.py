@@ -48,7 +48,7 @@ def replay(words: Sequence[str]) -> Iterator[str]:
         names = ", ".join(sorted(run.unrecorded))
         yield f"not compared: {names}, which the run, of an earlier version, did not record\n"
     if not run.complete:
-        yield f"the schedule ends with frame {run.frames}, in step {run.step}: the run was killed, or goes on\n"
+        yield f"the schedule ends with frame {run.frames}, in step {run.step}: the run was killed, or still runs\n"
 
 
 def write_batch(directory: Path, batch: ReplayedBatch) -> Path:

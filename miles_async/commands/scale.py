@@ -20,7 +20,7 @@ def scale(words: Sequence[str]) -> str:
     """
     parser = CommandParser(
         prog="miles-async scale",
-        description="Change the number of engines in a group while the run goes on. New engines get the current "
+        description="Change the number of engines in a group of a running run. New engines get the current "
         "weights; engines to be removed finish their requests first. Without GROUP: list groups and engines.",
     )
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="the run directory")

@@ -14,10 +14,10 @@ from typing import Literal
 from miles_async.arguments.config_file import read_config_file
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
+from miles_async.observability.heartbeat import read_balance, standing_line
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
 from miles_async.observability.progress import step_line
 from miles_async.observability.progress_state import ProgressState, duration
-from miles_async.observability.standing import read_balance, standing_line
 from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
 from miles_async.runtime.processes.run_process import RunProcess, find_driver, read_run_process
 from miles_async.types import JsonObject
@@ -40,7 +40,7 @@ class Status:
     host: str
     pid: int
     started: float  # seconds since 1970
-    ending: str | None  # of summary.json; None: it goes on, or was killed
+    ending: str | None  # of summary.json; None: it is running, or was killed
     error: str | None
     steps: int | None  # --num-rollout
     quiet_seconds: float | None  # since the last line of metrics
@@ -108,7 +108,7 @@ def _status(run_dir: Path, run: RunProcess, rows: Sequence[JsonObject]) -> Statu
 
 
 def trained_rows(rows: Sequence[JsonObject]) -> list[JsonObject]:
-    """The rows of trained steps, without those that only have an evaluation or a checkpoint."""
+    """The rows of trained steps, without rows that only have an evaluation or a checkpoint."""
     return [row for row in rows if "time/step_seconds" in row]
 
 
@@ -145,7 +145,7 @@ def _last_lines(path: Path) -> list[str]:
 
 def _lines(found: Status, rows: Sequence[JsonObject]) -> Iterator[str]:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.started))
-    states = {"running": "running", "over": "over", "unknown": f"cannot be told from here: ask on {found.host}"}
+    states = {"running": "running", "over": "over", "unknown": f"unknown from here: ask on {found.host}"}
     ended = found.ending or ("killed, or lost with its machine" if found.state == "over" else "")
     yield f"{found.run_dir}: {states[found.state]}" + (f", {ended}" if ended else "")
     yield f"  process {found.pid} on {found.host}, since {since}"
@@ -170,7 +170,7 @@ def _lines(found: Status, rows: Sequence[JsonObject]) -> Iterator[str]:
 
 
 def _warning(entry: JsonObject) -> str:
-    told = {name: value for name, value in entry.items() if name not in _OWN_PLACE}
-    details = "".join(f" {name}={value}" for name, value in told.items())
+    fields = {name: value for name, value in entry.items() if name not in _OWN_PLACE}
+    details = "".join(f" {name}={value}" for name, value in fields.items())
     line = " ".join(f"{entry.get('level')} at {entry.get('timestamp')}: {entry.get('event')}{details}".split())
     return line if len(line) <= LONGEST_WARNING else f"{line[: LONGEST_WARNING - 3]}..."

@@ -23,7 +23,7 @@ from miles_async.runtime.processes.run_process import (
 )
 
 STOP_SECONDS = 90.0  # for the driver to end by itself: both sides, Ray, the summary
-LEFTOVER_SECONDS = 10.0  # for what outlives the driver by a moment
+LEFTOVER_SECONDS = 10.0  # for processes that outlive the driver briefly
 POLL_SECONDS = 0.1
 
 
@@ -74,7 +74,7 @@ def _staging_directory(run_dir: Path) -> Path | None:
 
 
 def end_leftovers(run: RunProcess, say: Callable[[str], None]) -> None:
-    """Wait for the end of a run's processes, and kill those that stay. Raises StalledError if that fails."""
+    """Wait for the end of a run's processes, and kill the remaining ones. Raises StalledError if that fails."""
     if _until(lambda: not find_marked(run), LEFTOVER_SECONDS):
         return
     say(f"killing what is left: {', '.join(kill_marked(run))}")

@@ -16,10 +16,9 @@ from miles_async.checkpoints.files import find_checkpoint
 from miles_async.checkpoints.start import where_to_resume
 from miles_async.commands.checks import check_hooks, check_surroundings, run_notes
 from miles_async.commands.keep_running import keep_running
-from miles_async.commands.precision import with_precision
 from miles_async.commands.prompt_checks import check_prompts, check_tokenizer
 from miles_async.runtime.cluster.ray_address import VARIABLE, with_ray_address
-from miles_async.runtime.device import choose_device
+from miles_async.runtime.device import choose_device, with_precision
 from miles_async.runtime.processes.last_resort import sigterm_interrupts
 from miles_async.wiring.early_imports import early_imports
 

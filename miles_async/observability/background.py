@@ -1,4 +1,4 @@
-"""Run a tracker that may be slow, hang or fail in a thread of its own, behind a bounded queue.
+"""Run a tracker that may be slow, hang or fail in a separate thread, behind a bounded queue.
 
 Telemetry never blocks or kills training: opening and logging happen on a daemon thread; a full queue drops
 and counts; a failure is one warning; the end of the run waits only so long.
@@ -62,7 +62,7 @@ class BackgroundTracker:
         self._queue.put(None)
         self._thread.join(self._finish_timeout)
         if self._thread.is_alive():
-            log.warning("tracker did not finish in time and is left behind", tracker=self._name)
+            log.warning("tracker did not finish in time; its last metrics may be lost", tracker=self._name)
         if self.dropped or self.errors:
             log.warning("tracker lost steps", tracker=self._name, dropped=self.dropped, errors=self.errors)
 
@@ -71,7 +71,7 @@ class BackgroundTracker:
             tracker = self._open()
         except Exception as error:  # supervision point: a run without this tracker is better than no run
             self._usable = False
-            log.warning("tracker unavailable; going on without it", tracker=self._name, error=str(error))
+            log.warning("tracker unavailable; continuing without it", tracker=self._name, error=str(error))
             return
         while (item := self._queue.get()) is not None:
             self._guarded(lambda metrics, step: tracker.log(metrics, step=step), *item)
@@ -83,4 +83,4 @@ class BackgroundTracker:
         except Exception as error:  # supervision point: counted, reported once
             self.errors += 1
             if self.errors == 1:
-                log.warning("tracker failed; the run goes on", tracker=self._name, error=str(error))
+                log.warning("tracker failed; the run continues", tracker=self._name, error=str(error))

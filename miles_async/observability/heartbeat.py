@@ -1,4 +1,4 @@
-"""The heartbeat: a minute without a step prints one line that says what the run is doing."""
+"""What a run is doing, by its ledger on disk: printed after a minute without a step, and by ``miles-async status``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from pathlib import Path
 
 import structlog
 
+from miles_async.errors import LedgerError
+from miles_async.ledger.reader import open_ledger
 from miles_async.observability.progress import Progress
-from miles_async.observability.standing import read_balance, standing_line
+from miles_async.staleness.ledger import Balance, Outcome
 
 log = structlog.get_logger(__name__)
 
 QUIET_SECONDS = 60.0  # without a step, a phase or a heartbeat
+LONGEST_REASON = 80  # characters; errors of engines can be pages
 
 
 @asynccontextmanager
@@ -37,5 +40,48 @@ async def _beat(progress: Progress, ledger: Path, seconds: float) -> None:
             balance = await asyncio.to_thread(read_balance, ledger)
             progress.heartbeat("" if balance is None else standing_line(balance))
         except Exception as error:  # supervision point: a display never ends training
-            log.warning("the heartbeat ends; the run goes on", error=repr(error))
+            log.warning("the heartbeat ends; the run continues", error=repr(error))
             return
+
+
+def read_balance(ledger: Path) -> Balance | None:
+    """The balance as of the ledger's last flush; None if there is no ledger yet, or none that can be read."""
+    if not ledger.is_file():
+        return None
+    try:
+        with open_ledger(ledger) as reader:
+            return reader.balance()
+    except LedgerError:
+        return None
+
+
+def standing_line(balance: Balance) -> str:
+    """Groups in flight, buffered, and filtered or failed with the commonest reason; then what the run waits for."""
+    parts = [f"{balance.in_flight} groups in flight", f"{balance.buffered} buffered"]
+    finished = sum(balance.ended.values()) + balance.buffered + balance.cut
+    for outcome in (Outcome.FILTERED, Outcome.FAILED):
+        if count := balance.ended.get(outcome, 0):
+            reason = commonest_reason(balance, outcome)
+            parts.append(f"{count} of {finished} finished ones {outcome}" + (f" (mostly: {reason})" if reason else ""))
+    return f"{', '.join(parts)}; {waits_for(balance)}"
+
+
+def waits_for(balance: Balance) -> str:
+    """What the next step waits for, as far as the groups tell."""
+    if balance.cut:
+        return f"{balance.cut} groups are with the trainer"
+    if balance.in_flight:
+        return "the trainer waits for groups in flight"
+    if balance.issued:
+        return "nothing is in flight: rollouts wait for the trainer or for engines"
+    return "rollouts wait for the first weights"
+
+
+def commonest_reason(balance: Balance, outcome: Outcome) -> str:
+    """The most frequent reason of that outcome, shortened; empty if none was given."""
+    start = f"{outcome}: "
+    counts = {text.removeprefix(start): count for text, count in balance.reasons.items() if text.startswith(start)}
+    if not counts:
+        return ""
+    reason = " ".join(max(counts, key=lambda text: counts[text]).split())
+    return reason if len(reason) <= LONGEST_REASON else f"{reason[: LONGEST_REASON - 3]}..."

@@ -21,6 +21,7 @@ from miles_async.types import JsonObject
 log = structlog.get_logger(__name__)
 
 FILE_NAME = "metrics.jsonl"
+AGE_COUNT = "age/count/"
 
 Kind = Literal["step", "evaluation", "checkpoint"]
 """What a line is about."""
@@ -29,7 +30,7 @@ _KINDS: Mapping[str, Kind] = {"eval": "evaluation", "checkpoint": "checkpoint"} 
 
 
 class MetricsFile:
-    """The Tracker that appends to a file. About 50 µs per step, so it needs no thread of its own."""
+    """The Tracker that appends to a file. About 50 µs per step, so it needs no separate thread."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Open for appending. Raises OSError, which means that the run directory cannot be used."""
@@ -64,6 +65,11 @@ def kind_of(metrics: Mapping[str, object]) -> Kind:
     return next((kind for name in metrics if (kind := _KINDS.get(name.split("/")[0]))), "step")
 
 
+def age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
+    """A step's histogram as flat metrics: ``{0: 96, 1: 32}`` → ``{"age/count/0": 96, "age/count/1": 32}``."""
+    return {f"{AGE_COUNT}{age}": float(count) for age, count in sorted(ages.items())}
+
+
 def _json_number(value: float) -> float | int | None:
     """Replace NaN and infinity, which JSON lacks, by null: "not measured"."""
     number = value if isinstance(value, int) and not isinstance(value, bool) else float(value)
@@ -73,7 +79,7 @@ def _json_number(value: float) -> float | int | None:
 def read_metrics(path: Path) -> list[JsonObject]:
     """Read the metrics of each step, in order, with lines of one step merged and without ``kind``.
 
-    A torn last line is skipped. Lines without a kind are of an earlier version, which counted trained steps from 0.
+    A torn last line is skipped. Lines without a kind come from an earlier version, which counted trained steps from 0.
     """
     steps: dict[int, dict[str, object]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from miles_async.observability.metrics_file import FILE_NAME, kind_of, read_metrics
-from miles_async.observability.tracker import AGE_COUNT
+from miles_async.observability.metrics_file import AGE_COUNT, FILE_NAME, kind_of, read_metrics
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:

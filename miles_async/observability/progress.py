@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,48 +23,11 @@ from miles_async.observability.progress_state import MISSING, ProgressState, Ste
 REFRESH_PER_SECOND = 4  # a redraw costs a millisecond; more would only flicker over slow connections
 
 
-class Progress(Protocol):
-    """Interface of a progress display."""
+class Progress:
+    """A progress display: a context manager that ends it."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def phase(self, name: str) -> None:
-        """Begin a phase of start-up ("engines") and end the one before. The first step ends the last phase."""
-        ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    @property
-    def quiet_seconds(self) -> float:
-        """Seconds since the last step, phase or heartbeat."""
-        ...
-
-    def heartbeat(self, doing: str) -> None:
-        """Say that there is no step yet, and what the run is ``doing``."""
-        ...
-
-    def close(self) -> None:
-        """End the display; idempotent."""
-        ...
-
-
-def open_progress(total_steps: int, *, live: bool = True, console: Console | None = None) -> Progress:
-    """Open the display: live on a terminal if ``live`` (``--progress``), plain lines otherwise."""
-    console = console or Console()
-    state = ProgressState(total_steps)
-    return LiveProgress(state, console) if live and console.is_terminal else PlainProgress(state)
-
-
-class _Display:
-    """Base of both displays: a context manager that calls ``close``."""
-
-    _state: ProgressState
+    def __init__(self, state: ProgressState) -> None:
+        self._state = state
 
     def __enter__(self) -> Self:
         return self
@@ -74,49 +37,78 @@ class _Display:
     ) -> None:
         self.close()
 
-    @property
-    def quiet_seconds(self) -> float:
-        return self._state.quiet_seconds
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-
-class PlainProgress(_Display):
-    """One line per phase, step, evaluation and heartbeat: for log files and pipes."""
-
-    def __init__(self, state: ProgressState, write: Callable[[str], None] | None = None) -> None:
-        self._state = state
-        self._write = write or _write_line
-
     def phase(self, name: str) -> None:
+        """Begin a phase of start-up ("engines") and end the one before. The first step ends the last phase."""
         self._end_phase(name)
-        self._write(f"starting {name} ...")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._end_phase(None)
-        self._write(step_line(self._state.add_step(step, metrics)))
+        self._stepped(self._state.add_step(step, metrics))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.add_evaluation(metrics)
-        self._write(evaluation_line(step, metrics))
+        self._say(evaluation_line(step, metrics), "cyan")
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Seconds since the last step, phase or heartbeat."""
+        return self._state.quiet_seconds
 
     def heartbeat(self, doing: str) -> None:
-        self._write(self._state.beat(doing))
+        """Say that there is no step yet, and what the run is ``doing``."""
+        self._say(self._state.beat(doing), "yellow")
 
     def close(self) -> None:
+        """End the display; idempotent."""
         self._state.begin_phase(None)
 
     def _end_phase(self, next_phase: str | None) -> None:
         if (ended := self._state.begin_phase(next_phase)) is not None:
-            self._write(f"{ended[0]} ready after {ended[1]:.1f} s")
+            self._phase_ended(*ended)
+
+    def _phase_ended(self, name: str, seconds: float) -> None:
+        raise NotImplementedError
+
+    def _stepped(self, view: StepView) -> None:
+        raise NotImplementedError
+
+    def _say(self, line: str, style: str) -> None:
+        raise NotImplementedError
 
 
-class LiveProgress(_Display):
+def open_progress(total_steps: int, *, live: bool = True, console: Console | None = None) -> Progress:
+    """Open the display: live on a terminal if ``live`` (``--progress``), plain lines otherwise."""
+    console = console or Console()
+    state = ProgressState(total_steps)
+    return LiveProgress(state, console) if live and console.is_terminal else PlainProgress(state)
+
+
+class PlainProgress(Progress):
+    """One line per phase, step, evaluation and heartbeat: for log files and pipes."""
+
+    def __init__(self, state: ProgressState, write: Callable[[str], None] | None = None) -> None:
+        super().__init__(state)
+        self._write = write or _write_line
+
+    def phase(self, name: str) -> None:
+        super().phase(name)
+        self._write(f"starting {name} ...")
+
+    def _phase_ended(self, name: str, seconds: float) -> None:
+        self._write(f"{name} ready after {seconds:.1f} s")
+
+    def _stepped(self, view: StepView) -> None:
+        self._write(step_line(view))
+
+    def _say(self, line: str, style: str) -> None:
+        self._write(line)
+
+
+class LiveProgress(Progress):
     """A bar, the reward's curve and the state of both sides, redrawn in place; logs scroll above it."""
 
     def __init__(self, state: ProgressState, console: Console) -> None:
-        self._state = state
+        super().__init__(state)
         self._spinner = Spinner("dots")  # one for all redraws: it keeps its place in the animation
         self._live = Live(
             console=console,
@@ -130,28 +122,18 @@ class LiveProgress(_Display):
         self._live.start()
         return self
 
-    def phase(self, name: str) -> None:
-        self._end_phase(name)
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._end_phase(None)
-        self._state.add_step(step, metrics)
-
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._state.add_evaluation(metrics)
-        self._live.console.print(evaluation_line(step, metrics), style="cyan", highlight=False)
-
-    def heartbeat(self, doing: str) -> None:
-        self._live.console.print(Text(self._state.beat(doing), "yellow"))
-
     def close(self) -> None:
-        self._state.begin_phase(None)
+        super().close()
         self._live.stop()
 
-    def _end_phase(self, next_phase: str | None) -> None:
-        if (ended := self._state.begin_phase(next_phase)) is not None:
-            line = Text.assemble(("✓ ", "green"), ended[0], (f" {ended[1]:.1f} s", "dim"))
-            self._live.console.print(line)
+    def _phase_ended(self, name: str, seconds: float) -> None:
+        self._live.console.print(Text.assemble(("✓ ", "green"), name, (f" {seconds:.1f} s", "dim")))
+
+    def _stepped(self, view: StepView) -> None:
+        """The next redraw shows it."""
+
+    def _say(self, line: str, style: str) -> None:
+        self._live.console.print(Text(line, style))
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = []

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from miles_async.api import Tracker
+from miles_async.observability.metrics_file import age_metrics
 from miles_async.observability.progress import Progress
 from miles_async.observability.summary import RunSummary
-from miles_async.observability.tracker import age_metrics
 from miles_async.types import Publication
 
 

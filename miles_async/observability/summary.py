@@ -19,8 +19,8 @@ GROUP_STAGES = ("in_flight", "buffered")
 
 
 Ending = Literal["finished", "interrupted", "failed", "lost", "stalled"]
-"""How a run ended. lost: it failed since it lost a process to a fault of a machine, and may succeed on another try.
-stalled: a wait passed its deadline.
+"""How a run ended. lost: a process was lost to a machine's fault, so another try may succeed. stalled: a wait
+passed its deadline.
 """
 
 
@@ -58,7 +58,7 @@ class Summary(TypedDict):
     logprob_diff: LogprobDifference
     weight_version: int | None
     stage_seconds: dict[str, float]
-    ending: NotRequired[Ending]  # absent while the run goes on
+    ending: NotRequired[Ending]  # absent during the run
     error: NotRequired[str]  # that ended it; absent if it finished or was interrupted
     restarts: NotRequired[list[dict[str, str | float | None]]]  # --max-run-restarts: earlier lives, as RunRestart
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
 
 from miles_async.api import Tracker
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
-from miles_async.observability.tracker import CompositeTracker
 from miles_async.observability.wandb_tracker import WandbOptions, open_wandb, wandb_mode
 from miles_async.runtime.hooks import check_object, load_object
+
+log = structlog.get_logger(__name__)
 
 Settings = Mapping[str, object]
 """The run's flags by group, for trackers that keep them."""
@@ -63,3 +66,30 @@ def check_tracker(arguments: ObservabilityArguments) -> None:
 
 # The user's comes first: if it cannot be used, nothing is open yet.
 TRACKERS: Mapping[str, Open] = {"custom": _custom, "metrics.jsonl": _metrics_file, "wandb": _wandb}
+
+
+class CompositeTracker:
+    """Several trackers as one. A failing one is reported once and affects no other."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.errors = 0
+        self._trackers = tuple(trackers)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        for tracker in self._trackers:
+            try:
+                tracker.log(metrics, step=step)
+            except Exception as error:  # supervision point: telemetry never ends training
+                self._failed(tracker, error)
+
+    def finish(self) -> None:
+        for tracker in self._trackers:
+            try:
+                tracker.finish()
+            except Exception as error:  # supervision point: as above
+                self._failed(tracker, error)
+
+    def _failed(self, tracker: Tracker, error: Exception) -> None:
+        self.errors += 1
+        if self.errors == 1:
+            log.warning("tracker failed; the run continues", tracker=type(tracker).__name__, error=repr(error))

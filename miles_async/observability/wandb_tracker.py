@@ -1,7 +1,7 @@
 """Weights & Biases. A run whose server cannot be used goes offline: files in the run directory (`wandb sync` sends).
 
 The driver logs for all processes, which is the only way offline. Online, several processes may log to one run
-(``shared``): one primary, and each with a label of its own that keeps its system metrics apart.
+(``shared``): one of them primary, each with its own label, which keeps its system metrics apart.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def wandb_mode(arguments: ObservabilityArguments, environment: Mapping[str, str]
 
 
 def login_problem() -> str | None:
-    """Why wandb cannot log in; None if it has a key, which its server may still refuse. Asks nobody."""
+    """Why wandb cannot log in; None if it has a key, which its server may still refuse. Contacts no server."""
     import wandb
 
     wandb.setup(wandb.Settings(mode="online"))  # else WANDB_MODE=offline next to --wandb-mode online has no key
@@ -95,7 +95,7 @@ class WandbTracker:
                 error=str(error),
             )
             self._run = _open(replace(options, run_id=new_run_id()), "offline")
-        # shared mode orders by arrival, so the step is a metric of its own and every chart's x-axis
+        # shared mode orders by arrival, so the step is a metric and every chart's x-axis
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -45,7 +45,7 @@ SenderFactory = Callable[..., WeightSender]
 Thread = Literal["weights", "repairs", "saves", "pings"]
 """A rank's threads besides the main one."""
 
-POSITION_FILE = "position.json"  # in the trainer's part of a checkpoint; checkpoints/positions.py compares it
+POSITION_FILE = "position.json"  # in the trainer's part of a checkpoint; checkpoints/files.py compares it
 
 THREADS: tuple[Thread, ...] = get_args(Thread)
 

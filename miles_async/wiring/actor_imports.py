@@ -1,6 +1,6 @@
-"""Everything that the rollout process and the actors of engines import, for a fork server: but not Ray.
+"""Imports of the rollout process and of engines' actors, for their fork server.
 
-Ray's C++ core reads its settings when it is imported, and a worker's are made after this. What Ray imports may be here.
+All but Ray, whose C++ core reads a worker's settings at import. What Ray itself imports may be here.
 """
 
 # ruff: noqa: F401  (imported to be there)

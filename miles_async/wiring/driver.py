@@ -44,7 +44,6 @@ from miles_async.observability.progress import Progress, open_progress
 from miles_async.observability.recorder import RunRecorder
 from miles_async.observability.summary import Ending
 from miles_async.observability.trackers import open_trackers
-from miles_async.one_side import rollouts_alone, training_alone
 from miles_async.rollout.actor import RolloutActor, RolloutProcess
 from miles_async.runtime.cluster.node_files import marked
 from miles_async.runtime.cluster.own_ray import OwnRay
@@ -62,6 +61,7 @@ from miles_async.runtime.processes.run_process import kill_marked, read_run_proc
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards, first_of
 from miles_async.seams import EngineFleet, RolloutSide
+from miles_async.single_side import rollouts_alone, training_alone
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
@@ -130,7 +130,7 @@ def _to_the_end(training: Run, claim: Claim) -> int:
         try:
             asyncio.run(main())
         except BaseException as error:
-            # What fails when Ray's processes got the same signal is no failure of the run.
+            # Ray's processes got the same signal: their failures are not the run's.
             if last_resort.interrupted or isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
                 if isinstance(error, Exception):
                     log.warning("something failed while the run was being ended", error=repr(first_error(error)))
@@ -158,7 +158,7 @@ def write_config(arguments: Arguments, run_dir: Path) -> None:
 
 
 def _note_restarts(run_dir: Path) -> None:
-    """Tell the run directory and the log of the run's earlier lives."""
+    """Record earlier restarts in the run directory and the log."""
     restarts = own_restarts()
     try:
         write_restarts(run_dir, restarts)
@@ -174,7 +174,7 @@ class Run:
     def __init__(
         self, arguments: Arguments, imports: ForkServers, run_dir: Path, sockets: Path, lock: SaveLock | None = None
     ) -> None:
-        """``sockets``: directory for those that this process and its children listen on. ``lock``: of ``--save``."""
+        """``sockets``: directory for sockets of this process and its children. ``lock``: of ``--save``."""
         self._lock = lock
         self._arguments = arguments
         self._imports = imports
@@ -198,7 +198,7 @@ class Run:
             progress.phase("Ray")
             async with (
                 heartbeat(progress, self._run_dir / LEDGER_FILE),
-                afterwards(self._imports.stop),  # processes that outlive Ray own files that are swept at the end
+                afterwards(self._imports.stop),  # last: its processes own files that are swept at the end
                 ray_cluster(arguments.cluster.ray_address, environment, self._own_ray),
             ):
                 placement = await place_run(arguments, self._device)
@@ -245,7 +245,7 @@ class Run:
     async def _control(
         self, progress: Progress, rollout: RolloutProcess | None, trainer: TrainerRanks | None, gpus: RunGpus
     ) -> None:
-        """Run the loop of the sides that there are."""
+        """Run the loop of the configured sides."""
         arguments = self._arguments
         self.report.started()
         tracker = open_trackers(arguments.observability, asdict(arguments))
@@ -348,7 +348,7 @@ class Run:
         )
 
     def lost(self) -> str:
-        """Why nothing can go on, not even an orderly end; empty while it can."""
+        """Why the run cannot continue or end in order; empty if it can."""
         return self._own_ray.lost() if self._own_ray is not None else ""
 
     def end_at_once(self, interrupted: bool, reason: str) -> NoReturn:

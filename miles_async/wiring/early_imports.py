@@ -1,6 +1,6 @@
-"""The first thing that a run does: import what most of its processes need, in a process that they are forked from.
+"""A run's first step: import what most of its processes need, in a process that they are forked from.
 
-It goes on beside the checks of ``miles-async train`` and the start of Ray, so this imports nothing heavy.
+That runs during the checks of ``miles-async train`` and the start of Ray, so this module imports nothing heavy.
 """
 
 from __future__ import annotations

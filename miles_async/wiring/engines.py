@@ -1,4 +1,4 @@
-"""Everything with processes of its own on the rollout side: engines by group, their routers, the session server."""
+"""The processes of the rollout side: engines by group, their routers, the session server."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack, FrozenEngines
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import ConfigurationError
-from miles_async.one_side import CHECKPOINT_VERSION
 from miles_async.runtime.cluster.node_files import NodeFiles
 from miles_async.runtime.environment import secret_environment
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.keys import EngineKeys
 from miles_async.runtime.tasks import gathered, quietly
+from miles_async.single_side import CHECKPOINT_VERSION
 from miles_async.types import EngineStats
 from miles_async.wiring.placement import RunPlacement
 
@@ -56,7 +56,7 @@ class ForkedEngines:
 
 
 class RunEngines:
-    """The engines of a run and the services beside them, as the manager's ``Engines``."""
+    """The engines of a run and its other services, as the manager's ``Engines``."""
 
     def __init__(self, make: StackMaker) -> None:
         """Start nothing yet. Raises ConfigurationError for a file of groups that cannot be used."""
@@ -106,7 +106,9 @@ class RunEngines:
         for stack in self._stacks:
             if group in stack.supervisor.groups:
                 if isinstance(stack.supervisor.groups[group].launch, ExternalServers):
-                    raise ConfigurationError(f"group {group} has external engines: nothing of ours starts or ends them")
+                    raise ConfigurationError(
+                        f"group {group} has external engines: this run neither starts nor ends them"
+                    )
                 await stack.supervisor.scale(group, engines)
                 return
         names = [name for stack in self._stacks for name in stack.supervisor.groups]
@@ -183,13 +185,13 @@ class StackMaker:
 
 
 def _replayed_routers(arguments: Arguments) -> RouterShape | None:
-    """Routers of the model, if the trainer replays what those of the engines choose."""
+    """Routers of the model, if the trainer replays the engines' choices."""
     replayed = arguments.algorithm.routing_replay == "rollout"
     return router_shape(read_config(arguments.model.directory)) if replayed else None
 
 
 def _vocabulary(arguments: Arguments) -> int | None:
-    """Number of token ids of the model; None if config.json does not tell it where others do."""
+    """Number of token ids of the model; None if config.json does not say."""
     config = read_config(arguments.model.directory)
     return config.get("text_config", config).get("vocab_size")
 

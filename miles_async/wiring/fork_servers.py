@@ -22,7 +22,7 @@ class RunForkServers:
 
     engines: ForkServer | None = None  # inference servers
     ranks: ForkServer | None = None
-    actors: ForkServer | None = None  # the rollout process, and those that supervise engines
+    actors: ForkServer | None = None  # the rollout process and the engines' supervisors
 
     def __iter__(self) -> Iterator[ForkServer]:
         return (server for server in (self.engines, self.ranks, self.actors) if server is not None)
@@ -44,7 +44,7 @@ def fork_servers(
 ) -> RunForkServers:
     """Describe the fork servers of a run. ``environment``: what Ray's workers have beyond ours.
 
-    On CUDA there are none: it survives no fork. Neither do threads, which imports start if OMP_NUM_THREADS lets them.
+    On CUDA there are none: it survives no fork. Nor do threads, which imports start unless OMP_NUM_THREADS is 1.
     In a cluster only engines are forked, from their server on this node: Ray's own processes have another environment
     there.
     """

@@ -44,8 +44,8 @@ class Episodes:
         began: Began,
         keys: SessionKeys,
     ) -> None:
-        """Starts nothing. ``began``: told what is certain of a sample's versions while it is generated. Raises
-        ConfigurationError for hooks that cannot be used.
+        """Starts nothing. ``began``: called with the known versions of a sample in flight. Raises
+        ConfigurationError for unusable hooks.
         """
         self._arguments = arguments
         self._began = began
@@ -161,7 +161,7 @@ class SessionsOfRun:
 
 
 def _circuit(arguments: Arguments, services: Services) -> Circuit:
-    """Circuit of what trajectories need besides engines; only users' code can say that it is down."""
+    """Circuit of services that trajectories need besides engines; only users' code reports them down."""
     origins = {
         "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
         "--environment-path": arguments.sessions.environment_path,
@@ -219,5 +219,5 @@ def resolve_run_reward(arguments: Arguments, services: Services) -> GivenReward:
 
 
 async def _unrewarded(prompt: Prompt, sample: Sample) -> float:
-    """The reward where a teacher alone teaches."""
+    """The reward if only a teacher's log-probs are trained on."""
     return 0.0

@@ -38,7 +38,7 @@ class LeavesGpus(Protocol):
 
 
 class OwnGpus(NoTurns):
-    """Each side has GPUs of its own, so neither waits for the other."""
+    """Each side has its own GPUs, so neither waits for the other."""
 
     async def start(self, *sides: Start) -> None:
         """Start them at once."""

@@ -19,7 +19,7 @@ from miles_async.runtime.cluster.nodes import alive_nodes, free_gpus
 
 log = structlog.get_logger(__name__)
 
-OWN_SECONDS = 10.0  # for Ray to know what there is on a machine on which nobody else uses it
+OWN_SECONDS = 10.0  # for Ray to count the GPUs of a machine that only this run uses
 _POLL_SECONDS = 1.0
 
 

@@ -79,7 +79,7 @@ class SupervisedBatches:
             state = msgspec.json.decode((directory / CURSOR_FILE).read_bytes(), type=JsonObject)
         except (OSError, msgspec.MsgspecError) as error:
             raise CheckpointError(
-                f"--load {directory}: expected a checkpoint of --loss-type sft_loss: {error}; to go on from other "
+                f"--load {directory}: expected a checkpoint of --loss-type sft_loss: {error}; to continue from other "
                 "training, give its --save-hf as --hf-checkpoint"
             ) from error
         self._source.restore(state)

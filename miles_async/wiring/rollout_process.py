@@ -158,7 +158,7 @@ def canary_length(arguments: Arguments) -> int:
 
 
 def hook_keys(arguments: Arguments, keys: RunKeys, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables in which hooks find keys: that of frozen engines for rewards, that of sessions for agents."""
+    """Environment variables with keys for hooks: the frozen engines' for rewards, the sessions' for agents."""
     found = {API_KEY_VARIABLE: keys.engines.api.reveal()}
     if arguments.sessions.agent_path is not None:
         found[AGENT_KEY_VARIABLE] = keys.sessions.agents.reveal()
@@ -170,7 +170,7 @@ def hook_keys(arguments: Arguments, keys: RunKeys, environment: Mapping[str, str
 
 
 def _is_frozen_group(arguments: Arguments, url: str | None) -> bool:
-    """True if ``url`` is that of frozen engines of this run."""
+    """True if frozen engines of this run serve ``url``."""
     if url is None:
         return False
     ports = [group.port for group in of_role(server_groups(arguments), "frozen") if group.port is not None]
@@ -180,7 +180,7 @@ def _is_frozen_group(arguments: Arguments, url: str | None) -> bool:
 
 
 def _oldest_versions(arguments: Arguments, engines: EngineStack) -> OldestVersions:
-    """A request in flight tells where its sample begins only if nothing but its answer becomes the sample."""
+    """A request in flight shows the version its sample begins with only if the sample is that request's answer."""
     single_turn = arguments.rollout.custom_generate_function_path is None and not arguments.sessions.is_multi_turn
     return OldestVersions(engines.traffic.dispatched) if single_turn else OldestVersions()
 

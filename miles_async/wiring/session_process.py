@@ -1,7 +1,7 @@
 """A process of the session server: ``python -m miles_async.wiring.session_process <settings as JSON> <socket>``.
 
-A composition root of its own, since it runs in a process of its own: template and parsers for trajectories, and the
-engines through the rollout process, to which it reports. Its keys come in the environment.
+It composes its own parts: template and parsers for trajectories, and the engines through the rollout process, to which
+it reports. Its keys come in the environment.
 """
 
 from __future__ import annotations

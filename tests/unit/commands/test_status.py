@@ -74,7 +74,7 @@ def test_a_run_that_is_over_and_one_on_another_machine(tmp_path: Path, capsys: p
     main(["status", str(finished)])
     shown = capsys.readouterr().out
     assert f"{tmp_path / 'killed'}: over, killed, or lost with its machine\n" in shown
-    assert f"{tmp_path / 'far'}: cannot be told from here: ask on elsewhere\n" in shown
+    assert f"{tmp_path / 'far'}: unknown from here: ask on elsewhere\n" in shown
     assert f"{finished}: over, failed\n" in shown
     assert "error: rank 0 died\n" in shown
 

@@ -7,13 +7,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from miles_async.ledger.store import LedgerStore
-from miles_async.observability.heartbeat import heartbeat
+from miles_async.observability.heartbeat import (
+    LONGEST_REASON,
+    commonest_reason,
+    heartbeat,
+    read_balance,
+    standing_line,
+)
 from miles_async.observability.progress import PlainProgress
 from miles_async.observability.progress_state import ProgressState
 from miles_async.observability.recorder import RunRecorder
-from miles_async.observability.standing import LONGEST_REASON, commonest_reason, read_balance, standing_line
 from miles_async.observability.summary import RunSummary
-from miles_async.observability.tracker import CompositeTracker
+from miles_async.observability.trackers import CompositeTracker
 from miles_async.staleness.events import Ended, Issued
 from miles_async.staleness.ledger import Outcome
 from tests.property.builders import make_attempt

@@ -14,8 +14,8 @@ from miles_async.api import Tracker
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
 from miles_async.observability.background import BackgroundTracker
-from miles_async.observability.tracker import CompositeTracker, age_metrics
-from miles_async.observability.trackers import check_tracker, open_trackers
+from miles_async.observability.metrics_file import age_metrics
+from miles_async.observability.trackers import CompositeTracker, check_tracker, open_trackers
 
 
 class RecordingTracker:

@@ -90,7 +90,7 @@ def test_a_killed_run_is_replayed_up_to_where_it_ends(run: RecordedRun, capsys: 
     path.write_bytes(path.read_bytes()[:-1])
     lines = printed(capsys, "replay", run.run_dir).splitlines()
     assert lines[-1] == (
-        f"the schedule ends with frame {last_batch}, in step {STEPS + 1}: the run was killed, or goes on"
+        f"the schedule ends with frame {last_batch}, in step {STEPS + 1}: the run was killed, or still runs"
     )
     assert lines[-2].startswith("steps 1 to 3, ")
 

@@ -10,7 +10,7 @@ import pytest
 from miles_async.arguments import OptimizerArguments
 from miles_async.bad_steps import BadSteps
 from miles_async.errors import DataError, EngineStartError, TrainerError
-from miles_async.one_side import rollouts_alone, training_alone
+from miles_async.single_side import rollouts_alone, training_alone
 from miles_async.types import PreparedBatch
 from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer
 

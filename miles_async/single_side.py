@@ -1,6 +1,6 @@
 """Loops that run one side without the other (``--debug-rollout-only``, ``--debug-train-only``).
 
-``controller.py`` has the loop with both. Here no weights move: no version changes, and nobody waits for a
+``controller.py`` has the loop with both. Here no weights move: no version changes, and nothing waits for a
 publication (P7).
 """
 

@@ -6,7 +6,7 @@ import pytest
 
 from miles_async.arguments.cluster import ClusterArguments, DeviceChoice
 from miles_async.arguments.model import ModelArguments
-from miles_async.commands.precision import with_precision
+from miles_async.runtime.device import with_precision
 
 
 @pytest.mark.parametrize(
