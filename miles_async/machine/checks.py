@@ -28,7 +28,7 @@ class Intent:
     """Planned use of the machine."""
 
     device: DeviceChoice = "auto"
-    own_gpus: bool = True  # False: those of other nodes, so this machine may have none
+    own_gpus: bool = True  # False: GPUs are on other nodes, this machine may have none
     ports: range | None = None  # of its servers; None: any
     directories: Mapping[str, Path] = field(default_factory=dict)  # that it writes to, by what they are for
 

@@ -1,4 +1,4 @@
-"""Checks of a Ray cluster: those of each machine on each node, clocks, and whether nodes reach each other.
+"""Checks of a Ray cluster: each node as a machine, clocks, and whether nodes reach each other.
 
 Nodes are asked by one actor each, which takes no resource of the cluster. A node that does not answer is a finding.
 """

@@ -15,7 +15,7 @@ class Finding:
     >>> Finding(check="disk", verdict="failure", found="/tmp has 0.1 GiB free", mend="du -xhd1 /tmp")
     """
 
-    check: str  # what was looked at: "shared memory"
+    check: str  # its subject: "shared memory"
     verdict: Verdict  # "failure": a run cannot work; "warning": it can, and something is slower or missing
     found: str
     mend: str = ""  # a command, or a few words where there is none; empty if nothing is wrong

@@ -21,7 +21,7 @@ class GpuFacts:
 
     driver: str | None  # "580.65.06"; None if the kernel has no NVIDIA driver
     cuda: str | None  # that torch was built with: "13.0"; None for a CPU build
-    gpus: tuple[str, ...]  # names of those that torch can use
+    gpus: tuple[str, ...]  # names, as far as torch can use them
     nccl: str | None  # version in torch
 
 
@@ -47,7 +47,7 @@ def gpu_findings(facts: GpuFacts | None, device: DeviceChoice) -> Iterator[Findi
         return
     verdict: Verdict = "failure" if device == "cuda" else "warning"
     if facts.cuda is None:
-        found = "torch is a CPU build" + (f", beside the driver {facts.driver}" if facts.driver else "")
+        found = "torch is a CPU build" + (f", next to driver {facts.driver}" if facts.driver else "")
         yield Finding(check="GPUs", verdict=verdict, found=found, mend="make setup EXTRAS=gpu")
         return
     built = f"torch is built for CUDA {facts.cuda}"

@@ -29,7 +29,7 @@ class Service:
     """A service outside that runs may use."""
 
     name: str
-    variable: str  # its URL, if another than the usual one
+    variable: str  # environment variable with another URL
     url: str
     offline: tuple[str, Sequence[str]]  # variable, and its values with which the service is not used
     mend: str
@@ -60,7 +60,7 @@ class Reply:
 
 
 def ask(url: str, seconds: float = REPLY_SECONDS) -> Reply:
-    """Ask for the header of ``url``. Looking up a name has no deadline of its own, hence a thread that may be left."""
+    """Ask for the header of ``url``. Looking up a name has no deadline, hence a thread that may be left."""
     replies = [Reply(error=f"no answer within {seconds:g} s")]
     thread = threading.Thread(target=lambda: replies.append(_ask(url, seconds)), name="ask", daemon=True)
     thread.start()
@@ -114,7 +114,7 @@ def clock_finding(seconds: float, other: str) -> Finding:
 
 
 def port_findings(ports: range | None = None) -> Iterator[Finding]:
-    """Check that servers find a port. ``ports``: those of --port-range."""
+    """Check that servers find a port. ``ports``: --port-range."""
     where = f"{ports[0]}-{ports[-1]}" if ports else "below the kernel's own"
     try:
         bind_port(LOOPBACK, ports).close()
@@ -125,7 +125,7 @@ def port_findings(ports: range | None = None) -> Iterator[Finding]:
 
 
 def interface_findings(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Check that the interfaces that gloo and NCCL are told to use exist here."""
+    """Check that the interfaces that variables name for gloo and NCCL exist here."""
     there = list(psutil.net_if_addrs())
     for variable in INTERFACE_VARIABLES:
         named = environment.get(variable, "")

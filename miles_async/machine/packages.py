@@ -1,4 +1,4 @@
-"""Versions of the packages that the project was tested with, and those that are installed."""
+"""Versions of packages: tested and installed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def package_findings(tested: Mapping[str, str | None], device: Device) -> Iterat
     if missing:
         yield Finding(check="packages", verdict="failure", found=f"not installed: {', '.join(missing)}", mend=mend)
     if others:
-        found = f"other versions than those that were tested (in brackets): {', '.join(others)}"
+        found = f"other versions than the tested ones (in brackets): {', '.join(others)}"
         yield Finding(check="packages", verdict="warning", found=found, mend=mend)
     if not missing and not others:
         yield Finding(check="packages", verdict="ok", found=", ".join(same))

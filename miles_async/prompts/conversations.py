@@ -4,7 +4,7 @@ A turn of the assistant is what a model would have generated in its place: the c
 the template's generation prompt, and what the template then writes for the turn carries loss, up to the token that ends
 it. Text after that token is the template's (a newline, often), and engines never sample it.
 
-A template may write an earlier turn otherwise once the conversation goes on, such as without its reasoning. Then each
+A template may write an earlier turn otherwise once another follows, such as without its reasoning. Then each
 turn is learned in the history that it would be generated in: the conversation has a branch for every rendering of it.
 """
 
@@ -94,7 +94,7 @@ class _Branch:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
-    _ended: bool = True  # the last turn, by a token of its own
+    _ended: bool = True  # the last turn has its end token
 
     def add(self, before: str, after: str, *, learned: bool) -> None:
         """Add a turn: ``before`` continues the text so far, ``after`` continues that."""

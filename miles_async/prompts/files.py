@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -29,27 +30,29 @@ if TYPE_CHECKING:
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class RowFile(Protocol):
+class RowFile(ABC):
     """Rows by index in [0, len)."""
 
     path: Path
     digest: str  # of the whole file, to recognize it on resume
 
+    @abstractmethod
     def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, index: int) -> JsonObject:
+        """Raises DataError beginning with the location when the row is malformed."""
 
     def number(self, index: int) -> int:
         """1-based number of the row in the file, for people: its line in JSONL."""
-        ...
+        return index + 1
 
     def location(self, index: int) -> str:
         """``path:number``, the beginning of every message about this row."""
-        ...
+        return f"{self.path}:{self.number(index)}"
 
-    def read(self, index: int) -> JsonObject:
-        """Raises DataError beginning with the location when the row is malformed."""
-        ...
-
-    def __iter__(self) -> Iterator[JsonObject]: ...
+    def __iter__(self) -> Iterator[JsonObject]:
+        return map(self.read, range(len(self)))
 
 
 def open_row_file(path: Path, arguments: DataArguments) -> RowFile:
@@ -93,7 +96,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-class JsonlFile:
+class JsonlFile(RowFile):
     """One JSON object per line; lines of white space are skipped but counted."""
 
     def __init__(self, path: Path) -> None:
@@ -110,15 +113,9 @@ class JsonlFile:
     def number(self, index: int) -> int:
         return int(self._numbers[index])
 
-    def location(self, index: int) -> str:
-        return f"{self.path}:{self.number(index)}"
-
     def read(self, index: int) -> JsonObject:
         start, end = int(self._starts[index]), int(self._ends[index])
         return self._decode(os.pread(self._descriptor, end - start, start), index)
-
-    def __iter__(self) -> Iterator[JsonObject]:
-        return (self.read(index) for index in range(len(self)))
 
     def _decode(self, line: bytes, index: int) -> JsonObject:
         try:
@@ -151,7 +148,7 @@ def _index_lines(file: BinaryIO) -> tuple[Int64, Int64, Int64, str]:
     return starts, ends, numbers, digest.hexdigest()
 
 
-class ParquetFile:
+class ParquetFile(RowFile):
     """The needed columns of a Parquet file, read row group by row group into Arrow memory.
 
     An object in it has the fields of all objects of its column, null where the row had none. In what a chat template
@@ -186,12 +183,6 @@ class ParquetFile:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def number(self, index: int) -> int:
-        return index + 1
-
-    def location(self, index: int) -> str:
-        return f"{self.path}:{self.number(index)}"
-
     def read(self, index: int) -> JsonObject:
         batch = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[batch]) - self._batches[batch].num_rows
@@ -210,7 +201,7 @@ class ParquetFile:
         return row
 
 
-class RowSlice:
+class RowSlice(RowFile):
     """Some consecutive rows of a file, which keep their numbers."""
 
     def __init__(self, rows: RowFile, chosen: slice) -> None:
@@ -225,14 +216,8 @@ class RowSlice:
     def number(self, index: int) -> int:
         return self._rows.number(self._indices[index])
 
-    def location(self, index: int) -> str:
-        return self._rows.location(self._indices[index])
-
     def read(self, index: int) -> JsonObject:
         return self._rows.read(self._indices[index])
-
-    def __iter__(self) -> Iterator[JsonObject]:
-        return map(self._rows.read, self._indices)
 
 
 def _without_nulls(value: object) -> object:

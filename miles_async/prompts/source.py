@@ -66,7 +66,7 @@ def _identity(rows: RowFile, arguments: DataArguments) -> JsonObject:
 def open_prompts(arguments: DataArguments, check: CheckRow | None = None) -> RowFile:
     """Open ``--prompt-data`` and check every row: 20,000 rows take well under a second.
 
-    ``check``: what else must hold for each row, such as that it can be rewarded.
+    ``check``: a further check of each row, such as that it can be rewarded.
 
     Raises DataError naming file and line: bad JSON, not an object, missing key, wrong type, duplicate id.
     """

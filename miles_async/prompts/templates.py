@@ -42,7 +42,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})  # of O
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the Hugging Face tokenizer in ``path``, once per process, from local files only (M22).
 
-    ``trust_remote_code``: run code of its own. Raises ConfigurationError naming the directory.
+    ``trust_remote_code``: run its own code. Raises ConfigurationError naming the directory.
     """
     from transformers import AutoTokenizer
 
@@ -104,7 +104,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._apply_chat_template = apply_chat_template
         self._continues_answers = continues_answers
-        # Some templates write the date: a trajectory that lives past midnight keeps that of its beginning.
+        # Some templates write the date: a trajectory that lives past midnight keeps its first date.
         self._clock = {"strftime_now": datetime.now().strftime}
         self._role_problems: dict[tuple[str, ...], str | None] = {}  # roles of a conversation → why it is refused
 
@@ -224,10 +224,10 @@ class ChatTemplate:
         except TrajectoryError:
             return ""
 
-    # What trajectories need (``trajectory.rendering.ChatFormat``).
+    # The interface for trajectories (``trajectory.rendering.ChatFormat``).
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end a turn: the tokenizer's and those that generation_config.json names."""
+        """Tokens that end a turn: the tokenizer's, and the ones in generation_config.json."""
         ids = {self._tokenizer.eos_token_id}
         path = Path(self._tokenizer.name_or_path) / "generation_config.json"
         if path.is_file():
@@ -273,7 +273,7 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Variables of the template that a request may set: all but those that the run and the tokenizer fill in."""
+        """Variables of the template that a request may set: all that neither the run nor the tokenizer fills in."""
         import jinja2
         import jinja2.meta
 

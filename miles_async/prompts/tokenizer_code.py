@@ -10,9 +10,9 @@ from miles_async.errors import ConfigurationError
 
 
 def check_code(path: Path, *, trusted: bool) -> bool:
-    """Return whether a tokenizer names code of its own. Raises ConfigurationError if that is trusted, and not there.
+    """Return whether a tokenizer names its own code. Raises ConfigurationError if it is trusted and missing.
 
-    Named code need not be needed: without trust a class of transformers takes its place if there is one.
+    Without trust a class of transformers takes its place if there is one.
     """
     references = _references(path, "tokenizer_config.json", "AutoTokenizer")
     named = [("tokenizer_config.json", reference) for reference in references]

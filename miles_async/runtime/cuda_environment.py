@@ -1,4 +1,4 @@
-"""Variables that processes with GPUs get. What the driver's environment says comes first (``--forward-env``).
+"""Variables that processes with GPUs get. The driver's environment comes first (``--forward-env``).
 
 CUDA, NCCL and Ray read each of them once, when a process starts to use them, so Ray sets them for its workers.
 """
@@ -17,7 +17,7 @@ SHARED: Mapping[str, str] = {
     # dozens. slime's scripts set 1 for both sides where nvidia-smi shows NVLink: export it to have the same here.
     "NCCL_NVLS_ENABLE": "0",
 }
-"""Of every process, on both sides."""
+"""For every process, on both sides."""
 
 _FIXED = {
     # Ray shows an actor its own GPUs only, and ranks take device 0 of those. OpenRLHF's scripts and some clusters
@@ -25,7 +25,7 @@ _FIXED = {
     # node's first GPU.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
 }
-"""Of every process, whatever the driver's environment says."""
+"""For every process, whatever the driver's environment says."""
 
 RANKS: Mapping[str, str] = {
     # Kernels run in the order in which megatron-core launches them, by which it overlaps communication with products
@@ -33,8 +33,7 @@ RANKS: Mapping[str, str] = {
     # and context parallelism without it before Blackwell. SGLang sets 8 for its own processes, whatever it finds.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
-"""Of trainer ranks, beyond ``SHARED``."""
-
+"""For trainer ranks, beyond ``SHARED``."""
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

@@ -23,7 +23,7 @@ SecretEnvironment = Mapping[str, Secret]
 
 
 def worker_environment(patterns: Sequence[str], *, cpu: bool) -> dict[str, str]:
-    """Environment of Ray workers: what ``patterns`` select of ours (A8) but for secrets, and settings of the device."""
+    """Environment of Ray workers: our variables that match ``patterns`` (A8), without secrets, and device settings."""
     forwarded = {name: text for name, text in _selected((*patterns, MARK)) if not is_secret(name, text)}
     # Modules named by --custom-*-path are looked up as they are for the driver: from the working directory on.
     path = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

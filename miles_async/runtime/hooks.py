@@ -1,7 +1,7 @@
 """``module:attr`` → an object of the user's, checked against its protocol once, at start.
 
-The attribute is a function, or a class that is instantiated without arguments. What is checked: it has the
-methods of the protocol, they take its arguments, and they are ``async def`` where the protocol's are.
+The attribute is a function, or a class that is instantiated without arguments. It must have the methods of the
+protocol, which take its arguments and are ``async def`` where the protocol's are.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
             raise ConfigurationError(f"{named}: cannot make one without arguments: {error}") from error
         except SystemExit as error:
             raise ConfigurationError(f"{named}: making one called sys.exit({shortened(repr(error.code))})") from error
-    problems = list(_problems(loaded, protocol))
-    if problems:
-        raise ConfigurationError(f"{named} is not a {protocol.__name__}: {'; '.join(problems)}")
+    _require(loaded, protocol, named)
     return cast(Kind, loaded)
 
 
@@ -56,6 +54,10 @@ def check_object(path: str, protocol: type, flag: str) -> None:
         except ValueError:  # no signature: believed
             pass
         loaded = object.__new__(loaded)  # its methods are looked at
+    _require(loaded, protocol, named)
+
+
+def _require(loaded: object, protocol: type, named: str) -> None:
     if problems := list(_problems(loaded, protocol)):
         raise ConfigurationError(f"{named} is not a {protocol.__name__}: {'; '.join(problems)}")
 
@@ -109,7 +111,7 @@ def _module(name: str, named: str) -> ModuleType:
             f"{named}: importing {name} failed{_place(error)}: it called sys.exit({shortened(repr(error.code))}); what "
             'is not for importers goes under `if __name__ == "__main__":`'
         ) from error
-    except Exception as error:  # the user's own code runs here: whatever it raises is told together with the flag
+    except Exception as error:  # the user's own code runs here: any error is shown with the flag
         text = shortened(f"{type(error).__name__}: {error}")
         raise ConfigurationError(f"{named}: importing {name} failed{_place(error)}: {text}") from error
 

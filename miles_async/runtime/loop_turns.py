@@ -1,6 +1,6 @@
 """Resume coroutines a few per turn of the event loop.
 
-What takes each of them half a millisecond would block the loop for half a second if a thousand did it in one turn.
+Work of half a millisecond each would block the loop for half a second if a thousand did it in one turn.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class LoopTurns:
-    """Coroutines that wait here go on in the order in which they came, at most ``at_once`` per turn of the loop."""
+    """Resumes waiting coroutines in order of arrival, at most ``at_once`` per turn of the loop."""
 
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once

@@ -1,6 +1,6 @@
 """Exchange records between the ranks of a torch process group, as msgpack in tensors of bytes.
 
-torch's own collectives of objects unpickle what they receive, so whoever reaches a rank's port could make it run code.
+torch's own collectives of objects unpickle received data, so any client of a rank's port could make it run code.
 ruff refuses them (``pyproject.toml``).
 """
 

@@ -25,9 +25,9 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 OPEN_AFTER = 3  # failures in a row, without an answer in between
-MAX_OVERDUE = 3  # deadlines that one call may miss while nobody else is answered
+MAX_OVERDUE = 3  # deadlines that one call may miss while no other call is answered
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0  # seconds
-_TOO_MANY_REQUESTS = 429  # of the HTTP statuses below 500 the one that says nothing about the request
+_TOO_MANY_REQUESTS = 429  # the only 4xx that is not the request's fault
 _FILES = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
@@ -108,9 +108,9 @@ class Circuit:
         the call's own at once: it would miss the next one, too.
 
         Raises:
-            Exception: what ``work`` raises and :func:`is_outage` does not recognize.
+            Exception: any error of ``work`` that :func:`is_outage` does not recognize.
             ServiceUnavailableError: it fails although the service answers others.
-            OverdueError: it misses ``MAX_OVERDUE`` deadlines while nobody is answered. May be its own fault or not.
+            OverdueError: it misses ``MAX_OVERDUE`` deadlines while no call is answered. May be its own fault or not.
             ServiceOutageError: the service has been down for longer than ``--service-outage-timeout``.
         """
         failures = own = overdue = 0

@@ -23,7 +23,7 @@ def waiting_tasks() -> list[str]:
 
 def _name(task: asyncio.Task[object]) -> str:
     name = task.get_name()
-    return "task" if name.startswith("Task-") else name  # asyncio numbers what nobody named
+    return "task" if name.startswith("Task-") else name  # asyncio numbers tasks without a name
 
 
 def _where(task: asyncio.Task[object]) -> str:

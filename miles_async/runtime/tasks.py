@@ -32,7 +32,7 @@ async def first_of(*waits: Awaitable[Result]) -> Result:
     """Return the first result, having cancelled the other waits and waited for their end.
 
     Not a TaskGroup left by an exception: on Python 3.11 that swallows a cancellation from outside which
-    arrives in the same moment, and who waits for it would never end (python/cpython#116720).
+    arrives in the same moment, and its waiter would never end (python/cpython#116720).
     """
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:

@@ -10,8 +10,7 @@ and no number per element. The second term brings a word's upper half down, whic
 of the sum alone. All factors are odd: a single wrong element of at most 32 bits always changes the sum, and so do two
 of a word that changed places (but for float32's -0.0 and the NaN 0x7fffffff). Any other error leaves it the same with a
 probability of about 2^-48 (two elements in the upper half of their words that changed places) to 2^-63. Digests of
-pieces add up to that of the whole, so long as each piece has whole words. It is no defence against somebody who wants
-it to collide.
+pieces add up to the whole's, if each piece has whole words. It is no defence against deliberate collisions.
 
 A row is the tensor's last dimension: (2, 3, 4) has 6 rows of 4 elements.
 """

@@ -9,7 +9,7 @@ TEXT_LIMIT = 4000
 def shortened(text: str, limit: int = TEXT_LIMIT) -> str:
     """Return a short text as it is, of one longer than ``limit`` characters both ends and how much is left out.
 
-    An eighth more is left alone: what was shortened before and is now part of a sentence, for instance.
+    An eighth more is left alone, such as a shortened text that became part of a sentence.
 
     >>> shortened("a" * 10 + "b" * 10, limit=8)
     'aaaa ... (12 of 20 characters left out) ... bbbb'

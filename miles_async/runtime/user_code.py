@@ -1,7 +1,7 @@
 """The boundary behind which users' code runs: rewards, environments, agents, Generates, filters.
 
-Such code may raise anything, cancel its own task, or never end. What comes out of here is its result, an Exception, or
-a cancellation of ours: nothing else may reach a task group or the event loop.
+Such code may raise anything, cancel its own task, or never end. Only its result, an Exception, or a cancellation of
+ours comes out of here: nothing else may reach a task group or the event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _left_behind: set[asyncio.Task[object]] = set()  # the event loop itself only ho
 
 
 async def run_user_code(work: Coroutine[object, None, T], *, seconds: float | None = None, overdue: str = "") -> T:
-    """Await a coroutine of the user's in a task of its own, so that only the caller's cancellation is a cancellation.
+    """Await a coroutine of the user's in a separate task, so that only the caller's cancellation is a cancellation.
 
     Raises:
         Exception: whatever it raises.
@@ -160,4 +160,4 @@ async def _end(task: asyncio.Task[object]) -> None:
     task.cancel()
     await asyncio.wait([task], timeout=END_SECONDS)
     if not task.done():
-        log.warning("user code goes on although it was cancelled", waited_seconds=END_SECONDS, task=repr(task))
+        log.warning("user code continues although it was cancelled", waited_seconds=END_SECONDS, task=repr(task))

@@ -1,12 +1,12 @@
 """The caller's half of calls that may be repeated: a lost link to a living actor costs the time that it is down.
 
-Ray tells a dead actor (ActorDiedError) from one that cannot be reached (ActorUnavailableError). Calls of the second
-kind are made again until the actor answers or has been silent for a stated time; ``call_once.py`` in the actor sees to
-it that none is executed twice.
+Ray distinguishes a dead actor (ActorDiedError) from one that cannot be reached (ActorUnavailableError). Calls to the
+second are repeated until it answers or has been silent for a stated time; ``call_once.py`` in the actor executes each
+once.
 
 A reply that is lost with its connection may go unnoticed for minutes, since the caller has nothing to send. So an
 actor that takes long to answer is pinged, and pinged again: a ping meets the broken connection, and Ray reports it for
-all. One ping is not enough: what it sent may have arrived, and its reply be lost with that of the call.
+all. One ping is not enough: it may have arrived, and its reply be lost with the reply to the call.
 """
 
 from __future__ import annotations

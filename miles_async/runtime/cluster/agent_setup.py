@@ -1,7 +1,7 @@
 """Becomes an agent of Ray's (2.60) that ends with its raylet: ``python agent_setup.py SCRIPT ...``.
 
-An agent that finds its raylet killed first tells the cluster, whose server was killed with it, and may wait for that
-without end: after ``kill -9`` of a run's driver two processes stay. The agents of a run's own Ray are started with this
+An agent that finds its raylet killed first notifies the cluster, whose server was killed with it, and may wait for that
+forever: after ``kill -9`` of a run's driver two processes stay. The agents of a run's own Ray are started with this
 script before Ray's (:func:`install`), and the kernel ends them.
 Standard library only.
 """

@@ -1,8 +1,8 @@
 """An actor's half of calls that may be repeated: each call is executed once, and every repetition gets its answer.
 
 A caller that lost its link to an actor cannot know whether its call arrived. With the other half (``actor_link.py``)
-it makes the call again under the same identity: an actor that has executed it answers what it answered, one that is
-executing it answers both when it is done, and one that never heard of it executes it now.
+it makes the call again under the same identity: an actor that has executed it repeats its answer, one that is executing
+it answers both when it is done, and one that never received it executes it now.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CallOnce:
         return await asyncio.wrap_future(answer)
 
     def _answer(self, call: CallId) -> tuple[Future[Any], bool]:
-        """The call's answer, which may be yet to come, and whether this is the first that is heard of the call."""
+        """The call's answer, which may be yet to come, and whether the call is new."""
         with self._lock:
             if call.number > self._newest.number:
                 self._newest = call

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
-_TOLD = ("CPU", "GPU")
+_SHOWN = ("CPU", "GPU")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,7 @@ class Node:
     resources: Mapping[str, float]
 
     def __str__(self) -> str:
-        has = [f"{amount:g} {name}" for name, amount in self.resources.items() if name in _TOLD]
+        has = [f"{amount:g} {name}" for name, amount in self.resources.items() if name in _SHOWN]
         own = [f"{name}={value}" for name, value in self.labels.items() if not name.startswith("ray.io/")]
         return f"{self.address} ({', '.join([*has, *own])})"
 

@@ -11,7 +11,7 @@ from typing import Literal
 from miles_async.arguments.cluster import ClusterArguments
 from miles_async.errors import ConfigurationError
 
-VARIABLE = "RAY_ADDRESS"  # set in Ray jobs, by KubeRay, and by those who read what `ray start` prints
+VARIABLE = "RAY_ADDRESS"  # set in Ray jobs, by KubeRay, and by users as `ray start` suggests
 TOKEN_MODE = "RAY_AUTH_MODE"  # "token": Ray sends its token to the cluster
 _PROBE_SECONDS = 5.0
 _PING = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # of Ray 2.60's head
@@ -20,7 +20,7 @@ Entry = Literal["open", "token"]
 
 
 def with_ray_address(cluster: ClusterArguments) -> ClusterArguments:
-    """Return the arguments with the address in force; None if the run starts a cluster of its own."""
+    """Return the arguments with the address in force; None if the run starts its own cluster."""
     address = cluster.ray_address or os.environ.get(VARIABLE) or None
     return replace(cluster, ray_address=None if address == "local" else address)
 
@@ -43,7 +43,7 @@ def check_ray_address(address: str | None) -> None:
 
 def find_entry(address: str) -> Entry:
     """Find out whether the cluster wants a token, as `ray start` makes them by default, and takes the one that this
-    machine has. A token is shown to those who ask for one only.
+    machine has. A token is sent only to a cluster that wants one.
 
     Raises ConfigurationError if it wants one that we don't have.
     """
@@ -60,7 +60,7 @@ def find_entry(address: str) -> Entry:
 
 
 def _refuses(address: str, token: str | None) -> bool:
-    """True if Ray's head at ``address`` refuses the token, or its absence. Whatever else is wrong, Ray tells better."""
+    """True if Ray's head at ``address`` refuses the token, or its absence. Ray reports any other problem better."""
     import grpc  # here, since only this needs it
 
     metadata = [("authorization", f"Bearer {token}")] if token else None

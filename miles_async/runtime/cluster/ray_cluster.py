@@ -29,11 +29,11 @@ _DIRECTORY_VARIABLE = "RAY_TMPDIR"  # where Ray keeps its files
 async def ray_cluster(address: str | None, environment: Mapping[str, str], own: OwnRay | None) -> AsyncIterator[None]:
     """Connect to Ray for the duration of a run: to the cluster at ``address``, or to a new one on this machine.
 
-    ``own`` is told when our own is shut down. Raises ConfigurationError if there is no cluster at ``address``, or no
+    ``own`` is notified when it is shut down. Raises ConfigurationError if there is no cluster at ``address``, or no
     room for one on this machine.
     """
-    # Somewhere on its way Ray's C++ core installs a handler of its own, which dumps stacks and aborts. What
-    # `getsignal` tells is Python's handler, whoever has replaced it in C.
+    # While connecting, Ray's C++ core installs its own handler, which dumps stacks and aborts. `getsignal` returns
+    # Python's handler even if it was replaced in C.
     on_sigterm = signal.getsignal(signal.SIGTERM)
     thread = _RayThread(lambda: _connect(address, environment))
     thread.start()
@@ -72,7 +72,7 @@ class _RayThread(threading.Thread):
     def run(self) -> None:
         try:
             self._connect()
-        except BaseException as error:  # supervision point: it is raised to whoever waits
+        except BaseException as error:  # supervision point: it is raised where the connection is awaited
             self._settle(self.connected, error)
         else:
             self._settle(self.connected)
@@ -90,7 +90,7 @@ class _RayThread(threading.Thread):
                 return
             future.set_exception(error) if error else future.set_result(None)
 
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: nothing waits any more
             self._loop.call_soon_threadsafe(settle)
 
 
@@ -109,7 +109,7 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
     )
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our runtime environments: unused
-    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a Ray job has variables of its own
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a Ray job has its own variables
     os.environ.setdefault("RAY_worker_niceness", "0")  # not 15: engines, which are no workers, would come first
     if not address:
         worker_setup.install()
@@ -131,7 +131,7 @@ def ray_directory() -> Path:
 
     Ray makes its session directories, with the sockets of its object store, writable for everybody, so the directory
     above is the closed one. It is short, since paths of sockets may have 107 characters. Raises ConfigurationError if
-    somebody else has made ``ray-UID``.
+    another user has made ``ray-UID``.
     """
     path = Path(os.environ.get(_DIRECTORY_VARIABLE) or "/tmp") / f"ray-{os.getuid()}"
     try:

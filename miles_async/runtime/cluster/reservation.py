@@ -17,7 +17,7 @@ _NODE_ID = "ray.io/node-id"  # label that Ray gives every node
 
 
 class Reservation:
-    """A placement group with equal bundles, each on a node of its own, in the order of the nodes' addresses."""
+    """A placement group with equal bundles, each on a different node, in the order of the nodes' addresses."""
 
     def __init__(
         self, bundle: Mapping[str, float], nodes: int, labels: Mapping[str, str], node_ids: Sequence[str] = ()

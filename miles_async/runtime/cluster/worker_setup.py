@@ -20,11 +20,11 @@ def install() -> None:
     """Make Ray, if this process starts it from now on, set workers up with this script."""
     from ray._private import ray_constants
 
-    ray_constants.SETUP_WORKER_FILENAME = __file__  # Ray joins it to a directory of its own: an absolute path stays
+    ray_constants.SETUP_WORKER_FILENAME = __file__  # Ray joins it to its own directory: an absolute path stays
 
 
 def main(arguments: Sequence[str]) -> None:
-    """``arguments``: those of Ray's script, and the worker's."""
+    """``arguments``: of Ray's script, and of the worker."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--serialized-runtime-env-context", default="{}")
     parser.add_argument("--language")

@@ -1,7 +1,7 @@
 """Digests of large files: computed while they are written, and later from pieces that many readers share.
 
 The digest of a file is XXH3-128 of the XXH3-128 digests of its pieces of ``PIECE_BYTES``. It finds damage, and is no
-defence against somebody who wants it to collide.
+defence against deliberate collisions.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def read_pieces(directory: Path, pieces: Sequence[Piece]) -> list[bytes]:
 
 
 def joined(pieces: Iterable[Piece], digests: Iterable[bytes]) -> dict[str, str]:
-    """Digests of files from those of all their pieces."""
+    """Combine the digests of all pieces into digests of files."""
     files: dict[str, list[bytes]] = {}
     for piece, digest in zip(pieces, digests, strict=True):
         files.setdefault(piece.name, []).append(digest)

@@ -20,18 +20,18 @@ _LONGEST = 50  # characters of a parent: paths of sockets have at most 107
 
 
 class OwnedDirectory:
-    """An empty directory of its own in ``parent``."""
+    """A new, empty directory in ``parent``."""
 
     def __init__(self, parent: Path, *, mode: int = 0o755) -> None:
         """Makes ``parent`` too, and removes from it what dead owners left. Raises OSError.
 
-        ``mode``: who gets in; by default everybody, since engines may run under another user.
+        ``mode``: by default all users may enter, since engines may run under another one.
         """
         parent.mkdir(parents=True, exist_ok=True)
         sweep(parent)
         making = Path(tempfile.mkdtemp(prefix=".making-", dir=parent))
         self._lock = os.open(making / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-        with suppress(OSError):  # a file system without locks: then nobody can sweep either
+        with suppress(OSError):  # a file system without locks: then no sweep can either
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Under its name only when it is locked: a sweep in between would take it for a dead owner's.
         self.path = making.rename(parent / making.name.replace(".making-", PREFIX))
@@ -62,7 +62,7 @@ def temporary_parent() -> Path:
 def sweep(parent: Path) -> None:
     """Remove the directories in ``parent`` whose owners are dead, and what they own elsewhere."""
     for directory in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # somebody else's, or gone meanwhile
+        with suppress(OSError):  # another user's, or gone meanwhile
             lock = os.open(directory / _LOCK, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -42,7 +42,7 @@ class Claim:
     async def until_lost(self) -> NoReturn:
         """Wait until the directory, or what is in it, is removed, replaced or moved; raise RunDirectoryError then.
 
-        Open files would hide that: what is written to them goes on, and is gone with the process.
+        Open files would hide that: writes to them still work, and are lost when the process ends.
         """
         while await asyncio.to_thread(_is_same_file, self._lock, self._directory / RUN_FILE):  # noqa: ASYNC110
             await asyncio.sleep(_WATCH_SECONDS)
@@ -91,7 +91,7 @@ def check_run_directory(directory: Path) -> None:
         if path.is_relative_to(place):
             raise ConfigurationError(
                 f"--run-dir {directory}: the {name} directory {path} is there or below, and a run directory is moved "
-                "aside by the next run: choose one of its own, such as runs/latest"
+                "aside by the next run: choose a separate one, such as runs/latest"
             )
     try:
         if not directory.is_dir() or not any(directory.iterdir()):
@@ -143,7 +143,7 @@ def _locked(directory: Path) -> int:
         taken = False
     except BlockingIOError:
         taken = True
-    except OSError:  # a file system without locks: what the file says has to do
+    except OSError:  # a file system without locks: the file's content decides
         taken = os.fstat(lock).st_size > 0 and find_driver(read_run_process(directory)) is not None
     if taken:
         os.close(lock)

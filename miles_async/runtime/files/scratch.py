@@ -28,7 +28,7 @@ _CLAIM = ".claim"  # bytes that the owner of a directory may come to use
 
 
 def scratch_directory(room: int | None, *, mode: int = 0o755, memory: Path = MEMORY) -> OwnedDirectory:
-    """Make a directory for ``room`` bytes: in ``memory`` if as much again stays free beside all claims, else on disk.
+    """Make a directory for ``room`` bytes: in ``memory`` if as much again stays free after all claims, else on disk.
 
     ``room``: None if it is not known, which is for disks. ``mode``: see ``OwnedDirectory``. Raises OSError, also where
     TMPDIR is a network disk: every publication would wait for it, and all nodes would write to it at once.
@@ -83,7 +83,7 @@ def network_file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
     """Return the kind of the file system that ``path`` is on, as "nfs4", if it is across a network; else None."""
     try:
         lines = mounts.read_text().splitlines()
-    except OSError:  # no Linux, or nothing to be seen: nobody is held up for that
+    except OSError:  # not Linux, or no access: assume a local one
         return None
     place = path.resolve()
     longest, kind = -1, ""

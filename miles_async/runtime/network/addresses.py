@@ -24,7 +24,7 @@ _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """The network of a run, as its flags describe it. Each process asks it for the facts of its own node."""
+    """The network of a run, as its flags describe it; addresses and interfaces are of the node that asks."""
 
     single_node: bool = True  # then every address is 127.0.0.1
     host: str | None = None  # --host
@@ -66,8 +66,8 @@ class Network:
     def variables(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Variables to add to ``environment``, so that gloo and NCCL bind the interface of this node's address.
 
-        By themselves they take what the host name resolves to (127.0.1.1 on Debian), and any interface. What
-        ``environment`` says wins, unless --network-interface was given.
+        By default they take the address of the host name (127.0.1.1 on Debian), and any interface. ``environment``
+        wins, unless --network-interface was given.
         """
         if self.interface is not None:
             _check_interface(self.interface)

@@ -44,7 +44,7 @@ class ControlServer:
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
-        self._path.unlink(missing_ok=True)  # what cleans /tmp may have taken it
+        self._path.unlink(missing_ok=True)  # a cleaner of /tmp may have removed it
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -1,7 +1,7 @@
 """Keys of a run's HTTP doors: made at its start, compared in constant time, shown nowhere.
 
 They travel as arguments of Ray actors and in the environment of child processes, where only this user can read them:
-never in arguments of a process, which everybody on the machine sees. What each key opens: docs/security.md.
+never in arguments of a process, which every user of the machine sees. docs/security.md says what each key opens.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RunKeys:
 
 def make_run_keys(environment: Mapping[str, str]) -> RunKeys:
     """Make the keys of a run. Those of engines are taken from ``environment`` where it has them, for servers that were
-    started apart with keys of their own; an API key alone is the admin key, too, as it is for SGLang.
+    started apart with other keys; an API key alone is the admin key, too, as it is for SGLang.
     """
     given, admin = environment.get(API_KEY_VARIABLE), environment.get(ADMIN_KEY_VARIABLE) or None
     api = Secret(given) if given else fresh_key()

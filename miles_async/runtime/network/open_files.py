@@ -11,7 +11,7 @@ _OTHER_FILES = 500  # of the process with most connections
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit, and that of its children, to what it may be."""
+    """Raise the limit of this process and its children as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < limit:

@@ -35,7 +35,7 @@ def bind_port(address: str, ports: range | None = None) -> socket.socket:
 def bind_held_port(address: str, number: int) -> socket.socket:
     """Bind this very port, which a :class:`HeldPort`, or connections of its last owner, may have. Not listening yet.
 
-    Raises OSError if somebody listens on it or does not share it.
+    Raises OSError if another process listens on it or does not share it.
     """
     return _bound(address, number, reuse=True)
 
@@ -55,7 +55,7 @@ class HeldPort:
         """``number``: this very port instead of a free one of ``ports``. Raises ConfigurationError if it is taken."""
         if number is None:
             self._socket = bind_port(address, ports)
-            # Set after binding: it lets the server in, and still keeps out whoever binds without it, as above.
+            # Set after binding: it lets the server in, and still keeps out sockets that bind without it, as above.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         else:
             try:

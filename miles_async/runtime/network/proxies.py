@@ -1,7 +1,7 @@
 """Keep the environment's HTTP proxies (http_proxy and its kin) out of traffic between processes of a run.
 
-aiohttp ignores proxies unless told otherwise (``trust_env``), which nothing of ours does. Those that read the
-environment are smg, SGLang, and the clients of agents and hooks.
+aiohttp ignores proxies without ``trust_env``, which nothing here sets. smg, SGLang, and the clients of agents and hooks
+read them from the environment.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Tls:
 
     certificate: str  # of the servers, with the chain up to the authority
     key: str  # of the certificate, without a passphrase
-    ca: str | None  # authorities that clients trust; None: those of the system
+    ca: str | None  # authorities that clients trust; None: the system's
 
     @classmethod
     def of_run(cls, cluster: ClusterArguments) -> Tls | None:
@@ -83,7 +83,7 @@ class Tls:
             ) from None
 
     def trusted(self, directory: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Write the authorities that programs here trust, and those of ``ca``, to files in ``directory``; return the
+        """Write the authorities that programs here trust, and ``ca``, to files in ``directory``; return the
         variables by which agents and hooks find them. Empty if the system's are trusted.
         """
         if self.ca is None:
@@ -102,5 +102,5 @@ class Tls:
 
 def _reason(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
-        return {"KEY_VALUES_MISMATCH": "the key is not that of the certificate"}.get(error.reason, str(error))
+        return {"KEY_VALUES_MISMATCH": "the key does not belong to the certificate"}.get(error.reason, str(error))
     return error.strerror or str(error)

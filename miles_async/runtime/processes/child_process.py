@@ -41,7 +41,7 @@ class ChildProcess:
         descriptors: Sequence[int] = (),
     ) -> None:
         """``command``: arguments of this interpreter, e.g. ("-m", "smg"). ``environment`` adds to ours,
-        without proxies: it talks to processes of this run. ``descriptors``: what it inherits of ours.
+        without proxies: it talks to processes of this run. ``descriptors``: of ours, to inherit.
         """
         self.name = name
         self.log_path = log_path
@@ -119,7 +119,7 @@ class ChildProcess:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         await self.wait()
-        for segment in self._segments:  # who is killed unlinks nothing, and /dev/shm would fill up
+        for segment in self._segments:  # a killed process unlinks nothing, and /dev/shm would fill up
             segment.unlink(missing_ok=True)
 
     def tail(self, lines: int = 30) -> str:
@@ -165,7 +165,7 @@ def _shared_memory(family: set[psutil.Process]) -> set[Path]:
                     inodes.add(int(line.split()[4]))
     segments = set()
     for entry in Path("/dev/shm").iterdir() if inodes else ():
-        with suppress(FileNotFoundError):  # somebody else's, gone meanwhile
+        with suppress(FileNotFoundError):  # another process's, gone meanwhile
             if entry.lstat().st_ino in inodes:
                 segments.add(entry)
     return segments

@@ -4,7 +4,7 @@
 
 DESCRIPTOR is a connection on which a message comes for each server (:class:`ServerRequest`), with a listening socket
 and a descriptor for its output. When the connection closes there are no more; this process stays until its servers
-have ended. Each server dies with it, and it with whoever started it. ``fork_server_process.py`` has the other side.
+have ended. Each server dies with it, and it with its parent. ``fork_server_process.py`` has the other side.
 
 A module that cannot be imported is left to the servers that need it: their logs say what is wrong. A server whose
 environment differs from this process's in a variable that imports may have read is a new interpreter.
@@ -29,7 +29,7 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str  # name of its process
     modules: tuple[str, ...]
-    late: str  # pattern of the variables that none of its imports reads, nor those of others before it
+    late: str  # pattern of variables that neither its imports nor earlier ones read
     children_late: str  # pattern of the variables that may differ in its children
     environment: dict[str, str]
 

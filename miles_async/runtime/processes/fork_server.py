@@ -4,14 +4,14 @@
 
 DESCRIPTOR is a listening socket, LATE a pattern of environment variables that no import reads, PADDING room for the
 titles of children. A connection is one child: a request comes in with descriptors for the child's stdout and stderr,
-its pid goes out, then its exit status. When the connection closes first, whoever asked is gone, and the child's
-process group is killed. The child itself dies with the server (PR_SET_PDEATHSIG). ``forking.py`` and
+its pid goes out, then its exit status. When the connection closes first, the client is gone, and the child's process
+group is killed. The child itself dies with the server (PR_SET_PDEATHSIG). ``forking.py`` and
 ``forked_worker.py`` have the other side. Servers themselves are forked from ``common_imports.py``.
 
-A child runs ``python -m module`` or ``python script.py`` in a session, an environment and a working directory of its
-own. What it cannot change is what an import has read from the environment, so a request whose environment differs in
-anything but LATE is refused; and since a fork copies one thread only, so is every request if importing has left others
-running. Whoever is refused starts an interpreter.
+A child runs ``python -m module`` or ``python script.py`` in its own session, environment and working directory. Imports
+have read the environment already, so a request whose environment differs in anything but LATE is refused; and since a
+fork copies one thread only, so is every request if importing has left others running. A refused client starts an
+interpreter.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from miles_async.runtime.processes.dies_with_parent import die_with
 
 MAX_REQUEST = 1 << 20  # bytes: arguments and an environment
 TITLE_VARIABLE = "SPT_NOENV"  # setproctitle writes over arguments only: the environment marks processes of a run
-_ROOM_FOR_TITLES = 600  # characters: children write theirs over the arguments of the server
+ROOM_FOR_TITLES = 600  # characters: children write theirs over the arguments of the server
 
 
 class ForkLoop:
     """The loop of the server. Single-threaded, or forking would not be safe."""
 
     def __init__(self, listener: socket.socket, late: str, environment: Mapping[str, str]) -> None:
-        """``environment``: what this process was started with, and imports have seen."""
+        """``environment``: this process's at its start, which imports have seen."""
         self._listener = listener
         self._late = late
         self._environment = dict(environment)
@@ -65,11 +65,11 @@ class ForkLoop:
                 elif isinstance(key.fileobj, int):
                     self._ended(key.fileobj)
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj.fileno() >= 0:  # not closed just now
-                    if (arguments := self._heard(key.fileobj)) is not None:
+                    if (arguments := self._read_request(key.fileobj)) is not None:
                         return arguments
 
-    def _heard(self, connection: socket.socket) -> list[str] | None:
-        """A request, or the end of who made it; the arguments of the new process, in that process."""
+    def _read_request(self, connection: socket.socket) -> list[str] | None:
+        """Read a request, or handle a closed connection. Returns the arguments of the new process, in that process."""
         message, output = b"", list[int]()
         with suppress(ConnectionError):
             message, output, _, _ = socket.recv_fds(connection, MAX_REQUEST, 2)
@@ -92,7 +92,7 @@ class ForkLoop:
         arguments: list[str] = request["arguments"]
         environment: dict[str, str] = request["environment"]
         if reason := self._refusal(arguments, environment):
-            _tell(connection, refused=reason)
+            _send(connection, refused=reason)
             return None
         server = os.getpid()
         sys.stdout.flush()
@@ -100,7 +100,7 @@ class ForkLoop:
         try:
             pid = os.fork()
         except OSError as error:  # no memory, too many processes
-            _tell(connection, refused=str(error))
+            _send(connection, refused=str(error))
             return None
         if pid == 0:
             self._forget()
@@ -113,14 +113,14 @@ class ForkLoop:
         exited = os.pidfd_open(pid)
         self._exits[exited] = connection
         self._selector.register(exited, selectors.EVENT_READ)
-        _tell(connection, pid=pid)
+        _send(connection, pid=pid)
         return None
 
     def _refusal(self, arguments: list[str], environment: Mapping[str, str]) -> str:
         """Why no process with these arguments and this environment can be forked; empty if it can."""
         if arguments[0].startswith("-") and arguments[0] != "-m":
             return f"expected a script or -m and a module, found {arguments[0]}"
-        ours = self._set_by_imports.items() & environment.items()  # whoever asks may have imported the same
+        ours = self._set_by_imports.items() & environment.items()  # the client may have imported the same
         return refusal(environment, self._environment | dict(ours), self._late)
 
     def _ended(self, exited: int) -> None:
@@ -128,11 +128,11 @@ class ForkLoop:
         connection = self._exits.pop(exited)
         os.close(exited)
         _, status = os.waitpid(self._children.pop(connection), 0)
-        _tell(connection, status=os.waitstatus_to_exitcode(status))
+        _send(connection, status=os.waitstatus_to_exitcode(status))
         self._close(connection)
 
     def _close(self, connection: socket.socket) -> None:
-        with suppress(KeyError):  # who asked is gone already
+        with suppress(KeyError):  # the client is gone already
             self._selector.unregister(connection)
         connection.close()
 
@@ -143,7 +143,7 @@ class ForkLoop:
                 key.fileobj.close()
             else:
                 os.close(key.fd)
-        for connection in self._children:  # not in the selector if who asked is gone
+        for connection in self._children:  # not in the selector if the client is gone
             connection.close()
         self._selector.close()
 
@@ -183,11 +183,11 @@ def take_environment(environment: Mapping[str, str]) -> None:
 
 def command(descriptor: int, late: str, modules: Sequence[str]) -> list[str]:
     """Arguments of an interpreter that runs this server."""
-    return ["-m", __name__, str(descriptor), late, *modules, " " * _ROOM_FOR_TITLES]
+    return ["-m", __name__, str(descriptor), late, *modules, " " * ROOM_FOR_TITLES]
 
 
-def _tell(connection: socket.socket, **message: object) -> None:
-    with suppress(OSError):  # who asked is gone
+def _send(connection: socket.socket, **message: object) -> None:
+    with suppress(OSError):  # the client is gone
         connection.send(json.dumps(message).encode())
 
 
@@ -201,7 +201,7 @@ def import_modules(modules: Sequence[str]) -> None:
 
 
 def serve(listener: socket.socket, late: str, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Import, serve, and in a child run what was asked for. ``environment``: what this process was started with."""
+    """Import, serve, and in a child run the request. ``environment``: this process's at its start."""
     import_modules(modules)
     arguments = ForkLoop(listener, late, environment).run()
     if arguments[0] == "-m":

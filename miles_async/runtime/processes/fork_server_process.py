@@ -25,7 +25,6 @@ READ_LATE = (
     r"(OLD)?PWD|SHLVL|_|TMPDIR|PYTHONPATH|PYTHONBREAKPOINT|MILES_ASYNC_.*|RAY_.*|(GLOO|NCCL)_SOCKET_IFNAME"
     r"|(?i:(https?|all|no)_proxy)"
 )
-_ROOM_FOR_TITLES = 600  # characters: servers and their children write theirs over the arguments of the process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +33,7 @@ class ForkServer:
 
     path: Path  # of its socket
     modules: tuple[str, ...]
-    environment: Mapping[str, str]  # what it and its children have beyond this process's environment
+    environment: Mapping[str, str]  # additions of it and its children to this process's environment
     log_path: Path
     late: str = READ_LATE  # pattern of variables that may differ in its children: its imports don't read them
     own: str = ""  # pattern of variables that may differ in it: modules imported before its own don't read them
@@ -48,11 +47,11 @@ class ForkServers:
     """A child of this process that imports modules and then forks servers; they all die with this process."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """``modules``: what the servers have in common. ``environment``: what it has beyond ours."""
+        """``modules``: imports that the servers share. ``environment``: additions to ours."""
         self._connection, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = ChildProcess(
             "common imports",
-            ["-m", common_imports.__name__, str(self._theirs.fileno()), *modules, " " * _ROOM_FOR_TITLES],
+            ["-m", common_imports.__name__, str(self._theirs.fileno()), *modules, " " * fork_server.ROOM_FOR_TITLES],
             log_path=Path(os.devnull),  # servers import the same, and have logs
             environment={**environment, fork_server.TITLE_VARIABLE: "1"},
             descriptors=[self._theirs.fileno()],
@@ -83,7 +82,7 @@ class ForkServers:
                 )
                 try:
                     socket.send_fds(self._connection, [msgspec.json.encode(request)], [listener.fileno(), log.fileno()])
-                except OSError as error:  # the process has ended: everybody imports for himself
+                except OSError as error:  # the process has ended: each process imports by itself
                     log.write(f"it was not forked: {error}\n".encode())
 
     async def stop(self) -> None:

@@ -27,7 +27,7 @@ class CannotForkError(Exception):
 class ForkedProcess:
     """A child of a fork server, with as much of Popen's interface as ``ChildProcess`` needs.
 
-    It dies with the server, and with whoever holds this object: the connection closes, and the server kills its group.
+    It dies with the server, and with the holder of this object: the connection closes, and the server kills its group.
     """
 
     def __init__(self, connection: socket.socket, pid: int) -> None:

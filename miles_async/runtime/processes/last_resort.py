@@ -39,7 +39,7 @@ class LastResort:
     ...     asyncio.run(main())  # calls last_resort.interrupts_this_task()
 
     ``end(interrupted, reason)`` is called in another thread and must not return: the main thread is stuck.
-    ``interrupted``: a signal asked for the end. ``lost()``: why nothing can go on, empty while it can.
+    ``interrupted``: a signal asked for the end. ``lost()``: why the run cannot continue, empty while it can.
     """
 
     def __init__(self, end: Callable[[bool, str], None], lost: Callable[[], str]) -> None:

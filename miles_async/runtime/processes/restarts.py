@@ -70,7 +70,7 @@ def write_restarts(run_dir: Path, restarts: Sequence[RunRestart]) -> None:
 
 
 def read_restarts(run_dir: Path) -> list[RunRestart]:
-    """Read those of a run directory; empty for a run that was never restarted."""
+    """Read the records in a run directory; empty for a run that was never restarted."""
     try:
         return msgspec.json.decode((run_dir / RESTARTS_FILE).read_bytes(), type=list[RunRestart])
     except FileNotFoundError:

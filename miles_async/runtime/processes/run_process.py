@@ -35,7 +35,7 @@ class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mark_processes() -> None:
-    """Mark the processes that this one starts from now on as those of a run."""
+    """Mark the processes that this one starts from now on as parts of a run."""
     os.environ[MARK] = uuid.uuid4().hex
 
 
@@ -119,5 +119,5 @@ def start_ticks(pid: int) -> int:
 def _is_marked(process: psutil.Process, run: RunProcess) -> bool:
     try:
         return is_alive(process) and process.environ().get(MARK) == run.mark
-    except (psutil.Error, OSError):  # gone, or somebody else's
+    except (psutil.Error, OSError):  # gone, or another user's
         return False

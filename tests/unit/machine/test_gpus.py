@@ -26,7 +26,7 @@ def facts(driver: str | None, cuda: str | None, *gpus: str) -> GpuFacts:
         (facts("580.65", "13.0", "H100", "H100"), "auto", "ok", "2 × H100; driver 580.65, CUDA 13.0, NCCL 2.28.3", ""),
         (facts(None, "13.0", "H100"), "auto", "ok", "driver unknown", ""),  # a container may hide /proc/driver
         (facts("570.10", "13.0", "H100"), "cuda", "ok", "driver 570.10", ""),  # with NVIDIA's compatibility package
-        (facts("580.65", None), "auto", "warning", "CPU build, beside the driver 580.65", "make setup EXTRAS=gpu"),
+        (facts("580.65", None), "auto", "warning", "CPU build, next to driver 580.65", "make setup EXTRAS=gpu"),
         (facts(None, None), "cuda", "failure", "torch is a CPU build", "make setup EXTRAS=gpu"),
         (facts(None, "13.0"), "cuda", "failure", "there is no driver", "docker run --gpus all"),
         (facts("535.104", "13.0"), "cuda", "failure", "driver 580 or newer; found 535.104", "nvidia-driver-580"),

@@ -65,7 +65,7 @@ def test_a_certificate_that_clients_would_refuse_is_refused_before_with_the_reas
 
 def test_files_that_cannot_be_used_are_named_with_their_flags(tls: Tls, authority: Authority, tmp_path: Path) -> None:
     other = authority.issue(HERE, name="other")
-    assert "the key is not that of the certificate" in refusal(replace(tls, key=other.key))
+    assert "the key does not belong to the certificate" in refusal(replace(tls, key=other.key))
     assert "No such file" in refusal(replace(tls, key=str(tmp_path / "absent")))
     assert f"--tls-certificate {tls.key}" in refusal(replace(tls, certificate=tls.key))
     assert f"--tls-ca {tls.key}" in refusal(replace(tls, ca=tls.key))
