@@ -55,16 +55,12 @@ class _ExternalServer:
         self._http = http
 
     async def start(self) -> str:
-        """Wait until it answers. Abort the requests that it still has: it may have been fenced with wrong weights, and
-        their answers would count once it serves again.
-        """
         error: EngineError | None = None
         try:
             async with asyncio.timeout(self._start_timeout), self._server() as server:
                 while True:
                     try:
                         await server.weight_version(self._url, _PROBE_SECONDS)
-                        await server.abort_all(self._url, _PROBE_SECONDS)
                         return self._url
                     except EngineError as silence:
                         error = silence

@@ -208,6 +208,9 @@ class EngineUpdate:
         started = self._step_began = now()
         updater.state = PublicationState.PREPARING
         await self._settle("probe", await fleet.call(self.left, InferenceServer.probe, brief=True))
+        # An external engine outlives its fencing, and would answer requests that it began with wrong weights.
+        new = [engine for engine in self.left if engine in joining]
+        await self._settle("probe", await fleet.call(new, InferenceServer.abort_all, brief=True))
         await self._settle("preparing", await updater.transport.prepare(staged, self.left) if self.left else {})
         self.prepare_seconds = now() - started
         started = now()
@@ -215,8 +218,7 @@ class EngineUpdate:
             updater.state = PublicationState.PAUSING
             mode = arguments.pause_generation_mode
             await self._settle("pausing", await fleet.call(self.left, InferenceServer.pause, mode))
-            # In place, requests in flight keep their cache, and SGLang refuses to flush it. Engines that join have none
-            # of our requests.
+            # In place, requests in flight keep their cache, and SGLang refuses to flush it. Joining engines have none.
             flushed = self.left if mode != "in_place" else [engine for engine in self.left if engine in joining]
             await self._settle("flush", await fleet.call(flushed, InferenceServer.flush_cache))
             updater.state = PublicationState.SENDING

@@ -283,13 +283,13 @@ class FakeFleet:
         return self._result(f"load {found}", engines)
 
     async def score(self, engines: Sequence[Incarnation], tokens: Sequence[int]) -> Results:
-        self.events.append("score")
         return {
-            engine: CanaryScore(
+            engine: error
+            or CanaryScore(
                 self.labels.get(engine.engine, str(self.versions.get(engine.engine))),
                 np.array(self.logprobs.get(engine.engine, CANARY_LOGPROBS), np.float32),
             )
-            for engine in engines
+            for engine, error in self._result("score", engines).items()
         }
 
     async def report_weights(self, engines: Sequence[Incarnation], share: TensorShare) -> Results:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
-from miles_async.arguments.weights import PauseMode
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineState
@@ -34,29 +33,6 @@ async def test_an_external_engine_is_attached_and_left_as_it_is() -> None:
         await http.close()
         assert await handle.start() == engine.url
     await handle.stop()  # of one that is gone
-
-
-@pytest.mark.parametrize("mode", ["retract", "in_place", None])
-async def test_no_request_outlives_the_fencing_of_an_external_engine(
-    mode: PauseMode | None,
-) -> None:
-    # covers: C8
-    async with FakeEngine(token_seconds=60.0) as engine:
-        handle = ExternalServers([engine.url.removeprefix("http://")], 5.0, SGLangServer)(0, 0)
-        await handle.start()
-        http = Http()
-        body = {"rid": "begun with wrong weights", "input_ids": [1], "sampling_params": {"max_new_tokens": 4}}
-        request = asyncio.ensure_future(http.session.post(f"{engine.url}/generate", json=body))
-        while not engine._running:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        if mode is not None:
-            await SGLangServer(http).pause(engine.url, mode, 5.0)
-        await handle.stop()  # it is fenced
-        assert await handle.start() == engine.url  # and may join again
-        [running] = engine._running.values()
-        assert running.aborted, "its answer would count once the engine serves again"
-        request.cancel()
-        await http.close()
 
 
 async def test_an_external_engine_that_does_not_answer_is_named() -> None:

@@ -54,7 +54,7 @@ async def test_order_of_a_publication() -> None:
     fleet = FakeFleet([])
     publication = await make(fleet).publish(0)
     assert fleet.events == [
-        "copy 0", "stage 0", "probe", "open 2", "connect", "pause retract", "flush",
+        "copy 0", "stage 0", "probe", "abort_all", "open 2", "connect", "pause retract", "flush",
         "receive all", "announce and send 0", "digests", "resume", "trial 0", "score", "admit 0",
     ]  # fmt: skip
     assert publication.engines == ("engine-0",)
@@ -67,7 +67,7 @@ async def test_senders_send_at_the_same_time_each_in_a_group_of_its_own() -> Non
     fleet = FakeFleet([])
     publisher = make(fleet, senders=2)
     await publisher.publish(0)
-    assert fleet.events[3:] == [
+    assert fleet.events[4:] == [
         "open 2 by 0", "connect", "open 2 by 1", "connect", "pause retract", "flush",
         "receive all", "announce and send 0 by 0", "announce and send 0 by 1",
         "digests", "resume", "trial 0", "score", "admit 0",
@@ -197,6 +197,7 @@ async def test_rolling_leaves_the_group_of_an_engine_that_was_scaled_away_and_no
         "end",
         "digests",
         "resume",
+        "score",
         "admit 3",
     ],
 )
@@ -269,6 +270,20 @@ async def test_canary_that_disagrees_fences(logprobs: tuple[float, ...]) -> None
     publication = await make(fleet).publish(1)
     assert publication.fenced == ("engine-0",)
     assert fleet.serving == ["engine-1"]
+
+
+async def test_an_engine_that_joins_loses_the_requests_that_it_has() -> None:
+    # covers: C8
+    fleet, aborted = FakeFleet([], serving=("engine-0",), joining=("engine-1",)), []
+
+    async def abort_all(engines: Any) -> Any:
+        assert "pause retract" not in fleet.events
+        aborted.extend(ids(engines))
+        return dict.fromkeys(engines)
+
+    fleet.abort_all = abort_all  # type: ignore[attr-defined]
+    await make(fleet).publish(1)
+    assert aborted == ["engine-1"], "an external one may have begun them with wrong weights"
 
 
 async def test_the_pause_ends_before_the_canary_whose_duration_is_reported_apart() -> None:
@@ -461,8 +476,8 @@ async def test_order_of_a_publication_by_files() -> None:
     fleet = FakeFleet([])
     publication = await make(fleet, weight_transport="disk").publish(0)
     assert fleet.events == [
-        "copy 0", "stage 0", "probe", "host expect_staged", "pause retract", "flush", "load ['staged/0']", "digests",
-        "resume", "trial 0", "score", "admit 0",
+        "copy 0", "stage 0", "probe", "abort_all", "host expect_staged", "pause retract", "flush", "load ['staged/0']",
+        "digests", "resume", "trial 0", "score", "admit 0",
     ]  # fmt: skip
     assert publication.engines == ("engine-0",)
     assert (publication.total_bytes, publication.sent_fraction) == (16, 1.0)
