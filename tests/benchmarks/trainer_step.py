@@ -114,11 +114,8 @@ def _bare_loop(arguments: ModelArguments, shard: TrainShard) -> Callable[[], Non
 
     def forward(packed: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, object]:
         each = next(packed)
-        sequences = each.sequences
-        labels = sequences.tokens.roll(-1, -1)
-        misses = model(
-            sequences.tokens, sequences.position_ids, None, labels=labels, packed_seq_params=sequences.attention
-        )
+        labels = each.tokens.roll(-1, -1)
+        misses = model(each.tokens, each.position_ids, None, labels=labels, packed_seq_params=each.attention)
         return misses, partial(_loss, each)
 
     def step() -> None:
@@ -129,7 +126,7 @@ def _bare_loop(arguments: ModelArguments, shard: TrainShard) -> Callable[[], Non
             data_iterator=iter(packs),
             model=loaded.modules,
             num_microbatches=len(packs),
-            seq_length=packs[0].sequences.tokens.shape[1],
+            seq_length=packs[0].tokens.shape[1],
             micro_batch_size=1,
             forward_only=False,
         )

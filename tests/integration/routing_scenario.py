@@ -129,8 +129,8 @@ def observe_differences(
     runner, found = backend._runner, {}
     for name, experts in {"free": None, "replayed": batch.routed_experts}.items():
         given = msgspec.structs.replace(batch, routed_experts=experts)
-        packed = pack_batch(given, 0, runner.layout, backend.device).sequences
-        (logprobs,) = runner.policy.model.score([packed], runner.scorer.logprobs).numbers
+        packed = pack_batch(given, 0, runner.layout, backend.device)
+        [logprobs], _ = runner.policy.model.score([packed], runner.scorer.logprobs)
         differences = np.abs(logprobs.numpy() - batch.rollout_logprobs)[batch.loss_mask == 1]
         found[name] = float(differences.mean())
     backend.close()
@@ -142,8 +142,8 @@ def _scores(backend: MegatronBackend, shard: TrainShard) -> list[tuple[list[int]
 
     runner = backend._runner
     (step,) = shard.optimizer_steps
-    packs = [pack_batch(batch, 0, runner.layout, backend.device).sequences for batch in step]
-    found = runner.policy.model.score(packs, runner.scorer.logprobs).numbers
+    packs = [pack_batch(batch, 0, runner.layout, backend.device) for batch in step]
+    found, _ = runner.policy.model.score(packs, runner.scorer.logprobs)
     return [(batch.tokens.tolist(), logprobs.tolist()) for batch, logprobs in zip(step, found, strict=False)]
 
 

@@ -119,7 +119,7 @@ def _scored(backend: Any) -> list[float]:
 
     runner = backend._runner
     packed = pack_sequences([sequence for sequence in SEQUENCES if len(sequence) > 1], runner.layout, backend.device)
-    found = runner.reference.score([packed], runner.scorer.logprobs).numbers
+    found, _ = runner.reference.score([packed], runner.scorer.logprobs)
     return from_last_stage(found[0].tolist() if found else [], list[float])
 
 

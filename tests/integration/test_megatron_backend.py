@@ -141,7 +141,7 @@ def _single_rank(
         "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
     }
 
-    shared = pack_batch(to_batch(samples), 0, trained._model.pack_layout, trained.device).sequences
+    shared = pack_batch(to_batch(samples), 0, trained._model.pack_layout, trained.device)
     seen["shared prefixes"] = shared.num_tokens, shared.tokens.numel()
     seen["other positions"] = _error(_with_a_rotary_embedding_of_its_own)
 

@@ -54,7 +54,7 @@ def test_every_position_of_every_rank_has_the_experts_of_its_token(
         for share_rank in range(share):
             routing = RoutingLayout(layers=LAYERS, topk=2, experts=EXPERTS, share=share, share_rank=share_rank)
             layout = PackLayout(share=share, context_size=context, context_rank=context_rank, routing=routing)
-            packed = pack_batch(batch, 0, layout, torch.device("cpu")).sequences
+            packed = pack_batch(batch, 0, layout, torch.device("cpu"))
             tokens = np.array_split(packed.tokens[0].numpy(), share)[share_rank]
             assert packed.experts is not None
             found = np.concatenate([packed.experts[layer].numpy() for layer in LAYERS], 1)
@@ -81,5 +81,5 @@ def test_an_expert_that_was_chosen_twice_is_refused() -> None:
 def test_without_replay_no_experts_are_laid_out() -> None:
     from miles_async.backends.megatron.packing.pack import PackLayout, pack_batch, pack_filler
 
-    assert pack_batch(batch_of([3]), 0, PackLayout(), torch.device("cpu")).sequences.experts is None
+    assert pack_batch(batch_of([3]), 0, PackLayout(), torch.device("cpu")).experts is None
     assert pack_filler(PackLayout(), torch.device("cpu")).experts is None

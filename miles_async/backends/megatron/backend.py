@@ -167,7 +167,7 @@ class MegatronBackend:
         scorer = self._runner.scorer
         if temperature is not None:
             scorer = dataclasses.replace(scorer, temperature=temperature)
-        scores = self._runner.policy.model.score([packed], scorer.logprobs).numbers
+        scores, _ = self._runner.policy.model.score([packed], scorer.logprobs)
         flat = from_last_stage(scores[0].tolist() if scores else [], list[float])
         ends = np.cumsum([len(sequence) for sequence in sequences]).tolist()
         return [flat[end - len(sequence) + 1 : end] for end, sequence in zip(ends, sequences, strict=True)]

@@ -86,7 +86,7 @@ class GradientNorms:
 
     def _log_probability(self, packed: PackedBatch, output: ModelOutput) -> LossSums:
         # Both log-probs are 0 where no loss is carried.
-        logprobs, batch = self.scorer.logprobs(output, packed.sequences), packed.batch
+        logprobs, batch = self.scorer.logprobs(packed, output), packed.batch
         return LossSums(
             loss=logprobs.sum(),
             count=batch.loss_mask.count_nonzero(),

@@ -77,7 +77,7 @@ class Critic:
 
         def loss(packed: PackedBatch, output: ModelOutput) -> LossSums:
             assert packed.returns is not None, "returns come before the first optimizer step"
-            return self.loss(values_of(output, packed.sequences), packed.returns, packed.batch)
+            return self.loss(values_of(packed, output), packed.returns, packed.batch)
 
         return self.learner.gradient(packs, loss)
 

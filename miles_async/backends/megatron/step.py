@@ -39,7 +39,6 @@ from miles_async.backends.megatron.model.forward import Pipeline, Scoring
 from miles_async.backends.megatron.model.output import ModelOutput
 from miles_async.backends.megatron.model.scores import Scorer, values_of
 from miles_async.backends.megatron.packing.pack import PackedBatch, PackLayout, pack_batch
-from miles_async.backends.megatron.packing.routing_replay import Experts
 from miles_async.backends.megatron.step_limits import StepLimits
 from miles_async.errors import ContractViolation
 from miles_async.types import TrainShard
@@ -189,13 +188,13 @@ class StepRunner:
         """Add an array. ``record``: also the chosen experts, which optimizer steps then replay."""
         if not steps:
             return steps
-        scored = model.score([packed.sequences for packs in steps for packed in packs], scoring, record=record)
+        scores, chosen = model.score([packed for packs in steps for packed in packs], scoring, record=record)
         if record:
-            recorded = iter(scored.experts)
-            steps = [[_routed(packed, next(recorded)) for packed in packs] for packs in steps]
-        if not scored.numbers:  # not the last pipeline stage: no loss here
+            experts = iter(chosen)
+            steps = [[dataclasses.replace(packed, experts=next(experts)) for packed in packs] for packs in steps]
+        if not scores:  # not the last pipeline stage: no loss here
             return steps
-        remaining = iter(scored.numbers)
+        remaining = iter(scores)
         return [[_computed(packed, name, next(remaining)) for packed in packs] for packs in steps]
 
     def _trajectories(self, shard: TrainShard) -> Trajectories | None:
@@ -212,7 +211,7 @@ class StepRunner:
         batches = [packed.batch for packs in steps for packed in packs]
         whole = WholeBatch(gather=gather_from_replicas, trajectories=trajectories)
         found = iter(self.objective.prepared(batches, whole))
-        return [[dataclasses.replace(packed, batch=next(found)) for packed in packs] for packs in steps]
+        return [[dataclasses.replace(packed, loss_inputs=next(found)) for packed in packs] for packs in steps]
 
     def _scaled_step(self, scale: StepScale, sums: Mapping[str, Tensor]) -> float:
         """Make an optimizer step with a scaled learning rate; return the factor. ``sums``: this rank's. Collective."""
@@ -224,20 +223,19 @@ class StepRunner:
 
     def _loss(self, index: int, packed: PackedBatch, output: ModelOutput) -> LossSums:
         objective, batch = self.objective, packed.batch
-        scores = self.scorer(output, packed.sequences, entropy="entropy" in objective.needs)
-        logprobs = scores.logprobs
-        if scores.entropy is not None:
-            batch = batch.with_computed("entropy", scores.entropy.detach())
+        logprobs, entropy = self.scorer(packed, output, entropy="entropy" in objective.needs)
+        if entropy is not None:
+            batch = batch.with_computed("entropy", entropy.detach())
         before = batch.computed.get("old_logprobs") if objective.old_policy == "trainer" else None
         if before is None and index == 0 and objective.sampled:
             before = logprobs.detach()
         if before is not None and objective.old_policy == "trainer":
             batch = batch.with_computed("old_logprobs", before)
         progress = (self.policy.scheduler.num_steps - 1) / self.total_steps  # which counts this step already
-        sums = objective(logprobs, batch, entropy=scores.entropy, progress=progress)
+        sums = objective(logprobs, batch, entropy=entropy, progress=progress)
         loss, of_ahead = sums.loss, {}
         if output.ahead:
-            misses = -self.scorer.ahead(output, packed.sequences).mean(0)
+            misses = -self.scorer.ahead(packed, output).mean(0)
             loss = loss + self.mtp_loss_scaling_factor * objective.aggregation(misses, packed.batch)[0]
             of_ahead = {"mtp_loss": (misses.detach() * packed.batch.loss_mask).sum()}
         metrics = {
@@ -251,15 +249,16 @@ class StepRunner:
         return dataclasses.replace(sums, loss=loss, metrics=metrics)
 
     def _counts(self, packed: PackedBatch) -> dict[str, Tensor]:
-        counts = {"tokens": packed.sequences.num_tokens, "loss_tokens": packed.loss_tokens}
+        carries_loss = packed.batch.loss_mask != 0
+        counts = {"tokens": packed.num_tokens, "loss_tokens": int(carries_loss.sum())}
         if self.kept is not None:
-            versions = packed.batch.weight_versions[packed.batch.loss_mask != 0]
+            versions = packed.batch.weight_versions[carries_loss]
             counts[f"{MEAN}unkept_version_fraction"] = int((self.kept.scoring(versions) != versions).sum())
         return {name: torch.tensor(float(count), device=self.device) for name, count in counts.items()}
 
 
 def _computed(packed: PackedBatch, name: Need, values: Tensor) -> PackedBatch:
-    return dataclasses.replace(packed, batch=packed.batch.with_computed(name, values))
+    return dataclasses.replace(packed, loss_inputs=packed.batch.with_computed(name, values))
 
 
 def _merged(packed: PackedBatch, scored: PackedBatch, by_this: Tensor) -> PackedBatch:
@@ -268,10 +267,6 @@ def _merged(packed: PackedBatch, scored: PackedBatch, by_this: Tensor) -> Packed
     if before is None or now is None:
         return scored
     return _computed(scored, "old_logprobs", torch.where(by_this, now, before))
-
-
-def _routed(packed: PackedBatch, experts: Experts) -> PackedBatch:
-    return dataclasses.replace(packed, sequences=dataclasses.replace(packed.sequences, experts=experts))
 
 
 def _check_loss_tokens(reduced: Mapping[str, Tensor], promised: int, version: int) -> None:

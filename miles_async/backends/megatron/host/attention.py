@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from miles_async.backends.megatron.host.padded_groups import PaddedGroup, padded_groups
-from miles_async.backends.megatron.packing.context_split import gathered_order
+from miles_async.backends.megatron.packing.positions import gathered_order
 from miles_async.backends.megatron.packing.shared_prefixes import SharedPrefixes
 
 

@@ -218,8 +218,8 @@ def _loss(module: Module, hidden: torch.Tensor, request: StageRequest) -> torch.
     output = output_of(module, hidden)
     packed = pack_sequences([[0] * len(output.hidden)], PackLayout(), torch.device("cpu"))
     scorer = Scorer(temperature=request.temperature, chunk=request.logprob_chunk)
-    loss = scorer(output, packed, entropy=request.entropy).logprobs.sum()
-    return loss + scorer.ahead(output, packed).sum() if output.ahead else loss
+    loss = scorer(packed, output, entropy=request.entropy)[0].sum()
+    return loss + scorer.ahead(packed, output).sum() if output.ahead else loss
 
 
 @contextlib.contextmanager

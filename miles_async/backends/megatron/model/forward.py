@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,35 +18,24 @@ from torch.nn import Module
 
 from miles_async.algorithms.objective import LossSums
 from miles_async.backends.megatron.model.output import ModelOutput, output_of
-from miles_async.backends.megatron.packing.pack import PackedBatch, PackedSequences
-from miles_async.backends.megatron.packing.routing_replay import Experts, Routers
+from miles_async.backends.megatron.packing.pack import PackedBatch
+from miles_async.backends.megatron.packing.routing_replay import Routers
 from miles_async.backends.megatron.packing.shared_prefixes import rotary_positions
 
 LossFunction = Callable[[PackedBatch, ModelOutput], LossSums]
 """(micro-batch, output of the model) → sums over the micro-batch."""
 
-Scoring = Callable[[ModelOutput, PackedSequences], Tensor]
-"""(output of the model, micro-batch) → a number for each of its tokens, [N]."""
+Scoring = Callable[[PackedBatch, ModelOutput], Tensor]
+"""(micro-batch, output of the model) → a number for each of its tokens, [N]."""
 
-OfOutput = Callable[[ModelOutput], Any]
-"""Function of a micro-batch's output on the last pipeline stage."""
+OfOutput = Callable[[PackedBatch, ModelOutput], Any]
+"""Either of both, on the last pipeline stage."""
 
+Recorded = dict[int, Tensor]
+"""Experts that routers chose for a micro-batch, by layer."""
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Results of a scoring pass, one per micro-batch."""
-
-    numbers: list[Tensor]  # float32 [N], on the last pipeline stage; empty on the others
-    experts: list[Experts]  # chosen by this rank's routers, if recorded; else empty
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One micro-batch on its way through this rank's pipeline stages."""
-
-    packed: PackedSequences
-    of_output: OfOutput
-    recorded: dict[int, Tensor] | None = None  # experts by layer, if they are recorded
+MicroBatch = tuple[PackedBatch, OfOutput, Recorded | None]
+"""On its way through this rank's pipeline stages; ``Recorded``: to fill in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +43,21 @@ class Pipeline:
     """This rank's part of a model: one module, or one per virtual pipeline stage."""
 
     modules: Sequence[Module]
-    filler: PackedSequences  # a micro-batch without tokens, with experts where they are replayed
+    filler: PackedBatch  # a micro-batch without tokens, with experts where they are replayed
     routers: Mapping[Module, Routers] = field(default_factory=dict)
     inside: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to score
     before_training: Callable[[], None] = lambda: None  # before gradients of an optimizer step; collective
 
-    def score(self, packs: Sequence[PackedSequences], scoring: Scoring, *, record: bool = False) -> Scored:
-        """Numbers of tokens, and the experts of each micro-batch if ``record``. Collective."""
-
-        def of_output(packed: PackedSequences, output: ModelOutput) -> Tensor:
-            return scoring(output, packed)
-
-        passes = [Pass(packed, partial(of_output, packed), {} if record else None) for packed in packs]
+    def score(
+        self, packs: Sequence[PackedBatch], scoring: Scoring, *, record: bool = False
+    ) -> tuple[list[Tensor], list[Recorded]]:
+        """Return each micro-batch's float32 [N], on the last pipeline stage, and if ``record`` the experts that this
+        rank's routers chose for it. Collective.
+        """
+        recorded: list[Recorded] = [{} for _ in packs] if record else []
         with torch.no_grad(), _evaluating(self.modules), self.inside():
-            numbers = self._run(passes, forward_only=True)
-        return Scored(numbers, [each.recorded or {} for each in passes])
+            numbers = self._run(packs, scoring, recorded, forward_only=True)
+        return numbers, recorded
 
     def accumulate_gradients(self, packs: Sequence[PackedBatch], loss: LossFunction) -> list[Mapping[str, Tensor]]:
         """Run forward and backward of one optimizer step. Gradients are reduced over ranks, and divided by the total
@@ -84,18 +73,20 @@ class Pipeline:
             return sums.loss, count.int(), sums.metrics
 
         self.before_training()
-        return self._run([Pass(packed.sequences, partial(of_output, packed)) for packed in packs], forward_only=False)
+        return self._run(packs, of_output, [], forward_only=False)
 
-    def _run(self, passes: Sequence[Pass], *, forward_only: bool) -> list[Any]:
-        """Results of ``of_output``, one per micro-batch, on the last stage."""
-        micro_batches = list(passes)
+    def _run(
+        self, packs: Sequence[PackedBatch], of_output: OfOutput, recorded: Sequence[Recorded], *, forward_only: bool
+    ) -> list[Any]:
+        """Results of ``of_output``, one per micro-batch, on the last stage. ``recorded``: to fill in, or empty."""
+        micro_batches: list[MicroBatch] = [(packed, of_output, into) for packed, into in zip_longest(packs, recorded)]
         if len(self.modules) > 1:  # the interleaved schedule needs a multiple of the stages
-            missing = -len(passes) % parallel_state.get_pipeline_model_parallel_world_size()
+            missing = -len(packs) % parallel_state.get_pipeline_model_parallel_world_size()
             # With gradients, either all micro-batches replay experts or none.
-            filler = self.filler if passes[0].packed.experts else dataclasses.replace(self.filler, experts=None)
+            filler = self.filler if packs[0].experts else dataclasses.replace(self.filler, experts=None)
             # Fillers come first: the last micro-batch's gradients start reductions (--overlap-grad-reduce), and a
             # filler gives the output layer none.
-            micro_batches = [Pass(filler, _no_loss)] * missing + micro_batches
+            micro_batches = [(filler, _no_loss, None)] * missing + micro_batches
         iterators = [iter(micro_batches) for _ in self.modules]
         try:
             results = get_forward_backward_func()(
@@ -103,7 +94,7 @@ class Pipeline:
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=list(self.modules),
                 num_microbatches=len(micro_batches),
-                seq_length=max(each.packed.tokens.shape[1] for each in micro_batches),
+                seq_length=max(packed.tokens.shape[1] for packed, *_ in micro_batches),
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
@@ -111,20 +102,19 @@ class Pipeline:
         finally:
             for routers in self.routers.values():
                 routers.forget()
-        return list(results[-len(passes) :])
+        return list(results[-len(packs) :])
 
-    def _forward_step(self, micro_batches: Iterator[Pass], module: Module) -> tuple[Tensor, Callable[..., Any]]:
-        each = next(micro_batches)
-        packed = each.packed
+    def _forward_step(self, micro_batches: Iterator[MicroBatch], module: Module) -> tuple[Tensor, Callable[..., Any]]:
+        packed, of_output, recorded = next(micro_batches)
         routers = self.routers.get(module)
-        choosing = routers.choosing(packed.experts, each.recorded, packed.tokens.device) if routers else nullcontext()
+        choosing = routers.choosing(packed.experts, recorded, packed.tokens.device) if routers else nullcontext()
         with choosing, rotary_positions(module, packed.attention, packed.position_ids[0]):
             output = module(packed.tokens, packed.position_ids, None, packed_seq_params=packed.attention)
         # With forward_only, the schedule passes non_loss_data=True and stores the result.
-        return output, lambda hidden, **_: each.of_output(output_of(module, hidden))
+        return output, lambda hidden, **_: of_output(packed, output_of(module, hidden))
 
 
-def _no_loss(output: ModelOutput) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+def _no_loss(packed: PackedBatch, output: ModelOutput) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
     """A filler's loss: 0, with zero gradients for earlier stages."""
     nothing = torch.zeros((), dtype=torch.int, device=output.hidden.device)
     return output.hidden[:0].sum(), nothing, {}

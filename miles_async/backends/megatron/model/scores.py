@@ -11,15 +11,7 @@ from torch import Tensor
 
 from miles_async.backends.megatron.model.output import ModelOutput
 from miles_async.backends.megatron.model.vocab_logprobs import VocabSettings, vocab_logprobs
-from miles_async.backends.megatron.packing.pack import PackedSequences
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scores:
-    """fp32 [N], differentiable: entry ``i`` is for ``tokens[i]`` given its prefix, 0 where no log-prob is needed."""
-
-    logprobs: Tensor
-    entropy: Tensor | None  # of the distribution that the token is drawn from; None if not asked for
+from miles_async.backends.megatron.packing.pack import PackedBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,24 +21,25 @@ class Scorer:
     temperature: float
     chunk: int  # tokens whose logits exist at one time
 
-    def __call__(self, output: ModelOutput, packed: PackedSequences, *, entropy: bool = False) -> Scores:
-        """Score on the last pipeline stage. Collective over tensor- and context-parallel ranks.
+    def __call__(
+        self, packed: PackedBatch, output: ModelOutput, *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and, if asked for, entropies of the distributions that the tokens are drawn from: fp32 [N],
+        differentiable. Entry ``i`` is for ``tokens[i]`` given its prefix, 0 where no log-prob is needed.
 
-        Every context-parallel rank gets all values; gradients go to the rank that computed the value.
+        On the last pipeline stage. Collective over tensor- and context-parallel ranks. Every context-parallel rank gets
+        all values; gradients go to the rank that computed the value.
         """
         settings = self._settings(output, entropy=entropy)
         hidden = output.hidden[packed.rows]
         logprobs, entropies = vocab_logprobs(hidden, output.weight, packed.labels, settings, packed.row_of)
-        return Scores(
-            logprobs=_scatter(logprobs, packed),
-            entropy=None if entropies is None else _scatter(entropies, packed),
-        )
+        return _scatter(logprobs, packed), None if entropies is None else _scatter(entropies, packed)
 
-    def logprobs(self, output: ModelOutput, packed: PackedSequences) -> Tensor:
+    def logprobs(self, packed: PackedBatch, output: ModelOutput) -> Tensor:
         """The log-probs alone."""
-        return self(output, packed).logprobs
+        return self(packed, output)[0]
 
-    def ahead(self, output: ModelOutput, packed: PackedSequences) -> Tensor:
+    def ahead(self, packed: PackedBatch, output: ModelOutput) -> Tensor:
         """Log-probs of the same tokens by each layer for multi-token prediction, fp32 [layers, N]: layer ``k``, from 1,
         predicted them k tokens earlier than the policy; 0 where there was no such token. The output layer gets no
         gradient.
@@ -71,7 +64,7 @@ class Scorer:
         )
 
 
-def values_of(output: ModelOutput, packed: PackedSequences) -> Tensor:
+def values_of(packed: PackedBatch, output: ModelOutput) -> Tensor:
     """A critic's values, fp32 [N]: entry ``i`` is for the prefix of ``tokens[i]``, 0 where no log-prob is needed.
 
     On the last pipeline stage. Collective over context-parallel ranks, as :class:`Scorer` is.
@@ -80,7 +73,7 @@ def values_of(output: ModelOutput, packed: PackedSequences) -> Tensor:
     return _scatter(values[packed.row_of], packed)
 
 
-def _scatter(values: Tensor, packed: PackedSequences) -> Tensor:
+def _scatter(values: Tensor, packed: PackedBatch) -> Tensor:
     """Scatter values of the scored tokens, [n], to all tokens, [N], and add context-parallel ranks' values."""
     own = values.new_zeros(packed.num_tokens).index_put((packed.scored,), values)
     # Sums over the group; gradients pass unchanged.

@@ -8,14 +8,14 @@ With ``--share-prefixes`` samples that begin with the same tokens have one posit
 follows, has none.
 
 Under context parallelism every sample is padded to a multiple of 2 × ranks, and each rank gets its part of every sample
-(``context_split``). What goes into the model is split; arrays for the loss are whole on every rank, in the order of the
+(``positions``). What goes into the model is split; arrays for the loss are whole on every rank, in the order of the
 tokens, and each rank knows which tokens' log-probs come from its part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,17 +23,16 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from miles_async.api import Need, TokenBatch
-from miles_async.backends.megatron.packing.context_split import positions_of_rank
+from miles_async.backends.megatron.packing.positions import positions_of_rank, share_places
 from miles_async.backends.megatron.packing.routing_replay import Experts, RoutingLayout, replayed_experts
-from miles_async.backends.megatron.packing.shared_places import share_places
 from miles_async.backends.megatron.packing.shared_prefixes import SharedPrefixes
 from miles_async.train_data.batch import token_advantages
 from miles_async.types import RoutedExperts, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedSequences:
-    """One forward pass on one rank. N tokens of sequences; T positions with padding, of which this rank has T / CP.
+class PackedBatch:
+    """One micro-batch: N tokens of sequences; T positions with padding, of which this rank has T / CP.
 
     T is less than N where prefixes are shared.
     """
@@ -47,6 +46,14 @@ class PackedSequences:
     attention: PackedSeqParams  # of all T positions
     num_tokens: int  # N
     experts: Experts | None = None  # to replay, of the positions that this rank's routers see; None: they choose
+    loss_inputs: TokenBatch | None = None  # None: scored only
+    returns: Tensor | None = None  # float32 [N], for a critic, on the last pipeline stage
+
+    @property
+    def batch(self) -> TokenBatch:
+        """Inputs of the loss."""
+        assert self.loss_inputs is not None, "packed to be scored only"
+        return self.loss_inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,16 +67,6 @@ class PackLayout:
     routing: RoutingLayout | None = None  # None: nothing is replayed
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackedBatch:
-    """One micro-batch to train on: for the model, and for the loss."""
-
-    sequences: PackedSequences
-    batch: TokenBatch
-    loss_tokens: int
-    returns: Tensor | None = None  # float32 [N], for a critic, on the last pipeline stage
-
-
 def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, device: torch.device) -> PackedBatch:
     """Pack a micro-batch for the step from ``target_version``, with nothing computed yet by the trainer."""
     carries_loss = batch.loss_mask != 0
@@ -77,9 +74,9 @@ def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, devic
     computed: dict[Need, Tensor] = {}
     if batch.teacher_logprobs is not None:
         computed["teacher_logprobs"] = _tensor(batch.teacher_logprobs, torch.float32, device)
-    return PackedBatch(
-        sequences=_pack(batch.tokens, batch.offsets, carries_loss, layout, device, batch.routed_experts),
-        batch=TokenBatch(
+    return replace(
+        _pack(batch.tokens, batch.offsets, carries_loss, layout, device, batch.routed_experts),
+        loss_inputs=TokenBatch(
             tokens=_tensor(batch.tokens, torch.int64, device),
             offsets=_tensor(batch.offsets, torch.int64, device),
             loss_mask=_tensor(carries_loss, torch.float32, device),
@@ -92,18 +89,17 @@ def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, devic
             target_version=target_version,
             computed=computed,
         ),
-        loss_tokens=int(np.count_nonzero(carries_loss)),
     )
 
 
-def pack_sequences(sequences: Sequence[Sequence[int]], layout: PackLayout, device: torch.device) -> PackedSequences:
+def pack_sequences(sequences: Sequence[Sequence[int]], layout: PackLayout, device: torch.device) -> PackedBatch:
     """Pack token sequences, of which all tokens are scored."""
     offsets = np.cumsum([0, *(len(sequence) for sequence in sequences)])
     tokens = np.fromiter((token for sequence in sequences for token in sequence), dtype=np.int64, count=offsets[-1])
     return _pack(tokens, offsets, np.ones(len(tokens), dtype=bool), layout, device)
 
 
-def pack_filler(layout: PackLayout, device: torch.device) -> PackedSequences:
+def pack_filler(layout: PackLayout, device: torch.device) -> PackedBatch:
     """Pack no sequence at all; with experts where they are replayed."""
     nothing = np.zeros(0, dtype=np.int64)
     experts = None
@@ -119,7 +115,7 @@ def _pack(
     layout: PackLayout,
     device: torch.device,
     experts: RoutedExperts | None = None,
-) -> PackedSequences:
+) -> PackedBatch:
     """``needed``: bool [N], the tokens that get a log-prob if a prefix predicts them."""
     lengths = np.diff(offsets)
     depths = np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)
@@ -158,7 +154,7 @@ def _pack(
         token_at[places] = np.arange(len(tokens))
         token_at[places[offsets[1:] - 1]] = -1  # no engine has read the last token, and nothing follows from it
         replayed = replayed_experts(experts, token_at[held], layout.routing)
-    return PackedSequences(
+    return PackedBatch(
         tokens=_tensor(all_tokens[held], torch.int64, device)[None],
         position_ids=_tensor(positions[held], torch.int64, device)[None],
         scored=_tensor(scored, torch.int64, device),
