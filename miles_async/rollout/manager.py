@@ -19,7 +19,6 @@ import structlog
 
 from miles_async.api import Metrics
 from miles_async.errors import StalledError, first_error
-from miles_async.rollout.batches import BatchMaker
 from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
 from miles_async.rollout.dispatcher import Dispatcher
 from miles_async.rollout.dumps import RolloutDump
@@ -28,6 +27,7 @@ from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards
 from miles_async.seams import PromptSource
 from miles_async.staleness.ledger import Balance, Ledger
+from miles_async.train_data.batch_maker import BatchMaker
 from miles_async.types import EngineStats, Group, PreparedBatch, RolloutStats, TrainShard
 
 log = structlog.get_logger(__name__)

@@ -21,7 +21,6 @@ from miles_async.errors import first_error
 from miles_async.ledger.schedule import ScheduleWriter
 from miles_async.ledger.writer import LedgerWriter
 from miles_async.rewards.guard import GuardedReward
-from miles_async.rollout.batches import BatchMaker, RecordBatch
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import Decoder, SingleTurnGenerate, sampling_parameters
@@ -42,6 +41,7 @@ from miles_async.simulation.settings import SimulationSettings
 from miles_async.simulation.trainer import SimulatedTrainer
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.staleness.oldest_versions import OldestVersions
+from miles_async.train_data.batch_maker import BatchMaker, RecordBatch
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.distributed.driver import DistributedTransport
 from miles_async.weights.transports.spec import DriverSide

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from miles_async.train_data.balance import Float64, Ranks, balance
+from miles_async.train_data.balance import Bin, Float64, Ranks, balance, pack
 from miles_async.train_data.batch import BranchTable
-from miles_async.train_data.packing import Bin, pack
 from miles_async.types import Int64
 
 

@@ -9,12 +9,12 @@ from miles_async.algorithms.registry import advantage_estimator
 from miles_async.arguments import Arguments, RolloutArguments, StalenessArguments
 from miles_async.arguments.model_files import read_config
 from miles_async.ledger.schedule import Record, RecordedPool
-from miles_async.rollout.batches import BatchMaker, RecordBatch
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.events import PoolObserver
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.train_data import work
+from miles_async.train_data.batch_maker import BatchMaker, RecordBatch
 
 
 def make_pool(

@@ -23,7 +23,7 @@ from miles_async.rollout.sample_guard import check_sample
 from miles_async.runtime.detokenize import decode_tokens
 from miles_async.staleness.versions import group_of, token_versions
 from miles_async.train_data.batch import tabulate
-from miles_async.train_data.dp_split import split
+from miles_async.train_data.batch_maker import BatchMaker
 from miles_async.train_data.metrics import age_histogram, batch_metrics
 from miles_async.types import Attempt, Group, Prompt, Sample, TrainShard
 from tests.benchmarks.report import Row
@@ -36,6 +36,15 @@ MICRO_BATCH = 16_384  # tokens
 PAYLOAD = 4 + 1 + 4 + 4  # bytes per token that the trainer gets
 PROMPT = Prompt(prompt_id="0", token_ids=tuple(range(64)), text="")
 VERSIONS = partial(token_versions, dispatch_version=VERSION, tokens_in_flight=1)
+
+
+MAKER = BatchMaker(
+    estimator=lambda groups: np.zeros(sum(len(group.samples) for group in groups), np.float32),
+    dp_size=RANKS,
+    max_tokens=MICRO_BATCH,
+    samples_per_optimizer_step=None,
+    bound=None,
+)
 
 
 def cpu_seconds(call: Callable[[], object], *, least: float = 0.5) -> float:
@@ -125,9 +134,9 @@ def finished(groups: list[Group]) -> list[Group]:
 
 
 def to_shards(groups: list[Group]) -> tuple[TrainShard, ...]:
-    """As ``rollout.batches`` does, with advantages of zero."""
-    table = tabulate(groups, np.zeros(sum(len(group.samples) for group in groups), np.float32))
-    shards = split(table, RANKS, MICRO_BATCH, None, VERSION)
+    """As ``BatchMaker.make`` does, with advantages of zero."""
+    table = tabulate(groups, MAKER.estimator(groups))
+    shards = MAKER.split(table, VERSION)
     batch_metrics(groups, table, VERSION)
     age_histogram(table, VERSION)
     return shards

@@ -271,7 +271,7 @@ def test_empty_micro_batches_are_allowed(seen: dict[str, Any]) -> None:
 
 
 def test_a_micro_batch_of_one_token_without_loss_changes_nothing(seen: dict[str, Any]) -> None:
-    """The filler of ``train_data.dp_split``, where a rank has fewer sequences than others have micro-batches."""
+    """The filler of ``train_data.batch_maker``, where a rank has fewer sequences than others have micro-batches."""
     for name in ("loss", "grad_norm", "loss_tokens"):
         assert seen["with filler"][name] == pytest.approx(seen["without filler"][name], rel=1e-6)
     assert seen["with filler"]["tokens"] == seen["without filler"]["tokens"] + 1

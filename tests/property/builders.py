@@ -8,7 +8,9 @@ import msgspec
 import numpy as np
 
 from miles_async.staleness.versions import group_of
-from miles_async.types import NO_VERSION, Attempt, Branch, FinishReason, Group, Prompt, Sample
+from miles_async.train_data.batch import BranchTable
+from miles_async.train_data.batch_maker import BatchMaker
+from miles_async.types import NO_VERSION, Attempt, Branch, FinishReason, Group, Prompt, Sample, TrainShard
 
 
 def make_prompt(prompt_id: str = "prompts.jsonl:0") -> Prompt:
@@ -71,3 +73,26 @@ def make_group(
     rewards = [1.0] * len(versions) if rewards is None else rewards
     samples = [make_sample(of_sample, reward=reward) for of_sample, reward in zip(versions, rewards, strict=True)]
     return group_of(attempt, samples)
+
+
+def split(
+    table: BranchTable,
+    dp_size: int,
+    max_tokens: int,
+    samples_per_optimizer_step: int | None,
+    target_version: int,
+    *,
+    quadratic_work: float = 0.0,
+    share_prefixes: bool = False,
+) -> tuple[TrainShard, ...]:
+    """The shards of a table, as a run with these settings makes them."""
+    maker = BatchMaker(
+        estimator=lambda groups: np.zeros(0, np.float32),
+        dp_size=dp_size,
+        max_tokens=max_tokens,
+        quadratic_work=quadratic_work,
+        samples_per_optimizer_step=samples_per_optimizer_step,
+        bound=None,
+        share_prefixes=share_prefixes,
+    )
+    return maker.split(table, target_version)

@@ -11,8 +11,16 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import example, given
 
-from miles_async.train_data.balance import MANY, Ranks, balance, exchanged, largest_differencing, longest_first
-from miles_async.train_data.packing import pack, split_to
+from miles_async.train_data.balance import (
+    MANY,
+    Ranks,
+    balance,
+    exchanged,
+    largest_differencing,
+    longest_first,
+    pack,
+    split_to,
+)
 from miles_async.train_data.work import sequence_work
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)

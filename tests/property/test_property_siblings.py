@@ -9,8 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from miles_async.train_data.balance import Ranks, balance
-from miles_async.train_data.packing import pack
+from miles_async.train_data.balance import Ranks, balance, pack
 from miles_async.train_data.siblings import Siblings, balance_siblings
 from miles_async.train_data.work import sequence_work
 

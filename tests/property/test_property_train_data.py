@@ -14,11 +14,11 @@ from hypothesis import given
 
 from miles_async.algorithms.advantages.estimators import grpo, rloo
 from miles_async.staleness.versions import group_of
+from miles_async.train_data.balance import pack, split_to
 from miles_async.train_data.batch import BranchTable, part, tabulate, token_advantages
-from miles_async.train_data.dp_split import FILLER, split
-from miles_async.train_data.packing import pack, split_to
+from miles_async.train_data.batch_maker import FILLER
 from miles_async.types import NO_VERSION, Float32, TrainBatch, TrainShard
-from tests.property.builders import make_attempt, make_sample
+from tests.property.builders import make_attempt, make_sample, split
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 

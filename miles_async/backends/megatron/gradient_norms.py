@@ -37,7 +37,7 @@ from miles_async.backends.megatron.model.scores import Scorer
 from miles_async.backends.megatron.packing.pack import PackedBatch, PackLayout, pack_batch
 from miles_async.runtime.rank_records import gather_records
 from miles_async.train_data.batch import part
-from miles_async.train_data.dp_split import FILLER
+from miles_async.train_data.batch_maker import FILLER
 from miles_async.types import TrainBatch, TrainShard
 
 CHUNK = 2**24  # elements of a gradient that are squared at one time, in float64

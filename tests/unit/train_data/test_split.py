@@ -18,11 +18,11 @@ from miles_async.algorithms.advantages.estimators import Grpo
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.errors import ConfigurationError, ContractViolation, VersionUnknownError
 from miles_async.staleness.versions import group_of
+from miles_async.train_data.balance import pack, split_to
 from miles_async.train_data.batch import BranchTable, tabulate, token_advantages
-from miles_async.train_data.dp_split import FILLER, split
-from miles_async.train_data.packing import pack, split_to
+from miles_async.train_data.batch_maker import FILLER
 from miles_async.types import NO_VERSION, Branch, Sample, TrainBatch
-from tests.property.builders import make_attempt, make_sample
+from tests.property.builders import make_attempt, make_sample, split
 
 
 def table_of(response_lengths: list[int]) -> BranchTable:

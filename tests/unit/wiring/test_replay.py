@@ -20,8 +20,8 @@ from miles_async.arguments.config_file import to_toml
 from miles_async.cli import main
 from miles_async.errors import ContractViolation, ReplayDifference, ScheduleError
 from miles_async.ledger.schedule import BatchFrame, Cut, Finished, Frame, PoolFrame, ScheduleWriter
-from miles_async.rollout.batches import BatchMaker
 from miles_async.runtime.files.run_directory import CONFIG_FILE, SCHEDULE_FILE
+from miles_async.train_data.batch_maker import BatchMaker
 from miles_async.types import TrainBatch
 from miles_async.wiring.decisions import make_pool
 from miles_async.wiring.replay import Replay

@@ -11,7 +11,7 @@ import pytest
 from miles_async.algorithms.advantages.estimators import Grpo
 from miles_async.arguments import AlgorithmArguments
 from miles_async.errors import ConfigurationError, ContractViolation
-from miles_async.rollout.batches import BatchMaker
+from miles_async.train_data.batch_maker import BatchMaker
 from miles_async.types import Group
 from tests.property.builders import make_group
 
