@@ -20,14 +20,15 @@ Bin = list[int]
 """Indices of the sequences of a micro-batch."""
 
 Ranks = list[list[Bin]]
-"""Micro-batches of each rank; one that has fewer sequences than others have micro-batches may have fewer."""
+"""Micro-batches of each rank. A rank with fewer sequences than others have micro-batches may have fewer."""
 
 
 def balance(lengths: Sequence[int], work: Float64, ranks: int, max_tokens: int) -> Ranks:
-    """Every index of ``lengths`` in one micro-batch of one rank. The heaviest rank decides how long a step takes.
+    """Assign every index of ``lengths`` to one micro-batch of one rank, so that the heaviest rank, which decides how
+    long a step takes, is light.
 
-    The better of two ways. Sharing out first nearly always wins; packing first may, with few sequences per rank, or
-    needs fewer micro-batches for the same work. Equal input gives equal output.
+    Takes the better of two plans. Sharing out first nearly always wins; with few sequences per rank, packing first may
+    win or need fewer micro-batches for the same work. Deterministic.
 
     Args:
         lengths: tokens of each sequence.
@@ -49,7 +50,7 @@ def balance(lengths: Sequence[int], work: Float64, ranks: int, max_tokens: int) 
 
 
 def share_then_pack(lengths: Sequence[int], work: Float64, ranks: int, max_tokens: int) -> Ranks:
-    """Sequences are shared out by work, then each rank packs its own."""
+    """Share out sequences by work; then each rank packs its own."""
     plan: Ranks = []
     shared = largest_differencing if len(work) < MANY * ranks else longest_first
     for share in exchanged(shared(work, ranks), work):
@@ -60,7 +61,7 @@ def share_then_pack(lengths: Sequence[int], work: Float64, ranks: int, max_token
 
 
 def pack_then_share(lengths: Sequence[int], ranks: int, max_tokens: int) -> Ranks:
-    """Pack all sequences, then deal out micro-batches, as many to each rank.
+    """Pack all sequences, then deal out equally many micro-batches to each rank.
 
     In rounds of one per rank, most tokens first, the largest of a round goes to the rank with the fewest tokens.
     """
@@ -79,7 +80,7 @@ def pack_then_share(lengths: Sequence[int], ranks: int, max_tokens: int) -> Rank
 
 
 def longest_first(work: Float64, parts: int) -> list[list[int]]:
-    """Indices in ``parts`` lists: the most work first, each to the part with the least so far. A list may be empty.
+    """Indices in ``parts`` lists: the most work first, each to the list with the least so far. A list may be empty.
 
     Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): sums differ by the work of one sequence at most.
 
@@ -130,7 +131,7 @@ def largest_differencing(work: Float64, parts: int) -> list[list[int]]:
 
 
 def exchanged(parts: list[list[int]], work: Float64) -> list[list[int]]:
-    """The parts after moves and swaps of single sequences, each of which makes the heaviest part lighter."""
+    """Move and swap single sequences as long as that makes the heaviest part lighter."""
     parts = [list(part) for part in parts]
     sums = np.array([work[part].sum() for part in parts])
     while sums.max() > GOOD_ENOUGH * sums.mean():
@@ -150,7 +151,7 @@ def exchanged(parts: list[list[int]], work: Float64) -> list[list[int]]:
 def _best_exchange(
     parts: list[list[int]], work: Float64, sums: Float64, heaviest: int, other: int
 ) -> tuple[float, int, int, int]:
-    """(heavier of both parts after it, the other part, position given, position taken, or its length for none)."""
+    """(heavier of both parts afterwards, other part, position given, position taken or else the part's length)."""
     taken = np.append(work[parts[other]], 0.0)
     difference = work[parts[heaviest]][:, None] - taken[None, :]
     heavier = np.maximum(sums[heaviest] - difference, sums[other] + difference)
@@ -175,7 +176,7 @@ def _unroll(unions: dict[int, tuple[int, int, npt.NDArray[np.intp]]], count: int
 
 
 def pack(lengths: Sequence[int], max_tokens: int) -> list[Bin]:
-    """Every index of ``lengths`` in exactly one bin of at most ``max_tokens``; few bins. A longer one has its own.
+    """Assign every index of ``lengths`` to one of few bins of at most ``max_tokens``; a longer sequence has its own.
 
     Best fit decreasing: longest first, each into the fullest bin that still takes it, at most 11/9 of the
     optimal number of bins plus a constant (Johnson et al. 1974), in O(n log n) comparisons. Equal lengths
@@ -199,10 +200,7 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[Bin]:
 
 
 def split_to(bins: list[Bin], lengths: Sequence[int], count: int) -> list[Bin]:
-    """At least ``len(bins)`` bins made ``count`` by halving the largest that hold several samples.
-
-    Fewer than ``count`` come back only if there are not that many samples.
-    """
+    """Halve the largest bins that hold several sequences until there are ``count``, or no more sequences to part."""
     queue = [(-sum(lengths[i] for i in members), number, members) for number, members in enumerate(bins)]
     heapq.heapify(queue)
     done: list[Bin] = []

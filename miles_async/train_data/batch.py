@@ -1,11 +1,10 @@
-"""Branches of samples, and flat per-token arrays made of them (M2).
+"""Tables of the branches of a batch, and flat per-token arrays made from them (M2).
 
-What is decided about a batch (ages, ranks, micro-batches) needs lengths, versions and rewards only. So the tokens stay
-where the samples have them, in a ``BranchTable``, until it is known where they go, and are copied once, by ``join``.
-Micro-batches are views of what it returns.
+Ages, ranks and micro-batches are decided from lengths, versions and rewards alone. Until then tokens stay in their
+samples, to which a ``BranchTable`` refers; ``join`` copies them once, and micro-batches are views of its result.
 
-``weight_versions`` travels like every other per-token array, so that the loss and the C1 check see the
-versions of exactly the tokens they work on.
+``weight_versions`` travels like every other per-token array, so that the loss and the C1 check see the versions of
+exactly their tokens.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ class BranchTable:
     lengths: Int64  # [S] tokens
     prompt_lengths: Int64  # [S] tokens before the response
     loss_tokens: Int64  # [S] tokens that carry loss
-    oldest_versions: Int32  # [S] of these, read from the tokens: what C1 is checked on
+    oldest_versions: Int32  # [S] of these, read from the tokens: C1 is checked on them
     newest_versions: Int32  # [S]
-    advantages: Float32  # [S] of the sample, or per token, as in TrainBatch
+    advantages: Float32  # [S] of the sample, or [N] per token, as in TrainBatch
     rewards: Float32  # [S] of the sample
     sample_ids: Int64  # [S] the sample's position in the batch
-    group_ids: Int64  # [S] that of its group
-    routed: bool = False  # experts of every token go with it
-    taught: bool = False  # so do log-probs of a teacher
+    group_ids: Int64  # [S] the group's position in the batch
+    with_experts: bool = False  # join also the experts of every token
+    with_teacher: bool = False  # join also a teacher's log-probs
 
     def join(self, indices: npt.ArrayLike) -> TrainBatch:
         """Flatten the given branches, integers in [0, S), in the given order."""
@@ -53,8 +52,8 @@ class BranchTable:
             rewards=self.rewards[chosen],
             sample_ids=self.sample_ids[chosen],
             group_ids=self.group_ids[chosen],
-            routed_experts=np.concatenate([experts_of(branch) for branch in branches]) if self.routed else None,
-            teacher_logprobs=np.concatenate([teacher_of(branch) for branch in branches]) if self.taught else None,
+            routed_experts=np.concatenate([experts_of(branch) for branch in branches]) if self.with_experts else None,
+            teacher_logprobs=np.concatenate([teacher_of(branch) for branch in branches]) if self.with_teacher else None,
         )
 
     def _advantages(self, chosen: Int64) -> Float32:
@@ -65,21 +64,21 @@ class BranchTable:
 
 
 def tabulate(
-    groups: Sequence[Group], advantages: Float32, *, routed: bool = False, taught: bool = False
+    groups: Sequence[Group], advantages: Float32, *, with_experts: bool = False, with_teacher: bool = False
 ) -> BranchTable:
     """Tabulate the branches of all samples of the groups, in order.
 
     Args:
         groups: at least one.
         advantages: one per sample in the same order, or one per token of all their branches.
-        routed: experts that were chosen for the tokens go with them.
-        taught: so do a teacher's log-probs.
+        with_experts: join also the experts that were chosen for the tokens.
+        with_teacher: join also a teacher's log-probs.
 
     Raises:
-        ConfigurationError: ``routed``, and a sample has no experts; ``taught``, and one has no log-probs of a teacher.
+        ConfigurationError: a sample lacks the experts, or the teacher's log-probs, that are to be joined.
         VersionUnknownError: a branch has no loss token, or one without a version.
-        ContractViolation: a loss token has no finite log-prob or advantage; ``rollout.sample_guard`` and the guards of
-            rewards let none in.
+        ContractViolation: a loss token has no finite log-prob or advantage, despite ``rollout.sample_guard`` and the
+            guards of rewards.
     """
     assert groups, "a batch holds at least one group"
     blocks = [group.columns for group in groups]
@@ -89,9 +88,9 @@ def tabulate(
     sample_ids = in_group + (np.cumsum(sizes) - sizes)[group_ids]
     _refuse("log-prob for every loss token", sample_ids[finite_logprobs == 0])
     branches = tuple(branch for group in groups for sample in group.samples for branch in sample.branches)
-    for branch in branches if routed or taught else ():
-        assert not routed or len(experts_of(branch)) == len(branch.tokens), "experts are not of these tokens"
-        assert not taught or len(teacher_of(branch)) == len(branch.tokens), "a teacher's log-probs are of other tokens"
+    for branch in branches if with_experts or with_teacher else ():
+        assert not with_experts or len(experts_of(branch)) == len(branch.tokens), "experts are not of these tokens"
+        assert not with_teacher or len(teacher_of(branch)) == len(branch.tokens), "log-probs are of other tokens"
     return BranchTable(
         branches=branches,
         lengths=lengths,
@@ -103,13 +102,13 @@ def tabulate(
         rewards=rewards_of(groups)[sample_ids],
         sample_ids=sample_ids,
         group_ids=group_ids,
-        routed=routed,
-        taught=taught,
+        with_experts=with_experts,
+        with_teacher=with_teacher,
     )
 
 
 def experts_of(branch: Branch) -> RoutedExperts:
-    """Experts by which the tokens of a branch passed. Raises ConfigurationError if the branch has none."""
+    """The experts that a branch's tokens passed through. Raises ConfigurationError if it has none."""
     if branch.routed_experts is None:
         raise ConfigurationError(
             "--use-rollout-routing-replay: expected the experts of every token, found a sample without them: it was "
@@ -120,7 +119,7 @@ def experts_of(branch: Branch) -> RoutedExperts:
 
 
 def teacher_of(branch: Branch) -> Float32:
-    """Log-probs of a branch by the teacher. Raises ConfigurationError if it was not asked."""
+    """The teacher's log-probs of a branch. Raises ConfigurationError if it has none."""
     if branch.teacher_logprobs is None:
         raise ConfigurationError(
             "--use-opd: expected the teacher's log-prob of every token, found a sample without them: it was generated "

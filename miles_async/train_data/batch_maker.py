@@ -1,4 +1,4 @@
-"""Groups that were cut → what each data-parallel rank trains on, and what is worth logging about it (M2)."""
+"""Make the groups of a cut into a shard for each data-parallel rank, with metrics (M2)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RecordBatch = Callable[[tuple[Group, ...], tuple[TrainShard, ...], float], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchMaker:
-    """advantages → data-parallel split → packing → flat arrays, as one pure function of the groups."""
+    """A pure function of the groups: advantages → data-parallel split → packing → flat arrays."""
 
     estimator: AdvantageEstimator
     dp_size: int  # ranks
@@ -35,8 +35,8 @@ class BatchMaker:
     samples_per_optimizer_step: int | None  # a sample counts once, whatever its branches; None: all in one step
     bound: int | None  # C1
     share_prefixes: bool = False  # a prompt passes through the model once per micro-batch: keep its samples together
-    routed: bool = False  # experts that engines chose go with the tokens
-    taught: bool = False  # so do log-probs of a teacher
+    with_experts: bool = False  # shards have the experts that engines chose
+    with_teacher: bool = False  # shards have a teacher's log-probs
     record: RecordBatch | None = None  # called with every batch
 
     def make(
@@ -44,8 +44,8 @@ class BatchMaker:
     ) -> PreparedBatch:
         """``put`` stores a shard and returns the reference that crosses processes (``ray.put``).
 
-        Raises ContractViolation if a sample is too old, or is nothing that can be trained on; ConfigurationError if
-        it lacks the experts that are replayed, or the log-probs of a teacher.
+        Raises ContractViolation if a sample is too old or cannot be trained on, ConfigurationError if it lacks the
+        experts to replay or a teacher's log-probs.
         """
         table = self._tabulate(groups)
         return PreparedBatch(
@@ -59,7 +59,7 @@ class BatchMaker:
         )
 
     def shards(self, groups: tuple[Group, ...], target_version: int) -> tuple[TrainShard, ...]:
-        """The shards alone, by data-parallel rank. Raises as :meth:`make`."""
+        """The shards alone, by data-parallel rank. Raises like :meth:`make`."""
         return self._shards(groups, self._tabulate(groups), target_version)
 
     def _shards(self, groups: tuple[Group, ...], table: BranchTable, target_version: int) -> tuple[TrainShard, ...]:
@@ -70,12 +70,12 @@ class BatchMaker:
         return shards
 
     def flatten(self, groups: tuple[Group, ...]) -> TrainBatch:
-        """The whole batch, before it is split: samples in the order of the groups."""
+        """The whole batch before the split, samples in the order of the groups."""
         table = self._tabulate(groups)
         return table.join(range(len(table.branches)))
 
     def _tabulate(self, groups: tuple[Group, ...]) -> BranchTable:
-        return tabulate(groups, self.estimator(groups), routed=self.routed, taught=self.taught)
+        return tabulate(groups, self.estimator(groups), with_experts=self.with_experts, with_teacher=self.with_teacher)
 
     def split(self, table: BranchTable, target_version: int) -> tuple[TrainShard, ...]:
         """One shard per rank; every branch of the batch is in exactly one micro-batch of one of them.
@@ -107,7 +107,7 @@ class BatchMaker:
         """Which of ``indices``, by position, are in which micro-batch of which rank."""
         lengths = table.lengths[indices]
         work = sequence_work(lengths, self.quadratic_work)
-        if table.routed or not self.share_prefixes:  # where experts are replayed, every sample has its own
+        if table.with_experts or not self.share_prefixes:  # where experts are replayed, every sample has its own
             return balance(lengths.tolist(), work, self.dp_size, self.max_tokens)
         siblings = Siblings.of(table, indices)
         prompt_work = sequence_work(siblings.prompt_lengths, self.quadratic_work)
@@ -138,6 +138,6 @@ def _filler(table: BranchTable, index: int) -> TrainBatch:
         rewards=np.zeros(1, dtype=np.float32),
         sample_ids=np.full(1, FILLER, dtype=np.int64),
         group_ids=np.full(1, FILLER, dtype=np.int64),
-        routed_experts=experts_of(branch)[:1].copy() if table.routed else None,
-        teacher_logprobs=np.zeros(1, dtype=np.float32) if table.taught else None,
+        routed_experts=experts_of(branch)[:1].copy() if table.with_experts else None,
+        teacher_logprobs=np.zeros(1, dtype=np.float32) if table.with_teacher else None,
     )

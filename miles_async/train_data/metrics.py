@@ -14,8 +14,8 @@ from miles_async.types import FinishReason, Group, Int64, Sample
 
 
 def batch_metrics(groups: Sequence[Group], table: BranchTable, target_version: int) -> dict[str, float]:
-    """Metrics of the groups of one cut and the table of their branches. Versions come from the samples' tokens, not
-    from the groups' summaries.
+    """Metrics of one cut's groups and their table. Versions come from the samples' tokens, not from the groups'
+    summaries.
 
     - ``reward/mean``; ``response_length/{mean,max}`` in tokens, tool output included;
     - ``truncated_ratio``: samples that didn't end by themselves (length limit or abort, so no EOS);
@@ -23,7 +23,7 @@ def batch_metrics(groups: Sequence[Group], table: BranchTable, target_version: i
     - ``mixed_version_ratio``: samples whose loss tokens came from several versions;
     - ``age/{mean,max}`` over samples, from their oldest loss token to ``target_version``;
     - ``zero_std/{all_zero,all_one}_percentage``: groups, in percent, whose rewards are all 0 / all 1;
-    - ``rollout/aborted_samples``: that these groups go on without, since they had become too old in flight;
+    - ``rollout/aborted_samples``: samples that these groups lost because they became too old in flight;
     - ``rollout/stopped_samples``, ``rollout/length_bias``: see :func:`length_bias`;
     - ``rollout/...``: see :func:`generation_metrics`.
     """
@@ -60,9 +60,8 @@ def batch_metrics(groups: Sequence[Group], table: BranchTable, target_version: i
 def length_bias(groups: Sequence[Group]) -> dict[str, float]:
     """Length bias from stopping the slowest samples of groups (``--extra-samples-per-prompt``); {} if none was.
 
-    ``rollout/length_bias``: mean length of the samples ÷ what it would be at least with those that were stopped, each
-    as long as the longest of its group, since it was still going on when that one was finished. 1: none; less is
-    worse, and the truth may be less than what it says.
+    ``rollout/length_bias``: mean length of the samples ÷ a lower bound of the mean with the stopped ones, each counted
+    as long as the longest of its group, which it had outlasted. 1: no bias; less is worse, and the truth may be lower.
     """
     stopped = np.array([group.stopped for group in groups])
     if not stopped.any():
@@ -78,14 +77,14 @@ _CALLS = ("turns", "chunks", "constrained_turns")
 
 
 def generation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Metrics of generation, and numbers noted in the samples' metadata; absent or non-numeric notes are left out.
+    """Metrics of generation, and numbers from the samples' metadata; absent or non-numeric values are left out.
 
     - ``rollout/finish_reason/{stop,length,abort}``: shares of samples;
     - ``rollout/branches/mean``: per sample; more than 1 where agents edited or truncated their history;
-    - ``rollout/turns/{mean,max}``, ``rollout/chunks/mean``: generation calls per trajectory, without and with those
-      that went on after a publication had aborted them; ``rollout/constrained_turns/mean``: those under a grammar;
+    - ``rollout/turns/{mean,max}``, ``rollout/chunks/mean``: generation calls per trajectory, without and with calls
+      that continued an answer which a publication had aborted; ``rollout/constrained_turns/mean``: under a grammar;
     - ``rollout/prefix_cache_hit_rate``: cached_tokens / prompt_tokens, over all generation calls;
-    - ``rollout/NAME/mean``: of each NAME in ``metadata["metrics"]``; 0 where a sample has it not.
+    - ``rollout/NAME/mean``: of each NAME in ``metadata["metrics"]``; 0 if absent.
     """
     reasons = Counter(sample.finish_reason for sample in samples)
     found = {f"rollout/finish_reason/{reason}": reasons[reason] / len(samples) for reason in get_args(FinishReason)}
@@ -107,9 +106,9 @@ def generation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _numbers(samples: Sequence[Sample], name: str) -> list[float]:
-    """A user's own Generate may note nothing, or anything."""
+    """The samples' usable values of a metadata key: a user's Generate may set anything."""
     values = [value for sample in samples if (value := sample.metadata.get(name)) is not None]
-    if set(map(type, values)) <= {int}:  # as ours are: no need to look at each
+    if set(map(type, values)) <= {int}:  # ours: no need to check each
         return values
     return [number for value in values if (number := _number(value)) is not None]
 

@@ -1,4 +1,4 @@
-"""Keeps sequences that share their prompt in one micro-batch, through which the prompt then passes once
+"""Keep sequences with the same prompt in one micro-batch, where it passes through the model once
 (``--share-prefixes``).
 """
 
@@ -40,16 +40,15 @@ class Siblings:
 def balance_siblings(
     lengths: Sequence[int], work: Float64, prompt_work: Float64, siblings: Siblings, ranks: int, max_tokens: int
 ) -> Ranks:
-    """Balance like ``balance``, but keep siblings together as far as that makes the heaviest rank lighter.
+    """Like ``balance``, but keep siblings together where that makes the heaviest rank lighter.
 
-    Candidates are plans for whole families, for their halves, quarters and so on, and for single sequences. A family
-    that is too long for a micro-batch is packed into few. On one rank, prompts are no more work than with every family
-    whole.
+    Candidates are plans for whole families, halves, quarters and so on, and single sequences. A family that is too long
+    for a micro-batch is packed into few. On one rank, prompts are no more work than with every family whole.
 
     Args:
         lengths: tokens of each sequence.
         work: [S], of each sequence, in any unit.
-        prompt_work: [S], the part of it that is of the sequence's prompt.
+        prompt_work: [S], the prompt's part of it.
         siblings: which sequences share their prompt.
         ranks: at least 1.
         max_tokens: per micro-batch, counted in tokens of whole sequences; a longer sequence gets one of its own.
@@ -76,6 +75,6 @@ def balance_siblings(
 
 
 def _fitting(part: Int64, lengths: Sequence[int], max_tokens: int) -> list[Bin]:
-    """Few lists of the part's sequences, each of which fits into a micro-batch."""
+    """Split the part's sequences into few lists that each fit into a micro-batch."""
     members: Bin = part.tolist()
     return [[members[i] for i in unit] for unit in pack([lengths[index] for index in members], max_tokens)]

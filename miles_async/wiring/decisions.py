@@ -49,8 +49,8 @@ def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: R
         share_prefixes=arguments.model.share_prefixes,
         samples_per_optimizer_step=arguments.global_batch_size,
         bound=arguments.staleness.bound,
-        routed=arguments.algorithm.routing_replay == "rollout",
-        taught=arguments.algorithm.use_opd,
+        with_experts=arguments.algorithm.routing_replay == "rollout",
+        with_teacher=arguments.algorithm.use_opd,
         record=record,
     )
 

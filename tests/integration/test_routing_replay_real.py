@@ -138,7 +138,7 @@ def test_experts_of_the_engine_bring_its_log_probs_to_the_trainer(tmp_path: Path
     assert np.concatenate(same).mean() > 0.98  # they decide by less than rounding, here and there
 
     rewarded = [msgspec.structs.replace(sample, reward=1.0) for sample in samples]
-    table = tabulate([group_of(attempt(0, (1,)), rewarded)], np.ones(SAMPLES, np.float32), routed=True)
+    table = tabulate([group_of(attempt(0, (1,)), rewarded)], np.ones(SAMPLES, np.float32), with_experts=True)
     batch = table.join(range(SAMPLES))
     rounded = save_rounded(model, tmp_path / "rounded")
     [differences] = run_ranks(1, observe_differences, rounded, batch)

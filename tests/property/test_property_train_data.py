@@ -49,8 +49,8 @@ def tables(draw: st.DrawFn) -> BranchTable:
     rewards = np.array([s.reward for g in groups for s in g.samples], dtype=np.float32)
     routed = draw(st.booleans())
     if draw(st.booleans()):
-        return tabulate(groups, np.arange(1, next_token + 1, dtype=np.float32), routed=routed)
-    return tabulate(groups, grpo(rewards, np.array(sizes)), routed=routed)
+        return tabulate(groups, np.arange(1, next_token + 1, dtype=np.float32), with_experts=routed)
+    return tabulate(groups, grpo(rewards, np.array(sizes)), with_experts=routed)
 
 
 def branches_of(batch: TrainBatch) -> dict[int, tuple[object, ...]]:
@@ -127,7 +127,7 @@ def test_split(table: BranchTable, dp_size: int, max_tokens: int, per_step: int 
     batch = whole(table)
     shards = split(table, dp_size, max_tokens, per_step, target_version=4, quadratic_work=0.05, share_prefixes=share)
     routed = {m.routed_experts is not None for s in shards for step in s.optimizer_steps for m in step}
-    assert routed == {table.routed}
+    assert routed == {table.with_experts}
     assert [(s.dp_rank, s.dp_size, s.target_version) for s in shards] == [(r, dp_size, 4) for r in range(dp_size)]
     assert_every_branch_once(batch, shards)
     assert_in_step(shards, max_tokens)

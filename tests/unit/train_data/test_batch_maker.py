@@ -40,7 +40,7 @@ def test_samples_without_experts_are_refused_where_they_are_replayed() -> None: 
     mixed = msgspec.structs.replace(group, samples=(group.samples[0], bare))
     assert maker(None).shards((mixed,), 0)[0].optimizer_steps[0][0].routed_experts is None
     with pytest.raises(ConfigurationError, match="--use-rollout-routing-replay: expected the experts of every token"):
-        ages(replace(maker(None), routed=True), mixed, 0)
+        ages(replace(maker(None), with_experts=True), mixed, 0)
 
 
 def test_without_a_bound_any_age_is_trained() -> None:

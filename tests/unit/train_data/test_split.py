@@ -35,12 +35,12 @@ def whole(table: BranchTable) -> TrainBatch:
     return table.join(range(len(table.branches)))
 
 
-def taught(branch: Branch) -> Branch:
+def with_teacher(branch: Branch) -> Branch:
     """The branch or sample with log-probs of a teacher, which tell tokens apart."""
     logprobs = (-0.5 * branch.tokens * branch.loss_mask).astype(np.float32)
     branch = structs.replace(branch, teacher_logprobs=logprobs)
     return (
-        structs.replace(branch, more_branches=tuple(map(taught, branch.more_branches)))
+        structs.replace(branch, more_branches=tuple(map(with_teacher, branch.more_branches)))
         if isinstance(branch, Sample)
         else branch
     )
@@ -63,9 +63,9 @@ def test_tokens_are_copied_once() -> None:
 
 def test_a_shard_is_pickled_without_a_copy_of_its_arrays() -> None:
     """Ray does the same, and moves the buffers into its object store."""
-    table = replace(table_of([2000] * 6), routed=True)
-    taught_branches = tuple(map(taught, table.branches))
-    table = replace(table, branches=taught_branches, taught=True)
+    table = replace(table_of([2000] * 6), with_experts=True)
+    answered = tuple(map(with_teacher, table.branches))
+    table = replace(table, branches=answered, with_teacher=True)
     (shard,) = split(table, 1, 4000, None, target_version=3)
     buffers: list[pickle.PickleBuffer] = []
     in_band = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
@@ -79,7 +79,7 @@ def test_batch_is_flat_with_offsets() -> None:
     samples = [make_sample([5, 3], reward=1.0), make_sample([4, NO_VERSION, 6], reward=0.0, first_token=10)]
     advantages = np.array([0.5, -0.5], dtype=np.float32)
     assert whole(tabulate([group_of(make_attempt(), samples)], advantages)).routed_experts is None
-    batch = whole(tabulate([group_of(make_attempt(), samples)], advantages, routed=True))
+    batch = whole(tabulate([group_of(make_attempt(), samples)], advantages, with_experts=True))
     assert batch.tokens.tolist() == [0, 1, 2, 3, 10, 11, 12, 13, 14]
     assert batch.offsets.tolist() == [0, 4, 9]
     assert batch.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 1]
@@ -96,10 +96,10 @@ def test_batch_is_flat_with_offsets() -> None:
 
 
 def test_a_teacher_s_log_probs_stay_with_their_tokens_on_the_way_to_ranks() -> None:
-    samples = [taught(make_sample([5] * length, first_token=20 * length)) for length in (3, 1, 7)]
-    samples.append(taught(make_sample([4, NO_VERSION, 6], more_branches=[[6]], first_token=300)))
+    samples = [with_teacher(make_sample([5] * length, first_token=20 * length)) for length in (3, 1, 7)]
+    samples.append(with_teacher(make_sample([4, NO_VERSION, 6], more_branches=[[6]], first_token=300)))
     group = group_of(make_attempt(), samples)
-    table = tabulate([group], np.zeros(4, np.float32), taught=True)
+    table = tabulate([group], np.zeros(4, np.float32), with_teacher=True)
     shards = split(table, dp_size=3, max_tokens=9, samples_per_optimizer_step=None, target_version=6)
     seen = 0
     for batch in (batch for shard in shards for step in shard.optimizer_steps for batch in step):
@@ -109,7 +109,7 @@ def test_a_teacher_s_log_probs_stay_with_their_tokens_on_the_way_to_ranks() -> N
     assert seen == int(table.loss_tokens.sum())
     assert whole(tabulate([group], np.zeros(4, np.float32))).teacher_logprobs is None
     with pytest.raises(ConfigurationError, match="--use-opd: expected the teacher's log-prob of every token"):
-        tabulate([group_of(make_attempt(), [samples[0], make_sample([5])])], np.zeros(2, np.float32), taught=True)
+        tabulate([group_of(make_attempt(), [samples[0], make_sample([5])])], np.zeros(2, np.float32), with_teacher=True)
 
 
 def test_branches_of_a_sample_share_its_reward_and_advantage() -> None:
