@@ -29,7 +29,7 @@ Scoring = Callable[[PackedBatch, ModelOutput], Tensor]
 """(micro-batch, output of the model) → a number for each of its tokens, [N]."""
 
 OfOutput = Callable[[PackedBatch, ModelOutput], Any]
-"""Either of both, on the last pipeline stage."""
+"""Either of them; called on the last pipeline stage."""
 
 Recorded = dict[int, Tensor]
 """Experts that routers chose for a micro-batch, by layer."""
@@ -43,7 +43,7 @@ class Pipeline:
     """This rank's part of a model: one module, or one per virtual pipeline stage."""
 
     modules: Sequence[Module]
-    filler: PackedBatch  # a micro-batch without tokens, with experts where they are replayed
+    filler: PackedBatch  # an empty micro-batch, with experts if they are replayed
     routers: Mapping[Module, Routers] = field(default_factory=dict)
     inside: Callable[[], AbstractContextManager[None]] = nullcontext  # entered to score
     before_training: Callable[[], None] = lambda: None  # before gradients of an optimizer step; collective

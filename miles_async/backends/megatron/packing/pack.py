@@ -1,14 +1,13 @@
 """Pack several samples into one sequence (THD), the input of a megatron forward pass.
 
-The samples stand one behind another; ``cu_seqlens`` keeps attention and positions inside each. A padding tail, itself a
-sequence without loss, rounds T up to what sequence parallelism needs.
+Samples are concatenated; ``cu_seqlens`` keeps attention and positions inside each. A padding tail, itself a sequence
+without loss, rounds T up to what sequence parallelism needs.
 
-With ``--share-prefixes`` samples that begin with the same tokens have one position for each of these
-(``shared_prefixes``), which predicts a token of each sample, and the last token of a sample, from which nothing
-follows, has none.
+With ``--share-prefixes``, samples that begin with the same tokens share the positions of these (``shared_prefixes``),
+each of which predicts a token of every sample. The last token of a sample, from which nothing follows, has no position.
 
 Under context parallelism every sample is padded to a multiple of 2 × ranks, and each rank gets its part of every sample
-(``positions``). What goes into the model is split; arrays for the loss are whole on every rank, in the order of the
+(``positions``). The model's input is split; arrays for the loss are whole on every rank, in the order of the
 tokens, and each rank knows which tokens' log-probs come from its part.
 """
 
@@ -68,7 +67,7 @@ class PackLayout:
 
 
 def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, device: torch.device) -> PackedBatch:
-    """Pack a micro-batch for the step from ``target_version``, with nothing computed yet by the trainer."""
+    """Pack a micro-batch to train on from ``target_version``; the trainer has computed nothing for it yet."""
     carries_loss = batch.loss_mask != 0
     oldest_versions = np.repeat(batch.oldest_versions, np.diff(batch.offsets))
     computed: dict[Need, Tensor] = {}
@@ -93,14 +92,14 @@ def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, devic
 
 
 def pack_sequences(sequences: Sequence[Sequence[int]], layout: PackLayout, device: torch.device) -> PackedBatch:
-    """Pack token sequences, of which all tokens are scored."""
+    """Pack token sequences to score all their tokens."""
     offsets = np.cumsum([0, *(len(sequence) for sequence in sequences)])
     tokens = np.fromiter((token for sequence in sequences for token in sequence), dtype=np.int64, count=offsets[-1])
     return _pack(tokens, offsets, np.ones(len(tokens), dtype=bool), layout, device)
 
 
 def pack_filler(layout: PackLayout, device: torch.device) -> PackedBatch:
-    """Pack no sequence at all; with experts where they are replayed."""
+    """Pack an empty micro-batch, with experts if they are replayed."""
     nothing = np.zeros(0, dtype=np.int64)
     experts = None
     if (routing := layout.routing) is not None:
