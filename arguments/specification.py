@@ -110,7 +110,7 @@ class FlagSpecification:
         return self._checked(value, value)
 
     def expected_instead(self, value: FlagValue) -> str | None:
-        """What was expected instead of ``value``; None if the flag's choices and bounds allow it."""
+        """Describe what the flag's choices and bounds expect instead of ``value``; None if they allow it."""
         if self.choices and not self.is_choice(value):
             return f"one of {', '.join(self.accepted)}"
         bounds = {words: bound for words, bound in self.bounds.items() if bound is not None}

@@ -1,4 +1,4 @@
-"""What the loss of an optimizer step is a mean over (``--loss-aggregation``).
+"""Aggregation of token losses into the loss of an optimizer step (``--loss-aggregation``).
 
 A sequence is a branch of a sample: a sample whose history was edited counts once per branch.
 """

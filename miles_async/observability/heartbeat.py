@@ -1,4 +1,4 @@
-"""What a run is doing, by its ledger on disk: printed after a minute without a step, and by ``miles-async status``."""
+"""State of a run, read from its ledger: printed after a minute without a step, and by ``miles-async status``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def standing_line(balance: Balance) -> str:
 
 
 def waits_for(balance: Balance) -> str:
-    """What the next step waits for, as far as the groups tell."""
+    """Name what the next step waits for, judged by the states of groups."""
     if balance.cut:
         return f"{balance.cut} groups are with the trainer"
     if balance.in_flight:

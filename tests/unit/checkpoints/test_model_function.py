@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.checkpoints.manifest import RunIdentity, check_whole, fingerprint, write_manifest
 from miles_async.checkpoints.model_function import model_function
+from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.errors import CheckpointError
-from tests.unit.checkpoints.test_checkpoints import save
+from tests.unit.checkpoints.test_checkpoints import Side, save
 
 CONFIG = {
     "model_type": "qwen3",
@@ -31,6 +33,13 @@ FILES = {
     "tokenizer.json": TOKENIZER,
     "tokenizer_config.json": SETTINGS,
 }
+
+
+class Rollout(Side):
+    """Rollout side that records the accepted changes."""
+
+    async def load(self, directory: Path, **facts: object) -> None:
+        self.accepted = facts["accepted"]
 
 
 @pytest.fixture
@@ -125,6 +134,16 @@ async def test_a_field_that_is_left_to_its_default_may_be_written_out(model: Pat
     assert await resumed(model, tmp_path / "saved") == ""
     change(model, "config.json", **{**defaults, "hidden_act": "gelu"})
     assert 'hidden_act was absent and is "gelu"' in await resumed(model, tmp_path / "saved")
+
+
+async def test_changes_that_are_accepted_reach_the_rollout_side_for_its_ledger(model: Path, tmp_path: Path) -> None:
+    side, rollout = Side(), Rollout()
+    await save_as(model, tmp_path / "saved")
+    change(model, "config.json", rope_theta=500.0)
+    flags = CheckpointArguments(load=tmp_path / "saved", load_anyway=("rope_theta",))
+    identity = RunIdentity(run="mine", model=fingerprint(ModelArguments(hf_checkpoint=model)), ranks={})
+    await RunCheckpoints(side, rollout, flags, identity).load()  # type: ignore[arg-type]
+    assert rollout.accepted == ("rope_theta was 10000.0 and is 500.0",)
 
 
 async def test_a_critic_of_its_own_is_compared(model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a machine without CUDA or Transformer Engine needs: patches, layers, and fields that have no effect there.
+"""Support for machines without CUDA or Transformer Engine: patches, layers, and fields without effect there.
 
 The rest of the project imports this module only, which is light. :func:`install` runs unmodified megatron-core 0.16 and
 megatron-bridge 0.3 without CUDA, and changes no numerics; bugs that matter on every platform are in ``bridge_fixes``.
