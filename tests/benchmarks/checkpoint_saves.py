@@ -8,9 +8,9 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tests.benchmarks.report import Row
 
@@ -50,7 +50,7 @@ def _measure(rank: int, world_size: int, store: dist.Store, model: Path, scratch
     parts: list[bytes] = []
     seconds: dict[str, list[float]] = {"sync": [], "async": [], "write": [], "step": [], "step_meanwhile": []}
 
-    def timed(name: str, work: Any, *arguments: Any) -> None:
+    def timed(name: str, work: Callable[..., object], *arguments: object) -> None:
         torch.distributed.barrier()
         started = time.perf_counter()
         work(*arguments)

@@ -28,6 +28,7 @@ from miles_async.train_data.metrics import age_histogram, batch_metrics
 from miles_async.types import Attempt, Group, Prompt, Sample, TrainShard
 from tests.benchmarks.report import Row
 from tests.benchmarks.vocabulary import SIZE, chat, tokenizer
+from tests.json_dict import JsonDict
 
 LENGTHS = (512, 8192)  # tokens of an answer
 TOKENS_PER_BATCH = 1 << 23
@@ -59,7 +60,7 @@ def cpu_seconds(call: Callable[[], object], *, least: float = 0.5) -> float:
     return best
 
 
-def reply(length: int) -> dict[str, object]:
+def reply(length: int) -> JsonDict:
     """An answer as SGLang has it before it is written."""
     chance = np.random.default_rng(0)
     ids = chance.integers(0, SIZE, length).tolist()
@@ -74,7 +75,7 @@ def reply(length: int) -> dict[str, object]:
     return {"output_ids": ids, "meta_info": meta}
 
 
-def packed_reply(plain: dict[str, object]) -> bytes:
+def packed_reply(plain: JsonDict) -> bytes:
     """As an engine that we start packs it, with the text."""
     packed = pack(plain, decode_tokens(tokenizer(), plain["output_ids"]))
     assert packed is not None

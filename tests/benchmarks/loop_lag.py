@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from selectors import SelectorKey
 from typing import Any, cast
 
 import msgspec
@@ -183,7 +184,7 @@ class Turns(selectors.DefaultSelector):
         self.cpu: list[float] = []
         self._since = 0.0
 
-    def select(self, timeout: float | None = None) -> list[Any]:
+    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
         self.cpu.append(time.thread_time() - self._since)
         ready = super().select(timeout)
         self._since = time.thread_time()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,6 +20,9 @@ from miles_async.runtime.files.scratch import MEMORY
 from miles_async.types import StagedWeights, TensorMeta
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.spec import RankSide
+
+if TYPE_CHECKING:
+    import torch
 
 SIZES = {"50M": (1024, 48), "500M": (2048, 119)}  # parameters → width and number of square matrices
 # Few tensors each, and less than 32 MiB: what glibc takes from the system and gives back every time when it is more.
@@ -69,7 +72,7 @@ class Receiver(Part):
         torch.set_num_threads(1)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # as SGLang has, its own
         self.parameters = model(width, matrices, seed=1)
-        self.groups: dict[str, Any] = {}
+        self.groups: dict[str, object] = {}
         self._copies = True
         self._directory = tempfile.TemporaryDirectory(dir=MEMORY)
 
@@ -202,7 +205,7 @@ class Sender(Part):
         return getattr(self.sender, method.__name__)(*arguments)
 
 
-def model(width: int, matrices: int, seed: int) -> dict[str, Any]:
+def model(width: int, matrices: int, seed: int) -> dict[str, torch.Tensor]:
     import torch
 
     draw = torch.Generator().manual_seed(seed)

@@ -193,7 +193,7 @@ async def publisher(
     chosen = make_transport(arguments, trainer, fleet, "cpu")  # type: ignore[arg-type]
     cpu_seconds, deliver = 0.0, chosen.deliver
 
-    async def measured(*call: Any) -> Any:
+    async def measured(*call: object) -> Any:
         nonlocal cpu_seconds
         before = await total_cpu_seconds(trainer, fleet)
         result = await deliver(*call)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+
+from miles_async.types import Prompt, Sample
 
 _calls = 0
 
 
-async def reward(prompt: Any, sample: Any) -> float:
+async def reward(prompt: Prompt, sample: Sample) -> float:
     """Share of the digits that are right, but for the tenth sample."""
     global _calls
     _calls += 1

@@ -48,7 +48,7 @@ class Layout:
     expert_tensor: int | None = None
     sequence_parallel: bool = True
     micro_batches: int = 1
-    model: Mapping[str, Any] = field(default_factory=dict)  # further fields of ModelArguments
+    model: Mapping[str, object] = field(default_factory=dict)  # further fields of ModelArguments
 
 
 @dataclass

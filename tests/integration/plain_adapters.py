@@ -8,10 +8,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils import parametrize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ATTENTION = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -29,7 +32,7 @@ class PlainAdapters:
     alpha: float
     dora: bool
 
-    def adapt(self, model: Any) -> None:
+    def adapt(self, model: PreTrainedModel) -> None:
         """Freeze ``model`` and add adapters to all of its projections."""
         model.requires_grad_(False)
         for index, layer in enumerate(model.model.layers):
@@ -44,7 +47,7 @@ class PlainAdapters:
                 for name, parts in names.items():
                     self._adapt_group([getattr(module, part, None) for part in parts], f"{index}.{prefix}{name}")
 
-    def _adapt_group(self, layers: list[Any], name: str) -> None:
+    def _adapt_group(self, layers: list[torch.nn.Module], name: str) -> None:
         if None not in layers:
             shared = torch.nn.Parameter(first_matrix(name, self.rank, layers[0].in_features))
             for layer in layers:
@@ -84,7 +87,7 @@ def first_matrix(name: str, rank: int, width: int) -> torch.Tensor:
     return torch.randn(rank, width, generator=draw, dtype=torch.float64) / width**0.5
 
 
-def merged_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights that the adapted model computes with, under the names and in the forms of its files."""
     for name, module in model.named_modules():
         if not parametrize.is_parametrized(module):

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from tests.integration.plain_adapters import PlainAdapters
 from tests.integration.toy_batches import ToySample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class PlainTrainer:
@@ -45,7 +48,7 @@ class PlainTrainer:
         self.entropy, self.steps = entropy, 0
         self.tis, self.kl, self.reward_kl, self.sequence_mean = tis, kl, reward_kl, sequence_mean
 
-    def logprobs(self, tokens: Sequence[int], model: Any = None) -> torch.Tensor:
+    def logprobs(self, tokens: Sequence[int], model: PreTrainedModel | None = None) -> torch.Tensor:
         """Of tokens[1:]."""
         row = torch.tensor([list(tokens)])
         logits = (model or self.model)(row).logits[0, :-1]
@@ -105,7 +108,7 @@ class PlainTrainer:
         return (loss * mask).sum()
 
 
-def _load(directory: Path, dtype: torch.dtype) -> Any:
+def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     import transformers
 
     [architecture] = json.loads((directory / "config.json").read_text())["architectures"]

@@ -13,11 +13,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from examples.quickstart.prepare import main as prepare_quickstart
+from miles_async.types import JsonObject
 from tests.integration.imported_server import MARK
 
 ROOT = Path(__file__).parents[2]
@@ -58,11 +58,11 @@ class RealRun:
         return self.output_path.read_text()
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         return json.loads((self.run_dir / "summary.json").read_text())
 
     @property
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self) -> list[JsonObject]:
         """The trained steps of metrics.jsonl, as far as they are written."""
         path = self.run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []

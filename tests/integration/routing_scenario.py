@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -18,6 +18,9 @@ from miles_async.backends.megatron.checkpoints.hf_export import ADAPTER_DIRECTOR
 from miles_async.types import TrainBatch, TrainShard
 from tests.integration.megatron_scenario import Case, Layout, each_case, make_backend
 from tests.integration.toy_batches import ToySample, to_shards, toy_samples
+
+if TYPE_CHECKING:
+    import torch
 
 ROLLOUT = AlgorithmArguments(use_rollout_routing_replay=True)
 OLD_POLICY = AlgorithmArguments(use_routing_replay=True)
@@ -147,5 +150,5 @@ def _scores(backend: MegatronBackend, shard: TrainShard) -> list[tuple[list[int]
     return [(batch.tokens.tolist(), logprobs.tolist()) for batch, logprobs in zip(step, found, strict=False)]
 
 
-def _weights(backend: MegatronBackend) -> dict[str, Any]:
+def _weights(backend: MegatronBackend) -> dict[str, torch.Tensor]:
     return {name: tensor.double().numpy().copy() for name, tensor in backend.export_weights()}

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -21,6 +21,11 @@ from tests.integration.megatron_scenario import Layout, make_backend
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny_qwen3
 from tests.integration.toy_batches import VERSION, ToySample, to_shards, toy_samples
+
+if TYPE_CHECKING:
+    from miles_async.backends.megatron.backend import MegatronBackend
+
+Seen = dict[str, dict[str, Any]]  # what a rank saw, by layout and name
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -59,7 +64,7 @@ GOOD = {"explained by age": surprised(1)}
 
 
 # ------------------------------------------------------------------------------------------- in the ranks
-def _observe(rank: int, world_size: int, store: dist.Store, directory: Path) -> dict[str, dict[str, Any]]:
+def _observe(rank: int, world_size: int, store: dist.Store, directory: Path) -> Seen:
     return {name: _in_layout(rank, dist.PrefixStore(name, store), directory, name) for name in LAYOUTS}
 
 
@@ -70,7 +75,7 @@ def _in_layout(rank: int, store: dist.Store, directory: Path, layout: str) -> di
         versions = iter(range(VERSION, VERSION + 20))
 
         def train(
-            change: Change, backend: Any = backend, versions: Any = versions, version: int | None = None
+            change: Change, backend: MegatronBackend = backend, versions: Any = versions, version: int | None = None
         ) -> dict[str, float]:
             samples = [change(index, sample) for index, sample in enumerate(toy_samples(12))]
             shards = to_shards(
@@ -105,7 +110,7 @@ def _at(shard: TrainShard, version: int) -> TrainShard:
     return msgspec.structs.replace(shard, target_version=version, optimizer_steps=steps)
 
 
-def _state(backend: Any) -> dict[str, str]:
+def _state(backend: MegatronBackend) -> dict[str, str]:
     """Digests of all that a step would change on this rank: weights, masters, moments, step counters."""
     from miles_async.backends.megatron.checkpoints.checkpoint import optimizer_step
     from miles_async.backends.megatron.offload import model_tensors, optimizer_tensors
@@ -123,14 +128,14 @@ def _state(backend: Any) -> dict[str, str]:
 
 # -------------------------------------------------------------------------------------------------- tests
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
     """By rank, layout and what was trained."""
     return run_ranks(2, _observe, save_tiny_qwen3(tmp_path_factory.mktemp("model") / "qwen3", tied=False))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_step_is_made_by_no_rank(seen: list[dict[str, dict[str, Any]]], layout: str, name: str) -> None:
+def test_a_bad_step_is_made_by_no_rank(seen: list[Seen], layout: str, name: str) -> None:
     reason = "logprob_diff" if name == "mismatch" else "grad_norm"
     values = []
     for rank in seen:
@@ -148,18 +153,14 @@ def test_a_bad_step_is_made_by_no_rank(seen: list[dict[str, dict[str, Any]]], la
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_goes_on_as_if_a_bad_step_had_not_been_tried(
-    seen: list[dict[str, dict[str, object]]], layout: str
-) -> None:
+def test_training_goes_on_as_if_a_bad_step_had_not_been_tried(seen: list[Seen], layout: str) -> None:
     for rank in seen:
         assert rank[layout]["with"] == rank[layout]["without"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["explained by age", "unpublished"])
-def test_a_difference_that_older_weights_explain_is_no_reason(
-    seen: list[dict[str, dict[str, Any]]], layout: str, name: str
-) -> None:
+def test_a_difference_that_older_weights_explain_is_no_reason(seen: list[Seen], layout: str, name: str) -> None:
     """Those of an older version, or of the same where the trainer has stepped since engines got it."""
     for rank in seen:
         assert rank[layout][name]["skipped_optimizer_steps"] == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -23,6 +23,9 @@ from tests.integration.megatron_scenario import LR, Layout, export_differences, 
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny
 from tests.integration.toy_batches import ToySample, to_shards, toy_samples
+
+if TYPE_CHECKING:
+    from miles_async.backends.megatron.backend import MegatronBackend
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -43,7 +46,7 @@ class Observed:
 
 
 def observe(rank: int, world_size: int, store: dist.Store, directory: Path, scratch: Path) -> Observed:
-    def backend(name: str, algorithm: AlgorithmArguments = PPO) -> Any:
+    def backend(name: str, algorithm: AlgorithmArguments = PPO) -> MegatronBackend:
         place = dist.PrefixStore(name, store)
         return make_backend(rank, world_size, place, directory, Layout(), algorithm, critic=CRITIC)
 

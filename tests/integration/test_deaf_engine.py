@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -69,7 +68,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -
         )
         groups.append(EngineGroup(name=name, engines=1, streams=True, launch=partial(ServerProcess, SGLANG, spec)))
     registry, http = EngineRegistry(), Http()
-    router: Any = FakeRouter(registry)
+    router = FakeRouter(registry)
     supervisor = EngineSupervisor(registry, router, SGLangServer(http), groups)
     await router.start()
     await supervisor.start()

@@ -40,7 +40,7 @@ from miles_async.runtime.network.addresses import LOCAL
 from miles_async.seams import InferenceServer
 from miles_async.staleness.versions import token_versions
 from miles_async.trajectory.turn import take_turn
-from miles_async.types import GenerateRequest, Generation, Incarnation, Int32, TensorMeta
+from miles_async.types import GenerateRequest, Generation, Incarnation, Int32, JsonObject, TensorMeta
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.spec import RankSide
 from tests.fakes.fake_engine import FakeEngine
@@ -136,7 +136,7 @@ class Engine:
     http: Http
     api: SGLangServer
 
-    async def generate(self, tokens: int, ids: Sequence[int] = (5, 6, 7, 8), **fields: object) -> dict[str, Any]:
+    async def generate(self, tokens: int, ids: Sequence[int] = (5, 6, 7, 8), **fields: object) -> JsonObject:
         sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True, **fields}
         return await self.post("/generate", body)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,7 +54,7 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
         fork_server=engine_imports,
     )
     registry, http = EngineRegistry(), Http()
-    router: Any = FakeRouter(registry)
+    router = FakeRouter(registry)
     group = EngineGroup(engines=1, ranks=ranks, streams=True, launch=partial(ServerProcess, SGLANG, spec))
     supervisor = EngineSupervisor(registry, router, SGLangServer(http), [group])
     await router.start()

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,11 @@ from tests.integration.megatron_scenario import SEQUENCES, Layout, make_backend
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny
 from tests.integration.toy_batches import to_shards, toy_samples
+
+if TYPE_CHECKING:
+    from miles_async.backends.megatron.backend import MegatronBackend
+
+Seen = dict[str, Any]  # what a rank saw, by name
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -42,8 +48,8 @@ def algorithm(alpha: float) -> AlgorithmArguments:
 
 
 # ------------------------------------------------------------------------------------------- in the ranks
-def _observe(rank: int, world_size: int, store: dist.Store, models: dict[str, Path], scratch: Path) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
+def _observe(rank: int, world_size: int, store: dist.Store, models: dict[str, Path], scratch: Path) -> Seen:
+    seen: Seen = {}
     for name, layout, alpha, bf16 in (
         ("dp2", "dp2", 0.25, False),
         ("tp2", "tp2", 0.25, False),
@@ -81,17 +87,17 @@ def _observe(rank: int, world_size: int, store: dist.Store, models: dict[str, Pa
     return seen
 
 
-def _train(backend: Any, layout: Layout, step: int) -> dict[str, float]:
+def _train(backend: MegatronBackend, layout: Layout, step: int) -> dict[str, float]:
     shards = to_shards([toy_samples(12, seed=step)], dp_size=backend.data_parallel_size, micro_batches=2)
     metrics = backend.train(shards[backend.data_parallel_rank])
     return {name: metrics[name] for name in ("loss", "grad_norm", "ref_kl", "kl_coefficient", "sequences")}
 
 
-def _followed(backend: Any, layout: Layout, alpha: float) -> dict[str, Any]:
+def _followed(backend: MegatronBackend, layout: Layout, alpha: float) -> Seen:
     """Metrics of each step, and the largest difference of the reference's weights from their formula in float64."""
     following = backend._per_rollout.reference
 
-    def weights(modules: Any) -> list[torch.Tensor]:
+    def weights(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
         from megatron.core.utils import unwrap_model
 
         return [parameter.detach().double() for module in modules for parameter in unwrap_model(module).parameters()]
@@ -112,7 +118,7 @@ def _followed(backend: Any, layout: Layout, alpha: float) -> dict[str, Any]:
     }
 
 
-def _scored(backend: Any) -> list[float]:
+def _scored(backend: MegatronBackend) -> list[float]:
     """Log-probs by the reference, on every rank."""
     from miles_async.backends.megatron.distributed import from_last_stage
     from miles_async.backends.megatron.packing.pack import pack_sequences
@@ -125,7 +131,7 @@ def _scored(backend: Any) -> list[float]:
 
 # -------------------------------------------------------------------------------------------------- tests
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
     """By rank, what was tried, and what was seen of it."""
     scratch = tmp_path_factory.mktemp("saved")
     models = {name: save_tiny(name, scratch / name) for name in ("qwen3-tied", "qwen3-moe")}
@@ -133,12 +139,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 
 
 @pytest.mark.parametrize("name", ["dp2", "tp2", "pp2", "copy", "moe"])
-def test_the_reference_is_the_average_that_its_formula_gives(seen: list[dict[Any, Any]], name: str) -> None:
+def test_the_reference_is_the_average_that_its_formula_gives(seen: list[Seen], name: str) -> None:
     for rank in seen:
         assert max(rank[name]["differences"]) <= (0.0 if name == "copy" else 1e-6)
 
 
-def test_averages_of_weights_in_bfloat16_are_kept_in_fp32(seen: list[dict[Any, Any]]) -> None:
+def test_averages_of_weights_in_bfloat16_are_kept_in_fp32(seen: list[Seen]) -> None:
     """A share of a small change would be rounded away in bfloat16."""
     for rank in seen:
         assert len(rank["bf16"]["averages"]) > 0
@@ -147,14 +153,14 @@ def test_averages_of_weights_in_bfloat16_are_kept_in_fp32(seen: list[dict[Any, A
 
 
 @pytest.mark.parametrize("name", ["tp2", "pp2"])
-def test_layouts_agree_about_kl_and_coefficient(seen: list[dict[Any, Any]], name: str) -> None:
+def test_layouts_agree_about_kl_and_coefficient(seen: list[Seen], name: str) -> None:
     expected = seen[0]["dp2"]["steps"]
     for rank in seen:
         for ours, theirs in zip(rank[name]["steps"], expected, strict=True):
             assert ours == pytest.approx(theirs, rel=2e-2, abs=1e-6)
 
 
-def test_the_coefficient_follows_the_kl_of_the_step_before(seen: list[dict[Any, Any]]) -> None:
+def test_the_coefficient_follows_the_kl_of_the_step_before(seen: list[Seen]) -> None:
     for rank in seen:
         steps = rank["dp2"]["steps"]
         assert steps[0]["kl_coefficient"] == 0.3
@@ -167,7 +173,7 @@ def test_the_coefficient_follows_the_kl_of_the_step_before(seen: list[dict[Any, 
 
 
 @pytest.mark.parametrize("name", ["dp2", "tp2", "bf16", "moe"])
-def test_a_resumed_run_has_the_same_reference_and_coefficient(seen: list[dict[object, object]], name: str) -> None:
+def test_a_resumed_run_has_the_same_reference_and_coefficient(seen: list[Seen], name: str) -> None:
     """Bitwise, and the next step follows in its turn."""
     for rank in seen:
         assert rank[f"{name} of {name}", "scored"] == rank[name, "scored"]
@@ -175,7 +181,7 @@ def test_a_resumed_run_has_the_same_reference_and_coefficient(seen: list[dict[ob
 
 
 @pytest.mark.parametrize(("name", "saved"), [("pp2", "dp2"), ("dp2", "pp2")])
-def test_another_layout_loads_the_reference(seen: list[dict[Any, Any]], name: str, saved: str) -> None:
+def test_another_layout_loads_the_reference(seen: list[Seen], name: str, saved: str) -> None:
     for rank in seen:
         np.testing.assert_allclose(rank[f"{name} of {saved}", "scored"], rank[saved, "scored"], atol=1e-5)
         assert rank[f"{name} of {saved}", "next"]["kl_coefficient"] == rank[saved, "next"]["kl_coefficient"]

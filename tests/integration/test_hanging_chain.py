@@ -31,7 +31,7 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.names import WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
-from miles_async.types import StagedWeights
+from miles_async.types import JsonObject, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.choice import make_transport
@@ -70,7 +70,7 @@ class Engine:
     hangs_in: int | None  # the version in which it stops itself, in the middle of the buckets
     version: str = "default"
     held: dict[str, float] = field(default_factory=dict)  # sum of each tensor
-    groups: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, object] = field(default_factory=dict)
 
     async def answer(self, request: web.Request) -> web.Response:
         problem = None
@@ -88,7 +88,7 @@ class Engine:
                 problem = await asyncio.to_thread(self._receive, await request.json())
         return web.json_response({"success": problem is None, "message": problem or ""})
 
-    def _join(self, body: dict[str, Any]) -> None:
+    def _join(self, body: JsonObject) -> None:
         self.groups[body["group_name"]] = patches.with_deadline(
             init_custom_process_group,
             body["master_address"],
@@ -98,7 +98,7 @@ class Engine:
             body["world_size"],
         )
 
-    def _receive(self, body: dict[str, Any]) -> str | None:
+    def _receive(self, body: JsonObject) -> str | None:
         received: dict[str, float] = {}
 
         def load(tensors: list[tuple[str, torch.Tensor]]) -> tuple[bool, str]:
@@ -145,7 +145,7 @@ class Trainer(FakeTrainer):
     async def stage_weights(self, version: int) -> StagedWeights:
         return await asyncio.to_thread(self._half.stage, version)
 
-    def sender(self, index: int, *, repair: bool = False) -> Any:
+    def sender(self, index: int, *, repair: bool = False) -> InProcess:
         return InThread(self._half)
 
 

@@ -26,6 +26,8 @@ from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny_qwen3
 from tests.integration.toy_batches import ToySample, to_batch, to_shards, toy_samples
 
+Seen = dict[str, Any]  # what a rank saw, by name
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 BUCKET = 16 * 2**20
@@ -48,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def seen(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Observations of a single rank."""
     large = tmp_path_factory.mktemp("model") / "large"
     save_tiny_qwen3(large, tied=False, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, head_dim=64)
@@ -56,9 +58,7 @@ def seen(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 
 
 # ------------------------------------------------------------------------------------------- in the ranks
-def _single_rank(
-    rank: int, world_size: int, store: dist.Store, model: Path, large: Path, scratch: Path
-) -> dict[str, Any]:
+def _single_rank(rank: int, world_size: int, store: dist.Store, model: Path, large: Path, scratch: Path) -> Seen:
     from megatron.core.utils import get_model_config
 
     from miles_async.backends.megatron.packing.pack import pack_batch
@@ -66,7 +66,7 @@ def _single_rank(
     def backend(name: str, directory: Path = model, layout: Layout = ONE_RANK, **optimizer: object) -> Any:
         return make_backend(rank, world_size, dist.PrefixStore(name, store), directory, layout, **optimizer)
 
-    seen: dict[str, Any] = {}
+    seen: Seen = {}
     exporting = backend("large", large)
     with AnonymousMemory() as memory:
         staging = Staging(StagingOptions(parent=scratch, bucket_bytes=BUCKET))
@@ -189,7 +189,7 @@ def _fields(shard: Any) -> dict[str, Any]:
     return {name: getattr(shard, name) for name in shard.__struct_fields__}
 
 
-def _error(call: Any) -> Exception | None:
+def _error(call: Callable[[], object]) -> Exception | None:
     try:
         call()
     except Exception as error:
@@ -198,13 +198,13 @@ def _error(call: Any) -> Exception | None:
 
 
 # -------------------------------------------------------------------------------------------------- tests
-def test_learning_rate_warms_up_from_the_first_step_and_decays_to_the_minimum(seen: dict[str, object]) -> None:
+def test_learning_rate_warms_up_from_the_first_step_and_decays_to_the_minimum(seen: Seen) -> None:
     warm_up = [0.25e-3, 0.5e-3, 0.75e-3, 1e-3]
     decay = [1e-3 - 0.9e-3 * step / 6 for step in range(1, 7)]
     assert seen["lr"] == pytest.approx([*warm_up, *decay, 1e-4])
 
 
-def test_settings_of_megatron_reach_its_configs(seen: dict[str, object]) -> None:
+def test_settings_of_megatron_reach_its_configs(seen: Seen) -> None:
     assert seen["settings"] == {
         "tp_comm_overlap_rs": False,
         "fp16_lm_cross_entropy": True,
@@ -215,7 +215,7 @@ def test_settings_of_megatron_reach_its_configs(seen: dict[str, object]) -> None
     }
 
 
-def test_logprobs_at_another_temperature(seen: dict[str, Any]) -> None:
+def test_logprobs_at_another_temperature(seen: Seen) -> None:
     """The canary is scored at temperature 1, as engines score prompts, whatever rollouts are sampled at."""
     np.testing.assert_allclose(
         np.concatenate(seen["at temperature 2"]), np.concatenate(seen["one at a time"]), atol=1e-6
@@ -223,7 +223,7 @@ def test_logprobs_at_another_temperature(seen: dict[str, Any]) -> None:
     assert np.concatenate(seen["at temperature 2"]).std() < np.concatenate(seen["logprobs"]).std()
 
 
-def test_hf_export_holds_the_trained_weights_and_the_source_s_own_files(seen: dict[str, Any], model: Path) -> None:
+def test_hf_export_holds_the_trained_weights_and_the_source_s_own_files(seen: Seen, model: Path) -> None:
     exported: Path = seen["exported"]
     plain = PlainTrainer(exported, lr=0.0)
     with torch.no_grad():
@@ -237,20 +237,20 @@ def test_hf_export_holds_the_trained_weights_and_the_source_s_own_files(seen: di
     assert {file.stat().st_mode & 0o777 for file in exported.glob("*.safetensors")} == {0o644}  # others may read it
 
 
-def test_export_and_staging_take_the_host_memory_of_one_copy(seen: dict[str, Any]) -> None:
+def test_export_and_staging_take_the_host_memory_of_one_copy(seen: Seen) -> None:
     """Beside the model, measured."""
     buckets, total_bytes, memory = seen["staged"]
     assert buckets > 3
     assert total_bytes * 0.9 < memory <= total_bytes + 1.25 * BUCKET  # and what a tensor is gathered into
 
 
-def test_a_step_without_loss_tokens_leaves_the_weights_alone(seen: dict[str, Any]) -> None:  # covers: R10
+def test_a_step_without_loss_tokens_leaves_the_weights_alone(seen: Seen) -> None:  # covers: R10
     assert seen["no loss tokens"]["skipped_optimizer_steps"] == 1
     assert seen["no loss tokens"]["loss_tokens"] == 0
     assert seen["moved by no loss"] == []
 
 
-def test_a_step_whose_advantages_are_all_zero_is_not_made(seen: dict[str, Any]) -> None:  # covers: R10
+def test_a_step_whose_advantages_are_all_zero_is_not_made(seen: Seen) -> None:  # covers: R10
     """Nor by momentum, nor by weight decay; the learning rate counts it, and its tokens are in the metrics."""
     assert seen["moved by no advantages"] == []
     assert seen["only no advantages"]["skipped_optimizer_steps"] == 1
@@ -264,32 +264,32 @@ def test_a_step_whose_advantages_are_all_zero_is_not_made(seen: dict[str, Any]) 
     assert seen["no advantages"]["lr"] == pytest.approx(1e-3)  # the fourth step of a warm-up of four
 
 
-def test_empty_micro_batches_are_allowed(seen: dict[str, Any]) -> None:
+def test_empty_micro_batches_are_allowed(seen: Seen) -> None:
     """Ranks have equally many micro-batches even if there are not that many samples."""
     assert np.isfinite(seen["empty micro-batch"]["grad_norm"])
     assert seen["empty micro-batch"]["skipped_optimizer_steps"] == 0
 
 
-def test_a_micro_batch_of_one_token_without_loss_changes_nothing(seen: dict[str, Any]) -> None:
+def test_a_micro_batch_of_one_token_without_loss_changes_nothing(seen: Seen) -> None:
     """The filler of ``train_data.batch_maker``, where a rank has fewer sequences than others have micro-batches."""
     for name in ("loss", "grad_norm", "loss_tokens"):
         assert seen["with filler"][name] == pytest.approx(seen["without filler"][name], rel=1e-6)
     assert seen["with filler"]["tokens"] == seen["without filler"]["tokens"] + 1
 
 
-def test_an_advantage_per_token_is_what_one_per_sequence_stands_for(seen: dict[str, Any]) -> None:
+def test_an_advantage_per_token_is_what_one_per_sequence_stands_for(seen: Seen) -> None:
     for name in ("loss", "grad_norm", "loss_tokens"):
         assert seen["advantage per token"][name] == seen["without filler"][name]
     assert seen["twice the advantage per token"]["loss"] == pytest.approx(2 * seen["without filler"]["loss"])
 
 
-def test_a_model_whose_logits_are_more_than_a_product_is_refused(seen: dict[str, object]) -> None:
+def test_a_model_whose_logits_are_more_than_a_product_is_refused(seen: Seen) -> None:
     """Log-probs are computed from hidden states and the output layer's weight: they would be wrong silently."""
     assert isinstance(seen["capped logits"], ConfigurationError)
     assert "CappedLinear" in str(seen["capped logits"])
 
 
-def test_what_samples_begin_with_is_in_the_model_once(seen: dict[str, object]) -> None:
+def test_what_samples_begin_with_is_in_the_model_once(seen: Seen) -> None:
     """That gradients stay the same is shown by test_megatron_layouts.py."""
     samples = [sample.tokens.tolist() for sample in toy_samples(8)]
     prefixes = {tuple(sample[:end]) for sample in samples for end in range(1, len(sample))}
@@ -298,19 +298,19 @@ def test_what_samples_begin_with_is_in_the_model_once(seen: dict[str, object]) -
     assert seen["shared prefixes"] == (tokens, len(prefixes))
 
 
-def test_sharing_prefixes_with_positions_that_cannot_be_given_is_refused(seen: dict[str, object]) -> None:
+def test_sharing_prefixes_with_positions_that_cannot_be_given_is_refused(seen: Seen) -> None:
     assert isinstance(seen["other positions"], ConfigurationError)
     assert "--share-prefixes: expected a model with a plain rotary embedding, found TwoRot" in str(
         seen["other positions"]
     )
 
 
-def test_shards_that_do_not_belong_together_stop_the_run(seen: dict[str, object]) -> None:
+def test_shards_that_do_not_belong_together_stop_the_run(seen: Seen) -> None:
     assert isinstance(seen["wrong token count"], ContractViolation)
     assert "loss tokens" in str(seen["wrong token count"])
 
 
-def test_a_step_whose_gradient_is_not_finite_is_never_made(seen: dict[str, Any]) -> None:
+def test_a_step_whose_gradient_is_not_finite_is_never_made(seen: Seen) -> None:
     """Whatever the limits; what becomes of the run is shown by tests/unit/test_controller.py."""
     assert seen["infinite"]["bad_steps/grad_norm"] == seen["infinite"]["skipped_optimizer_steps"] == 1
     assert not np.isfinite(seen["infinite"]["bad_grad_norm"])
@@ -326,6 +326,6 @@ def test_a_step_whose_gradient_is_not_finite_is_never_made(seen: dict[str, Any])
         ("load other", "holds no trainer checkpoint"),
     ],
 )
-def test_checkpoint_directories_that_cannot_be_used(seen: dict[str, object], what: str, message: str) -> None:
+def test_checkpoint_directories_that_cannot_be_used(seen: Seen, what: str, message: str) -> None:
     assert isinstance(seen[what], CheckpointError)
     assert message in str(seen[what])

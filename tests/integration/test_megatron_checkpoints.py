@@ -36,6 +36,8 @@ from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny
 from tests.integration.toy_batches import to_shards, toy_samples
 
+SeenByRank = dict[Case, list[Any]]
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 BACKEND = "miles_async.backends.megatron"
@@ -155,7 +157,7 @@ def _attempt(store: dist.Store, rank: int, world_size: int, name: str, root: Pat
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size))
 
     class InBf16(RMSNorm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
             self.to(torch.bfloat16)
 
@@ -259,7 +261,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture
-def ranks(seen: dict[Case, list[Any]], case: Case) -> list[Observed]:
+def ranks(seen: SeenByRank, case: Case) -> list[Observed]:
     for rank in seen[case]:
         assert isinstance(rank, Observed), rank
     return seen[case]
@@ -301,7 +303,7 @@ def test_bfloat16_training_is_close_to_float32(ranks: list[Observed], case: Case
 
 
 @pytest.mark.parametrize("name", [ROUTER, ROUTER_BIAS])
-def test_what_stays_in_fp32_is_not_rounded(seen: dict[Case, list[object]], root: Path, name: str) -> None:
+def test_what_stays_in_fp32_is_not_rounded(seen: SeenByRank, root: Path, name: str) -> None:
     """Router biases are not trained, other parameters in fp32 are."""
     # covers: M15
     case = "ep2", "glm4-moe in bf16, router in fp32"
@@ -314,13 +316,13 @@ def test_what_stays_in_fp32_is_not_rounded(seen: dict[Case, list[object]], root:
 
 # ----------------------------------------------------------------------- tensors without a counterpart
 @pytest.mark.parametrize("attempt", [name for name, attempt in ATTEMPTS.items() if attempt.refused])
-def test_files_that_are_not_the_model_s_are_refused_on_every_rank(seen: dict[Case, list[Any]], attempt: str) -> None:
+def test_files_that_are_not_the_model_s_are_refused_on_every_rank(seen: SeenByRank, attempt: str) -> None:
     for refusal in seen["attempt", attempt]:
         assert refusal.startswith("--hf-checkpoint")
         assert ATTEMPTS[attempt].refused in refusal
 
 
 @pytest.mark.parametrize("attempt", [name for name, attempt in ATTEMPTS.items() if not attempt.refused])
-def test_models_are_loaded_exactly_in_spite_of(seen: dict[Case, list[object]], attempt: str) -> None:
+def test_models_are_loaded_exactly_in_spite_of(seen: SeenByRank, attempt: str) -> None:
     for differences in seen["attempt", attempt]:
         assert differences == []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from miles_async.rollout.dumps import read_dump
+from miles_async.types import JsonObject
 from tests.integration.real_run import RealRun, real_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -20,7 +20,7 @@ REPEATED = 5  # a step of a run of ten
 FLAGS = ("--num-rollout", str(STEPS), "--rollout-num-gpus", "1")
 
 
-def finished(run: RealRun) -> list[dict[str, Any]]:
+def finished(run: RealRun) -> list[JsonObject]:
     """Its steps."""
     assert run.wait(120) == 0, run.output
     run.assert_nothing_left()
@@ -56,11 +56,11 @@ def dumps(tmp_path_factory: pytest.TempPathFactory, imported_reverse: tuple[str,
 @pytest.fixture(scope="module")
 def trained(
     dumps: str, tmp_path_factory: pytest.TempPathFactory, imported_reverse: tuple[str, ...]
-) -> Callable[[int], list[dict[str, Any]]]:
+) -> Callable[[int], list[JsonObject]]:
     """Number of ranks → the steps of a trainer alone."""
 
     @functools.cache
-    def by(ranks: int) -> list[dict[str, object]]:
+    def by(ranks: int) -> list[JsonObject]:
         flags = (*FLAGS, "--actor-num-gpus-per-node", str(ranks), "--load-debug-rollout-data", dumps)
         with real_run(tmp_path_factory.mktemp("trainer") / "run", *flags, command=imported_reverse) as run:
             steps = finished(run)
@@ -70,7 +70,7 @@ def trained(
     return by
 
 
-def test_a_trainer_alone_trains_on_what_rollouts_alone_left(trained: Callable[[int], list[dict[str, Any]]]) -> None:
+def test_a_trainer_alone_trains_on_what_rollouts_alone_left(trained: Callable[[int], list[JsonObject]]) -> None:
     # Engines had the weights of the checkpoint, as the trainer had at its first step, and not at its second.
     first, second = trained(2)
     assert first["train/logprob_diff_max"] < 1e-4
@@ -78,7 +78,7 @@ def test_a_trainer_alone_trains_on_what_rollouts_alone_left(trained: Callable[[i
 
 
 @pytest.mark.long
-def test_one_rank_trains_alone_what_two_do(trained: Callable[[int], list[dict[str, object]]]) -> None:
+def test_one_rank_trains_alone_what_two_do(trained: Callable[[int], list[JsonObject]]) -> None:
     for one, two in zip(trained(1), trained(2), strict=True):
         for name in ("reward/mean", "train/loss", "train/grad_norm", "train/logprob_diff_mean"):
             assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6), name

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -115,7 +114,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path)
         extra=("--quantization=rounded",),
     )
     registry, http = EngineRegistry(), Http()
-    router: Any = FakeRouter(registry)
+    router = FakeRouter(registry)
     supervisor = EngineSupervisor(
         registry,
         router,

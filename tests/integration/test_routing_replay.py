@@ -87,7 +87,7 @@ class Reference:
             gate = self.model.model.layers[layer].mlp.gate
             gate.forward = functools.partial(self._choose, gate, layer)
 
-    def _choose(self, gate: Any, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _choose(self, gate: torch.nn.Module, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.T
         chosen = logits.topk(self.mixture.topk, -1).indices if self.given is None else self.given[:, layer]
         self.chosen[layer] = chosen

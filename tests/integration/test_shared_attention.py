@@ -18,7 +18,7 @@ VOCAB, HEADS, KEY_HEADS, WIDTH = 7, 4, 2, 8
 SAMPLES = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 5], [1, 2], [3], [1, 2, 3, 4, 5, 6, 0, 1, 2, 3], [3, 2, 1]]
 
 
-def attend(share: bool, **settings: Any) -> tuple[int, Tensor, Tensor]:
+def attend(share: bool, **settings: object) -> tuple[int, Tensor, Tensor]:
     """(Positions, outputs that predict the tokens, gradients) of attention over SAMPLES, in float64."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 

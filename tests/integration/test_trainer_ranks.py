@@ -96,8 +96,8 @@ def resources(rank_imports: ForkServer) -> RankResources:
     return RankResources.for_device("cpu", {}, rank_imports.interpreter("ray::TrainerActor"))
 
 
-def trainer_ranks(directory: Path, resources: RankResources, **options: Any) -> TrainerRanks:
-    defaults: dict[str, Any] = {
+def trainer_ranks(directory: Path, resources: RankResources, **options: object) -> TrainerRanks:
+    defaults: dict[str, object] = {
         "world_size": 2,
         "resources": resources,
         "backend": partial(make_backend, directory),
@@ -374,7 +374,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(
     assert not running._actors
 
 
-def _rank_1_fails(hangs: bool, *, rank: int, **_: Any) -> Any:
+def _rank_1_fails(hangs: bool, *, rank: int, **_: object) -> _Idle:
     if rank == 1 and hangs:
         time.sleep(600)
     if rank == 1:
@@ -386,7 +386,7 @@ class _Idle:
     data_parallel_rank = 0
     pipeline_stage = 0
 
-    def train(self, shard: Any) -> dict[str, float]:
+    def train(self, shard: object) -> dict[str, float]:
         return {}
 
     def export_weights(self) -> Iterator[Any]:
@@ -421,7 +421,7 @@ def _sender_that_cannot_write(directory: Path, dies: bool, address: str, *, send
     from miles_async.weights.staging import Staging
 
     class Failing(Staging):
-        def _write(self, *_: Any) -> Any:
+        def _write(self, *_: object) -> StagedWeights:
             if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError("No space left on device")

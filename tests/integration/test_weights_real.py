@@ -31,7 +31,7 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import PublicationError
 from miles_async.seams import InferenceServer
-from miles_async.types import CanaryScore, FleetMembers, Incarnation
+from miles_async.types import CanaryScore, FleetMembers, Incarnation, JsonObject
 from tests.fakes.fake_engine import FakeRouter
 from tests.integration.publishing import (
     TRANSPORTS,
@@ -61,12 +61,14 @@ GENERATING_SECONDS = 30.0  # until a request is under way
 class RecordingFleet(Fleet):
     """Notes who is to be fenced, and leaves it alone: a restart would take half a minute."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
         self.fenced: list[str] = []
         self.before_pause: Callable[[], Awaitable[None]] | None = None  # once
 
-    async def call(self, engines: Any, operation: Any, *arguments: Any, brief: bool = False) -> Any:  # type: ignore[override]
+    async def call(  # type: ignore[override]
+        self, engines: Sequence[Incarnation], operation: Callable[..., object], *arguments: object, brief: bool = False
+    ) -> Any:
         before = self.before_pause
         if operation is InferenceServer.pause and before is not None:
             self.before_pause = None
@@ -100,7 +102,7 @@ class Server:
         async with self.http.session.get(f"{url}/v1/loads") as response:
             return any(load["num_running_reqs"] for load in (await response.json())["loads"])
 
-    async def generate(self, tokens: int) -> dict[str, Any]:
+    async def generate(self, tokens: int) -> JsonObject:
         url = self.registry.engines[ENGINE].url
         sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
@@ -109,7 +111,7 @@ class Server:
             assert response.status == 200
             return await response.json()
 
-    def trained(self, reply: dict[str, Any]) -> list[float]:
+    def trained(self, reply: JsonObject) -> list[float]:
         """What the trainer gives for the output."""
         return self.trainer.logprobs([*PROMPT, *reply["output_ids"]])[len(PROMPT) - 1 :]
 
@@ -129,7 +131,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path)
         fork_server=engine_imports,
     )
     registry, http = EngineRegistry(), Http()
-    router: Any = FakeRouter(registry)
+    router = FakeRouter(registry)
     supervisor = EngineSupervisor(
         registry,
         router,
@@ -160,7 +162,7 @@ async def test_what_is_trained_is_what_generates(server: Server, transport: str,
     async with server.publishing(pause_generation_mode=mode, **TRANSPORTS[transport]) as published:
         await published.next()
         before = server.trainer.logprobs(random_sequences()[-1])
-        in_flight: list[asyncio.Task[dict[str, Any]]] = []
+        in_flight: list[asyncio.Task[JsonObject]] = []
 
         async def start_request() -> None:
             in_flight.append(asyncio.ensure_future(server.generate(LONG)))
@@ -190,7 +192,7 @@ async def test_what_is_trained_is_what_generates(server: Server, transport: str,
     np.testing.assert_allclose(logprobs(reply), server.trained(reply), atol=1e-4)
 
 
-def check_interrupted(server: Server, reply: dict[str, Any], mode: str) -> None:
+def check_interrupted(server: Server, reply: JsonObject, mode: str) -> None:
     """The answer to a request that was in flight when the trainer's version was published."""
     before, after = str(server.trainer.version - 1), str(server.trainer.version)
     spans = reply["meta_info"]["weight_versions"]
@@ -207,7 +209,7 @@ def check_interrupted(server: Server, reply: dict[str, Any], mode: str) -> None:
         np.testing.assert_allclose(logprobs(reply)[ends[0] :], server.trained(reply)[ends[0] :], atol=1e-4)
 
 
-def logprobs(reply: dict[str, Any]) -> list[float]:
+def logprobs(reply: JsonObject) -> list[float]:
     return [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
 
 
@@ -263,7 +265,7 @@ async def test_an_external_engine_is_brought_to_the_weights_and_left_running(ser
     server.registry.version = before
 
     registry, launch = EngineRegistry(), ExternalServers([url.removeprefix("http://")], 30.0, SGLangServer)
-    router: Any = FakeRouter(registry)
+    router = FakeRouter(registry)
     supervisor = EngineSupervisor(registry, router, SGLangServer(server.http), [EngineGroup(engines=1, launch=launch)])
     await router.start()
     await supervisor.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +20,7 @@ NUMBERS = {int: st.integers(-(2**63), 2**63 - 1), float: st.floats(allow_nan=Fal
 
 def values_of(specification: FlagSpecification) -> st.SearchStrategy[object]:
     if specification.choices:
-        values: st.SearchStrategy[Any] = st.sampled_from(specification.choices)
+        values: st.SearchStrategy[object] = st.sampled_from(specification.choices)
     elif specification.kind is bool:
         values = st.booleans()
     elif specification.kind in NUMBERS:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -24,11 +23,11 @@ from miles_async.arguments import (
 from miles_async.arguments.optimizer import BadStepAction
 from miles_async.controller import Controller, Position
 from miles_async.errors import ContractViolation, EngineError, PublicationError, TrainerError, first_error
-from miles_async.types import FleetMembers, Publication
+from miles_async.types import FleetMembers, PreparedBatch, Publication, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
-from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer
+from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer, Results
 
 
 class NoCheckpoints:
@@ -150,8 +149,8 @@ async def test_cuts_under_way_are_named_by_their_step() -> None:
     b = bench(steps=3)
     names, plain = [], b.rollout.next_batch
 
-    def noted(target_version: int) -> Any:
-        async def cut() -> Any:
+    def noted(target_version: int) -> Coroutine[None, None, PreparedBatch]:
+        async def cut() -> PreparedBatch:
             task = asyncio.current_task()
             assert task is not None
             names.append(task.get_name())
@@ -190,12 +189,12 @@ async def test_training_goes_on_while_weights_are_staged_and_sent_but_not_two_ve
     b = bench(steps=5)
     stage, receive, gate = b.trainer.stage_weights, b.fleet.receive_stream, asyncio.Event()
 
-    async def slow_files(version: int) -> Any:
+    async def slow_files(version: int) -> StagedWeights:
         if version == 1:
             await gate.wait()
         return await stage(version)
 
-    async def slow_engines(engines: object, names: object, version: int, flush_cache: bool) -> Any:
+    async def slow_engines(engines: object, names: object, version: int, flush_cache: bool) -> Results:
         if version == 1:
             await gate.wait()
         return await receive(engines, names, version, flush_cache)
@@ -222,7 +221,7 @@ async def test_weights_that_cannot_be_staged_stop_the_run_and_reach_no_engine() 
     b = bench(steps=5)
     stage = b.trainer.stage_weights
 
-    async def full(version: int) -> Any:
+    async def full(version: int) -> StagedWeights:
         if version == 2:
             raise TrainerError("No space left on device (--weight-staging-dir)")
         return await stage(version)

@@ -23,6 +23,7 @@ from miles_async.engines.sglang.locks import OPEN, NoWebsockets, _decide
 from miles_async.engines.sglang.server import server_command
 from miles_async.errors import ConfigurationError, EngineError
 from miles_async.runtime.network.addresses import Network
+from miles_async.types import JsonObject
 from tests.fakes.keys import KEYS
 
 # covers: C13
@@ -134,15 +135,15 @@ def test_only_two_paths_of_an_engine_need_no_key(sglangs: Any) -> None:
 
 
 async def test_websockets_of_an_engine_are_refused() -> None:
-    seen: list[Any] = []
+    seen: list[JsonObject] = []
 
-    async def application(scope: Any, receive: object, send: object) -> None:
+    async def application(scope: JsonObject, receive: object, send: object) -> None:
         seen.append(scope["type"])
 
-    async def send(message: Any) -> None:
+    async def send(message: JsonObject) -> None:
         seen.append(message["type"])
 
-    async def receive() -> Any: ...
+    async def receive() -> None: ...
 
     door = NoWebsockets(application)
     await door({"type": "websocket"}, receive, send)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ class Part:
     def perform(self) -> object:
         return self
 
-    async def remote(self, _: object, method: Any, *arguments: object) -> object:
+    async def remote(self, _: object, method: Callable[..., object], *arguments: object) -> object:
         self.engine.calls.append((self.node, method.__name__, arguments))
         match method.__name__:
             case "open_rendezvous":
@@ -62,7 +63,7 @@ class Engine:
         self.place = scheduling_strategy.node_id[0]
         return self
 
-    def remote(self, *arguments: Any) -> Part:
+    def remote(self, *arguments: object) -> Part:
         self.parts.append(Part(self, arguments[-1], self.place))
         return self.parts[-1]
 

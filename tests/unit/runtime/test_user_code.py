@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable
 
 import pytest
 
@@ -58,10 +58,10 @@ async def test_other_base_exceptions_become_exceptions(error: BaseException) -> 
 
 
 @pytest.mark.parametrize("work", [cancels_itself, awaits_what_was_cancelled])
-async def test_a_cancellation_that_is_not_ours_does_not_reach_our_task_group(work: Any) -> None:
+async def test_a_cancellation_that_is_not_ours_does_not_reach_our_task_group(work: Awaitable[None]) -> None:
     ended = []
 
-    async def one(work: Any) -> None:
+    async def one(work: Awaitable[None]) -> None:
         try:
             ended.append(await run_user_code(work()))
         except UserCodeError as error:

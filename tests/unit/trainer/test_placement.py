@@ -14,6 +14,9 @@ from miles_async.engines.placement import EnginePlace, RayServers, _EngineNodes
 from miles_async.errors import EngineStartError, TrainerError
 from miles_async.trainer.placement import Placement, RankResources
 
+Options = dict[str, Any]  # that Ray was given
+Asked = dict[str, Any]  # of the fake of Ray, by name
+
 NODES = [
     {"Alive": True, "NodeID": "b" * 56, "NodeManagerAddress": "10.0.0.2", "Labels": {"pool": "x"}, "Resources": {}},
     {"Alive": False, "NodeID": "c" * 56, "NodeManagerAddress": "10.0.0.3", "Labels": {"pool": "x"}, "Resources": {}},
@@ -28,9 +31,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """The last placement group that Ray was asked for; it grants it at once, its bundles on ``granted`` nodes."""
-    asked: dict[str, Any] = {"granted": ["d" * 56, "b" * 56]}
+    asked: Asked = {"granted": ["d" * 56, "b" * 56]}
 
     class Group:
         def __init__(self, bundles: list[dict[str, float]], **options: object) -> None:
@@ -53,7 +56,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return asked
 
 
-async def test_ranks_are_on_as_many_nodes_as_asked_consecutive_ones_together(asked: dict[str, object]) -> None:
+async def test_ranks_are_on_as_many_nodes_as_asked_consecutive_ones_together(asked: Asked) -> None:
     resources = RankResources(num_cpus=1, num_gpus=1, labels={"pool": "x"})
     placement = Placement(resources, 2, 4)
     await placement.reserve(5.0)
@@ -64,7 +67,7 @@ async def test_ranks_are_on_as_many_nodes_as_asked_consecutive_ones_together(ask
     assert [placement.options(rank)["scheduling_strategy"] for rank in range(8)] == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
-async def test_what_ray_cannot_place_is_said_with_what_there_is(asked: dict[str, object]) -> None:
+async def test_what_ray_cannot_place_is_said_with_what_there_is(asked: Asked) -> None:
     # covers: C10
     asked["granted"] = []
     placement = Placement(RankResources(num_cpus=1, num_gpus=8, labels={"pool": "x"}), 3, 1)
@@ -88,7 +91,7 @@ async def test_engines_without_gpus_take_turns_on_the_nodes(
     ids=["decided", "its node is gone", "one more"],
 )
 async def test_an_engine_gets_its_gpus_where_that_was_decided_or_where_ray_has_them(
-    monkeypatch: pytest.MonkeyPatch, asked: dict[str, object], chosen: str | None, selector: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, asked: Asked, chosen: str | None, selector: dict[str, str]
 ) -> None:
     asked["granted"] = ["b" * 56]
     places = [EnginePlace(node_ids=(chosen * 56,))] * 4 if chosen else []
@@ -106,7 +109,7 @@ async def test_an_engine_on_the_trainers_gpus_reserves_none(monkeypatch: pytest.
 
 
 async def test_an_engine_without_gpus_to_be_had_says_what_there_is(
-    monkeypatch: pytest.MonkeyPatch, asked: dict[str, object]
+    monkeypatch: pytest.MonkeyPatch, asked: Asked
 ) -> None:
     # covers: C10
     asked["granted"] = []
@@ -139,13 +142,13 @@ async def test_engines_wait_for_nodes_that_were_there_and_are_gone(monkeypatch: 
 
 async def _started(
     monkeypatch: pytest.MonkeyPatch,
-    device: Any,
+    device: str,
     labels: dict[str, str],
     places: Sequence[EnginePlace] = (),
     start_timeout: float = 600.0,
-) -> list[dict[str, Any]]:
+) -> list[Options]:
     """Options of the actors of four engines."""
-    started: list[dict[str, Any]] = []
+    started: list[Options] = []
 
     def answer(*_: object) -> Awaitable[str]:
         async def url() -> str:

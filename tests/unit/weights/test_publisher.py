@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from miles_async.types import HeldPart, HeldWeights, Incarnation, StagedWeights,
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater, PublicationState
-from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer, InProcess, ids
+from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer, InProcess, Results, ids
 
 
 def make(
@@ -105,7 +106,7 @@ async def test_rolling_brings_engines_to_the_weights_a_few_at_a_time() -> None:
     fleet.joining.append("engine-3")
     portions, plain = [], fleet.pause
 
-    async def watch(engines: Any, mode: str) -> Any:
+    async def watch(engines: Sequence[Incarnation], mode: str) -> Results:
         portions.append(tuple(map(str, engines)))
         return await plain(engines, mode)
 
@@ -225,7 +226,7 @@ async def test_a_group_that_broke_by_itself_costs_no_engine() -> None:
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
     plain, broken = fleet.receive_stream, []
 
-    async def break_once(engines: Any, *rest: Any) -> Any:
+    async def break_once(engines: Sequence[Incarnation], *rest: object) -> Results:
         if not broken:
             broken.append(True)
             return {engine: EngineError("connection closed by peer") for engine in engines}
@@ -242,7 +243,7 @@ async def test_engine_that_hangs_costs_its_own_deadline_not_the_run() -> None:
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
     plain = fleet.receive_stream
 
-    async def hang(engines: Any, *rest: Any) -> Any:
+    async def hang(engines: Sequence[Incarnation], *rest: object) -> Results:
         if "engine-1" in ids(engines):
             await asyncio.sleep(0.05)  # the fleet's own deadline
             return {engine: EngineError("no answer within 0.05 s") for engine in engines}
@@ -291,7 +292,7 @@ async def test_the_pause_ends_before_the_canary_whose_duration_is_reported_apart
     fleet = FakeFleet([])
     score = fleet.score
 
-    async def slow(engines: Any, tokens: Any) -> Any:
+    async def slow(engines: Sequence[Incarnation], tokens: Sequence[int]) -> Results:
         scored = await score(engines, tokens)
         await asyncio.sleep(0.2)
         assert fleet.events[-2:] == ["trial 0", "score"], "requests go out while it is scored"
@@ -315,7 +316,7 @@ async def test_update_that_takes_too_long_says_where_it_was() -> None:
     # covers: C10
     fleet = FakeFleet([])
 
-    async def hang(engines: Any) -> Any:
+    async def hang(engines: Sequence[Incarnation]) -> None:
         await asyncio.sleep(60)
 
     fleet.flush_cache = hang  # type: ignore[method-assign]
@@ -371,7 +372,7 @@ async def test_a_repair_never_waits_for_a_delivery_in_the_senders() -> None:
     class Noting(InProcess):
         repair = False
 
-        async def call(self, method: Any, *arguments: Any) -> Any:
+        async def call(self, method: Callable[..., object], *arguments: object) -> Any:
             calls.append((method.__name__, self.repair))
             return await super().call(method, *arguments)
 

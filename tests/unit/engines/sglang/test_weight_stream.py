@@ -21,6 +21,8 @@ from miles_async.weights.transports.distributed.rank import DistributedSender
 from miles_async.weights.transports.spec import RankSide
 from tests.integration.weight_receiver import init_custom_process_group, stream_manager
 
+Stream = Callable[..., list[Any]]  # what each rank answered
+
 pytestmark = pytest.mark.timeout(500)
 
 FORK = multiprocessing.get_context("forkserver")  # many processes: torch is imported once
@@ -106,7 +108,7 @@ def engine(
 
 
 @pytest.fixture
-def stream(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
+def stream(tmp_path: Path) -> Iterator[Stream]:
     """Sends the weights; returns what each engine answers, and what each sender says."""
     processes: list[Any] = []
     senders: list[DistributedSender] = []
@@ -158,7 +160,7 @@ def stream(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.mark.parametrize(("senders", "nodes", "late"), [(1, (0, 0), 2), (2, (0, 1, 0, 1, 2), 3), (5, (0, 1), 1)])
 def test_all_that_senders_send_at_the_same_time_arrives_in_the_manifests_order(
-    stream: Callable[..., list[Any]], senders: int, nodes: Sequence[int], late: int
+    stream: Stream, senders: int, nodes: Sequence[int], late: int
 ) -> None:
     # covers: C8
     *engines, sent = stream(nodes=nodes, count=senders, late=late)
@@ -171,9 +173,7 @@ def test_all_that_senders_send_at_the_same_time_arrives_in_the_manifests_order(
 
 
 @pytest.mark.parametrize("nodes", [(0,), (0, 0, 1)])
-def test_memory_stays_as_long_as_process_groups_and_sizes_of_buckets(
-    stream: Callable[..., list[Any]], nodes: Sequence[int]
-) -> None:
+def test_memory_stays_as_long_as_process_groups_and_sizes_of_buckets(stream: Stream, nodes: Sequence[int]) -> None:
     """Versions 0 and 1, which are alike, and two more sizes."""
     # covers: C8
     *engines, sent = stream(nodes=nodes, versions=4)
@@ -187,7 +187,7 @@ def test_memory_stays_as_long_as_process_groups_and_sizes_of_buckets(
 
 @pytest.mark.parametrize(("rank", "failure"), [(1, die), (3, refuse), (4, die)])
 def test_a_failure_in_the_middle_is_known_to_all_at_once(
-    stream: Callable[..., list[Any]], rank: int, failure: Callable[[], None]
+    stream: Stream, rank: int, failure: Callable[[], None]
 ) -> None:
     """Whether it is the first of its node or reads the memory of another, and whoever waits for whom."""
     # covers: C8, C10

@@ -25,7 +25,7 @@ from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.transports.object_store import PutsFiles
 from miles_async.weights.transports.object_store_rank import ObjectStoreSender
 from miles_async.weights.update import FleetUpdater
-from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeFleet, FakeTrainer, InProcess
+from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeFleet, FakeTrainer, InProcess, Results
 
 FROZEN = "embed"  # a bucket of its own, which training leaves alone
 
@@ -53,7 +53,7 @@ class FileTrainer(FakeTrainer):
         staged = self._sender.stage(version)
         return msgspec.structs.replace(staged, canary_tokens=CANARY, canary_logprobs=CANARY_LOGPROBS)
 
-    def sender(self, index: int, *, repair: bool = False) -> Any:
+    def sender(self, index: int, *, repair: bool = False) -> InProcess:
         return Counting(self._sender, self.sent_bytes)
 
 
@@ -64,7 +64,7 @@ class Counting(InProcess):
         super().__init__(half)
         self._sent_bytes = sent_bytes
 
-    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    async def call(self, method: Callable[..., object], *arguments: object) -> Any:
         answer = await super().call(method, *arguments)
         if method is PutsFiles.put_file:
             self._sent_bytes[arguments[1]] = answer[0].nbytes
@@ -90,8 +90,10 @@ class FileFleet(FakeFleet):
         self.tensors[engine].clear()
         super().restart(engine)
 
-    async def on_host(self, engines: Sequence[Incarnation], function: Any, *arguments: Any, room: int = 0) -> Any:
-        results: dict[Incarnation, Any] = {}
+    async def on_host(
+        self, engines: Sequence[Incarnation], function: Callable[..., object], *arguments: object, room: int = 0
+    ) -> Results:
+        results: dict[Incarnation, object] = {}
         for engine in engines:
             try:
                 results[engine] = self._error("host", engine) or function(self.hosts[engine.engine], *arguments)
@@ -101,7 +103,7 @@ class FileFleet(FakeFleet):
 
     async def load_files(
         self, engines: Sequence[Incarnation], directories: object, version: int, flush_cache: bool
-    ) -> Any:
+    ) -> Results:
         for engine in engines:
             if self._error("load", engine):
                 continue
@@ -118,7 +120,7 @@ def in_directory(directory: str) -> list[Path]:
 
 
 class Setup:
-    def __init__(self, directory: Path, engines: int = 1, *, one_node: bool = False, **flags: Any) -> None:
+    def __init__(self, directory: Path, engines: int = 1, *, one_node: bool = False, **flags: object) -> None:
         arguments = WeightsArguments(verify_weights="canary", **flags)
         delta = None if arguments.weight_delta == "off" else arguments.weight_delta
         options = StagingOptions(parent=directory / "staged", bucket_bytes=3200, delta=delta)  # type: ignore[arg-type]
@@ -213,7 +215,7 @@ async def test_an_engine_that_restarts_after_its_host_got_changes_is_not_given_c
     await setup.publish(0)
     plain = setup.fleet.pause
 
-    async def restart_meanwhile(engines: Any, mode: str) -> Any:
+    async def restart_meanwhile(engines: Sequence[Incarnation], mode: str) -> Any:
         setup.fleet.restart("engine-0")
         return await plain(engines, mode)
 
@@ -382,7 +384,7 @@ async def test_an_engine_on_another_node_passes_files_on_and_the_trainer_sends_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str | None
 ) -> None:
     # covers: C8
-    def put(data: Any) -> Any:
+    def put(data: Any) -> object:
         if Path(data.filename).name == fails_at:
             raise EngineError("its store is full")
         return np.array(data)
@@ -410,7 +412,7 @@ async def test_when_one_engine_fails_to_pass_files_on_the_next_one_does(
     failing = [f"engine-{index}" for index in range(holders_that_fail)]
     passed: list[tuple[str, str]] = []
 
-    def put(data: Any) -> Any:
+    def put(data: Any) -> object:
         [engine] = [name for name, host in setup.fleet.hosts.items() if host in Path(data.filename).parents]
         if engine in failing and Path(data.filename).name != BUCKETS[0]:
             raise EngineError("its store is full")
@@ -442,7 +444,7 @@ async def test_an_engine_that_got_wrong_files_from_another_gets_them_from_the_tr
     right = setup.trainer.weights(0)["a"]
     setup.fleet.restart("engine-1")
 
-    async def scores(engines: Sequence[Incarnation], tokens: object) -> Any:
+    async def scores(engines: Sequence[Incarnation], tokens: object) -> Results:
         differs = {each.engine: not torch.equal(setup.fleet.tensors[each.engine]["a"], right) for each in engines}
         found = {True: np.float32([9.0, 9.0]), False: np.float32(CANARY_LOGPROBS)}
         return {each: CanaryScore("0", found[differs[each.engine]]) for each in engines}
