@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from miles_async.arguments.routing import RouterShape
 from miles_async.errors import ConfigurationError, TransientEngineError
-from miles_async.types import GenerateRequest, Generation, RoutedExperts
+from miles_async.types import GenerateRequest, Generation, JsonObject, RoutedExperts
+
+LEAST_ECHO_LOGPROB = -30.0  # below: less than one sound answer in 10^13 is one that begins with its whole input
 
 
 def check_answer(answer: Generation, request: GenerateRequest, vocabulary: int | None, url: str) -> None:
@@ -20,6 +24,34 @@ def check_answer(answer: Generation, request: GenerateRequest, vocabulary: int |
     if tokens.min() < 0 or (vocabulary is not None and tokens.max() >= vocabulary):
         last = "" if vocabulary is None else f" to {vocabulary - 1}, those of config.json"
         raise TransientEngineError(f"{url}: expected token ids from 0{last}, found {tokens.min()} to {tokens.max()}")
+    given = len(request.input_ids)
+    if answer.prompt_tokens and answer.prompt_tokens != given and not request.multimodal_inputs:
+        raise TransientEngineError(f"{url}: expected an answer to {given} tokens, found one to {answer.prompt_tokens}")
+    if _is_echo(answer, request):
+        raise TransientEngineError(
+            f"{url}: expected an answer, found one that begins with its own input ({given} tokens), which its "
+            "log-probs make next to impossible"
+        )
+
+
+def _is_echo(answer: Generation, request: GenerateRequest) -> bool:
+    """Return whether the engine put the input in front of what it sampled.
+
+    A model may repeat its input, too. The input is fixed before the engine samples, so exp(sum of the log-probs) is the
+    chance that a sound engine's answer begins with it: near 1 for a model that copies.
+    """
+    given = len(request.input_ids)
+    if given > len(answer.output_ids) or _narrowed(request.sampling):
+        return False
+    if not np.array_equal(answer.output_ids[:given], request.input_ids):
+        return False
+    return bool(answer.logprobs[:given].sum(dtype=np.float64) < LEAST_ECHO_LOGPROB)
+
+
+def _narrowed(sampling: JsonObject) -> bool:
+    """Return whether tokens are sampled from a part of the distribution: log-probs say nothing about chances then."""
+    top_p, top_k, min_p = sampling.get("top_p", 1.0), sampling.get("top_k", -1), sampling.get("min_p", 0.0)
+    return sampling.get("temperature", 1.0) == 0 or top_p < 1 or top_k > 0 or min_p > 0
 
 
 def experts_of(answer: Generation, request: GenerateRequest, routers: RouterShape, url: str) -> RoutedExperts | None:

@@ -114,7 +114,7 @@ async def measure(urls: Sequence[str], in_flight: int, rate: int, turns: Turns) 
         router_url=engine.get, request_timeout=600.0, retries=5, gate_timeout=60.0,
     )  # fmt: skip
     seconds, chance = in_flight / rate, random.Random(0)
-    prompt = np.arange(TOKENS, dtype=np.int32)
+    prompt = np.arange(TOKENS, dtype=np.int32)[::-1].copy()  # other tokens than the answer: an echo is refused
     done = 0
 
     async def one_after_another(number: int) -> None:

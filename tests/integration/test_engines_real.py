@@ -166,6 +166,7 @@ async def test_an_answer_has_a_log_prob_per_token_and_spans_that_cover_it(engine
     assert len(reply["output_ids"]) == 6
     assert [entry[1] for entry in meta["output_token_logprobs"]] == reply["output_ids"]
     assert (meta["id"], meta["finish_reason"]["type"], meta["prompt_tokens"]) == ("my-id", "length", 4)
+    assert meta["completion_tokens"] == 6
     assert meta["weight_version"] == "1"
     assert meta["weight_versions"] == [{"version": "1", "start": 0, "end": 6}]
     assert await engine.api.weight_version(engine.url, DEADLINE) == "1"

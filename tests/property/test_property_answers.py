@@ -38,6 +38,7 @@ def replies(draw: st.DrawFn) -> JsonDict:
             "id": "a",
             "finish_reason": draw(st.sampled_from([{"type": "stop", "matched": 7}, {"type": "length", "length": 3}])),
             "prompt_tokens": draw(st.integers(0, 10**6)),
+            "completion_tokens": len(tokens),
             "weight_version": draw(st.sampled_from(["3", "default"])),
             "weight_versions": draw(st.sampled_from([None, [{"version": "3", "start": 0, "end": len(tokens)}]])),
             "output_token_logprobs": [(logprob, token, None) for token, logprob in tokens],

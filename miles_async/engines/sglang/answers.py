@@ -39,6 +39,7 @@ class Meta(msgspec.Struct):
 
     finish_reason: Finish
     prompt_tokens: int = 0  # absent where a request was aborted before it had begun
+    completion_tokens: int | None = None
     cached_tokens: int = 0
     weight_version: object = None
     weight_versions: object = None
@@ -83,7 +84,7 @@ def read_answer(body: bytes, content_type: str, source: str, versions: TokenVers
 
     Raises:
         TransientEngineError: the answer is cut or malformed, has an unknown finish reason, a log-prob that is not
-            finite, or other than one log-prob per token.
+            finite, other than one log-prob per token, or another number of tokens than it says.
         VersionUnknownError: from ``versions``.
     """
     try:
@@ -96,6 +97,10 @@ def read_answer(body: bytes, content_type: str, source: str, versions: TokenVers
         raise TransientEngineError(f"{source}: finish reason {meta.finish_reason}")
     if len(output_ids) != len(logprobs):
         raise _mismatch(len(output_ids), len(logprobs), source)
+    if (count := meta.completion_tokens) is not None and count != len(output_ids):
+        raise TransientEngineError(
+            f"{source}: expected {count} output tokens (completion_tokens), found {len(output_ids)}"
+        )
     if not np.isfinite(logprobs).all():
         raise TransientEngineError(f"{source}: a log-prob is not finite; the engine's numerics are broken")
     return Generation(

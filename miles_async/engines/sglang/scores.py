@@ -32,6 +32,7 @@ class _PlainMeta(msgspec.Struct):
 
 class _Plain(msgspec.Struct):
     meta_info: _PlainMeta
+    output_ids: list[int] = []
 
 
 _packed_decoder = msgspec.msgpack.Decoder(_Packed)
@@ -41,13 +42,14 @@ _plain_decoder = msgspec.json.Decoder(_Plain)
 def read_scores(body: bytes, count: int, source: str) -> CanaryScore:
     """Parse and check an answer of either form, of which the last ``count`` log-probs were asked for.
 
-    Raises EngineError for an answer that is cut or malformed, or has other than ``count`` numbers after its first
-    entry, which is null where nothing precedes the token.
+    Raises EngineError for an answer that is cut or malformed, has output tokens, or has other than ``count`` numbers
+    after its first entry, which is null where nothing precedes the token.
     """
     try:
         if body.startswith(_JSON_BEGINS):
-            plain = _plain_decoder.decode(body).meta_info
-            version, logprobs = plain.weight_version, _of_entries(plain.input_token_logprobs)
+            plain = _plain_decoder.decode(body)
+            _check_nothing_generated(plain.output_ids, source)
+            version, logprobs = plain.meta_info.weight_version, _of_entries(plain.meta_info.input_token_logprobs)
         else:
             packed = _packed_decoder.decode(body)
             version, logprobs = packed.weight_version, np.frombuffer(packed.logprobs, _LOGPROBS)
@@ -63,8 +65,12 @@ def read_scores(body: bytes, count: int, source: str) -> CanaryScore:
 
 
 def pack_scores(reply: object) -> bytes | None:
-    """The packed form of an answer, already parsed; None if it has no log-probs of given tokens, as an error has."""
-    meta = reply.get("meta_info", {}) if isinstance(reply, dict) else {}
+    """The packed form of an answer, already parsed; None if it has no log-probs of given tokens, as an error has, or
+    output tokens, which are refused then.
+    """
+    if not isinstance(reply, dict) or reply.get("output_ids"):
+        return None
+    meta = reply.get("meta_info", {})
     entries, version = meta.get("input_token_logprobs"), meta.get("weight_version")
     if not entries or version is None:
         return None
@@ -73,3 +79,11 @@ def pack_scores(reply: object) -> bytes | None:
 
 def _of_entries(entries: Sequence[Sequence[object]]) -> Float32:
     return np.array([entry[0] for entry in entries], _LOGPROBS)  # NaN for None
+
+
+def _check_nothing_generated(output_ids: Sequence[int], source: str) -> None:
+    if output_ids:
+        raise EngineError(
+            f"{source}: expected no output tokens where none were asked for, found {len(output_ids)}: "
+            "the engine puts something in front of its answers, such as the prompt"
+        )

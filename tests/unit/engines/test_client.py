@@ -296,6 +296,7 @@ async def test_tokens_are_of_the_models_vocabulary(setup: Setup, token: int, mes
 async def test_an_answer_has_no_more_tokens_than_were_asked_for(setup: Setup) -> None:  # covers: A3, C12
     def lengthen(reply: dict) -> dict:
         reply["output_ids"].append(9)
+        reply["meta_info"]["completion_tokens"] += 1
         reply["meta_info"]["output_token_logprobs"].append([-0.5, 9, None])
         reply["meta_info"]["weight_versions"][-1]["end"] += 1
         return reply
@@ -303,6 +304,74 @@ async def test_an_answer_has_no_more_tokens_than_were_asked_for(setup: Setup) ->
     setup.engine.transform = lengthen
     with pytest.raises(TransientEngineError, match=r"expected at most 4 tokens \(max_new_tokens\), found 5"):
         await setup.generate()
+
+
+PROMPT = (11, 12, 13)
+
+
+def echoing(logprob: float) -> Callable[[JsonDict], JsonDict]:
+    """An engine that puts the prompt, with ``logprob`` per token, in front of the first token that it sampled."""
+
+    def spoil(reply: JsonDict) -> JsonDict:
+        output_ids = reply["output_ids"] = [*PROMPT, reply["output_ids"][0]]
+        entries = [[logprob if token in PROMPT else -0.5, token, None] for token in output_ids]
+        reply["meta_info"] |= {"output_token_logprobs": entries, "completion_tokens": len(output_ids)}
+        return reply
+
+    return spoil
+
+
+@pytest.mark.parametrize("packs", [True, False])
+async def test_an_answer_that_begins_with_its_prompt_is_wrong(setup: Setup, packs: bool) -> None:  # covers: A3, C12
+    setup.engine.packs = packs
+    setup.engine.transform = echoing(-12.0)  # as the model scores its prompt: e^-36 to have sampled it
+    with pytest.raises(TransientEngineError, match=r"begins with its own input \(3 tokens\)"):
+        await setup.generate(PROMPT)
+    assert setup.record.reason.startswith("gave 3 wrong answers within 3600 s; the last: ")
+
+
+@pytest.mark.parametrize(("logprob", "sampling"), [(-0.01, {}), (-12.0, {"temperature": 0.0}), (-12.0, {"top_p": 0.9})])
+async def test_a_model_may_copy_its_prompt(setup: Setup, logprob: float, sampling: dict[str, float]) -> None:
+    """Log-probs say that it was likely to, or nothing where tokens are sampled from a part of the distribution."""
+    setup.engine.transform = echoing(logprob)
+    generation = await setup.generate(PROMPT, **sampling)
+    assert generation.output_ids[:3].tolist() == [11, 12, 13]
+    assert setup.record.wrong_answers == ()
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"completion_tokens": 7}, r"expected 7 output tokens \(completion_tokens\), found 4"),
+        ({"prompt_tokens": 2}, "expected an answer to 3 tokens, found one to 2"),
+        ({"prompt_tokens": 4}, "expected an answer to 3 tokens, found one to 4"),
+    ],
+)
+async def test_counts_of_an_answer_are_those_of_its_request(
+    setup: Setup, counts: dict[str, int], message: str, packs: bool
+) -> None:  # covers: A3, C12
+    """Of a prompt that was cut, or got another token, and of an answer of which a part is missing."""
+
+    def spoil(reply: JsonDict) -> JsonDict:
+        reply["meta_info"] |= counts
+        return reply
+
+    setup.engine.packs, setup.engine.transform = packs, spoil
+    with pytest.raises(TransientEngineError, match=message):
+        await setup.generate(PROMPT)
+    assert len(setup.record.wrong_answers) == 3
+
+
+async def test_an_answer_without_counts_is_read(setup: Setup) -> None:
+    """Other versions of a server may leave them out."""
+
+    def spoil(reply: JsonDict) -> JsonDict:
+        del reply["meta_info"]["prompt_tokens"], reply["meta_info"]["completion_tokens"]
+        return reply
+
+    setup.engine.packs, setup.engine.transform = False, spoil
+    assert len((await setup.generate(PROMPT)).output_ids) == 4
 
 
 async def test_an_engine_without_published_weights_is_an_error(setup: Setup) -> None:  # covers: M1

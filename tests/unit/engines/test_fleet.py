@@ -753,6 +753,7 @@ async def test_an_engine_that_answers_wrongly_is_restarted_after_a_few() -> None
     # covers: A3, C10
     def lengthen(reply: JsonDict) -> JsonDict:
         reply["output_ids"].append(9)
+        reply["meta_info"]["completion_tokens"] += 1
         reply["meta_info"]["output_token_logprobs"].append([-0.5, 9, None])
         reply["meta_info"]["weight_versions"][-1]["end"] += 1
         return reply

@@ -54,6 +54,14 @@ def test_too_few_and_missing_numbers_are_refused(
         read_scores(form(reply(*logprobs)), 2, "here")
 
 
+def test_an_answer_with_tokens_where_none_were_asked_for_is_refused() -> None:
+    """An engine that echoes the prompt; it is never packed, which would hide that."""
+    echo = {**reply(None, -1.0), "output_ids": [0, 1]}
+    assert pack_scores(echo) is None
+    with pytest.raises(EngineError, match="here: expected no output tokens where none were asked for, found 2"):
+        read_scores(msgspec.json.encode(echo), 1, "here")
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"\x82", packed(reply(None, -1.0))[:-1]])
 def test_a_cut_answer_is_refused(body: bytes) -> None:
     with pytest.raises(EngineError, match="here: unexpected answer"):
