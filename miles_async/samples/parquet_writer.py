@@ -1,0 +1,71 @@
+"""Write a samples file: rows in parts, whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from miles_async.samples.columns import METADATA_KEY, FileNote, SampleRow, Turn, arrow_schema
+from miles_async.samples.files import PARTIAL
+
+
+class FileWriter:
+    """One file. It has its name after :meth:`close`; :meth:`discard` removes what was written."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        from pyarrow import parquet
+
+        self._path = path
+        self._partial = path.with_name(path.name + PARTIAL)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._schema = arrow_schema()
+        self._writer = parquet.ParquetWriter(self._partial, self._schema, compression="zstd")
+
+    def add(self, rows: Sequence[SampleRow]) -> None:
+        """Write rows as one row group. Raises OSError."""
+        import pyarrow as arrow
+
+        columns = {name: [_plain(getattr(row, name)) for row in rows] for name in SampleRow.__struct_fields__}
+        self._writer.write_table(arrow.table(columns, schema=self._schema))
+
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self._partial.stat().st_size
+
+    def close(self, note: FileNote) -> int:
+        """Complete the file, with its note, and return its bytes. Raises OSError."""
+        self._writer.add_key_value_metadata({METADATA_KEY: msgspec.json.encode(note)})
+        self._writer.close()
+        size = self._partial.stat().st_size
+        self._partial.replace(self._path)
+        return size
+
+    def discard(self) -> None:
+        """Remove the unfinished file; raises nothing."""
+        for end in (self._writer.close, lambda: self._partial.unlink(missing_ok=True)):
+            _quietly(end)
+
+
+def write_file(path: Path, note: FileNote, rows: Sequence[SampleRow]) -> int:
+    """Write a file at once and return its bytes. Raises OSError; the file is whole or absent then."""
+    writer = FileWriter(path)
+    try:
+        writer.add(rows)
+        return writer.close(note)
+    except BaseException:
+        writer.discard()
+        raise
+
+
+def _plain(value: object) -> object:
+    """Arrow knows no structs of msgspec."""
+    return msgspec.to_builtins(value) if isinstance(value, list) and value and isinstance(value[0], Turn) else value
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    with suppress(OSError):
+        call()
