@@ -114,15 +114,10 @@ class FilePromptSource:
         self._order = self._epoch_order(0)
         self._usable_in_epoch = 0  # found since the epoch began, or since the cursor was restored
         self._began_at = 0  # position where this object began the epoch
-        self._skips: dict[str, int] = {}  # prompt_id → times skipped
+        self._skipped: set[str] = set()  # ids of prompts
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def skipped_too_long(self) -> int:
-        """Times a prompt was skipped, for being longer than the limit or refused by the chat template."""
-        return sum(self._skips.values())
 
     @property
     def path(self) -> Path:
@@ -192,7 +187,7 @@ class FilePromptSource:
         return [length for length in found if length > tokens]
 
     def all_prompts(self) -> Iterator[Prompt]:
-        """Yield every prompt once, in file order, for evaluation; too long ones are skipped and counted.
+        """Yield every prompt once, in file order, for evaluation; too long ones are skipped.
 
         Prompts are tokenized lazily. Raises DataError at the end if there was none.
         """
@@ -205,7 +200,7 @@ class FilePromptSource:
             raise self._none_usable()
 
     def texts(self) -> Iterator[Sequence[int]]:
-        """Token ids of every prompt in file order, of any length. Nothing is counted, and the cursor stays."""
+        """Token ids of every prompt in file order, of any length. The cursor stays."""
         for index in range(len(self._rows)):
             if tokens := self._tokens(self._row(index), index):
                 yield tokens
@@ -270,13 +265,13 @@ class FilePromptSource:
         prompt_id = self._prompt_id(row, index)
         tokens = self._tokens(row, index)
         if tokens is None:
-            self._count_skip(prompt_id, "the chat template refuses it")
+            self._note_skip(prompt_id, "the chat template refuses it")
             return None
         token_ids = tuple(tokens)
         if not token_ids:
             raise DataError(f"{self._rows.location(index)}: the tokenizer makes no tokens of this prompt: {row.text!r}")
         if self._limit is not None and len(token_ids) > self._limit.tokens:
-            self._count_skip(prompt_id, f"{len(token_ids)} tokens, and {self._limit.reason}")
+            self._note_skip(prompt_id, f"{len(token_ids)} tokens, and {self._limit.reason}")
             return None
         return Prompt(
             prompt_id=prompt_id,
@@ -293,11 +288,12 @@ class FilePromptSource:
     def _prompt_id(self, row: PromptRow, index: int) -> str:
         return row.row_id if row.row_id is not None else f"{self._rows.path.name}:{self._rows.number(index)}"
 
-    def _count_skip(self, prompt_id: str, reason: str) -> None:
-        first_time = prompt_id not in self._skips
-        self._skips[prompt_id] = self._skips.get(prompt_id, 0) + 1
-        count = len(self._skips)
-        if first_time and (count <= FIRST_SKIPS or count in POWERS_OF_TEN):
+    def _note_skip(self, prompt_id: str, reason: str) -> None:
+        if prompt_id in self._skipped:
+            return
+        self._skipped.add(prompt_id)
+        count = len(self._skipped)
+        if count <= FIRST_SKIPS or count in POWERS_OF_TEN:
             logger.warning("prompt %s skipped: %s (%d prompts skipped so far)", prompt_id, reason, count)
 
 
