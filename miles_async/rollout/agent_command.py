@@ -1,7 +1,7 @@
 """An agent that is a command (``--agent-command``), as a coroutine like any other agent.
 
-It finds its session in OPENAI_BASE_URL and OPENAI_API_KEY, where clients of chat completions look, and the prompt as
-JSON on its standard input. The last line it prints may be what agents return: turns, or [turns, reward]. All else it
+It finds its session in OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, where clients
+look, and the prompt as JSON on its standard input. The last line it prints may be what agents return: turns, or [turns, reward]. All else it
 writes goes to a file.
 """
 
@@ -90,8 +90,16 @@ def command_words(command: str) -> list[str]:
 def _environment(base_url: str, api_key: Secret) -> dict[str, str]:
     """Ours without the run's keys, the session with its key, and no proxy on the way to it."""
     direct = without_proxies_for([urlsplit(base_url).hostname or ""], os.environ)
-    session = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key.reveal()}
-    return {**without_keys(os.environ), **direct, **session}
+    key = api_key.reveal()
+    session = {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # to which its clients add /v1
+        "ANTHROPIC_API_KEY": key,
+    }
+    ours = without_keys(os.environ)
+    ours.pop("ANTHROPIC_AUTH_TOKEN", None)  # clients would send this instead
+    return {**ours, **direct, **session}
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

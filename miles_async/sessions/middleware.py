@@ -2,7 +2,8 @@
 
 The run's key opens everything, the agents' key what agents do. Rendering and tokenizing a text takes 130 times its size
 in memory, in the one process of all sessions, so a request that is longer than any conversation that fits the context
-is refused before it is read. Errors have OpenAI's form: a status and a JSON body.
+is refused before it is read. Errors are a status and a JSON body that
+clients of OpenAI and of Anthropic read.
 """
 
 from __future__ import annotations
@@ -54,13 +55,15 @@ def failure(error: MilesAsyncError) -> tuple[int, JsonObject]:
     status, code = next((status, code) for kind, status, code in _STATUS_OF if isinstance(error, kind))
     if upstream := re.match(r"HTTP (\d{3}): ", str(error)):
         status = int(upstream[1])
-    return status, problem(str(error), code, status)
+    # Claude Code shortens its conversation where an error begins so.
+    message = f"prompt is too long: {error}" if isinstance(error, NoRoomError) else str(error)
+    return status, problem(message, code, status)
 
 
 def problem(message: str, code: str, status: int) -> JsonObject:
-    """The body of an error."""
+    """The body of an error, as clients of OpenAI and of Anthropic expect it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"type": "error", "error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def gone(kind: type[web.HTTPError], message: str, code: str) -> web.HTTPError:
@@ -97,9 +100,11 @@ def locked(keys: SessionKeys) -> Middleware:
         resource = request.match_info.route.resource
         for_run = resource is not None and resource.canonical in _OF_THE_RUN
         opening = (keys.run,) if for_run else (keys.run, keys.agents)
-        if not any(key.opens_for(request.headers.get("Authorization")) for key in opening):
+        authorization, api_key = request.headers.get("Authorization"), request.headers.get("X-Api-Key", "")
+        if not any(key.opens_for(authorization) or key.matches(api_key) for key in opening):
             expected = "the run's own key" if for_run else "the key that agents find in OPENAI_API_KEY"
-            what = f"expected the header 'Authorization: Bearer KEY' with {expected}, found none or another"
+            headers = "'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+            what = f"expected the header {headers} with {expected}, found none or another"
             raise gone(web.HTTPUnauthorized, what, "invalid_api_key")
         return await handler(request)
 

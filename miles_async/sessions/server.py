@@ -1,9 +1,12 @@
-"""The session server: chat completions for agents, token-in-token-out trajectories for the trainer.
+"""The session server: protocols that agents speak, token-in-token-out trajectories for the trainer.
 
 ::
 
     POST /sessions                             create (the run does; msgpack)
-    POST /sessions/{id}/v1/chat/completions    for agents, with any client of that API
+    POST /sessions/{id}/v1/chat/completions    for agents, with any client of these APIs
+    POST /sessions/{id}/v1/responses
+    POST /sessions/{id}/v1/messages
+    POST /sessions/{id}/v1/messages/count_tokens
     POST /sessions/{id}/heartbeat              keep an idle session open
     POST /sessions/{id}/finish                 {"reward": 1.0} or {}: the agent is done
     POST /sessions/{id}/abort                  {"reason": "..."}: do not train on the session
@@ -22,7 +25,7 @@ import asyncio
 import os
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -31,18 +34,18 @@ import msgspec
 from aiohttp import web
 
 from miles_async.api import EngineClient
-from miles_async.errors import MilesAsyncError, NoRoomError, TransientEngineError, first_error
+from miles_async.errors import TransientEngineError
 from miles_async.runtime.clock import now
 from miles_async.runtime.network.keys import SessionKeys
 from miles_async.runtime.network.ports import bind_port
 from miles_async.runtime.network.tls import Tls
 from miles_async.runtime.serialization import decode, encode
-from miles_async.runtime.tasks import gathered
-from miles_async.sessions import chat_completions as chat
-from miles_async.sessions.middleware import as_json, failure, gone, locked, read_conversation, read_object
+from miles_async.sessions.answering import Answering
+from miles_async.sessions.middleware import as_json, gone, locked, read_object
+from miles_async.sessions.protocols import chat_completions, messages, responses
+from miles_async.sessions.protocols.exchange import Read
 from miles_async.sessions.session import Session, SessionSettings
-from miles_async.trajectory.taker import Limits, MakeTrajectory, TurnRequest, TurnTaker
-from miles_async.trajectory.tree import Turn
+from miles_async.trajectory.taker import Limits, MakeTrajectory, TurnTaker
 from miles_async.types import CollectedSession, JsonObject, OpenSession
 
 P = ParamSpec("P")
@@ -50,8 +53,13 @@ T = TypeVar("T")
 
 _MAX_BODY = 1 << 20  # of requests that the run makes; conversations have a limit of their own
 _BACKLOG = 4096  # agents of a whole batch may connect at once
-_SHORT_BYTES = 1 << 16  # of a request: parsed faster than handed to a thread and back
-_KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream whose answer isn't there yet
+
+_PROTOCOLS: Mapping[str, Read] = {
+    "chat/completions": chat_completions.read,
+    "messages": messages.read,
+    "responses": responses.read,
+}
+"""Protocols by the path below a session's base URL."""
 
 
 class SessionServer:
@@ -80,6 +88,7 @@ class SessionServer:
         self._sessions: dict[str, Session] = {}
         self._began: dict[str, int] = {}  # since the last call of ``began``
         self._counts: Counter[str] = Counter()
+        self._answering = Answering(self.instance_id, self._counts, self._in_thread)
         self._runner: web.AppRunner | None = None
 
     @property
@@ -101,7 +110,7 @@ class SessionServer:
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[as_json, locked(self._keys)])
         app.add_routes(
             [
-                web.post("/sessions/{id}/v1/chat/completions", self._chat),  # first, since they are tried in turn
+                *self._protocols(),  # first, since they are tried in turn
                 web.get("/health", self._health),
                 web.post("/sessions", self._create),
                 web.get("/sessions/{id}", self._status),
@@ -221,64 +230,27 @@ class SessionServer:
         del self._sessions[session.session_id]  # so that no late request revives it
         return web.Response(body=await self._in_thread(_collected, session))
 
-    # --------------------------------------------------------------------------------- chat completions
+    # -------------------------------------------------------------------------------------------- agents
+    def _protocols(self) -> Iterator[web.RouteDef]:
+        for path, read in _PROTOCOLS.items():
+            yield web.post(f"/sessions/{{id}}/v1/{path}", partial(self._answer, read))
+        yield web.post("/sessions/{id}/v1/messages/count_tokens", self._count)
+
+    async def _answer(self, read: Read, request: web.Request) -> web.StreamResponse:
+        return await self._answering.answer(request, self._session(request), read)
+
+    async def _count(self, request: web.Request) -> web.Response:
+        return await self._answering.count(request, self._session(request))
+
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
-        return web.json_response({"object": "list", "data": [_model("policy")]})
+        policy = _model("policy")
+        pages = {"has_more": False, "first_id": policy["id"], "last_id": policy["id"]}
+        return web.json_response({"object": "list", "data": [policy], **pages})
 
     async def _one_model(self, request: web.Request) -> web.Response:
         self._session(request)
         return web.json_response(_model(request.match_info["model"]))
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        body = await self._body(request, session)
-        asked = chat.read_request(body) if len(body) <= _SHORT_BYTES else await self._in_thread(chat.read_request, body)
-        turn = asked.turn()
-        session.check(turn)
-        self._counts["requests"] += 1
-        completion_id = f"chatcmpl-{self.instance_id}-{self._counts['requests']}"
-        take = partial(self._take, session, turn, asked.choices)
-        if asked.stream:
-            return await self._stream(request, session, asked, take, completion_id)
-        answer = chat.completion(await take(), asked, completion_id, session.taker.decode)
-        return web.json_response(body=msgspec.json.encode(answer))
-
-    async def _body(self, request: web.Request, session: Session) -> bytes:
-        try:
-            return await read_conversation(request, session.taker.limits.total)
-        except NoRoomError:
-            with session.request():  # the trajectory ends for want of room, as if it had been tokenized
-                raise
-
-    async def _take(self, session: Session, request: TurnRequest, choices: int) -> list[Turn]:
-        with session.request():
-            turns = await gathered(*(session.taker.take(request) for _ in range(choices)))
-        self._counts["turns"] += len(turns)
-        for turn in turns:
-            self._counts["prompt_tokens"] += turn.sampled.prompt_tokens
-            self._counts["cached_tokens"] += turn.sampled.cached_tokens
-            self._counts["sampled_tokens"] += len(turn.sampled.output_ids)
-        return turns
-
-    async def _stream(
-        self,
-        request: web.Request,
-        session: Session,
-        asked: chat.ChatRequest,
-        take: Callable[[], Awaitable[list[Turn]]],
-        completion_id: str,
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        try:
-            turns = await _with_comments(response, take())
-        except MilesAsyncError as error:  # the status has been sent already
-            await response.write(chat.event(failure(error)[1]))
-            return response
-        for part in chat.stream(turns, asked, completion_id, session.taker.decode):
-            await response.write(part)
-        return response
 
 
 def _collected(session: Session) -> bytes:
@@ -301,31 +273,16 @@ def _collected(session: Session) -> bytes:
 
 
 def _model(model_id: str) -> JsonObject:
-    return {"id": model_id, "object": "model", "created": 0, "owned_by": "miles_async"}
+    """A model, as OpenAI and Anthropic describe theirs."""
+    openai = {"object": "model", "created": 0, "owned_by": "miles_async"}
+    anthropic = {"type": "model", "display_name": model_id, "created_at": "1970-01-01T00:00:00Z"}
+    return {"id": model_id, **openai, **anthropic}
 
 
 _COUNTED = (
     *("created", "finished", "aborted", "expired"),
     *("turns", "prompt_tokens", "cached_tokens", "sampled_tokens"),
 )
-
-
-async def _with_comments(response: web.StreamResponse, answer: Awaitable[list[Turn]]) -> list[Turn]:
-    """Await the answer; send comments meanwhile to keep proxies from closing the connection."""
-
-    async def comment() -> None:
-        while True:
-            await asyncio.sleep(_KEEP_ALIVE_SECONDS)
-            await response.write(b": generating\n\n")
-
-    try:
-        async with asyncio.TaskGroup() as scope:
-            comments = scope.create_task(comment())
-            turns = await answer
-            comments.cancel()
-        return turns
-    except BaseExceptionGroup as group:
-        raise first_error(group) from None
 
 
 class _Finish(msgspec.Struct):

@@ -10,6 +10,7 @@ import msgspec
 
 from miles_async.errors import MilesAsyncError, NoRoomError, RequestRejectedError, TrajectoryError
 from miles_async.runtime.clock import now
+from miles_async.sessions.protocols.exchange import History
 from miles_async.trajectory.rendering import check_options
 from miles_async.trajectory.schema_bounds import check_bounds
 from miles_async.trajectory.taker import TurnRequest, TurnTaker
@@ -42,6 +43,7 @@ class Session:
         self.failure: str | None = None
         self.waiting = False
         self.last_used = now()
+        self.history: History = {}
         self._tasks: set[asyncio.Task[object]] = set()
 
     @contextmanager
@@ -75,6 +77,11 @@ class Session:
             self.ending, self.reason = ending, reason
         for task in self._tasks:
             task.cancel()
+
+    def count(self, request: TurnRequest) -> int:
+        """Count the tokens of a conversation as it would be sent to an engine. Raises TrajectoryError."""
+        check_options(request.options, self.taker.trajectory.renderer.chat.variables)
+        return self.taker.trajectory.count(request.messages, request.tools, request.options)
 
     def check(self, request: TurnRequest) -> None:
         """Check what a request wants of the template and the engine.

@@ -136,6 +136,21 @@ class Trajectory:
             TrajectoryError: messages that cannot be read or rendered, or a template that changed what is in the
                 tokens already (with the difference).
         """
+        self._latest = latest = self._read(messages, tools, options)
+        assert latest.context is not None
+        return latest.context
+
+    def count(self, messages: Sequence[object], tools: Tools = (), options: JsonObject | None = None) -> int:
+        """Count the tokens of a conversation: as :meth:`extend` makes them if the model's turn is next, else those of
+        its text. Raises TrajectoryError as that does.
+        """
+        if not messages or canonical(messages[-1])["role"] != "assistant":
+            return len(self._read(messages, tools, options).input_ids)
+        chat = self.renderer.chat
+        conversation = [canonical(message) for message in messages]
+        return len(chat.tokenize(chat.render(conversation, tools, options or {}, generation_prompt=False)))
+
+    def _read(self, messages: Sequence[object], tools: Tools, options: JsonObject | None) -> _Request:
         messages, latest = list(messages), self._latest
         if not latest.begins(messages):
             latest = _Request()
@@ -147,8 +162,7 @@ class Trajectory:
             context = self._as_written(self._with_replies(conversation), tools, options)
         else:
             context = self._continued(conversation, tools, options, latest.context)
-        self._latest = _Request(messages, conversation, context, _input_ids(context, latest))
-        return context
+        return _Request(messages, conversation, context, _input_ids(context, latest))
 
     def input_ids(self, context: Context) -> Int32:
         """Return ``context.input_ids()``, which for the latest context need not be built from all turns."""

@@ -29,11 +29,12 @@ class ScriptedModel:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         call = len(self.requests)
-        self.requests.append(request.input_ids.tolist())
+        input_ids = request.input_ids.tolist()
+        self.requests.append(input_ids)
         self.sampling.append(dict(request.sampling))
         self.routing_keys.append(request.routing_key)
         await asyncio.sleep(self.seconds)
-        said = self.script(call, self.requests[-1])
+        said = self.script(call, input_ids)
         if isinstance(said, Exception):
             raise said
         room = request.sampling["max_new_tokens"]
@@ -41,7 +42,7 @@ class ScriptedModel:
         output = np.array(said[:room], np.int32)
         if call in self.aborts:
             output, finish = output[: self.aborts[call]], "abort"
-        read = [*self.requests[-1], *output.tolist()][request.experts_from : -1]
+        read = [*input_ids, *output.tolist()][request.experts_from : -1]
         return Generation(
             output_ids=output,
             logprobs=-(np.arange(len(output), dtype=np.float32) + 1) / 10,

@@ -1,4 +1,4 @@
-"""Agents of a session server in this process, with the openai client and a scripted model."""
+"""Agents of a session server in this process, with clients of OpenAI and Anthropic and a scripted model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import anthropic
 import openai
 
 from miles_async.runtime.serialization import decode, encode
@@ -39,14 +40,22 @@ def make_trajectory() -> Trajectory:
 
 @dataclass
 class Agent:
-    """One session and a client in it."""
+    """One session and clients in it."""
 
     opened: OpenSession
     client: openai.AsyncOpenAI
+    anthropic: anthropic.AsyncAnthropic
     http: aiohttp.ClientSession
 
     async def chat(self, *messages: JsonObject, **options: object) -> Any:
         return await self.client.chat.completions.create(model="policy", messages=messages, **options)
+
+    async def respond(self, *items: JsonObject, **options: object) -> Any:
+        return await self.client.responses.create(model="policy", input=[*items], **options)
+
+    async def message(self, *messages: JsonObject, **options: object) -> Any:
+        options = {"max_tokens": 400, **options}
+        return await self.anthropic.messages.create(model="policy", messages=messages, **options)
 
     async def post(self, path: str, body: object = None, *, raw: object = None) -> tuple[int, dict[str, object]]:
         """``raw``: the body as bytes, or pieces of it as they come."""
@@ -83,6 +92,7 @@ async def agent_of(model: ScriptedModel, *, timeout: float = 60.0, **settings: o
             opened = decode(await response.read(), OpenSession)
         api_key = KEYS.sessions.agents.reveal()
         async with openai.AsyncOpenAI(base_url=opened.base_url, api_key=api_key, max_retries=0) as client:
-            yield Agent(opened, client, http)
+            async with anthropic.AsyncAnthropic(base_url=opened.url, api_key=api_key, max_retries=0) as other:
+                yield Agent(opened, client, other, http)
     expiry.cancel()
     await server.stop()

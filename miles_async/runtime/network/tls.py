@@ -88,12 +88,12 @@ class Tls:
         """
         if self.ca is None:
             return {}
-        from requests.certs import where  # httpx trusts the same
+        from requests.utils import DEFAULT_CA_BUNDLE_PATH  # httpx trusts the same
 
         found = {}
         for name in BUNDLE_VARIABLES:
             given = Path(environment.get(name, ""))
-            trusted = given if given.is_file() else Path(where())
+            trusted = given if given.is_file() else Path(DEFAULT_CA_BUNDLE_PATH)
             bundle = directory / f"{name.lower()}.pem"
             bundle.write_bytes(trusted.read_bytes() + b"\n" + Path(self.ca).read_bytes())
             found[name] = str(bundle)

@@ -31,7 +31,8 @@ TELLERS = {
     "ledger/writer.py",
     "observability/metrics_file.py",
     "prompts/templates.py",
-    "sessions/chat_completions.py",
+    "sessions/protocols/chat_completions.py",
+    "sessions/protocols/responses.py",
 }
 DOCTOR = {"machine/cluster.py", "machine/network.py"}  # they tell a clock that is wrong
 

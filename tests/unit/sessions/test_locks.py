@@ -12,6 +12,9 @@ from tests.fakes.session_agents import agent_of
 
 FOR_AGENTS = [
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/policy"),
     ("POST", "/heartbeat"),
@@ -34,6 +37,14 @@ async def test_an_agents_door_opens_with_its_key(method: str, path: str) -> None
         for key in STRANGERS:
             assert await status(http, method, agent.opened.url + path, key) == (401, "invalid_api_key")
         assert (await status(http, method, agent.opened.url + path, KEYS.sessions.agents))[0] in (200, 400)
+
+
+async def test_clients_of_anthropic_have_the_key_in_another_header() -> None:
+    async with agent_of(ScriptedModel(lambda call, input_ids: [2])) as agent, aiohttp.ClientSession() as http:
+        for key, expected in ((KEYS.sessions.agents, 200), (OTHER_KEYS.sessions.agents, 401), (Secret(""), 401)):
+            headers = {"X-Api-Key": key.reveal()}
+            async with http.get(f"{agent.opened.url}/v1/models", headers=headers) as response:
+                assert response.status == expected
 
 
 @pytest.mark.parametrize("path", ["/sessions", "/sessions/{id}/collect"])

@@ -1,31 +1,62 @@
-"""The chat-completions protocol of OpenAI: requests are read into a ``TurnRequest``, turns are written as responses.
-
-No network here. Another protocol is another file like this one.
-"""
+"""The chat-completions protocol of OpenAI."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 
 from miles_async.errors import TrajectoryError
+from miles_async.sessions.protocols.exchange import (
+    Decode,
+    Delta,
+    Exchange,
+    Progress,
+    Surroundings,
+    check_supported,
+    effort_options,
+    parsed,
+    sse,
+    stop_problems,
+    with_text_arguments,
+)
 from miles_async.trajectory.constraints import Constraint
+from miles_async.trajectory.messages import Message
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.trajectory.tree import Turn
 from miles_async.types import JsonObject
 
-Decode = Callable[[Sequence[int]], str]
-"""Tokens → text, special tokens included."""
-
 _MOST_CHOICES = 128  # OpenAI's limit of n
-_MOST_STOPS, _LONGEST_STOP = 16, 256  # engines look for every stop after each token; OpenAI's limit is 4 of them
 
 
-class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of a request that are honored. Sampling parameters are the run's: the trainer's log-probs assume them."""
+class _Ignored(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields without effect: sampling parameters are the run's, which the trainer's log-probs assume."""
+
+    temperature: object = None
+    top_p: object = None
+    top_k: object = None
+    min_p: object = None
+    presence_penalty: object = None
+    frequency_penalty: object = None
+    repetition_penalty: object = None
+    logit_bias: object = None
+    seed: object = None
+    user: object = None
+    metadata: object = None
+    store: object = None
+    service_tier: object = None
+    safety_identifier: object = None
+    prompt_cache_key: object = None
+    prompt_cache_retention: object = None
+    prediction: object = None
+    verbosity: object = None
+
+
+class ChatRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request. Fields that are neither here nor ignored are refused by name."""
 
     messages: list[JsonObject]
     model: str = ""
@@ -41,6 +72,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool | None = False
     top_logprobs: int | None = None
     response_format: object = None
+    reasoning_effort: object = None
+    modalities: object = None
     chat_template_kwargs: JsonObject | None = None
 
     @property
@@ -59,8 +92,11 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in stops if stop]
 
-    def turn(self) -> TurnRequest:
-        """The turn that is asked for. Raises TrajectoryError for a constraint that is not supported."""
+    def turn(self, variables: frozenset[str] = frozenset()) -> TurnRequest:
+        """The turn that is asked for. Raises TrajectoryError for a constraint that is not supported.
+
+        ``variables``: see ``Surroundings``.
+        """
         tools = [] if self.tool_choice == "none" else self.tools or []  # shown to the model
         parallel = self.parallel_tool_calls is not False
         schema, called = _schema(self.response_format), self._called_tools()
@@ -72,7 +108,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         return TurnRequest(
             messages=self.messages,
             tools=tools,
-            options=self.chat_template_kwargs or {},
+            options={**effort_options(self.reasoning_effort, variables), **(self.chat_template_kwargs or {})},
             max_tokens=self.limit,
             stops=self.stops,
             parallel_calls=parallel,
@@ -97,24 +133,32 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         return called
 
 
+def read(body: bytes, around: Surroundings) -> Exchange:
+    """Read a request. Raises TrajectoryError if it is malformed or asks for something unsupported."""
+    request, completion_id = read_request(body), f"chatcmpl-{around.answer_id}"
+    return Exchange(
+        turn=request.turn(around.variables),
+        answer=partial(completion, request=request, completion_id=completion_id, decode=around.decode),
+        writer=_ChatWriter(request, completion_id, around.decode) if request.stream else None,
+        choices=request.choices,
+    )
+
+
 def read_request(body: bytes) -> ChatRequest:
-    """Parse a request body. Raises TrajectoryError if it is malformed or asks for something unsupported."""
-    try:
-        request = msgspec.json.decode(body, type=ChatRequest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TrajectoryError(f"not a request for a chat completion: {error}") from error
-    problems = {
-        f"n = {request.n}: from 1 to {_MOST_CHOICES}": not 1 <= request.choices <= _MOST_CHOICES,
-        f"top_logprobs = {request.top_logprobs}: only the sampled token's is known": bool(request.top_logprobs),
-        f"max_tokens = {request.limit}: at least 1": request.limit is not None and request.limit < 1,
-        f"stop: at most {_MOST_STOPS} texts of at most {_LONGEST_STOP} characters": len(request.stops) > _MOST_STOPS
-        or any(len(stop) > _LONGEST_STOP for stop in request.stops),
-        "tools: each needs a function with a name": not all(
-            isinstance(_name(tool), str) for tool in request.tools or []
-        ),
-    }
-    if unsupported := [problem for problem, found in problems.items() if found]:
-        raise TrajectoryError(f"not supported: {'; '.join(unsupported)}")
+    """Parse a request body. Raises TrajectoryError as :func:`read` does."""
+    request = parsed(body, ChatRequest, "a chat completion")
+    check_supported(
+        {
+            f"n = {request.n}: from 1 to {_MOST_CHOICES}": not 1 <= request.choices <= _MOST_CHOICES,
+            f"top_logprobs = {request.top_logprobs}: only the sampled token's is known": bool(request.top_logprobs),
+            f"max_tokens = {request.limit}: at least 1": request.limit is not None and request.limit < 1,
+            f"modalities = {request.modalities}: text alone": request.modalities not in (None, ["text"]),
+            "tools: each needs a function with a name": not all(
+                isinstance(_name(tool), str) for tool in request.tools or []
+            ),
+            **stop_problems(request.stops, "stop"),
+        }
+    )
     return request
 
 
@@ -151,27 +195,47 @@ def completion(turns: Sequence[Turn], request: ChatRequest, completion_id: str, 
     return {**_head(request, completion_id, "chat.completion"), "choices": choices, "usage": _usage(turns)}
 
 
-def stream(turns: Sequence[Turn], request: ChatRequest, completion_id: str, decode: Decode) -> Iterator[bytes]:
-    """The same as server-sent events. Tokens come from engines all at once, so there is one event per part."""
-    head = _head(request, completion_id, "chat.completion.chunk")
-    for index, turn in enumerate(turns):
-        message = _message(turn)
-        deltas: list[JsonObject] = [{"role": "assistant", "content": ""}]
-        deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
-        deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(message.get("tool_calls", ()))]
-        for delta in deltas:
-            yield event({**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]})
-        logprobs = _logprobs(turn, request, decode)
-        end = {"index": index, "delta": {}, "logprobs": logprobs, "finish_reason": _finish_reason(turn)}
-        yield event({**head, "choices": [end]})
-    if (request.stream_options or {}).get("include_usage"):
-        yield event({**head, "choices": [], "usage": _usage(turns)})
-    yield b"data: [DONE]\n\n"
+class _ChatWriter:
+    """Writes chunks."""
+
+    def __init__(self, request: ChatRequest, completion_id: str, decode: Decode) -> None:
+        self._request = request
+        self._decode = decode
+        self._head = _head(request, completion_id, "chat.completion.chunk")
+        self._progress: defaultdict[int, Progress] = defaultdict(Progress)  # by choice
+
+    def opened(self) -> bytes:
+        return b""
+
+    def wrote(self, index: int, reply: Message) -> bytes:
+        begins = index not in self._progress
+        deltas: list[JsonObject] = [{"role": "assistant", "content": ""}] if begins else []
+        deltas += map(_delta, self._progress[index].advance(reply))
+        choices = ({"index": index, "delta": delta, "finish_reason": None} for delta in deltas)
+        return b"".join(sse({**self._head, "choices": [choice]}) for choice in choices)
+
+    def ended(self, turns: Sequence[Turn]) -> bytes:
+        events = b""
+        for index, turn in enumerate(turns):
+            logprobs = _logprobs(turn, self._request, self._decode)
+            end = {"index": index, "delta": {}, "logprobs": logprobs, "finish_reason": _finish_reason(turn)}
+            events += self.wrote(index, turn.reply) + sse({**self._head, "choices": [end]})
+        if (self._request.stream_options or {}).get("include_usage"):
+            events += sse({**self._head, "choices": [], "usage": _usage(turns)})
+        return events + b"data: [DONE]\n\n"
+
+    def failed(self, error: JsonObject) -> bytes:
+        return sse(error)
 
 
-def event(data: JsonObject) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+def _delta(new: Delta) -> JsonObject:
+    match new.kind:
+        case "reasoning":
+            return {"reasoning_content": new.text}
+        case "content":
+            return {"content": new.text}
+        case "call":
+            return {"tool_calls": [{"index": new.number, **with_text_arguments(new.call)}]}
 
 
 def _head(request: ChatRequest, completion_id: str, kind: str) -> JsonObject:
@@ -182,14 +246,8 @@ def _message(turn: Turn) -> JsonObject:
     message = dict(turn.reply)
     if calls := message.get("tool_calls"):
         message["content"] = message["content"] or None
-        message["tool_calls"] = [{**call, "function": _as_text(call["function"])} for call in calls]
+        message["tool_calls"] = [with_text_arguments(call) for call in calls]
     return message
-
-
-def _as_text(function: JsonObject) -> JsonObject:
-    arguments = function["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**function, "arguments": text}
 
 
 def _finish_reason(turn: Turn) -> str:

@@ -1,0 +1,120 @@
+"""Answers agents' requests for turns, in any protocol: read, sample, write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from miles_async.errors import MilesAsyncError, NoRoomError, first_error
+from miles_async.runtime.tasks import gathered
+from miles_async.sessions.middleware import failure, read_conversation
+from miles_async.sessions.protocols import messages
+from miles_async.sessions.protocols.exchange import Exchange, Read, Surroundings, Writer
+from miles_async.sessions.session import Session
+from miles_async.trajectory.taker import InThread
+from miles_async.trajectory.tree import Turn
+
+_SHORT_BYTES = 1 << 16  # of a request: parsed faster than handed to a thread and back
+_KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream whose answer isn't there yet
+
+
+class Answering:
+    """Answers the requests of all sessions of a process."""
+
+    def __init__(self, instance_id: str, counts: Counter[str], in_thread: InThread) -> None:
+        """``counts``: of requests, turns and tokens, which it raises."""
+        self._instance_id = instance_id
+        self._counts = counts
+        self._in_thread = in_thread
+
+    async def answer(self, request: web.Request, session: Session, read: Read) -> web.StreamResponse:
+        """Answer a request of a protocol.
+
+        Raises TrajectoryError for a request that is malformed or asks for something unsupported, and EngineError.
+        """
+        body = await _body(request, session)
+        asked: Exchange = await self._read(read, body, self._around(session))
+        session.check(asked.turn)
+        if asked.writer is not None:
+            return await self._stream(request, session, asked, asked.writer)
+        return web.json_response(body=msgspec.json.encode(asked.answer(await self._take(session, asked))))
+
+    async def count(self, request: web.Request, session: Session) -> web.Response:
+        """Answer a request for the tokens of a conversation, those that were sampled included.
+
+        Raises TrajectoryError.
+        """
+        body, around = await _body(request, session), self._around(session)
+        count = await self._in_thread(lambda: session.count(messages.read_count(body, around)))
+        return web.json_response({"input_tokens": count})
+
+    def _around(self, session: Session) -> Surroundings:
+        self._counts["requests"] += 1
+        return Surroundings(
+            answer_id=f"{self._instance_id}-{self._counts['requests']}",
+            decode=session.taker.decode,
+            variables=session.taker.trajectory.renderer.chat.variables,
+            history=session.history,
+        )
+
+    async def _read(self, read: Callable[..., Exchange], body: bytes, *arguments: Any) -> Exchange:
+        if len(body) <= _SHORT_BYTES:
+            return read(body, *arguments)
+        asked: Exchange = await self._in_thread(read, body, *arguments)
+        return asked
+
+    async def _take(self, session: Session, asked: Exchange) -> list[Turn]:
+        with session.request():
+            turns = await gathered(*(session.taker.take(asked.turn) for _ in range(asked.choices)))
+        self._counts["turns"] += len(turns)
+        for turn in turns:
+            self._counts["prompt_tokens"] += turn.sampled.prompt_tokens
+            self._counts["cached_tokens"] += turn.sampled.cached_tokens
+            self._counts["sampled_tokens"] += len(turn.sampled.output_ids)
+        return turns
+
+    async def _stream(
+        self, request: web.Request, session: Session, asked: Exchange, writer: Writer
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        try:
+            if opened := writer.opened():
+                await response.write(opened)
+            turns = await _with_comments(response, self._take(session, asked))
+        except MilesAsyncError as error:  # the status has been sent already
+            await response.write(writer.failed(failure(error)[1]))
+            return response
+        await response.write(writer.ended(turns))
+        return response
+
+
+async def _body(request: web.Request, session: Session) -> bytes:
+    try:
+        return await read_conversation(request, session.taker.limits.total)
+    except NoRoomError:
+        with session.request():  # the trajectory ends for want of room, as if it had been tokenized
+            raise
+
+
+async def _with_comments(response: web.StreamResponse, answer: Awaitable[list[Turn]]) -> list[Turn]:
+    """Await the answer; send comments meanwhile to keep proxies from closing the connection."""
+
+    async def comment() -> None:
+        while True:
+            await asyncio.sleep(_KEEP_ALIVE_SECONDS)
+            await response.write(b": generating\n\n")
+
+    try:
+        async with asyncio.TaskGroup() as scope:
+            comments = scope.create_task(comment())
+            turns = await answer
+            comments.cancel()
+        return turns
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None

@@ -1,0 +1,193 @@
+"""A request in any protocol, read: the turn that it asks for, and how the answer is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar
+
+import msgspec
+
+from miles_async.errors import TrajectoryError
+from miles_async.trajectory.messages import Message
+from miles_async.trajectory.taker import TurnRequest
+from miles_async.trajectory.tree import Turn
+from miles_async.types import JsonObject
+
+T = TypeVar("T")
+
+Decode = Callable[[Sequence[int]], str]
+"""Tokens → text, special tokens included."""
+
+MOST_STOPS, LONGEST_STOP = 16, 256  # engines look for every stop after each token; OpenAI's limit is 4 of them
+
+
+class Writer(Protocol):
+    """Writes one answer as server-sent events."""
+
+    def opened(self) -> bytes:
+        """Return the events before the first token."""
+        ...
+
+    def wrote(self, index: int, reply: Message) -> bytes:
+        """Return events for what is new in the reply so far of answer number ``index``."""
+        ...
+
+    def ended(self, turns: Sequence[Turn]) -> bytes:
+        """Return the remaining events."""
+        ...
+
+    def failed(self, error: JsonObject) -> bytes:
+        """Return the event that ends a stream without an answer. ``error``: see ``middleware.failure``."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """A conversation up to an answer, for requests that name the answer and send what is new."""
+
+    messages: Sequence[JsonObject]  # in the form of chat completions
+    tools: Sequence[JsonObject] = ()
+
+
+History = MutableMapping[str, Kept]
+"""Conversations of a session by the id of the answer at their end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What reading a request needs besides its body."""
+
+    answer_id: str  # unique in the session
+    decode: Decode
+    variables: frozenset[str] = frozenset()  # of the chat template, that requests may set
+    history: History = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """A request, and how its answer is written."""
+
+    turn: TurnRequest
+    answer: Callable[[Sequence[Turn]], JsonObject]  # the body of a response that is not streamed
+    writer: Writer | None  # None: not streamed
+    choices: int = 1  # number of answers, each a turn
+
+
+Read = Callable[[bytes, Surroundings], Exchange]
+"""A protocol. Raises TrajectoryError for a request that is malformed or asks for something unsupported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A part of a reply that was not written before."""
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str = ""
+    number: int = 0  # of the call
+    call: JsonObject = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How much of a reply was written."""
+
+    reasoning: int = 0  # characters
+    content: int = 0
+    calls: int = 0
+
+    def advance(self, reply: Message) -> Iterator[Delta]:
+        """Yield what is new: reasoning, then content, then calls."""
+        reasoning, content, calls = reply.get("reasoning_content", ""), reply["content"], reply.get("tool_calls", ())
+        if len(reasoning) > self.reasoning:
+            yield Delta("reasoning", reasoning[self.reasoning :])
+        if len(content) > self.content:
+            yield Delta("content", content[self.content :])
+        for number in range(self.calls, len(calls)):
+            yield Delta("call", number=number, call=calls[number])
+        self.reasoning, self.content, self.calls = len(reasoning), len(content), len(calls)
+
+
+def parsed(body: bytes, kind: type[T], name: str) -> T:
+    """Parse a body. Raises TrajectoryError that names an unknown field. ``name``: what is expected."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TrajectoryError(f"not a request for {name}: {error}") from error
+
+
+def check_supported(problems: Mapping[str, bool]) -> None:
+    """Raises TrajectoryError with the problems that are there."""
+    if unsupported := [problem for problem, found in problems.items() if found]:
+        raise TrajectoryError(f"not supported: {'; '.join(unsupported)}")
+
+
+def stop_problems(stops: Sequence[str], name: str) -> dict[str, bool]:
+    """Limits on texts that end a turn, for :func:`check_supported`. ``name``: of the field."""
+    too_much = len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops)
+    return {f"{name}: at most {MOST_STOPS} texts of at most {LONGEST_STOP} characters": too_much}
+
+
+def effort_options(effort: object, variables: frozenset[str]) -> JsonObject:
+    """Options of the chat template for an effort of reasoning; none where the template doesn't know one."""
+    known = effort is not None and "reasoning_effort" in variables
+    return {"reasoning_effort": effort} if known else {}
+
+
+def arguments_text(call: JsonObject) -> str:
+    """Arguments of a call as text, from which ``messages.canonical`` reads them: JSON, or what the model wrote if that
+    isn't.
+    """
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str) and arguments and not _is_json(arguments):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def with_text_arguments(call: JsonObject) -> JsonObject:
+    """A call with its arguments as text, as chat completions have it."""
+    return {**call, "function": {**call["function"], "arguments": arguments_text(call)}}
+
+
+def as_sent(reply: Message) -> JsonObject:
+    """A reply as a client would send it back."""
+    calls = [with_text_arguments(call) for call in reply.get("tool_calls", ())]
+    return {**reply, "tool_calls": calls} if calls else reply
+
+
+def kept(history: History, answer_id: str, field: str) -> Kept:
+    """The conversation that an answer ended. Raises TrajectoryError naming the field of the request."""
+    if answer_id not in history:
+        raise TrajectoryError(f"{field} = {answer_id[:100]}: this session has kept no such answer")
+    return history[answer_id]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def texts(content: object, where: str) -> str:
+    """Join the texts of a content, a text or a list of parts with a ``text`` each. Raises TrajectoryError naming
+    another type of part.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    joined = ""
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise TrajectoryError(f"{where}: expected text, found a part of type {kind}")
+        joined += text
+    return joined
+
+
+def sse(data: JsonObject, event: str = "") -> bytes:
+    """One server-sent event."""
+    head = b"" if not event else b"event: " + event.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -1,0 +1,182 @@
+"""Anthropic's Messages API: answers, streamed or whole. Requests are read in ``messages_request.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from miles_async.sessions.protocols.exchange import (
+    Delta,
+    Exchange,
+    Kept,
+    Progress,
+    Surroundings,
+    arguments_text,
+    as_sent,
+    kept,
+    sse,
+)
+from miles_async.sessions.protocols.messages_request import UNPARSED, MessagesRequest, read_counted, read_request
+from miles_async.trajectory.messages import Message
+from miles_async.trajectory.taker import TurnRequest
+from miles_async.trajectory.tree import Turn
+from miles_async.types import JsonObject
+
+Keep = Callable[[Turn], None]
+"""Keeps the conversation for requests that continue it, if the request asks for that."""
+
+_SIGNATURE = "miles_async"  # clients want one at each thinking block; nobody checks it
+
+
+def read(body: bytes, around: Surroundings) -> Exchange:
+    """Read a request. Raises TrajectoryError if it is malformed or asks for something unsupported."""
+    request, history = read_request(body), around.history
+    head = _head(request, around.answer_id)
+    conversation = _whole(request, around)
+
+    def keep(turn: Turn) -> None:
+        if request.thread is not None:
+            messages = [*conversation.messages, as_sent(turn.reply)]
+            history[head["id"]] = Kept(messages=messages, tools=conversation.tools)
+
+    return Exchange(
+        turn=request.turn(conversation, around.variables),
+        answer=partial(_answer, request=request, head=head, keep=keep),
+        writer=_MessageWriter(request, head, keep) if request.stream else None,
+    )
+
+
+def read_count(body: bytes, around: Surroundings) -> TurnRequest:
+    """Read a request for the tokens of a conversation. Raises TrajectoryError as :func:`read` does."""
+    request = read_counted(body)
+    return request.turn(_whole(request, around), around.variables)
+
+
+def _whole(request: MessagesRequest, around: Surroundings) -> Kept:
+    before, continued = Kept(messages=()), request.continued
+    if continued is not None:
+        before = kept(around.history, continued, "thread.previous_message_id")
+    return request.conversation(before)
+
+
+def _head(request: MessagesRequest, answer_id: str) -> JsonObject:
+    return {"id": f"msg_{answer_id}", "type": "message", "role": "assistant", "model": request.model}
+
+
+def _answer(turns: Sequence[Turn], request: MessagesRequest, head: JsonObject, keep: Keep) -> JsonObject:
+    (turn,) = turns
+    keep(turn)
+    content: list[JsonObject] = []
+    for part in Progress().advance(turn.reply):
+        match part.kind:
+            case "reasoning":
+                content.append({"type": "thinking", "thinking": part.text, "signature": _SIGNATURE})
+            case "content":
+                content.append({"type": "text", "text": part.text})
+            case "call":
+                content.append({**_tool_use(part.call), "input": _input(part.call)})
+    return {**head, "content": content, **_stop(turn, request), "usage": _usage(turn)}
+
+
+class _MessageWriter:
+    """Writes events: a block is opened when it begins, and closed when the next one does."""
+
+    def __init__(self, request: MessagesRequest, head: JsonObject, keep: Keep) -> None:
+        self._keep = keep
+        self._request = request
+        self._head = head
+        self._progress = Progress()
+        self._open: str | None = None  # kind of the block that is open
+        self._blocks = 0
+
+    def opened(self) -> bytes:
+        usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return _event("message_start", message=message)
+
+    def wrote(self, index: int, reply: Message) -> bytes:
+        return b"".join(map(self._part, self._progress.advance(reply)))
+
+    def ended(self, turns: Sequence[Turn]) -> bytes:
+        (turn,) = turns
+        self._keep(turn)
+        return (
+            self.wrote(0, turn.reply)
+            + self._close()
+            + _event("message_delta", delta=_stop(turn, self._request), usage=_usage(turn))
+            + _event("message_stop")
+        )
+
+    def failed(self, error: JsonObject) -> bytes:
+        return sse(error, "error")
+
+    def _part(self, part: Delta) -> bytes:
+        match part.kind:
+            case "reasoning":
+                opened = self._begin("reasoning", {"type": "thinking", "thinking": "", "signature": ""})
+                return opened + self._delta("thinking_delta", thinking=part.text)
+            case "content":
+                opened = self._begin("content", {"type": "text", "text": ""})
+                return opened + self._delta("text_delta", text=part.text)
+            case "call":
+                opened = self._begin(f"call {part.number}", {**_tool_use(part.call), "input": {}})
+                return opened + self._delta("input_json_delta", partial_json=_input_text(part.call))
+
+    def _begin(self, kind: str, block: JsonObject) -> bytes:
+        if self._open == kind:
+            return b""
+        closed = self._close()
+        self._open = kind
+        return closed + _event("content_block_start", index=self._blocks, content_block=block)
+
+    def _delta(self, kind: str, **fields: object) -> bytes:
+        return _event("content_block_delta", index=self._blocks, delta={"type": kind, **fields})
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        signed = self._delta("signature_delta", signature=_SIGNATURE) if self._open == "reasoning" else b""
+        closed = signed + _event("content_block_stop", index=self._blocks)
+        self._open = None
+        self._blocks += 1
+        return closed
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    return sse({"type": kind, **fields}, kind)
+
+
+def _tool_use(call: JsonObject) -> JsonObject:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+
+
+def _input(call: JsonObject) -> JsonObject:
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, dict) else {UNPARSED: arguments}
+
+
+def _input_text(call: JsonObject) -> str:
+    return arguments_text({"function": {"arguments": _input(call)}})
+
+
+def _stop(turn: Turn, request: MessagesRequest) -> JsonObject:
+    """Why the turn ended."""
+    if turn.sampled.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if turn.reply.get("tool_calls"):
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    found = {at: stop for stop in request.stops if (at := turn.text.find(stop)) >= 0}
+    if found:
+        return {"stop_reason": "stop_sequence", "stop_sequence": found[min(found)]}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _usage(turn: Turn) -> JsonObject:
+    prompt = turn.context.length
+    cached = min(turn.sampled.cached_tokens, prompt)  # of all engines that the turn was at
+    return {
+        "input_tokens": prompt - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": len(turn.sampled.output_ids),
+    }

@@ -1,0 +1,217 @@
+"""Requests of OpenAI's Responses API, read into the messages and tools of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from miles_async.errors import TrajectoryError
+from miles_async.sessions.protocols.exchange import check_supported, effort_options, parsed, texts
+from miles_async.trajectory.constraints import Constraint
+from miles_async.trajectory.taker import TurnRequest
+from miles_async.types import JsonObject
+
+FREE_TEXT = "input"
+"""The one argument of a custom tool, whose calls have a text instead of JSON."""
+
+_ITEMS_OF_THE_MODEL = ("reasoning", "function_call", "custom_tool_call")
+
+
+class _Ignored(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields without effect: sampling parameters are the run's, which the trainer's log-probs assume."""
+
+    temperature: object = None
+    top_p: object = None
+    metadata: object = None
+    user: object = None
+    service_tier: object = None
+    safety_identifier: object = None
+    prompt_cache_key: object = None
+    prompt_cache_retention: object = None
+    truncation: object = None
+    include: object = None
+    max_tool_calls: object = None
+    stream_options: object = None
+    client_metadata: object = None
+
+
+class ResponsesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request. Fields that are neither here nor ignored are refused by name."""
+
+    input: str | list[JsonObject] = ""
+    model: str = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = True
+    tools: list[JsonObject] | None = None
+    tool_choice: object = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = False
+    max_output_tokens: int | None = None
+    reasoning: JsonObject | None = None
+    text: JsonObject | None = None
+    top_logprobs: int | None = None
+    background: bool | None = None
+
+    @property
+    def functions(self) -> list[JsonObject]:
+        """Tools, as chat completions have them. Raises TrajectoryError."""
+        return [_function(tool) for tool in self.tools or []]
+
+    @property
+    def free_text_tools(self) -> frozenset[str]:
+        """Names of custom tools."""
+        return frozenset(str(tool.get("name")) for tool in self.tools or [] if tool.get("type") == "custom")
+
+    def conversation(self, before: Sequence[JsonObject]) -> list[JsonObject]:
+        """Messages in the form of chat completions, without the instructions. Raises TrajectoryError.
+
+        ``before``: messages up to the response that this request continues.
+        """
+        if isinstance(self.input, str):
+            return [*before, {"role": "user", "content": self.input}]
+        return with_items(before, self.input)
+
+    def turn(self, conversation: Sequence[JsonObject], variables: frozenset[str]) -> TurnRequest:
+        """The turn that is asked for. Raises TrajectoryError. ``variables``: see ``Surroundings``."""
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        tools = [] if self.tool_choice == "none" else self.functions
+        parallel = self.parallel_tool_calls is not False
+        schema, called = _schema((self.text or {}).get("format")), _called(self.tool_choice, tools)
+        constraint = None
+        if called:  # an answer consists of calls only
+            constraint = Constraint(tools=called, parallel=parallel)
+        elif schema is not None:
+            constraint = Constraint(schema=schema, tools=tools, parallel=parallel)
+        return TurnRequest(
+            messages=[*instructions, *conversation],
+            tools=tools,
+            options=effort_options((self.reasoning or {}).get("effort"), variables),
+            max_tokens=self.max_output_tokens,
+            parallel_calls=parallel,
+            constraint=constraint,
+        )
+
+
+def read_request(body: bytes) -> ResponsesRequest:
+    """Parse a request. Raises TrajectoryError if it is malformed or asks for something unsupported."""
+    request = parsed(body, ResponsesRequest, "a response")
+    limit = request.max_output_tokens
+    included = request.include if isinstance(request.include, list) else []
+    check_supported(
+        {
+            f"max_output_tokens = {limit}: at least 1": limit is not None and limit < 1,
+            f"top_logprobs = {request.top_logprobs}: only the sampled token's is known": bool(request.top_logprobs),
+            "background: a response ends with its request": bool(request.background),
+            "include = message.output_text.logprobs: ask for a chat completion": "message.output_text.logprobs"
+            in included,
+        }
+    )
+    return request
+
+
+def with_items(before: Sequence[JsonObject], items: Sequence[JsonObject]) -> list[JsonObject]:
+    """Messages ``before``, and those of items: what the model wrote between two inputs is one message of the assistant.
+
+    Raises TrajectoryError.
+    """
+    messages = [*before]
+    for item in items:
+        kind = item.get("type", "message")
+        if kind in _ITEMS_OF_THE_MODEL or (kind == "message" and item.get("role") == "assistant"):
+            _add(messages, item, kind)
+        elif kind == "message":
+            messages.append({"role": item.get("role"), "content": texts(item.get("content"), "input")})
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            result = texts(item.get("output"), kind)
+            messages.append({"role": "tool", "content": result, "tool_call_id": item.get("call_id")})
+        else:
+            raise TrajectoryError(
+                f"input: expected messages, reasoning, function_call, custom_tool_call and their outputs; found an "
+                f"item of type {str(kind)[:100]}"
+            )
+    return messages
+
+
+def _add(messages: list[JsonObject], item: JsonObject, kind: object) -> None:
+    """Add an item of the model to its message, which may be one that is there."""
+    place = _place(messages, item)
+    message: dict[str, Any] = dict(messages[place]) if place < len(messages) else {"role": "assistant", "content": ""}
+    match kind:
+        case "message":
+            message["content"] += texts(item.get("content"), "input")
+        case "reasoning":
+            message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning(item)
+        case _:
+            message["tool_calls"] = [*message.get("tool_calls", ()), _call(item, kind)]
+    messages[place : place + 1] = [message]
+
+
+def _place(messages: Sequence[JsonObject], item: JsonObject) -> int:
+    """Index of the message that an item belongs to; one past the end for a new one.
+
+    An agent may put the output of a call in front of the turn's next call. Ids of calls begin with that of their turn.
+    """
+    place = len(messages)
+    while place > 0 and messages[place - 1]["role"] == "tool":
+        place -= 1
+    if place == 0 or messages[place - 1]["role"] != "assistant":
+        return len(messages)
+    calls = messages[place - 1].get("tool_calls", ())
+    same_turn = any(str(item.get("call_id"))[:-2] == str(call["id"])[:-2] for call in calls)
+    return place - 1 if place == len(messages) or same_turn else len(messages)
+
+
+def _reasoning(item: JsonObject) -> str:
+    content = item.get("content")  # its summary, if it has one, is not what the model wrote
+    return texts(content, "reasoning") if content else ""
+
+
+def _call(item: JsonObject, kind: object) -> JsonObject:
+    name = item.get("name")
+    arguments = {FREE_TEXT: item.get("input")} if kind == "custom_tool_call" else item.get("arguments")
+    return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _function(tool: JsonObject) -> JsonObject:
+    """A tool as chat completions have it. Raises TrajectoryError."""
+    kind, name = tool.get("type"), tool.get("name")
+    if kind not in ("function", "custom"):
+        raise TrajectoryError(f"tools: {kind} is a tool of OpenAI's servers; offer one of type function or custom")
+    if not isinstance(name, str):
+        raise TrajectoryError("tools: each needs a name")
+    described = {"description": tool["description"]} if tool.get("description") else {}
+    parameters = tool.get("parameters")
+    if kind == "custom":
+        parameters = {"type": "object", "properties": {FREE_TEXT: {"type": "string"}}, "required": [FREE_TEXT]}
+    return {"type": "function", "function": {"name": name, **described, "parameters": parameters or {}}}
+
+
+def _called(choice: object, tools: Sequence[JsonObject]) -> Sequence[JsonObject]:
+    """Tools of which a call is demanded; empty if calls are optional."""
+    match choice:
+        case None | "auto" | "none":
+            return ()
+        case "required":
+            called = list(tools)
+        case {"type": "function" | "custom", "name": str(name)}:
+            called = [tool for tool in tools if tool["function"]["name"] == name]
+        case _:
+            raise TrajectoryError(f"tool_choice = {choice}: expected auto, none, required, or a function and its name")
+    if not called:
+        raise TrajectoryError(f"tool_choice = {choice}: no such tool is offered")
+    return called
+
+
+def _schema(format: object) -> JsonObject | None:
+    """JSON Schema of the answer; None for free text."""
+    match format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "schema": Mapping() as schema}:
+            return schema
+    raise TrajectoryError(f"text.format = {format}: expected type text, json_object, or json_schema with a schema")
