@@ -1,4 +1,4 @@
-"""Black-box generation: an agent that only knows chat completions makes the trajectory, in a session of its own.
+"""Black-box generation: an agent that only knows a model's API makes the trajectory, in a session of its own.
 
 Whose fault a failure is decides what becomes of the prompt (C6), and is told by the session: engines that failed the
 agent's last request, a session that is lost, a connection that could not be made are infrastructure; anything else that

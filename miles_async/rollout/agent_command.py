@@ -1,8 +1,8 @@
 """An agent that is a command (``--agent-command``), as a coroutine like any other agent.
 
 It finds its session in OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, where clients
-look, and the prompt as JSON on its standard input. The last line it prints may be what agents return: turns, or [turns, reward]. All else it
-writes goes to a file.
+look, and the prompt as JSON on its standard input. The last line it prints may be what agents return: turns, or
+[turns, reward]. All else it writes goes to a file.
 """
 
 from __future__ import annotations

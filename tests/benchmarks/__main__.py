@@ -53,6 +53,7 @@ PARTS = {
     "publication_control": publication_control.rows,
     "sessions": sessions.rows,
     "session_rates": sessions.rates,
+    "session_protocols": sessions.protocols,
     "session_lengths": sessions.lengths,
     "requests": requests.rows,
     "start": start.rows,

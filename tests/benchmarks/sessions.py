@@ -27,6 +27,7 @@ from miles_async.types import GenerateRequest, Generation, Int32
 from miles_async.wiring.session_process import ServerSettings
 from tests.benchmarks.report import Row, report
 from tests.fakes.chat_formats import chat_format
+from tests.fakes.protocol_clients import CLIENTS, PATHS
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "assets" / "reverse" / "model"
 TURNS = 8
@@ -69,6 +70,7 @@ async def measure(
     question: str = "rev",
     answer: Int32 = ANSWER,
     model: Path = MODEL,
+    protocol: str = "chat completions",
 ) -> dict[str, float]:
     """Added seconds per turn and CPU seconds per turn of the server, at so many sessions at once, each followed by
     others until there were ``rounds``.
@@ -100,16 +102,16 @@ async def measure(
             SessionSettings(routing_key=key, sampling={"temperature": 1.0}, max_response=2 * LONG, max_total=2 * LONG)
         )
         await asyncio.sleep(random.uniform(0, seconds))  # agents don't all begin in the same moment
-        messages: list[dict[str, object]] = []
+        client = CLIENTS[protocol]()
         for turn in range(turns):
-            messages.append({"role": "user", "content": f"{question} {number} {turn}"})
-            body = msgspec.json.encode({"model": "policy", "messages": messages})
+            client.append([{"role": "user", "content": f"{question} {number} {turn}"}])
+            body = msgspec.json.encode({"model": "policy", **client.body()})
             started = time.perf_counter()
-            async with http.post(f"{opened.base_url}/chat/completions", data=body) as response:
+            async with http.post(f"{opened.base_url}/{PATHS.get(protocol, 'responses')}", data=body) as response:
                 assert response.status == 200, await response.text()
-                completion = msgspec.json.decode(await response.read())
+                answer = msgspec.json.decode(await response.read())
             added.append(time.perf_counter() - started - engines.took[key])
-            messages.append(completion["choices"][0]["message"])
+            client.receive(answer)
         collected = await service.collect(opened)
         assert collected.sample is not None
         assert collected.sample.metadata["turns"] == turns
@@ -169,6 +171,18 @@ def rates() -> Iterator[Row]:
             "turns_per_second": round(result["turns_per_second"]),
             "turns_per_cpu_second": round(per_cpu_second),
             "meets_goal": per_cpu_second >= GOAL,
+        }
+
+
+def protocols() -> Iterator[Row]:
+    """Turns per second of the server's CPU by protocol, when agents ask as fast as they are answered."""
+    for protocol in CLIENTS:
+        with TemporaryDirectory() as directory:
+            result = asyncio.run(measure(64, 0.02, Path(directory), rounds=16, protocol=protocol))
+        yield {
+            "protocol": protocol,
+            "turns": int(result["turns"]),
+            "turns_per_cpu_second": round(1e3 / result["cpu_ms_per_turn"]),
         }
 
 

@@ -129,3 +129,6 @@ CLIENTS: dict[str, type[Client]] = {
     "responses": ResponsesClient,
     "responses, stateful": StatefulResponsesClient,
 }
+
+PATHS = {"chat completions": "chat/completions", "messages": "messages"}
+"""Below the base URL; the others' is responses."""

@@ -81,7 +81,7 @@ class EngineKeys:
 class SessionKeys:
     """Keys of the session server."""
 
-    agents: Secret  # chat completions and the other requests of agents
+    agents: Secret  # turns and the other requests of agents
     run: Secret  # opening and collecting sessions
 
     def environment(self) -> dict[str, str]:

@@ -231,10 +231,15 @@ async def test_a_command_is_given_its_session_and_the_prompt(tmp_path: Path) -> 
 async def test_a_command_has_the_key_of_agents_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # covers: C13
     monkeypatch.setenv("OPENAI_API_KEY", "of the user, for somebody else")
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "of the user, too")
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "which clients would prefer")
     monkeypatch.setenv("MILES_ASYNC_ADMIN_KEY", "of the run")
     source = "import json, os\nprint(json.dumps([dict(os.environ), 0.5]))\n"
     environment, _ = await command(tmp_path, source)("http://x/v1", PROMPT)
     assert environment["OPENAI_API_KEY"] == KEYS.sessions.agents.reveal()
+    assert environment["ANTHROPIC_API_KEY"] == KEYS.sessions.agents.reveal()
+    assert environment["ANTHROPIC_BASE_URL"] == "http://x"
+    assert "ANTHROPIC_AUTH_TOKEN" not in environment
     assert "MILES_ASYNC_ADMIN_KEY" not in environment
 
 

@@ -11,11 +11,10 @@ import pytest
 from miles_async.runtime.serialization import decode, encode
 from miles_async.sessions.session import SessionSettings
 from miles_async.types import CollectedSession, JsonObject, OpenSession
-from tests.fakes.protocol_clients import CLIENTS, Client
+from tests.fakes.protocol_clients import CLIENTS, PATHS, Client
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.session_agents import CHAT, END, QUESTION, Agent, agent_of, says
 
-PATHS = {"chat completions": "chat/completions", "messages": "messages"}
 each_protocol = pytest.mark.parametrize("protocol", CLIENTS)
 EPISODES = 200
 
