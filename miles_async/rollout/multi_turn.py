@@ -20,9 +20,10 @@ from miles_async.errors import NoRoomError, RewardError
 from miles_async.rollout.generate import Began, routing_key
 from miles_async.runtime.services import Circuit
 from miles_async.runtime.user_code import expect, run_user_code
+from miles_async.trajectory.context import Turn
 from miles_async.trajectory.messages import canonical
 from miles_async.trajectory.taker import Limits, TurnRequest, TurnTaker
-from miles_async.trajectory.tree import Trajectory, Turn
+from miles_async.trajectory.tree import Trajectory
 from miles_async.types import AssistantTurn, Attempt, JsonObject, Observation, Prompt, Sample, TokenRewards
 
 log = structlog.get_logger(__name__)

@@ -16,8 +16,8 @@ from miles_async.sessions.middleware import failure, read_conversation
 from miles_async.sessions.protocols import messages
 from miles_async.sessions.protocols.exchange import Exchange, Read, Surroundings, Writer
 from miles_async.sessions.session import Session
+from miles_async.trajectory.context import Turn
 from miles_async.trajectory.taker import InThread
-from miles_async.trajectory.tree import Turn
 
 _SHORT_BYTES = 1 << 16  # of a request: parsed faster than handed to a thread and back
 _KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream whose answer isn't there yet

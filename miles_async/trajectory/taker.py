@@ -12,9 +12,10 @@ from miles_async.arguments.sessions import ReasoningParser, TurnHistory
 from miles_async.errors import NoRoomError
 from miles_async.runtime.hooks import load_object
 from miles_async.trajectory.constraints import GRAMMAR, Constraint, grammar
+from miles_async.trajectory.context import Context, Tools, Turn
 from miles_async.trajectory.rendering import ChatFormat, Renderer
 from miles_async.trajectory.replies import CALL_ENDS, PARSERS, ParseCalls, ReplyParser
-from miles_async.trajectory.tree import Context, Tools, Trajectory, Turn
+from miles_async.trajectory.tree import Trajectory
 from miles_async.trajectory.turn import take_turn
 from miles_async.types import Int32, JsonObject
 

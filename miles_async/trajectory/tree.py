@@ -12,10 +12,8 @@ the turn, or with which it opens another message: a continuation then follows th
 Tokens of earlier turns stay even if the template would drop some of them. With ``as_template_writes`` the tree forks
 there instead: the turn continues the conversation as the template writes it, as the first turn of a branch.
 
-A turn takes as long after 500 turns as after 5. A request that continues the latest one is read from where that ended
-(every message before is compared), and what the template writes for it is rendered without the turns in the middle,
-which hardly any template looks at. Whether that is so is checked by rendering the whole conversation at turns 1, 2, 4,
-8 ... of a branch and when the sample is made; where it isn't, all is rendered from then on.
+A turn takes as long after 500 turns as after 5: a request that continues the latest one is read from where that ended
+(every message before is compared), and what the template writes for it is rendered abridged (``next_text.py``).
 """
 
 from __future__ import annotations
@@ -28,77 +26,17 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from miles_async.errors import TrajectoryError, TransientEngineError
+from miles_async.errors import TrajectoryError
+from miles_async.trajectory.branches import make_branch
+from miles_async.trajectory.context import Context, Tools, Turn, conversation_to, depth_of, path_to
 from miles_async.trajectory.messages import Message, canonical, is_echo
-from miles_async.trajectory.rendering import Renderer, check_unchanged, text_diff
+from miles_async.trajectory.next_text import check_abridged, next_text, renders_whole
+from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser
-from miles_async.trajectory.turn import with_last_token
-from miles_async.types import (
-    NO_VERSION,
-    Branch,
-    FinishReason,
-    Float32,
-    Generation,
-    Int32,
-    JsonObject,
-    RoutedExperts,
-    Sample,
-    UInt8,
-)
-
-Tools = Sequence[JsonObject]
+from miles_async.types import FinishReason, Generation, Int32, JsonObject, Sample
 
 _LITTLE = 1 << 12  # characters of new messages: rendered and tokenized faster than handed to a thread and back
 _FEW = 32  # messages of a conversation, all of which are rendered as fast
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Context:
-    """Context of the next turn: the request of an agent, as tokens."""
-
-    parent: Turn | None
-    first: Turn | None  # of the branch; None where this is the first turn's context
-    depth: int  # turns in front
-    messages: tuple[Message, ...]  # new after the parent's reply
-    position: int  # of the reply in the conversation
-    tools: Tools
-    options: JsonObject  # for the template
-    text: str  # of the messages, as the template writes them
-    abridged: bool  # the text was rendered without the middle of the conversation
-    kept: int  # tokens of the parent's output that stay: all, or all but a stop token
-    appended: Int32  # tokens after these
-    appended_text: str
-    length: int  # tokens in all
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens before the first turn of the branch."""
-        return self.length if self.first is None else self.first.context.length
-
-    @property
-    def routed(self) -> int:
-        """Tokens whose experts the turns before have: all of theirs but the last one, which no engine has read."""
-        parent = self.parent
-        return 0 if parent is None else parent.context.length + min(self.kept, len(parent.sampled.output_ids) - 1)
-
-    def input_ids(self) -> Int32:
-        """Tokens for the engine to continue, [length]. Built on each call: storing them would take quadratic memory."""
-        pieces: list[Int32] = []
-        context = self
-        while context.parent is not None:
-            pieces += [context.appended, context.parent.sampled.output_ids[: context.kept]]
-            context = context.parent.context
-        return np.concatenate([context.appended, *pieces[::-1]])
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Turn:
-    """One turn of the model, with its context."""
-
-    context: Context
-    sampled: Generation
-    reply: Message
-    text: str  # the whole turn, without the tokens that bound it
 
 
 class _Request(NamedTuple):
@@ -174,7 +112,7 @@ class Trajectory:
         messages, latest = list(messages), self._latest
         if not latest.begins(messages):
             return len(str(messages)) + len(str(tools)) <= _LITTLE
-        whole = self.as_template_writes or _renders_whole(len(self.turns))
+        whole = self.as_template_writes or renders_whole(len(self.turns))
         new = messages[len(latest.messages) :]
         return len(str(new)) <= _LITTLE and (not whole or len(messages) <= _FEW)
 
@@ -199,16 +137,9 @@ class Trajectory:
         """
         parent = self._deepest_turn(conversation, tools, options, latest)
         new = conversation[0 if parent is None else parent.context.position + 1 :]
-        abridged = self._abridged_text(parent, new, tools, options)
-        if abridged is not None and not _renders_whole(_depth(parent)):
-            return self._context(parent, new, tools, options, abridged, abridged=True)
-        try:
-            text = self._whole_text(parent, new, tools, options)
-        except TrajectoryError:
-            self.renderer.abridges &= abridged is None
-            raise
-        self.renderer.abridges &= abridged in (None, text)
-        return self._context(parent, new, tools, options, text)
+        abridge = not self.as_template_writes
+        text, abridged = next_text(self.renderer, parent, new, tools, options, abridge=abridge)
+        return self._context(parent, new, tools, options, text, abridged=abridged)
 
     def _deepest_turn(
         self, conversation: Sequence[Message], tools: Tools, options: JsonObject, latest: Context | None
@@ -243,40 +174,6 @@ class Trajectory:
                     deepest = turn
         return deepest
 
-    def _whole_text(self, parent: Turn | None, new: Sequence[Message], tools: Tools, options: JsonObject) -> str:
-        """Text that the template writes for ``new`` messages after ``parent``.
-
-        Raises TrajectoryError if it refuses the conversation, or writes what is in front of them differently now.
-        """
-        path = _path(parent)
-        positions = [turn.context.position for turn in path]
-        *earlier, text = self.renderer.pieces([*_conversation(parent), *new], positions, tools, options)
-        for turn, now in zip(path, earlier, strict=True):
-            check_unchanged(turn.context.text, now)
-        return text
-
-    def _abridged_text(
-        self, parent: Turn | None, new: Sequence[Message], tools: Tools, options: JsonObject
-    ) -> str | None:
-        """The same text, rendered with nothing in front but what the first turn answered, and the last two turns.
-
-        None if these are all turns, or if it makes a difference to what the template writes in front of ``new``.
-        """
-        if parent is None or _depth(parent) < 3 or not self.renderer.abridges or self.as_template_writes:
-            return None
-        first, last = parent.context.first, parent.context
-        assert first is not None
-        assert last.parent is not None
-        opening = (*first.context.messages, last.parent.reply, *last.messages)
-        positions = [len(first.context.messages), len(opening)]
-        try:
-            *earlier, text = self.renderer.pieces([*opening, parent.reply, *new], positions, tools, options)
-            for context, now in zip((first.context, last), earlier, strict=True):
-                check_unchanged(context.text, now)
-        except TrajectoryError:
-            return None
-        return text
-
     def _context(
         self,
         parent: Turn | None,
@@ -294,7 +191,7 @@ class Trajectory:
         return Context(
             parent=parent,
             first=parent if before is None else before.first or parent,
-            depth=_depth(parent),
+            depth=depth_of(parent),
             messages=tuple(new),
             position=len(new) + (0 if before is None else before.position + 1),
             tools=tools,
@@ -335,7 +232,7 @@ class Trajectory:
                 if message["role"] == "assistant"
                 and turn.context.position == len(result)
                 and is_echo(message, turn.reply)
-                and [*_conversation(turn.context.parent), *turn.context.messages] == result
+                and [*conversation_to(turn.context.parent), *turn.context.messages] == result
             )
             result.append(next(known, message))
         return tuple(result)
@@ -353,22 +250,6 @@ class Trajectory:
         return kept - stopped, closing + rest
 
     # -------------------------------------------------------------------------------------------- sample
-    def _check_abridged(self, context: Context) -> None:
-        """Raises TransientEngineError if all of the conversation makes a difference to the text of a context."""
-        if not context.abridged:
-            return
-        try:
-            text = self._whole_text(context.parent, context.messages, context.tools, context.options)
-            found = None if text == context.text else text_diff(text, context.text)
-        except TrajectoryError as error:
-            found = str(error)
-        if found is not None:
-            self.renderer.abridges = False
-            raise TransientEngineError(
-                "the chat template writes what is new in a conversation depending on turns long before, so that this "
-                f"one has to be repeated; from now on all of a conversation is rendered at each turn:\n{found}"
-            )
-
     def sample(
         self, finish_reason: FinishReason | None = None, rewards: Mapping[Turn, float] | None = None
     ) -> Sample | None:
@@ -386,12 +267,12 @@ class Trajectory:
         inner = {turn.context.parent for turn in self.turns}
         leaves = sorted((turn for turn in self.turns if turn not in inner), key=lambda leaf: -_sampled_tokens(leaf))
         for turn in self.turns if not self.renderer.abridges else leaves:
-            self._check_abridged(turn.context)
+            check_abridged(self.renderer, turn.context)
         counted: set[Turn] = set()
         branches = []
         for leaf in leaves:
-            branches.append(_branch(leaf, counted, rewards or {}))
-            counted.update(_path(leaf))
+            branches.append(make_branch(leaf, counted, rewards or {}))
+            counted.update(path_to(leaf))
         first, *more = branches
         last, sampled = self.turns[-1], [turn.sampled for turn in self.turns]
         return Sample(
@@ -400,7 +281,7 @@ class Trajectory:
             text=last.text,
             finish_reason=finish_reason or last.sampled.finish_reason,
             metadata={
-                "messages": _conversation(leaves[0]),
+                "messages": conversation_to(leaves[0]),
                 "turns": len(self.turns),
                 "constrained_turns": sum(turn.constrained for turn in sampled),
                 "engines": list(dict.fromkeys(engine for turn in sampled for engine in turn.engines)),
@@ -419,86 +300,5 @@ def _input_ids(context: Context, latest: _Request) -> Int32:
     return np.concatenate([latest.input_ids, parent.sampled.output_ids[: context.kept], context.appended])
 
 
-_Piece = tuple[Int32, UInt8, Float32, Int32, Float32]
-"""Tokens, loss mask, log-probs, weight versions and rewards of a part of a branch."""
-
-
-def _branch(leaf: Turn, counted: set[Turn], rewards: Mapping[Turn, float]) -> Branch:
-    """Build a branch. ``counted``: turns that carry loss in other branches."""
-    path = _path(leaf)
-    pieces: list[_Piece] = []
-    for turn, following in zip(path, [*path[1:], None], strict=True):
-        kept = len(turn.sampled.output_ids) if following is None else following.context.kept
-        pieces.append(_without_loss(turn.context.appended))
-        if turn in counted:
-            pieces.append(_without_loss(turn.sampled.output_ids[:kept]))
-        else:
-            pieces.append(_with_loss(turn.sampled, kept, rewards.get(turn, 0.0)))
-    tokens, loss_mask, logprobs, versions, token_rewards = map(np.concatenate, zip(*pieces, strict=True))
-    return Branch(
-        tokens=tokens,
-        prompt_length=leaf.context.prompt_length,
-        loss_mask=loss_mask,
-        rollout_logprobs=logprobs,
-        weight_versions=versions,
-        routed_experts=with_last_token(_experts(path)),
-        token_rewards=token_rewards if rewards else None,
-    )
-
-
-def _without_loss(tokens: Int32) -> _Piece:
-    """Tokens that no engine sampled, or that carry loss in another branch."""
-    count = len(tokens)
-    zeros = np.zeros(count, np.float32)
-    return tokens, np.zeros(count, np.uint8), zeros, np.full(count, NO_VERSION, np.int32), zeros
-
-
-def _with_loss(sampled: Generation, count: int, reward: float) -> _Piece:
-    """The first ``count`` tokens of a turn. ``reward``: at the last of them that carries loss."""
-    logprobs, versions = sampled.logprobs[:count], sampled.weight_versions[:count]
-    chosen = np.ones(count, np.bool_)
-    if sampled.constrained:
-        chosen = ~(logprobs >= 0)  # the only token that a grammar allows was not chosen; the guard handles NaN
-        chosen |= not chosen.any()  # but every turn has an age
-        versions = np.where(chosen, versions, NO_VERSION).astype(np.int32)
-    rewards = np.zeros(count, np.float32)
-    rewards[np.flatnonzero(chosen)[-1:]] = reward
-    return sampled.output_ids[:count], chosen.astype(np.uint8), logprobs, versions, rewards
-
-
-def _experts(path: Sequence[Turn]) -> RoutedExperts | None:
-    """Experts of all tokens of a path but the last; None unless every turn has them."""
-    pieces: list[RoutedExperts] = []
-    for turn, following in zip(path, [*path[1:], None], strict=True):
-        if (experts := turn.sampled.routed_experts) is None:
-            return None
-        pieces.append(experts if following is None else experts[: following.context.routed - turn.context.routed])
-    return np.concatenate(pieces)
-
-
-def _path(turn: Turn | None) -> list[Turn]:
-    """Turns from the first to this one."""
-    path = []
-    while turn is not None:
-        path.append(turn)
-        turn = turn.context.parent
-    return path[::-1]
-
-
-def _conversation(turn: Turn | None) -> list[Message]:
-    """Messages up to the reply of this turn, inclusive."""
-    return [message for turn in _path(turn) for message in (*turn.context.messages, turn.reply)]
-
-
-def _depth(turn: Turn | None) -> int:
-    """Turns up to this one."""
-    return 0 if turn is None else turn.context.depth + 1
-
-
-def _renders_whole(turns: int) -> bool:
-    """Return whether the whole conversation is rendered after so many turns: so rarely that it takes linear time."""
-    return turns & (turns - 1) == 0
-
-
 def _sampled_tokens(leaf: Turn) -> int:
-    return sum(len(turn.sampled.output_ids) for turn in _path(leaf))
+    return sum(len(turn.sampled.output_ids) for turn in path_to(leaf))

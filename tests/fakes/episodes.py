@@ -10,9 +10,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from miles_async.prompts.templates import ChatTemplate
+from miles_async.trajectory.context import Context, Turn
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import PARSERS, ReplyParser
-from miles_async.trajectory.tree import Context, Trajectory, Turn
+from miles_async.trajectory.tree import Trajectory
 from miles_async.types import Generation, JsonObject
 from tests.fakes.chat_formats import ORDINARY_TOKENS, STOPS, TOOLS, chat_format
 from tests.json_dict import JsonDict

@@ -9,7 +9,8 @@ from typing import Any
 
 from miles_async.sessions.protocols import chat_completions, messages, responses
 from miles_async.sessions.protocols.exchange import Exchange, Surroundings
-from miles_async.trajectory.tree import Trajectory, Turn
+from miles_async.trajectory.context import Turn
+from miles_async.trajectory.tree import Trajectory
 from miles_async.types import Generation, JsonObject
 
 

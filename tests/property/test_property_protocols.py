@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_async.trajectory.tree import Turn
+from miles_async.trajectory.context import Turn
 from miles_async.types import JsonObject
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.episodes import Episode, Say, anything, canonical_answers, follow_ups, questions, texts

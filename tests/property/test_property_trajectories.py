@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from miles_async.errors import TrajectoryError
+from miles_async.trajectory.context import Turn
 from miles_async.trajectory.messages import canonical
 from miles_async.trajectory.rendering import Renderer
-from miles_async.trajectory.tree import Trajectory, Turn, _Request
+from miles_async.trajectory.tree import Trajectory, _Request
 from miles_async.types import NO_VERSION, Branch, JsonObject, Sample
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.episodes import Episode, anything, canonical_answers, follow_ups, questions

@@ -24,9 +24,9 @@ from miles_async.sessions.protocols.exchange import (
     with_text_arguments,
 )
 from miles_async.trajectory.constraints import Constraint
+from miles_async.trajectory.context import Turn
 from miles_async.trajectory.messages import Message
 from miles_async.trajectory.taker import TurnRequest
-from miles_async.trajectory.tree import Turn
 from miles_async.types import JsonObject
 
 _MOST_CHOICES = 128  # OpenAI's limit of n

@@ -10,9 +10,9 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from miles_async.errors import TrajectoryError
+from miles_async.trajectory.context import Turn
 from miles_async.trajectory.messages import Message
 from miles_async.trajectory.taker import TurnRequest
-from miles_async.trajectory.tree import Turn
 from miles_async.types import JsonObject
 
 T = TypeVar("T")

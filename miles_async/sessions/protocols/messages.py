@@ -17,9 +17,9 @@ from miles_async.sessions.protocols.exchange import (
     sse,
 )
 from miles_async.sessions.protocols.messages_request import UNPARSED, MessagesRequest, read_counted, read_request
+from miles_async.trajectory.context import Turn
 from miles_async.trajectory.messages import Message
 from miles_async.trajectory.taker import TurnRequest
-from miles_async.trajectory.tree import Turn
 from miles_async.types import JsonObject
 
 Keep = Callable[[Turn], None]

@@ -18,8 +18,8 @@ from miles_async.sessions.protocols.exchange import (
     sse,
 )
 from miles_async.sessions.protocols.responses_request import FREE_TEXT, ResponsesRequest, read_request
+from miles_async.trajectory.context import Turn
 from miles_async.trajectory.messages import Message
-from miles_async.trajectory.tree import Turn
 from miles_async.types import JsonObject
 
 
