@@ -25,6 +25,7 @@ Fully asynchronous RL post-training: Megatron-core trains, SGLang generates, nei
 
 Commands:
   train          train a model; `miles-async train --help` has the most needed flags
+  watch          show runs in a browser, live: curves, samples, engines; `miles-async watch --help`
   status         show where a run stands: step, ages, what it waits for; `miles-async status --help`
   compare        show which flags of runs differ, and their curves; `miles-async compare --help`
   ledger         show how attempts ended, and quarantined prompts; `miles-async ledger --help`
@@ -90,6 +91,12 @@ def _train(words: Sequence[str]) -> int:
     return train(words, _show)
 
 
+def _watch(words: Sequence[str]) -> int:
+    from miles_async.commands.watch import watch
+
+    return watch(words, _show)
+
+
 def _stop(words: Sequence[str]) -> int:
     from miles_async.commands.stop import stop
 
@@ -129,6 +136,7 @@ def _printing(module: str, name: str) -> Command:
 
 COMMANDS: Mapping[str, Command] = {
     "train": _train,
+    "watch": _watch,
     "status": _printing("status", "status"),
     "compare": _printing("compare", "compare"),
     "ledger": _printing("ledger", "ledger"),

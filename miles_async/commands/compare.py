@@ -22,11 +22,11 @@ from miles_async.observability.progress_state import MISSING, sparkline
 from miles_async.runtime.files.run_directory import CONFIG_FILE, check_directory
 from miles_async.runtime.processes.run_process import read_run_process
 from miles_async.types import JsonObject
+from miles_async.watch.views.flags import PLACE, as_words
 
 METRICS = ("reward/mean", "eval/reward", "age/mean", "time/step_seconds")
 SUPERVISED_METRICS = ("train/loss", "time/step_seconds")
 CURVE_WIDTH = 40  # characters of the longest curve
-PLACE = "run-dir"  # the flag that always differs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,15 +112,7 @@ def _flag_table(runs: Sequence[Run]) -> Table | str:
 
 
 def _value(value: object) -> str:
-    """As it is typed on the command line, but for its quotes."""
-    match value:
-        case None:  # a flag of another version
-            return MISSING
-        case bool():
-            return str(value).lower()
-        case list():
-            return " ".join(map(str, value))
-    return str(value)
+    return MISSING if value is None else as_words(value)  # None: a flag of another version
 
 
 def _curve_table(runs: Sequence[Run], metrics: Sequence[str]) -> Table:

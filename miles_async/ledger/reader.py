@@ -98,6 +98,20 @@ class LedgerReader:
         condition = "WHERE prompt_id = ? OR attempt_id = ? ORDER BY attempt_id"
         return tuple(self._records(condition, prompt_or_attempt, number))
 
+    def page(
+        self, *, text: str = "", end: str = "", before: int | None = None, limit: int = 100
+    ) -> list[AttemptRecord]:
+        """The newest attempts below the number ``before``, newest first.
+
+        ``text``: in the prompt's id or the reason; ``end``: an Outcome, or a Stage of attempts that have not ended.
+        """
+        condition = (
+            "WHERE attempt_id < ? AND (? = '' OR coalesce(outcome, stage) = ?) "
+            "AND (? = '' OR instr(prompt_id, ?) OR instr(coalesce(reason, ''), ?)) ORDER BY attempt_id DESC LIMIT ?"
+        )
+        newest = 1 << 62 if before is None else before
+        return [*self._records(condition, newest, end, end, text, text, text, limit)]
+
     def next_attempt(self, record: AttemptRecord) -> int | None:
         """The attempt that its prompt got after this one, within the same epoch."""
         (found,) = self._connection.execute(

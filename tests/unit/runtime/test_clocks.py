@@ -26,7 +26,7 @@ WALL_CLOCKS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("dat
 # Each writes times down for people, of one machine; none compares them, or decides by them.
 TELLERS = {
     "commands/keep_running.py",
-    "commands/status.py",
+    "watch/status.py",
     "ledger/schedule.py",
     "ledger/writer.py",
     "observability/metrics_file.py",

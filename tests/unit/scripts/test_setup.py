@@ -600,7 +600,9 @@ def test_wheel_holds_one_package_with_arguments_and_presets_inside(wheel: Path) 
     expected = {f"miles_async/{path.relative_to(ROOT)}" for path in sources}
     tested = [*ROOT.glob("requirements/*.in"), ROOT / "requirements/platform.json"]
     expected |= {f"miles_async/machine/{path.relative_to(ROOT)}" for path in tested}
-    assert packed == expected | {str(path.relative_to(ROOT)) for path in ROOT.glob("miles_async/**/*.py")}
+    page = [path for path in ROOT.glob("miles_async/watch/static/**/*") if path.is_file()]
+    modules = [*ROOT.glob("miles_async/**/*.py"), *ROOT.glob("miles_async/observability/*.toml"), *page]
+    assert packed == expected | {str(path.relative_to(ROOT)) for path in modules}
 
 
 def test_an_installed_wheel_has_the_command_and_the_presets(wheel: Path, tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""What metrics mean: the registry from which docs/metrics.md is written, and which the page of a run shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import msgspec
+
+FILE = Path(__file__).with_suffix(".toml")
+OTHER = "Other"
+
+_CODE = re.compile(r"`([^`]+)`")
+_ANY = re.compile(r"\.\.\.|\b[A-Z]+\b|(?<=_)N\b")
+_LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """A section of docs/metrics.md. A row is (names, meaning), both Markdown."""
+
+    title: str
+    before: str = ""
+    after: str = ""
+    rows: tuple[tuple[str, str], ...]
+
+
+class Registry(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole page."""
+
+    introduction: str
+    sections: tuple[Section, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Description:
+    """What is known about one metric."""
+
+    section: str
+    section_rank: int
+    rank: int  # in its section
+    meaning: str  # plain text; empty for a metric that no row describes
+
+
+@cache
+def registry() -> Registry:
+    """Read the registry."""
+    return msgspec.toml.decode(FILE.read_bytes(), type=Registry)
+
+
+@lru_cache(maxsize=10_000)
+def describe(name: str) -> Description:
+    """What a metric means: by the row that names it, else by the first row whose pattern it fits.
+
+    >>> describe("train/logprob_diff/age_3/p99").section
+    'Training'
+    """
+    exact, patterns = _rows()
+    if name in exact:
+        return exact[name]
+    fitting = (found for pattern, found in patterns if pattern.fullmatch(name))
+    nothing = Description(section=OTHER, section_rank=len(registry().sections), rank=0, meaning="")
+    return next(fitting, nothing)
+
+
+@cache
+def _rows() -> tuple[dict[str, Description], list[tuple[re.Pattern[str], Description]]]:
+    exact: dict[str, Description] = {}
+    patterns: list[tuple[re.Pattern[str], Description]] = []
+    for section_rank, section in enumerate(registry().sections):
+        for rank, (names, meaning) in enumerate(section.rows):
+            plain = _LINK.sub(r"\1", meaning).replace("`", "").replace("*", "")
+            found = Description(section=section.title, section_rank=section_rank, rank=rank, meaning=plain)
+            for name in names_in(names):
+                if _ANY.search(name):
+                    patterns.append((_pattern(name), found))
+                else:
+                    exact.setdefault(name, found)
+    patterns.sort(key=lambda pair: -len(pair[0].pattern))  # the most specific one first
+    return exact, patterns
+
+
+def names_in(cell: str) -> Iterator[str]:
+    """Names in the first cell of a row, with `.../p99` completed by the name before it.
+
+    >>> list(names_in("`rollout/finish_reason/stop`, `.../length`"))
+    ['rollout/finish_reason/stop', 'rollout/finish_reason/length']
+    """
+    before = ""
+    for name in _CODE.findall(cell):
+        if name.startswith(".../"):
+            name = f"{before.rpartition('/')[0]}/{name.removeprefix('.../')}"
+        before = name
+        yield name
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    parts, at = [], 0
+    for match in _ANY.finditer(name):
+        parts += [re.escape(name[at : match.start()]), ".+" if match[0] == "..." else "[^/]+"]
+        at = match.end()
+    return re.compile("".join([*parts, re.escape(name[at:])]))

@@ -1,0 +1,17 @@
+"""JSON that other processes write, perhaps this very moment."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+def decoded(line: bytes | str) -> object:
+    """The value of a JSON text; None for one that is torn, not UTF-8 or no JSON.
+
+    >>> decoded('{"step": 3}')
+    {'step': 3}
+    """
+    try:
+        return msgspec.json.decode(line)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None

@@ -1,0 +1,177 @@
+"""metrics.jsonl as columns, read on from where the last reading ended.
+
+10,000 steps of 150 metrics are 12 MB here, and a poll parses only lines that were added since. Lines of one step are
+merged, the last one wins, as in ``observability.metrics_file.read_metrics``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from miles_async.observability.metrics_file import kind_of
+from miles_async.watch.json_texts import decoded
+
+_OWN = ("kind", "step", "time")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A metric over the steps at which it was measured, in order of step."""
+
+    steps: np.ndarray  # int64 [n]
+    values: np.ndarray  # float64 [n], finite
+
+
+class MetricsTable:
+    """The columns of one file. Safe to call from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._offset = self._skipped = self._revision = 0
+        self._torn = False
+        self._last_time: float | None = None
+        self._steps = array("q")  # of each row
+        self._row_of: dict[int, int] = {}
+        self._columns: dict[str, array[float]] = {}
+
+    def refresh(self) -> None:
+        """Read what was added. A file that was replaced or cut is read again from its start."""
+        with self._lock:
+            try:
+                with self._path.open("rb") as file:
+                    status = _identity(file.fileno())
+                    if status[:2] != self._file or status[2] < self._offset:
+                        self._clear()
+                        self._file = status[:2]
+                    file.seek(self._offset)
+                    self._read(file.read())
+            except FileNotFoundError:
+                self._clear()
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be read, as sentences."""
+        found = []
+        if self._skipped:
+            found.append(f"{self._path.name}: {self._skipped} unreadable lines were skipped")
+        if self._torn:
+            found.append(f"{self._path.name}: the last line is half-written and was skipped")
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all metrics, sorted."""
+        with self._lock:
+            return sorted(self._columns)
+
+    @property
+    def last_time(self) -> float | None:
+        """When the newest line was written, in seconds since 1970."""
+        return self._last_time
+
+    @property
+    def revision(self) -> int:
+        """Grows whenever something was read."""
+        return self._revision
+
+    def series(self, name: str) -> Series:
+        """A metric over the steps; empty if it was never measured."""
+        with self._lock:
+            column = np.array(self._columns.get(name, ()), dtype=np.float64)
+            steps = np.array(self._steps[: len(column)], dtype=np.int64)
+        known = np.isfinite(column)
+        steps, column = steps[known], column[known]
+        if len(steps) > 1 and (np.diff(steps) < 0).any():  # an evaluation of an earlier step, a resumed run
+            order = np.argsort(steps, kind="stable")
+            steps, column = steps[order], column[order]
+        return Series(steps, column)
+
+    def last(self, name: str) -> float | None:
+        """The metric's value at its last step."""
+        values = self.series(name).values
+        return float(values[-1]) if len(values) else None
+
+    def rows(self, names: Sequence[str]) -> dict[int, dict[str, float]]:
+        """Step → the named metrics where they were measured, in order of step."""
+        found: dict[int, dict[str, float]] = {}
+        for name in names:
+            series = self.series(name)
+            for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
+                found.setdefault(step, {})[name] = value
+        return dict(sorted(found.items()))
+
+    def _read(self, added: bytes) -> None:
+        whole, newline, rest = added.rpartition(b"\n")
+        self._torn = bool(rest)
+        if not newline:
+            return
+        self._offset += len(whole) + 1
+        self._revision += 1
+        for line in whole.split(b"\n"):
+            if line and not self._take(line):
+                self._skipped += 1
+
+    def _take(self, line: bytes) -> bool:
+        row = decoded(line)
+        if not isinstance(row, dict) or not isinstance(step := row.get("step"), int):
+            return False
+        if "kind" not in row and kind_of(row) == "step":  # of an earlier version, which counted from 0
+            step += 1
+        if isinstance(time := row.get("time"), int | float):
+            self._last_time = max(float(time), self._last_time or 0.0)
+        number = self._row_of.setdefault(step, len(self._steps))
+        if number == len(self._steps):
+            self._steps.append(step)
+        self._put(number, row)
+        return True
+
+    def _put(self, number: int, row: Mapping[str, object]) -> None:
+        for name, value in row.items():
+            if name in _OWN or not (value is None or isinstance(value, int | float)):
+                continue
+            column = self._columns.setdefault(name, array("d"))
+            if missing := number + 1 - len(column):
+                column.extend([math.nan] * max(0, missing))
+            column[number] = math.nan if value is None else float(value)
+
+
+def down_sampled(series: Series, points: int, low: float = -math.inf, high: float = math.inf) -> Series:
+    """At most ``points`` values within [low, high]: the smallest and largest of each stretch, so that no peak is lost.
+
+    The first and the last value stay.
+    """
+    inside = (series.steps >= low) & (series.steps <= high)
+    steps, values = series.steps[inside], series.values[inside]
+    if len(steps) <= points:
+        return Series(steps, values)
+    bounds = np.linspace(1, len(steps) - 1, max(1, (points - 2) // 2) + 1).astype(int)
+    chosen = {0, len(steps) - 1}
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        if end > start:
+            part = values[start:end]
+            chosen |= {start + int(part.argmin()), start + int(part.argmax())}
+    order = np.array(sorted(chosen))
+    return Series(steps[order], values[order])
+
+
+def _identity(descriptor: int) -> tuple[int, int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size
+
+
+def encoded_series(series: Series) -> dict[str, list[float]]:
+    """For the page: steps and values as lists of equal length."""
+    return {"steps": series.steps.tolist(), "values": series.values.tolist()}

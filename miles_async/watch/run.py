@@ -1,0 +1,92 @@
+"""A run directory opened for reading: of a live run, a finished or killed one, or one copied from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from miles_async.errors import ConfigurationError
+from miles_async.ledger.reader import LedgerReader, open_ledger
+from miles_async.observability.metrics_file import FILE_NAME
+from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
+from miles_async.runtime.processes.run_process import RUN_FILE
+from miles_async.types import JsonObject
+from miles_async.watch.metrics_table import MetricsTable
+
+MARKS = (RUN_FILE, FILE_NAME, LEDGER_FILE, CONFIG_FILE)
+"""Files by which a directory is known as a run's."""
+
+
+class Run:
+    """One run directory and what was read of it."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.directory = directory
+        self.name = name
+        self.metrics = MetricsTable(directory / FILE_NAME)
+
+    def file(self, *parts: str) -> Path | None:
+        """A regular file in the directory; None if there is none, or if the path or a link leaves the directory."""
+        try:
+            path = self.directory.joinpath(*parts).resolve()
+            inside = path.is_relative_to(self.directory.resolve())
+            return path if inside and path.is_file() else None
+        except (OSError, ValueError, RuntimeError):  # too long, a zero byte, links in a circle
+            return None
+
+    @contextmanager
+    def ledger(self) -> Iterator[LedgerReader | None]:
+        """The run's ledger; None if it has none. Raises LedgerError: there is one that cannot be read."""
+        path = self.file(LEDGER_FILE)
+        if path is None:
+            yield None
+            return
+        with open_ledger(path) as reader:
+            yield reader
+
+    def summary(self) -> JsonObject:
+        """summary.json; empty while the run goes on, or if it cannot be read."""
+        path = self.file("summary.json")
+        with suppress(OSError, ValueError):
+            found = json.loads(path.read_text(encoding="utf-8")) if path else {}
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def flags(self) -> Mapping[str, Mapping[str, object]]:
+        """Group → flag without dashes → value as TOML has it; empty if config.toml is absent or unreadable."""
+        path = self.file(CONFIG_FILE)
+        with suppress(OSError, ValueError):
+            tables = tomllib.loads(path.read_text(encoding="utf-8")) if path else {}
+            return {name: table for name, table in tables.items() if isinstance(table, dict)}
+        return {}
+
+
+def open_runs(paths: Sequence[Path]) -> list[Run]:
+    """Open run directories; a directory that is none stands for the runs in it, newest first.
+
+    Raises ConfigurationError: a path does not exist, or holds no run.
+    """
+    directories = list(dict.fromkeys(each for path in paths for each in _runs_at(path)))
+    names = [directory.resolve().name for directory in directories]
+    return [
+        Run(directory, name if names.count(name) == 1 else str(directory))
+        for directory, name in zip(directories, names, strict=True)
+    ]
+
+
+def is_run(directory: Path) -> bool:
+    """True if a run has written into the directory."""
+    return any((directory / mark).is_file() for mark in MARKS)
+
+
+def _runs_at(path: Path) -> list[Path]:
+    check_directory(path)
+    if is_run(path):
+        return [path]
+    found = [each for each in path.iterdir() if each.is_dir() and is_run(each)]
+    if not found:
+        raise ConfigurationError(f"{path}: expected a run directory, or a directory of some; found no {MARKS[0]} there")
+    return sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)

@@ -1,0 +1,153 @@
+"""The server of the page: files of ``static/``, and JSON from the run directories. It answers GET only.
+
+::
+
+    GET /                                          the page
+    GET /static/...                                its modules and styles
+    GET /api/runs                                  one entry per run, with a number that grows when it wrote something
+    GET /api/overview, engines, attempts, logs     ?run=0
+    GET /api/metrics, flags                        ?run=0&run=1
+    GET /api/series                                ?run=0&name=reward/mean&points=600&from=1&to=900
+    GET /api/story                                 ?run=0&subject=17
+    GET /api/log                                   ?run=0&name=driver.log&before=4096, or &search=text
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from miles_async.errors import MilesAsyncError
+from miles_async.runtime.network.keys import Secret
+from miles_async.watch.access import Doorkeeper
+from miles_async.watch.run import Run
+from miles_async.watch.views import attempts, engines, flags, logs, metrics, overview
+
+STATIC = Path(__file__).parent / "static"
+
+View = Callable[[Sequence[Run], QueryParams], object]
+"""(the runs that a request names, its other parameters) → JSON."""
+
+
+class BadRequest(Exception):
+    """A parameter that is missing or wrong."""
+
+
+def make_app(runs: Sequence[Run], key: Secret) -> Starlette:
+    """The application that shows ``runs`` to whoever has ``key``."""
+    routes: list[BaseRoute] = [
+        Route("/", lambda _: FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8")),
+        Mount("/static", StaticFiles(directory=STATIC)),
+        *(Route(f"/api/{name}", _endpoint(view, runs)) for name, view in VIEWS.items()),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Doorkeeper, key=key)])
+
+
+def serve(runs: Sequence[Run], key: Secret, door: socket.socket) -> None:
+    """Serve until interrupted. ``door``: a socket bound to loopback."""
+    import uvicorn
+
+    config = uvicorn.Config(make_app(runs, key), log_level="warning", access_log=False, server_header=False)
+    uvicorn.Server(config).run(sockets=[door])
+
+
+def _endpoint(view: View, runs: Sequence[Run]) -> Callable[[Request], Response]:
+    def answer(request: Request) -> Response:  # not a coroutine: starlette calls it in a thread
+        parameters = request.query_params
+        try:
+            return _json(view(_chosen(runs, parameters), parameters))
+        except BadRequest as error:
+            return _json({"error": str(error)}, 400)
+        except (MilesAsyncError, OSError) as error:  # a file that was removed or is no longer whole
+            return _json({"error": str(error)}, 404)
+
+    return answer
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(encode(value), status_code=status, media_type="application/json")
+
+
+def encode(value: object) -> bytes:
+    """JSON of a view. Half a surrogate pair, which UTF-8 lacks, becomes a question mark."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_encodable(value))
+
+
+def _encodable(value: object) -> object:
+    if isinstance(value, str):
+        return value.encode("utf-8", errors="replace").decode()
+    if isinstance(value, Mapping):
+        return {_encodable(name): _encodable(item) for name, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _chosen(runs: Sequence[Run], parameters: QueryParams) -> list[Run]:
+    words = parameters.getlist("run")
+    numbers = [_number(word, "run") for word in words] if words else range(len(runs))
+    if not all(0 <= number < len(runs) for number in numbers):
+        raise BadRequest(f"run: expected 0 to {len(runs) - 1}")
+    return [runs[number] for number in numbers]
+
+
+def _number(word: str, name: str) -> int:
+    if not word.isdecimal() or len(word) > 15:
+        raise BadRequest(f"{name}: expected a whole number, found {word[:40]!r}")
+    return int(word)
+
+
+def _optional(parameters: QueryParams, name: str) -> int | None:
+    word = parameters.get(name)
+    return None if word in (None, "") else _number(str(word), name)
+
+
+def _text(parameters: QueryParams, name: str) -> str:
+    return parameters.get(name, "")
+
+
+def _series(runs: Sequence[Run], parameters: QueryParams) -> object:
+    low, high = _optional(parameters, "from"), _optional(parameters, "to")
+    return metrics.series(
+        runs[0],
+        parameters.getlist("name"),
+        points=_optional(parameters, "points") or 600,
+        low=-math.inf if low is None else low,
+        high=math.inf if high is None else high,
+    )
+
+
+def _log(runs: Sequence[Run], parameters: QueryParams) -> object:
+    name, text = _text(parameters, "name"), _text(parameters, "search")
+    return logs.search(runs[0], name, text) if text else logs.page(runs[0], name, _optional(parameters, "before"))
+
+
+def _attempts(runs: Sequence[Run], parameters: QueryParams) -> object:
+    text, end = _text(parameters, "text"), _text(parameters, "end")
+    return attempts.attempts(runs[0], text=text, end=end, before=_optional(parameters, "before"))
+
+
+VIEWS: Mapping[str, View] = {
+    "runs": lambda runs, _: [overview.standing(run) for run in runs],
+    "overview": lambda runs, _: overview.overview(runs[0]),
+    "metrics": lambda runs, _: metrics.names(runs),
+    "series": _series,
+    "engines": lambda runs, _: engines.engines(runs[0]),
+    "attempts": _attempts,
+    "story": lambda runs, parameters: attempts.story(runs[0], _text(parameters, "subject")),
+    "flags": lambda runs, parameters: flags.flags(runs, parameters.get("preset")),
+    "logs": lambda runs, _: logs.logs(runs[0]),
+    "log": _log,
+}

@@ -1,0 +1,57 @@
+// Where the page's data comes from: the server, with the read key, or the block of a report that opens without one.
+
+const KEY = "miles-async-watch-key";
+const block = document.getElementById("report-data");
+const report = block ? JSON.parse(block.textContent) : null;
+
+export const isReport = report !== null;
+export const reportNote = report ? report.note : "";
+
+export class NeedsKey extends Error {}
+export class Unavailable extends Error {}
+
+// The key arrives behind "#key=", which browsers send to no server, and leaves the address at once.
+export function takeKey() {
+  const given = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (given) keepKey(given);
+}
+
+export function keepKey(key) {
+  sessionStorage.setItem(KEY, key);
+  history.replaceState(null, "", `${location.pathname}#/overview`);
+}
+
+export function address(name, parameters = {}) {
+  const query = new URLSearchParams();
+  for (const [key, value] of Object.entries(parameters)) {
+    for (const item of [value].flat()) if (item !== null && item !== undefined && item !== "") query.append(key, item);
+  }
+  return query.size ? `${name}?${query}` : name;
+}
+
+export async function get(name, parameters = {}) {
+  const path = address(name, parameters);
+  if (isReport) return fromReport(name, path, parameters);
+  const headers = { Authorization: `Bearer ${sessionStorage.getItem(KEY) || ""}` };
+  const answer = await fetch(`/api/${path}`, { headers, cache: "no-store" });
+  if (answer.status === 401) throw new NeedsKey("this page needs its key");
+  const content = await answer.json();
+  if (!answer.ok) throw new Unavailable(content.error || `HTTP ${answer.status}`);
+  return content;
+}
+
+function fromReport(name, path, parameters) {
+  if (name === "series") {
+    const found = {};
+    for (const metric of [parameters.name].flat()) found[metric] = within(report.series[parameters.run]?.[metric], parameters);
+    return found;
+  }
+  if (!(path in report.answers)) throw new Unavailable("this is not in the report: it holds a part of the run; open the run directory with `miles-async watch`");
+  return report.answers[path];
+}
+
+function within(series, { from = -Infinity, to = Infinity }) {
+  if (!series) return { steps: [], values: [] };
+  const kept = series.steps.map((step, index) => [step, index]).filter(([step]) => step >= (from ?? -Infinity) && step <= (to ?? Infinity));
+  return { steps: kept.map(([step]) => step), values: kept.map(([, index]) => series.values[index]) };
+}

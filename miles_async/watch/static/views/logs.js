@@ -1,0 +1,42 @@
+// Logs by process, from their end, with search over the whole file.
+
+import { bytes, clock, empty, h, number, replace, settled } from "../dom.js";
+import { get } from "../source.js";
+
+export const title = "Logs";
+
+export async function open(context) {
+  const root = h("div", { class: "view logs" });
+  const files = await get("logs", { run: context.run });
+  if (!files.length) return { root: h("div", { class: "view" }, empty("this run directory has no logs")) };
+  const preferred = files.find((file) => file.name === "driver.log") ?? files[0];
+  const state = { name: context.value("name", preferred.name), search: context.value("search"), before: "" };
+  const body = h("div");
+  const load = async (values = {}) => {
+    Object.assign(state, { before: "" }, values);
+    context.keep({ name: state.name, search: state.search });
+    const wanted = state.search ? { search: state.search } : { before: state.before };
+    replace(body, ...drawLog(await get("log", { run: context.run, name: state.name, ...wanted }), state, load));
+  };
+  const names = h("select", { "aria-label": "process", onchange: (event) => load({ name: event.target.value }) }, files.map((file) => h("option", { value: file.name, selected: file.name === state.name }, `${file.name} (${bytes(file.bytes)})`)));
+  const search = h("input", { type: "search", placeholder: "search this log", "aria-label": "search this log", value: state.search, oninput: settled((event) => load({ search: event.target.value }), 300) });
+  const changed = h("span", { class: "muted" }, `written ${clock(Math.max(...files.map((file) => file.changed)))}`);
+  root.append(h("div", { class: "controls" }, names, search, changed), body);
+  await load();
+  return { root, refresh: () => (state.before || state.search ? null : load()) };
+}
+
+function drawLog(found, state, load) {
+  const lines = found.lines;
+  const earlier = !state.search && found.start > 0 && h("button", { onclick: () => load({ before: String(found.start) }) }, "earlier lines");
+  const latest = state.before && h("button", { onclick: () => load() }, "the end");
+  const count = state.search ? `${number(found.matches)} lines match${found.matches > lines.length ? `, the last ${lines.length} are shown` : ""}` : `${lines.length} lines of ${bytes(found.bytes)}`;
+  return [found.missing && empty(found.missing), h("p", { class: "muted" }, count, " ", earlier, " ", latest), lines.length ? h("ol", { class: "log card" }, lines.map(line)) : empty("no lines")];
+}
+
+function line(entry) {
+  if (entry.level === undefined) return h("li", null, h("code", null, entry.text));
+  const fields = Object.entries(entry.fields).map(([name, value]) => h("span", { class: "field" }, h("i", null, name, "="), value));
+  const mark = { warning: "⚠", error: "✗", critical: "✗" }[entry.level] ?? "";
+  return h("li", { class: entry.level }, h("time", null, entry.timestamp.replace("T", " ").slice(0, 23)), h("b", { class: "level" }, mark, " ", entry.level), h("code", null, entry.text), fields, h("small", null, ` ${entry.logger}`));
+}

@@ -1,0 +1,134 @@
+"""Where a run stands, by the files of its run directory alone."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from miles_async.arguments.config_file import read_config_file
+from miles_async.errors import ConfigurationError
+from miles_async.observability.heartbeat import read_balance, standing_line
+from miles_async.observability.metrics_file import FILE_NAME, read_metrics
+from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE
+from miles_async.runtime.processes.run_process import RunProcess, find_driver
+from miles_async.types import JsonObject
+
+WARNINGS = 5  # the last ones that the command shows
+LOG_TAIL = 1 << 20  # bytes of each log that are searched for warnings
+
+State = Literal["running", "over", "unknown"]
+"""unknown: its driver is on another machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """Where a run stands."""
+
+    run_dir: str
+    state: State
+    host: str
+    pid: int
+    started: float  # seconds since 1970
+    ending: str | None  # of summary.json; None: it is running, or was killed
+    error: str | None
+    steps: int | None  # --num-rollout
+    quiet_seconds: float | None  # since the last line of metrics
+    metrics: Mapping[str, float]  # of the last trained step; empty before the first
+    eval_step: int | None  # of the last evaluation
+    eval_reward: float | None
+    checkpoint: int | None  # step of the last one
+    groups: Mapping[str, int]  # the balance; empty without a ledger
+    standing: str  # where they stand, and what the run waits for
+    warnings: Sequence[JsonObject]  # the last ones, as the logs have them
+
+
+def read_rows(run_dir: Path) -> list[JsonObject]:
+    """Rows of metrics.jsonl; none if there is no such file yet."""
+    try:
+        return read_metrics(run_dir / FILE_NAME)
+    except FileNotFoundError:  # it has just begun
+        return []
+
+
+def read_status(run_dir: Path, run: RunProcess, rows: Sequence[JsonObject]) -> Status:
+    """Read the whole status. ``rows``: of metrics.jsonl."""
+    summary: JsonObject = {}
+    with suppress(OSError, ValueError):
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    evaluated = [row for row in rows if "eval/reward" in row]
+    saved = [row["step"] for row in rows if "checkpoint/write_seconds" in row]
+    balance = read_balance(run_dir / LEDGER_FILE)
+    return Status(
+        run_dir=str(run_dir),
+        state=state_of(run, summary),
+        host=run.host,
+        pid=run.pid,
+        started=run.started,
+        ending=summary.get("ending"),
+        error=summary.get("error"),
+        steps=total_steps(run_dir),
+        quiet_seconds=seconds_since(max(row["time"] for row in rows)) if rows else None,
+        metrics=numbers(trained[-1]) if (trained := trained_rows(rows)) else {},
+        eval_step=evaluated[-1]["step"] if evaluated else None,
+        eval_reward=evaluated[-1]["eval/reward"] if evaluated else None,
+        checkpoint=max(saved, default=None),
+        groups={} if balance is None else balance.summary(),
+        standing="" if balance is None else standing_line(balance),
+        warnings=last_warnings(run_dir),
+    )
+
+
+def state_of(run: RunProcess, summary: JsonObject) -> State:
+    """Judge by the driver's process where that is on this machine, and by summary.json elsewhere."""
+    here = run.host == socket.gethostname()
+    alive = here and find_driver(run) is not None
+    return "running" if alive else "over" if here or "ending" in summary else "unknown"
+
+
+def trained_rows(rows: Sequence[JsonObject]) -> list[JsonObject]:
+    """The rows of trained steps, without rows that only have an evaluation or a checkpoint."""
+    return [row for row in rows if "time/step_seconds" in row]
+
+
+def numbers(row: JsonObject) -> dict[str, float]:
+    """The metrics of a row that were measured."""
+    return {name: value for name, value in row.items() if value is not None}  # None: not a number
+
+
+def total_steps(run_dir: Path) -> int | None:
+    """--num-rollout; None if config.toml does not say."""
+    with suppress(ConfigurationError):  # absent, or of another version
+        return int(str(read_config_file(run_dir / CONFIG_FILE)[0]["num_rollout"]))
+    return None
+
+
+def last_warnings(run_dir: Path, count: int = WARNINGS) -> list[JsonObject]:
+    """The last warnings and errors of driver and rollout side, in order of time."""
+    found: list[JsonObject] = []
+    for name in ("driver", "rollout"):
+        for line in _last_lines(run_dir / "logs" / f"{name}.log"):
+            with suppress(ValueError):  # torn by the end of a process, or by where the tail begins
+                entry = json.loads(line)
+                if entry.get("level") in ("warning", "error", "critical"):
+                    found.append({"side": name, **entry})
+    return sorted(found, key=lambda entry: str(entry.get("timestamp", "")))[-count:]
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def seconds_since(moment: float) -> float:
+    """Seconds from ``moment`` (since 1970, by this machine's clock) until now; 0 if it lies ahead."""
+    return max(0.0, time.time() - moment)

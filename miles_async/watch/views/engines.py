@@ -1,0 +1,110 @@
+"""Engines and ranks, as far as ledger, metrics and logs know them, and the publications between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+
+from miles_async.errors import LedgerError
+from miles_async.ledger.reader import AttemptRecord
+from miles_async.types import JsonObject
+from miles_async.watch.run import Run
+from miles_async.watch.views import logs
+
+RECENT = 2_000  # attempts that are looked at
+PUBLICATIONS = 40
+NOW = (
+    *("rollout/requests", "rollout/concurrency_limit", "rollout/in_flight", "rollout/buffered", "rollout/lead"),
+    *("rollout/prefix_cache_hit_rate", "router/workers", "router/connections", "router/request_seconds/mean"),
+    *("router/failed_requests", "router/affinity", "rollout/services_down", "weight_version/trainer"),
+)
+PHASES = ("copy", "preparing", "pausing", "flush", "send", "compare", "resume", "canary", "admit")
+EVENTS: Mapping[str, str] = {
+    "engine is up": "serving",
+    "restarting engine": "restarting",
+    "engine given up": "given up",
+    "draining engine": "draining",
+    "engine is gone": "gone",
+}
+_ENGINE_LOG = re.compile(r"engine-(\d+)\.(\d+)\.log")
+_RANK_LOG = re.compile(r"trainer-(\d+)\.log")
+
+
+def engines(run: Run) -> JsonObject:
+    """{"engines", "ranks", "now": metric → last value, "phases", "publications", "recent": groups looked at}."""
+    run.metrics.refresh()
+    names = [str(log["name"]) for log in logs.logs(run)]
+    notes: list[str] = []
+    records: list[AttemptRecord] = []
+    try:
+        with run.ledger() as reader:
+            records = [] if reader is None else reader.page(limit=RECENT)
+    except LedgerError as error:
+        notes.append(str(error))
+    return {
+        "engines": _engines(run, names, records),
+        "ranks": [{"rank": int(m[1]), "log": m[0]} for name in names if (m := _RANK_LOG.fullmatch(name))],
+        "now": {name: value for name in NOW if (value := run.metrics.last(name)) is not None},
+        "phases": [phase for phase in PHASES if run.metrics.last(f"publish/{phase}_seconds") is not None],
+        "publications": _publications(run),
+        "recent": len(records),
+        "notes": notes,
+    }
+
+
+def _engines(run: Run, names: Iterable[str], records: Iterable[AttemptRecord]) -> list[JsonObject]:
+    found: dict[str, dict[str, object]] = {}
+    for name in names:
+        if match := _ENGINE_LOG.fullmatch(name):
+            starts = int(match[2]) + 1
+            entry = _entry(found, f"engine-{match[1]}")
+            if starts > int(str(entry["starts"])):
+                entry |= {"starts": starts, "log": name}
+    for engine, state, when in _events(run):
+        _entry(found, engine).update(state=state, since=when)
+    for record in records:
+        for engine in record.engines or ():
+            entry = _entry(found, engine)
+            entry["groups"] = int(str(entry["groups"])) + 1
+            entry["tokens"] = int(str(entry["tokens"])) + sum(record.response_lengths or ()) // len(
+                record.engines or ()
+            )
+            if entry["version"] is None and record.newest_version is not None:  # newest attempt first
+                entry["version"] = record.newest_version
+    return sorted(found.values(), key=lambda entry: _natural(str(entry["engine"])))
+
+
+def _entry(found: dict[str, dict[str, object]], engine: str) -> dict[str, object]:
+    nothing = {"state": None, "since": None, "starts": 0, "log": None, "groups": 0, "tokens": 0, "version": None}
+    return found.setdefault(engine, {"engine": engine, **nothing})
+
+
+def _events(run: Run) -> Iterator[tuple[str, str, str]]:
+    """(engine, state after it, when) of each event in the rollout side's log that tells one."""
+    lines = logs.page(run, "rollout.log")["lines"]
+    for line in lines:
+        state = EVENTS.get(line["text"])
+        engine = line.get("fields", {}).get("engine")
+        if state and engine:
+            yield engine, state, line["timestamp"]
+
+
+def _publications(run: Run) -> list[JsonObject]:
+    """The last publications: step, seconds per phase, pause, bytes."""
+    wanted = [*(f"publish/{phase}_seconds" for phase in PHASES), "publish/pause_seconds", "publish/bytes"]
+    rows = run.metrics.rows(wanted)
+    found: list[JsonObject] = []
+    for step in list(rows)[-PUBLICATIONS:]:
+        row = rows[step]
+        phases = {phase: row[name] for phase in PHASES if (name := f"publish/{phase}_seconds") in row}
+        pause, size = row.get("publish/pause_seconds"), row.get("publish/bytes")
+        found.append({"step": step, "phases": phases, "pause": pause, "bytes": size})
+    return found
+
+
+def _natural(name: str) -> tuple[str, int]:
+    with suppress(ValueError):
+        text, _, number = name.rpartition("-")
+        return text, int(number)
+    return name, 0

@@ -1,0 +1,75 @@
+"""A finished run's directory for tests of the page: 40 steps, a ledger with several ends, logs of all kinds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.rollout import RolloutArguments
+from miles_async.ledger.store import LedgerStore
+from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
+from miles_async.staleness.events import Ended, Issued
+from miles_async.staleness.ledger import Outcome
+from tests.property.builders import make_attempt
+from tests.unit.commands.run_directories import write_run
+
+STEPS = 40
+REASON = "all rewards are equal"
+
+
+def rewards(step: int) -> float:
+    return 0.1 + 0.8 * step / STEPS
+
+
+def write_finished_run(directory: Path, *, steps: int = STEPS, ending: str | None = "finished") -> Path:
+    """``ending``: of summary.json; None: there is none, as after a kill."""
+    arguments = Arguments(rollout=RolloutArguments(num_rollout=steps))
+    run_dir = write_run(directory, rewards=(), arguments=arguments, alive=False)
+    _metrics(run_dir, steps)
+    _ledger(run_dir)
+    _logs(run_dir)
+    if ending is not None:
+        summary = {"ending": ending, "rollout_idle_fraction": 0.25, "groups": {"issued": 4}}
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+    return run_dir
+
+
+def _metrics(run_dir: Path, steps: int) -> None:
+    file = MetricsFile(run_dir / FILE_NAME, clock=lambda: 1_000.0)
+    file.log({"eval/reward": 0.25, "eval/test/reward/mean": 0.25}, step=0)
+    for step in range(1, steps + 1):
+        times = {"time/step_seconds": 2.0, "time/wait_seconds": 0.5, "train/tokens": 4_000.0}
+        ages = {"age/mean": 0.75, "age/max": 1.0, "age/count/0": 32.0, "age/count/1": 96.0}
+        publication = {"publish/copy_seconds": 0.1, "publish/send_seconds": 0.3, "publish/pause_seconds": 0.4}
+        file.log({"reward/mean": rewards(step), **times, **ages, **publication, "my/own": float(step)}, step=step)
+    file.log({"eval/reward": 0.75}, step=steps)
+    file.finish()
+
+
+def _ledger(run_dir: Path) -> None:
+    store = LedgerStore(run_dir / "ledger.sqlite")
+    store.write([(1.0, Issued(attempt=make_attempt(number))) for number in (1, 2, 3, 4)])
+    store.write([(2.0, Ended(attempt_id=n, outcome=Outcome.FILTERED, reason=REASON)) for n in (1, 2)])
+    store.write([(2.5, Ended(attempt_id=3, outcome=Outcome.QUARANTINED, reason="<b>reward</b> raised"))])
+    store.close()
+
+
+def _logs(run_dir: Path) -> None:
+    logs = run_dir / "logs"
+    entries = [
+        {"level": "info", "timestamp": "2026-11-25T14:00:00Z", "event": "engine is up", "engine": "engine-0"},
+        {
+            "level": "warning",
+            "timestamp": "2026-11-25T14:00:02Z",
+            "event": "restarting engine",
+            "engine": "engine-0",
+            "logger": "miles_async.engines.supervisor",
+            "hint": "raise --engine-timeout",
+        },
+    ]
+    (logs / "rollout.log").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (logs / "driver.log").write_text('{"level": "info", "event": "training begins"}\n{"lev')
+    (logs / "engine-0.0.log").write_bytes(b"plain line\n\xff\xfe not UTF-8\n\x1b[31mred\x1b[0m\n")
+    (logs / "engine-0.1.log").write_text("second start\n")
+    (logs / "trainer-0.log").write_text("rank 0\n")

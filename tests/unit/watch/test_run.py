@@ -1,0 +1,38 @@
+"""Which directories are opened as runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miles_async.errors import ConfigurationError
+from miles_async.watch.run import open_runs
+from tests.unit.watch.run_files import write_finished_run
+
+
+def test_a_directory_of_runs_stands_for_them(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_finished_run(tmp_path / "runs" / name)
+    (tmp_path / "runs" / "data").mkdir()
+    assert sorted(run.name for run in open_runs([tmp_path / "runs"])) == ["a", "b"]
+    assert len(open_runs([tmp_path / "runs", tmp_path / "runs" / "a"])) == 2
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    first, second = (write_finished_run(tmp_path / parent / "run") for parent in ("x", "y"))
+    assert [run.name for run in open_runs([first, second])] == [str(first), str(second)]
+
+
+def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="expected a run directory"):
+        open_runs([tmp_path])
+    with pytest.raises(ConfigurationError, match="there is no directory"):
+        open_runs([tmp_path / "absent"])
+
+
+def test_a_file_is_in_the_directory(tmp_path: Path) -> None:
+    (run,) = open_runs([write_finished_run(tmp_path / "run")])
+    assert run.file("logs", "driver.log") is not None
+    for parts in (("..", "run", "..", "x"), ("/etc/passwd",), ("logs",), ("absent",), ("a" * 5000,), ("\0",)):
+        assert run.file(*parts) is None

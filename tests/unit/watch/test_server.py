@@ -1,0 +1,249 @@
+"""The server of the page: who may ask, what is answered, and that no request leaves the run directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from miles_async.observability.metrics_file import FILE_NAME, read_metrics
+from miles_async.runtime.network.keys import Secret
+from miles_async.watch.run import Run, open_runs
+from miles_async.watch.server import STATIC, VIEWS, make_app
+from tests.unit.watch.run_files import REASON, STEPS, rewards, write_finished_run
+
+KEY = "read-key"
+BASE = "http://127.0.0.1:8741"
+
+
+def client_of(*runs: Run, key: str | None = KEY) -> TestClient:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return TestClient(make_app(runs, Secret(KEY)), base_url=BASE, headers=headers)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_finished_run(tmp_path / "run")
+
+
+@pytest.fixture
+def client(run_dir: Path) -> Iterator[TestClient]:
+    with client_of(*open_runs([run_dir])) as client:
+        yield client
+
+
+def test_data_needs_the_key(run_dir: Path) -> None:
+    for key in (None, "", "wrong", KEY + "x"):
+        with client_of(*open_runs([run_dir]), key=key) as client:
+            for view in VIEWS:
+                assert client.get(f"/api/{view}").status_code == 401
+            assert client.get(f"/api/runs?key={KEY}").status_code == 401
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+def test_nothing_can_be_changed(client: TestClient, method: str) -> None:
+    for path in ("/", "/api/runs", "/api/overview"):
+        assert client.request(method, path).status_code == 405
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8741", "127.0.0.1.evil.example", "", "127.0.0.1@evil"])
+def test_other_names_are_refused(client: TestClient, host: str) -> None:
+    """DNS rebinding: a foreign name that resolves to loopback."""
+    assert client.get("/api/runs", headers={"Host": host}).status_code == 421
+    assert client.get("/", headers={"Host": host}).status_code == 421
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:9999", "localhost", "localhost:1", "[::1]:80", "127.0.0.1"])
+def test_a_forwarded_port_may_have_any_number(client: TestClient, host: str) -> None:
+    assert client.get("/api/runs", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header", [{"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}]
+)
+def test_other_sites_are_refused(client: TestClient, header: dict[str, str]) -> None:
+    assert client.get("/api/runs", headers=header).status_code == 403
+    assert client.get("/api/runs", headers={"Origin": BASE, "Sec-Fetch-Site": "same-origin"}).status_code == 200
+
+
+def test_the_page_may_run_its_own_scripts_only(client: TestClient) -> None:
+    answer = client.get("/")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src 'self';" in policy
+    assert "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "<script>" not in answer.text
+    assert (
+        client.get("/static/main.js").headers["content-type"].startswith(("text/javascript", "application/javascript"))
+    )
+
+
+def test_no_module_parses_html_or_asks_elsewhere() -> None:
+    for path in STATIC.rglob("*.js"):
+        if "vendor" not in path.parts:
+            text = path.read_text()
+            for word in (
+                "innerHTML",
+                "outerHTML",
+                "insertAdjacentHTML",
+                "document.write",
+                "eval(",
+                "http://",
+                "https://",
+            ):
+                assert word not in text, (path, word)
+            assert len(text.splitlines()) < 300
+
+
+@pytest.mark.parametrize(
+    "name", ["../config.toml", "/etc/passwd", "..", ".", "a/../../config.toml", "x\0y", "y" * 5000]
+)
+def test_a_log_is_one_of_the_run(client: TestClient, name: str) -> None:
+    for more in ({}, {"search": "a"}):
+        answer = client.get("/api/log", params={"name": name, **more})
+        assert answer.status_code == 200
+        assert answer.json()["lines"] == []
+        assert "missing" in answer.json()
+
+
+@pytest.mark.parametrize(
+    "path", ["/static/../server.py", "/static/%2e%2e/server.py", "/static//etc/passwd", "/static/"]
+)
+def test_only_files_of_the_page_are_served(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code in (404, 405)
+
+
+def test_a_link_out_of_the_run_directory_is_not_followed(tmp_path: Path, run_dir: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret line\n")
+    (run_dir / "logs" / "link.log").symlink_to(secret)
+    with client_of(*open_runs([run_dir])) as client:
+        assert "link.log" not in [log["name"] for log in client.get("/api/logs").json()]
+        assert client.get("/api/log?name=link.log").json()["lines"] == []
+
+
+def test_the_overview_has_the_numbers_of_the_files(client: TestClient, run_dir: Path) -> None:
+    found = client.get("/api/overview?run=0").json()
+    assert found["run"]["step"] == found["run"]["steps"] == STEPS
+    assert found["run"]["ending"] == "finished"
+    rows = read_metrics(run_dir / FILE_NAME)
+    assert found["curves"]["reward/mean"]["values"] == [row["reward/mean"] for row in rows if "reward/mean" in row]
+    last = [rewards(step) for step in range(STEPS - 4, STEPS + 1)]
+    assert found["tiles"]["reward"] == pytest.approx(sum(last) / 5)
+    assert found["tiles"]["eval_reward"] == 0.75
+    assert found["tiles"]["tokens_per_second"] == 2_000.0
+    assert found["tiles"]["trainer_idle"] == 0.25
+    assert found["tiles"]["eta_seconds"] is None  # it is over
+    assert found["ages"]["ages"] == [0, 1]
+    assert [sum(row) for row in found["ages"]["counts"]] == [32.0 * STEPS, 96.0 * STEPS]
+    assert found["groups"]["issued"] == 4
+    assert found["groups"]["filtered"] == 2
+    assert found["reasons"][0] == {"outcome": "filtered", "reason": REASON, "count": 2}
+    (warning,) = found["warnings"]
+    assert warning["flags"] == ["--engine-timeout"]
+    assert warning["page"] == "docs/engines.md"
+
+
+def test_metrics_have_sections_and_meanings(client: TestClient) -> None:
+    sections = {each["title"]: each["metrics"] for each in client.get("/api/metrics").json()["sections"]}
+    reward = next(entry for entry in sections["Samples"] if entry["name"] == "reward/mean")
+    assert reward["meaning"] == "mean reward of the batch"
+    assert reward["last"] == [rewards(STEPS)]
+    assert [entry["name"] for entry in sections["Other"]] == ["my/own"]
+
+
+def test_a_series_can_be_cut_and_thinned(client: TestClient) -> None:
+    found = client.get("/api/series?name=my/own&from=10&to=12").json()["my/own"]
+    assert found == {"steps": [10, 11, 12], "values": [10.0, 11.0, 12.0]}
+    assert len(client.get("/api/series?name=my/own&points=10").json()["my/own"]["steps"]) <= 10
+    assert client.get("/api/series?name=absent").json()["absent"] == {"steps": [], "values": []}
+
+
+@pytest.mark.parametrize("query", ["run=7", "run=-1", "run=x", "name=a&from=x", "name=a&points=1e9", "run=" + "9" * 30])
+def test_wrong_parameters_are_said(client: TestClient, query: str) -> None:
+    answer = client.get(f"/api/series?{query}")
+    assert answer.status_code == 400
+    assert "expected" in answer.json()["error"]
+
+
+def test_attempts_tell_their_story(client: TestClient) -> None:
+    rows = client.get("/api/attempts").json()["rows"]
+    assert [row["attempt"] for row in rows] == [4, 3, 2, 1]
+    assert [row["attempt"] for row in client.get("/api/attempts?end=filtered").json()["rows"]] == [2, 1]
+    assert [row["attempt"] for row in client.get("/api/attempts?text=equal&before=2").json()["rows"]] == [1]
+    (letter,) = client.get("/api/attempts").json()["quarantined"]
+    assert letter["reasons"] == ["<b>reward</b> raised"]
+    (story,) = client.get("/api/story?subject=1").json()["stories"]
+    assert story["lines"][0].endswith("filtered out")
+    assert any(REASON in line for line in story["lines"])
+    assert "no attempt" in client.get("/api/story?subject=99").json()["missing"]
+
+
+def test_engines_have_state_starts_and_publications(client: TestClient) -> None:
+    found = client.get("/api/engines").json()
+    (engine,) = found["engines"]
+    assert engine["engine"] == "engine-0"
+    assert (engine["state"], engine["starts"], engine["log"]) == ("restarting", 2, "engine-0.1.log")
+    assert found["ranks"] == [{"rank": 0, "log": "trainer-0.log"}]
+    assert found["publications"][-1]["phases"] == {"copy": 0.1, "send": 0.3}
+
+
+def test_flags_are_compared_with_a_run_and_a_preset(tmp_path: Path, run_dir: Path) -> None:
+    other = write_finished_run(tmp_path / "other", steps=50)
+    with client_of(*open_runs([run_dir, other])) as client:
+        found = client.get("/api/flags?run=0&run=1").json()
+        assert found["columns"] == ["run", "other"]
+        assert [row["flag"] for row in found["flags"] if row["differs"]] == ["--num-rollout"]
+        against = client.get("/api/flags?run=0&preset=staleness-2").json()
+        bound = next(row for row in against["flags"] if row["flag"] == "--max-weight-staleness")
+        assert bound["values"][1] == "2"
+        assert not any(row["differs"] for row in against["flags"] if row["values"][-1] is None)
+
+
+def test_logs_are_paged_and_searched(client: TestClient, run_dir: Path) -> None:
+    path = run_dir / "logs" / "long.log"
+    path.write_text("".join(f"line {number}\n" for number in range(60_000)))
+    last = client.get("/api/log?name=long.log").json()
+    assert last["lines"][-1]["text"] == "line 59999"
+    earlier = client.get(f"/api/log?name=long.log&before={last['start']}").json()
+    assert int(earlier["lines"][-1]["text"].split()[1]) + 1 == int(last["lines"][0]["text"].split()[1])
+    found = client.get("/api/log?name=long.log&search=LINE 1234").json()
+    assert [line["text"] for line in found["lines"]] == ["line 1234", *(f"line 1234{n}" for n in range(10))]
+    assert client.get("/api/log?name=engine-0.0.log").json()["lines"][1]["text"] == "\ufffd\ufffd not UTF-8"
+
+
+@pytest.mark.parametrize(
+    "absent", ["ledger.sqlite", "config.toml", "summary.json", "metrics.jsonl", "run.json", "logs"]
+)
+def test_a_directory_opens_with_what_there_is(run_dir: Path, absent: str) -> None:
+    path = run_dir / absent
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with client_of(*open_runs([run_dir])) as client:
+        for view in VIEWS:
+            assert client.get(f"/api/{view}", params={"name": "driver.log", "subject": "1"}).status_code == 200
+
+
+@pytest.mark.parametrize("broken", ["ledger.sqlite", "config.toml", "summary.json", "metrics.jsonl", "run.json"])
+def test_broken_files_are_said_and_do_no_harm(run_dir: Path, broken: str) -> None:
+    (run_dir / broken).write_bytes(b"\xff\xfe{[")
+    with client_of(*open_runs([run_dir])) as client:
+        for view in VIEWS:
+            assert client.get(f"/api/{view}", params={"name": "driver.log", "subject": "1"}).status_code == 200
+
+
+def test_texts_of_a_run_arrive_as_they_are(run_dir: Path) -> None:
+    texts = ["<script>alert(1)</script>", "\u202etxt.exe", "\x00\x1b[2J", "a" * 100_000]
+    lines = [json.dumps({"level": "warning", "timestamp": "", "event": text}) for text in texts]
+    (run_dir / "logs" / "driver.log").write_text(
+        "".join(f"{line}\n" for line in lines) + r'{"level": "warning", "event": "\ud800"}' + "\n"
+    )
+    with client_of(*open_runs([run_dir])) as client:
+        answer = client.get("/api/overview")
+    assert answer.headers["content-type"] == "application/json"
+    events = [warning["event"] for warning in answer.json()["warnings"]]
+    assert set(texts[:3]) <= set(events)
