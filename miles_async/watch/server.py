@@ -8,6 +8,9 @@
     GET /api/overview, engines, attempts, logs     ?run=0
     GET /api/metrics, flags                        ?run=0&run=1
     GET /api/series                                ?run=0&name=reward/mean&points=600&from=1&to=900
+    GET /api/samples                               ?run=0&kind=train&step=10
+    GET /api/sample                                ?run=0&kind=train&step=10&attempt=17&sample=0&first=0&whole=1
+    GET /api/search                                ?run=0&kind=train&text=why&before=10
     GET /api/story                                 ?run=0&subject=17
     GET /api/log                                   ?run=0&name=driver.log&before=4096, or &search=text
 """
@@ -18,6 +21,7 @@ import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 from starlette.applications import Starlette
@@ -30,9 +34,10 @@ from starlette.staticfiles import StaticFiles
 
 from miles_async.errors import MilesAsyncError
 from miles_async.runtime.network.keys import Secret
+from miles_async.samples.columns import Kind
 from miles_async.watch.access import Doorkeeper
 from miles_async.watch.run import Run
-from miles_async.watch.views import attempts, engines, flags, logs, metrics, overview
+from miles_async.watch.views import attempts, engines, flags, logs, metrics, overview, samples
 
 STATIC = Path(__file__).parent / "static"
 
@@ -139,6 +144,35 @@ def _attempts(runs: Sequence[Run], parameters: QueryParams) -> object:
     return attempts.attempts(runs[0], text=text, end=end, before=_optional(parameters, "before"))
 
 
+def _kind(parameters: QueryParams) -> Kind:
+    try:
+        return msgspec.convert(parameters.get("kind", "train"), Kind)
+    except msgspec.ValidationError:
+        raise BadRequest(f"kind: expected one of {', '.join(get_args(Kind))}") from None
+
+
+def _required(parameters: QueryParams, name: str) -> int:
+    return _number(parameters.get(name, ""), name)
+
+
+def _sample(runs: Sequence[Run], parameters: QueryParams) -> object:
+    attempt = parameters.get("attempt", "")
+    return samples.sample(
+        runs[0],
+        _kind(parameters),
+        _required(parameters, "step"),
+        (-1 if attempt.startswith("-") else 1) * _number(attempt.removeprefix("-"), "attempt"),  # negative: evaluations
+        _required(parameters, "sample"),
+        first=_optional(parameters, "first"),
+        whole=parameters.get("whole") == "1",
+    )
+
+
+def _search(runs: Sequence[Run], parameters: QueryParams) -> object:
+    text = _text(parameters, "text")
+    return samples.search(runs[0], _kind(parameters), text, _optional(parameters, "before"))
+
+
 VIEWS: Mapping[str, View] = {
     "runs": lambda runs, _: [overview.standing(run) for run in runs],
     "overview": lambda runs, _: overview.overview(runs[0]),
@@ -147,6 +181,9 @@ VIEWS: Mapping[str, View] = {
     "engines": lambda runs, _: engines.engines(runs[0]),
     "attempts": _attempts,
     "story": lambda runs, parameters: attempts.story(runs[0], _text(parameters, "subject")),
+    "samples": lambda runs, parameters: samples.samples(runs[0], _kind(parameters), _optional(parameters, "step")),
+    "sample": _sample,
+    "search": _search,
     "flags": lambda runs, parameters: flags.flags(runs, parameters.get("preset")),
     "logs": lambda runs, _: logs.logs(runs[0]),
     "log": _log,

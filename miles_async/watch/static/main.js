@@ -4,12 +4,13 @@ import { h, replace, empty } from "./dom.js";
 import { get, isReport, keepKey, NeedsKey, reportNote, takeKey } from "./source.js";
 import * as overview from "./views/overview.js";
 import * as metrics from "./views/metrics.js";
+import * as samples from "./views/samples.js";
 import * as attempts from "./views/attempts.js";
 import * as engines from "./views/engines.js";
 import * as flags from "./views/flags.js";
 import * as logs from "./views/logs.js";
 
-const VIEWS = { overview, metrics, attempts, engines, flags, logs };
+const VIEWS = { overview, metrics, samples, attempts, engines, flags, logs };
 const POLL_MILLISECONDS = 2500;
 const THEME = "miles-async-theme";
 const THEMES = ["auto", "light", "dark"];

@@ -9,10 +9,14 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.ledger.store import LedgerStore
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
+from miles_async.samples.columns import FileNote, SampleRow
+from miles_async.samples.files import file_of
+from miles_async.samples.parquet_writer import write_file
 from miles_async.staleness.events import Ended, Issued
 from miles_async.staleness.ledger import Outcome
 from tests.property.builders import make_attempt
 from tests.unit.commands.run_directories import write_run
+from tests.unit.samples.sample_rows import row
 
 STEPS = 40
 REASON = "all rewards are equal"
@@ -29,6 +33,7 @@ def write_finished_run(directory: Path, *, steps: int = STEPS, ending: str | Non
     _metrics(run_dir, steps)
     _ledger(run_dir)
     _logs(run_dir)
+    _samples(run_dir)
     if ending is not None:
         summary = {"ending": ending, "rollout_idle_fraction": 0.25, "groups": {"issued": 4}}
         (run_dir / "summary.json").write_text(json.dumps(summary))
@@ -53,6 +58,48 @@ def _ledger(run_dir: Path) -> None:
     store.write([(2.0, Ended(attempt_id=n, outcome=Outcome.FILTERED, reason=REASON)) for n in (1, 2)])
     store.write([(2.5, Ended(attempt_id=3, outcome=Outcome.QUARANTINED, reason="<b>reward</b> raised"))])
     store.close()
+
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)> \u202eevil\u202c \x00\x1b[31m </script>"
+
+
+def _samples(run_dir: Path) -> None:
+    """Two groups of four samples in each of three steps, and an evaluation; one answer is hostile."""
+    directory = run_dir / "samples"
+    for step in (10, 20, 30):
+        rows = [sample_of(step, attempt, number) for attempt in (1, 2) for number in range(4)]
+        note = FileNote(kind="train", step=step, groups=3, groups_written=2, why_fewer="the share of --save-samples")
+        write_file(file_of(directory, "train", step), note, rows)
+    evaluated = [
+        row(
+            kind="eval",
+            step=20,
+            data_set="test",
+            attempt_id=-1,
+            target_version=None,
+            age=None,
+            prompt_id="test.jsonl:1",
+        )
+    ]
+    write_file(file_of(directory, "eval", 20), FileNote(kind="eval", step=20, groups=1, groups_written=1), evaluated)
+
+
+def sample_of(step: int, attempt: int, number: int) -> SampleRow:
+    """Reward 0, 0.25, 0.5, 0.75 by its position; the last sample of attempt 2 is hostile."""
+    hostile = attempt == 2 and number == 3
+    messages = [{"role": "user", "content": "rev 12"}, {"role": "assistant", "content": HOSTILE if hostile else "21"}]
+    return row(
+        step=step,
+        attempt_id=attempt,
+        sample=number,
+        samples=4,
+        reward=number / 4,
+        response=HOSTILE if hostile else f"answer {number} of {step}",
+        prompt=f"<|user|>rev {attempt}",
+        token_texts=["rev", " 12", HOSTILE if hostile else "2", "1\n", "</s>"],
+        trainer_logprobs=[0.0, 0.0, -0.75, -0.25, 0.0],
+        messages=json.dumps(messages) if number % 2 else None,
+    )
 
 
 def _logs(run_dir: Path) -> None:

@@ -17,6 +17,8 @@ from miles_async.watch.server import STATIC, VIEWS, make_app
 from tests.unit.watch.run_files import REASON, STEPS, rewards, write_finished_run
 
 KEY = "read-key"
+SAMPLE = {"step": "10", "attempt": "2", "sample": "3"}
+PARAMETERS = {view: {"name": "driver.log", "subject": "1", **(SAMPLE if view == "sample" else {})} for view in VIEWS}
 BASE = "http://127.0.0.1:8741"
 
 
@@ -225,7 +227,7 @@ def test_a_directory_opens_with_what_there_is(run_dir: Path, absent: str) -> Non
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     with client_of(*open_runs([run_dir])) as client:
         for view in VIEWS:
-            assert client.get(f"/api/{view}", params={"name": "driver.log", "subject": "1"}).status_code == 200
+            assert client.get(f"/api/{view}", params=PARAMETERS[view]).status_code == 200
 
 
 @pytest.mark.parametrize("broken", ["ledger.sqlite", "config.toml", "summary.json", "metrics.jsonl", "run.json"])
@@ -233,7 +235,7 @@ def test_broken_files_are_said_and_do_no_harm(run_dir: Path, broken: str) -> Non
     (run_dir / broken).write_bytes(b"\xff\xfe{[")
     with client_of(*open_runs([run_dir])) as client:
         for view in VIEWS:
-            assert client.get(f"/api/{view}", params={"name": "driver.log", "subject": "1"}).status_code == 200
+            assert client.get(f"/api/{view}", params=PARAMETERS[view]).status_code == 200
 
 
 def test_texts_of_a_run_arrive_as_they_are(run_dir: Path) -> None:

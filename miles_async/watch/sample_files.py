@@ -1,0 +1,88 @@
+"""Lists of samples from their files, with short texts: a file may hold answers of a megabyte each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+
+from miles_async.errors import DataError
+from miles_async.samples.columns import SampleSummary
+from miles_async.samples.files import SamplesFile
+from miles_async.types import JsonObject
+
+PREVIEW = 200  # characters of prompt, response and label
+MOST_ROWS = 5_000  # of one file
+SEARCH_SECONDS = 1.0  # after which a search says where it stopped
+MOST_FOUND = 200
+_TEXTS = ("prompt", "response", "label")
+_LEFT_OUT = ("messages", "prompt_metadata", "metadata", "kind", "written_at")  # of a list
+_COLUMNS = [*(name for name in SampleSummary.__struct_fields__ if name not in _LEFT_OUT), "turns"]
+_BATCH = 128  # rows in memory at once
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a search: rows as :func:`previews` has them."""
+
+    rows: list[JsonObject]
+    next_step: int | None  # where to search on, backwards; None: all was searched
+
+
+def previews(path: Path) -> list[JsonObject]:
+    """Rows of a file without lists and with short texts, ``turns`` as their number. Raises DataError."""
+    return _previews(path, path.stat().st_mtime_ns) if path.is_file() else []
+
+
+def search(files: list[SamplesFile], text: str, *, clock: Callable[[], float] = time.monotonic) -> Found:
+    """Search prompts, responses and labels, in any case, the newest step first. Files that are gone are skipped."""
+    end = clock() + SEARCH_SECONDS
+    rows: list[JsonObject] = []
+    for file in sorted(files, reverse=True):
+        if len(rows) >= MOST_FOUND or clock() > end:
+            return Found(rows=rows, next_step=file.step)
+        try:
+            rows += _read(file.path, text)
+        except DataError:
+            continue
+    return Found(rows=rows, next_step=None)
+
+
+@lru_cache(maxsize=4)  # a view sorts and filters one file again and again
+def _previews(path: Path, _changed: int) -> list[JsonObject]:
+    return _read(path)
+
+
+def _read(path: Path, text: str = "") -> list[JsonObject]:
+    import pyarrow as arrow
+
+    try:
+        return [*_rows(path, text)]
+    except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
+        raise DataError(f"{path}: cannot read these samples: {error}") from error
+
+
+def _rows(path: Path, text: str) -> Iterator[JsonObject]:
+    """At most MOST_ROWS rows, only those that contain ``text``."""
+    import pyarrow as arrow
+    from pyarrow import compute, parquet
+
+    left = MOST_ROWS
+    with parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=_BATCH, columns=_COLUMNS):
+            part = arrow.table(batch)
+            if text:
+                hits = [compute.match_substring(part[name], text, ignore_case=True).fill_null(False) for name in _TEXTS]
+                part = part.filter(compute.or_(compute.or_(hits[0], hits[1]), hits[2]))
+            for name in _TEXTS:
+                short = compute.utf8_slice_codeunits(part[name], 0, PREVIEW)
+                part = part.set_column(part.schema.get_field_index(name), name, short)
+            turns = compute.list_value_length(part["turns"])
+            part = part.set_column(part.schema.get_field_index("turns"), "turns", turns)
+            rows = part.slice(0, left).to_pylist()
+            left -= len(rows)
+            yield from rows
+            if left <= 0:
+                return

@@ -1,0 +1,170 @@
+"""Samples of a run: the list of a step or an evaluation, and one sample with its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from miles_async.errors import DataError
+from miles_async.samples.columns import MASK_REASONS, Kind, SampleRow, SampleSummary
+from miles_async.samples.files import SamplesFile
+from miles_async.samples.reader import read_note, read_sample, read_state, samples_files
+from miles_async.types import JsonObject
+from miles_async.watch.json_texts import decoded
+from miles_async.watch.run import Run
+from miles_async.watch.sample_files import MOST_ROWS, Found, previews
+from miles_async.watch.sample_files import search as search_files
+
+LONGEST_TEXT = 100_000  # characters of a message, unless all of it is asked for
+TOKENS = 2_000  # of one request
+NONE = "this run wrote no samples (--save-samples)"
+_TEXTS = ("prompt", "response", "messages", "prompt_metadata", "metadata")
+
+
+def samples(run: Run, kind: Kind, step: int | None) -> JsonObject:
+    """{"steps": {kind: [step]}, "kind", "step", "rows", "notes"}; ``step`` None or absent: the newest one."""
+    files = samples_files(run.directory)
+    steps = {each: [file.step for file in files if file.kind == each] for each in ("train", "eval")}
+    if not files:
+        return {"steps": steps, "kind": kind, "step": None, "rows": [], "notes": [NONE]}
+    if not steps[kind]:
+        kind = files[-1].kind
+    chosen = step if step in steps[kind] else steps[kind][-1]
+    file = next(each for each in files if each.kind == kind and each.step == chosen)
+    rows, notes = _listed(run, file)
+    return {"steps": steps, "kind": kind, "step": chosen, "rows": rows, "notes": notes}
+
+
+def search(run: Run, kind: Kind, text: str, before: int | None = None) -> JsonObject:
+    """Search all samples of a kind from step ``before`` backwards: {"rows", "next"}."""
+    files = [each for each in _files(run, kind) if before is None or each.step <= before]
+    found = search_files(files, text) if text else Found(rows=[], next_step=None)
+    return {"rows": found.rows, "next": found.next_step}
+
+
+def sample(
+    run: Run, kind: Kind, step: int, attempt: int, number: int, *, first: int | None = None, whole: bool = False
+) -> JsonObject:
+    """One sample: {"branches", "reasons", "group"}. ``first``: the first token that is shown, by default the last one
+    of the prompt but a few; ``whole``: texts in full.
+    """
+    if run.file("samples", f"{kind}-{step:08}.parquet") is None:
+        raise DataError(f"step {step} has no samples of {kind}: they were not written, or removed at the limit on size")
+    rows = read_sample(run.directory, kind, step, attempt, number)
+    if not rows:
+        raise DataError(f"step {step} has no sample {number} of attempt {attempt}")
+    group = [
+        {"sample": row["sample"], "reward": row["reward"]}
+        for row in _listed(run, SamplesFile(step, kind, _path(run, kind, step)))[0]
+        if row["attempt_id"] == attempt and row["branch"] == 0
+    ]
+    return {
+        "branches": [{**_about(row, whole), "window": _window(row, first)} for row in rows],
+        "reasons": MASK_REASONS,
+        "group": group,
+    }
+
+
+def _listed(run: Run, file: SamplesFile) -> tuple[list[JsonObject], list[str]]:
+    try:
+        rows, note = previews(file.path), read_note(file.path)
+    except (DataError, FileNotFoundError) as error:
+        return [], [str(error)]
+    notes = [] if note.why_fewer is None else [f"{note.groups_written} of {note.groups} groups: {note.why_fewer}"]
+    if len(rows) >= MOST_ROWS:
+        notes.append(f"the first {MOST_ROWS} rows of this file are shown")
+    return rows, [*notes, *_state_notes(run)]
+
+
+def _state_notes(run: Run) -> list[str]:
+    try:
+        state = read_state(run.directory)
+    except DataError as error:
+        return [str(error)]
+    if state is None:
+        return []
+    notes = [] if state.stopped is None else [f"no more samples were written: {state.stopped}"]
+    if state.dropped:
+        notes.append(f"{state.dropped} steps or evaluations were not written, since the disk was too slow")
+    return notes
+
+
+def _files(run: Run, kind: Kind) -> list[SamplesFile]:
+    return [each for each in samples_files(run.directory) if each.kind == kind]
+
+
+def _path(run: Run, kind: Kind, step: int) -> Path:
+    return next(each.path for each in _files(run, kind) if each.step == step)
+
+
+def _about(row: SampleRow, whole: bool) -> JsonObject:
+    limit = None if whole else LONGEST_TEXT
+    values = {name: getattr(row, name) for name in SampleSummary.__struct_fields__ if name not in _TEXTS}
+    return {
+        **values,
+        "turns": msgspec.to_builtins(row.turns),
+        "conversation": [_shortened(role, text, limit) for role, text in _conversation(row)],
+        "prompt_metadata": row.prompt_metadata[:limit],
+        "metadata": row.metadata[:limit],
+    }
+
+
+def _conversation(row: SampleRow) -> list[tuple[str, str]]:
+    """(role, text) of each message; of a prompt without messages its text and the response."""
+    messages = decoded(row.messages) if row.messages is not None else None
+    if not isinstance(messages, list):
+        return [("prompt", row.prompt), ("response", row.response)]
+    return [part for message in messages if isinstance(message, dict) for part in _parts(message)]
+
+
+def _parts(message: dict[str, object]) -> list[tuple[str, str]]:
+    role = str(message.get("role", "message"))
+    content = message.get("content")
+    parts = [(f"{role}, reasoning", str(text))] if (text := message.get("reasoning_content")) else []
+    if content not in (None, ""):
+        parts.append((role, content if isinstance(content, str) else _json(content)))
+    if calls := message.get("tool_calls"):
+        parts.append((f"{role}, tool calls", _json(calls)))
+    return parts
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode()
+
+
+def _shortened(role: str, text: str, limit: int | None) -> JsonObject:
+    return {"role": role, "text": text[:limit], "characters": len(text)}
+
+
+def _window(row: SampleRow, first: int | None) -> JsonObject:
+    """TOKENS tokens from ``first`` on, by column; a column is None where it is unknown."""
+    start = max(0, min(first if first is not None else max(0, row.prompt_length - 50), len(row.tokens) - 1))
+    part = slice(start, start + TOKENS)
+    columns: dict[str, Sequence[object] | None] = {
+        "texts": row.token_texts[part],
+        "ids": row.tokens[part],
+        "loss": row.loss_mask[part],
+        "reasons": row.mask_reasons[part],
+        "versions": row.weight_versions[part],
+        "ages": row.ages()[part],
+        "logprobs": row.rollout_logprobs[part],
+        "differences": _differences(row, part),
+        "advantages": _cut(row.advantages, part),
+        "entropies": _cut(row.entropies, part),
+        "rewards": _cut(row.token_rewards, part),
+    }
+    return {"first": start, "tokens": len(row.tokens), **columns}
+
+
+def _differences(row: SampleRow, part: slice) -> list[float] | None:
+    """Log-prob of the engine - log-prob of the trainer, 0 where a token carries no loss."""
+    if row.trainer_logprobs is None:
+        return None
+    pairs = zip(row.rollout_logprobs[part], row.trainer_logprobs[part], strict=True)
+    return [engine - trainer for engine, trainer in pairs]
+
+
+def _cut(values: list[float] | None, part: slice) -> list[float] | None:
+    return None if values is None else values[part]
