@@ -1,7 +1,7 @@
 """Collect the wheels that tests/gpu need on a machine with torch and transformers, and no network.
 
     .venv/bin/python scripts/gpu_wheels.py .wheels               of the lock's versions, for Python 3.12 on x86-64 Linux
-    .venv/bin/python scripts/gpu_wheels.py .wheels --python 3.11
+    .venv/bin/python scripts/gpu_wheels.py .wheels --python 3.12
 
 docs/gpu_tests.md says what to do with them there. Needs pip and the package index here, and the standard library only.
 """

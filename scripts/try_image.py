@@ -26,7 +26,7 @@ from string import Template
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = "cpu"  # of the bake file
 IMAGE = "miles-async:tried"
-MIRROR = "http://deb.debian.org/debian"
+MIRROR = "http://archive.ubuntu.com/ubuntu"
 MACHINE = "/mnt/machine"  # where the build sees files of this machine that pip's settings name
 NEEDED = ("buildah", "debootstrap", "unshare")
 STEP_LIMIT = 1800.0  # seconds
@@ -96,11 +96,14 @@ def build(buildah: Buildah, mirror: str) -> None:
     listed = subprocess.check_output([sys.executable, "-m", "pip", "config", "list"], text=True).splitlines()
     pip, folders = pip_settings(listed)
     arguments = build_arguments(pip)
-    release = arguments["DEBIAN_RELEASE"]
+    release = arguments["UBUNTU_RELEASE"]
     with timed(f"debootstrap {release}"):
         base = buildah.output("from", "scratch")
-        run(["debootstrap", "--variant=minbase", release, buildah.output("mount", base), mirror])
-        buildah.run("commit", "--quiet", "--rm", base, f"docker.io/library/debian:{release}-slim")
+        root = buildah.output("mount", base)
+        # Debian's debootstrap may know neither the release, which any Ubuntu's script makes, nor its key.
+        options = ["--variant=minbase", "--components=main,universe", "--no-check-gpg"]
+        run(["debootstrap", *options, release, root, mirror, "gutsy"])
+        buildah.run("commit", "--quiet", "--rm", base, f"docker.io/library/ubuntu:{release}")
     configuration = buildah.folder / "pip.conf"
     configuration.write_text("\n".join(["[global]", *(f"{name} = {value}" for name, value in pip.items())]) + "\n")
     options = ["--isolation", "chroot", "--format", "docker", "--pull-never"]

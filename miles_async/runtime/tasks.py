@@ -31,7 +31,7 @@ async def gathered(*work: Coroutine[object, object, Result]) -> list[Result]:
 async def first_of(*waits: Awaitable[Result]) -> Result:
     """Return the first result, having cancelled the other waits and waited for their end.
 
-    Not a TaskGroup left by an exception: on Python 3.11 that swallows a cancellation from outside which
+    Not a TaskGroup left by an exception: before Python 3.13 that swallows a cancellation from outside which
     arrives in the same moment, and its waiter would never end (python/cpython#116720).
     """
     tasks = [asyncio.ensure_future(wait) for wait in waits]

@@ -44,7 +44,7 @@ def test_settings_of_pip_come_along_with_the_folders_that_they_name(tmp_path: Pa
     assert try_image.build_arguments(settings)["PIP_EXTRA_INDEX_URL"] == settings["extra-index-url"]
     without = try_image.build_arguments({})
     assert without["PIP_EXTRA_INDEX_URL"] == ""
-    assert (without["DEBIAN_RELEASE"], without["MACHINE"]) == ("bookworm", "system")
+    assert (without["UBUNTU_RELEASE"], without["MACHINE"]) == ("noble", "system")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_step_that_fails_ends_it_and_leaves_no_folder(tmp_path: Path) -> None:
     assert list((tmp_path / "images").iterdir()) == []
     calls = (tmp_path / "calls").read_text()
     assert "--isolation chroot --format docker --pull-never --file" in calls
-    assert f"--target image --tag {try_image.IMAGE} --build-arg DEBIAN_RELEASE=bookworm" in calls
+    assert f"--target image --tag {try_image.IMAGE} --build-arg UBUNTU_RELEASE=noble" in calls
     assert ":/etc/pip.conf:ro" in calls
     assert try_image.QUICK_START[0] in (ROOT / "docs" / "docker.md").read_text()
 
