@@ -40,19 +40,18 @@ FRESH = {
         "from miles_async.backends.megatron import host\n"
         "host.install(on_cpu=False)\n"
         "import sys, torch, megatron.bridge, megatron.core.extensions.transformer_engine as te\n"
-        "from megatron.core.transformer import multi_latent_attention as latent\n"
-        "from megatron.core.transformer.moe import moe_utils\n"
         "bridge_fixes.apply()\n"
         "from miles_async.backends.megatron import backend\n"
         "assert 'transformer_engine' not in sys.modules, 'a stand-in is visible'\n"
-        "assert not te.HAVE_TE and not latent.HAVE_TE and moe_utils.te_general_gemm is None\n"
+        "assert not te.HAVE_TE\n"
         "assert te.torch is torch, 'modules have a view of torch, as on a CPU'"
     ),
     "installed": (
         "from miles_async.backends.megatron import host\n"
         "host.install(on_cpu=True), host.install(on_cpu=True)\n"
         "import sys, torch, megatron.bridge, megatron.core.extensions.transformer_engine as te\n"
-        "assert 'transformer_engine' not in sys.modules and 'triton' not in sys.modules, 'a stand-in is visible'\n"
+        "assert 'transformer_engine' not in sys.modules \\\n"
+        " and getattr(sys.modules.get('triton'), '__file__', 1), 'a stand-in is visible'\n"
         "assert not te.HAVE_TE and not torch.cuda.is_available()\n"
         "assert te.torch is not torch and torch.zeros(1).cuda().device.type == 'cpu'"
     ),
@@ -110,38 +109,21 @@ def test_a_gpu_machine_without_transformer_engine_can_import_all_that_a_rank_doe
         ("megatron.core.optimizer.distrib_optimizer", "torch.cuda.FloatTensor"),
         ("megatron.core.optimizer.distrib_optimizer", "for key in dst_tensors:"),
         ("megatron.core.optimizer.clip_grads", "torch.cuda.FloatTensor"),
-        # host.absent_modules
-        ("megatron.core.transformer.multi_latent_attention", "and isinstance(self.linear_proj, TELinear)"),
-        # host.patches
         ("megatron.core.transformer.moe.moe_utils", "def maybe_move_tensor_to_cpu"),
-        ("megatron.core.transformer.moe.moe_utils", "if te_general_gemm is not None"),
         ("megatron.core.jit", "jit_fuser = torch.compile"),
         ("megatron.core.tensor_parallel.mappings", "torch.distributed.all_gather(output_tensor_list, input_"),
-        # bridge_fixes, of virtual pipeline stages
-        ("megatron.bridge.models.conversion.model_bridge", "TODO(yuya): Fix for VPP, the vp stage needs"),
-        # bridge_fixes, of configs and embeddings
-        ("megatron.bridge.models.mistral.mistral_bridge", "rotary_base=hf_config.rope_theta"),
-        ("megatron.bridge.models.gemma.gemma3_bridge", "hf_config.rope_local_base_freq, hf_config.rope_theta"),
+        # bridge_fixes
         ("megatron.bridge.models.gemma.gemma3_provider", "embeddings * (self.config.hidden_size**0.5)"),
-        ("megatron.bridge.models.gemma.gemma3_provider", "assert isinstance(rotary_pos_emb, tuple)"),
         ("megatron.bridge.models.olmoe.olmoe_provider", "* self.config.num_attention_heads,  # Main difference"),
-        # bridge_fixes, of layers for multi-token prediction; mtp.AheadLayer
-        ("megatron.bridge.models.deepseek.common", "# TODO: mtp layers"),
-        ("megatron.bridge.models.glm.glm45_bridge", "No HF config found, skipping MTP mappings."),
-        ("megatron.core.transformer.multi_token_prediction", "distribute_saved_activations, *args, *kwargs.values()"),
+        # checkpoint_writer
+        ("megatron.core.dist_checkpointing.strategies.filesystem_async", "mp.get_context(mp_mode)"),
         # host/spec.py: ExpertRowParallelLinear
         ("megatron.core.transformer.mlp", "output += output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)"),
         ("megatron.core.tensor_parallel.layers", 'setattr(self.bias, "sequence_parallel", self.sequence_parallel)'),
-        # model.make_provider, of interleaved rotation
-        ("megatron.core.models.common.embeddings.rope_utils", "t, cu_seqlens, freqs, cp_size=cp_group.size(), cp_rank"),
         # families.FAMILIES: experts of gpt-oss cannot be split; its constants are those of the published models
         ("megatron.bridge.models.gpt_oss.gpt_oss_bridge", "class GPTOSSMLPGateUpProjMapping(AutoMapping)"),
+        ("megatron.bridge.models.gpt_oss.gpt_oss_bridge", 'expert_weight, target_param.shape, "gate_up_proj")'),
         ("megatron.bridge.models.gpt_oss.gpt_oss_bridge", "provider.yarn_rotary_scaling_factor = 32.0"),
-        # provider_fields, of windows
-        ("megatron.bridge.models.gemma.gemma2_bridge", "window_size = (hf_config.sliding_window, 0)"),
-        # checkpoint_writer
-        ("megatron.core.dist_checkpointing.strategies.filesystem_async", 'mp.get_context("spawn")'),
-        ("megatron.core.dist_checkpointing.strategies.filesystem_async", 'mp.get_context("fork")'),
     ],
 )
 def test_patched_code_is_still_there(module: str, text: str) -> None:
@@ -162,7 +144,7 @@ TENSOR, EXPERT = Layout(2, tensor=2), Layout(2, tensor=2, expert=2, expert_tenso
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("compat")
-    for family in ("qwen3", "qwen3-moe", "moonlight"):
+    for family in ("qwen3", "moonlight"):
         save_tiny(family, root / family)
     save_tiny("glm4-moe", root / "glm4-moe", dtype="bfloat16")
     return root
@@ -174,19 +156,9 @@ def without(models: Path) -> dict[str, Any]:
     return {patch: seen for (_, patch), seen in run_ranks(2, _without_patches, models)[0].items()}
 
 
-def test_bridge_still_corrupts_row_parallel_weights(without: dict[str, Any]) -> None:
-    """bridge_fixes: strided splits over gloo, at TP 2."""
-    assert {"model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"} <= {*without["splits"]}
-
-
-def test_bridge_still_cannot_number_experts(without: dict[str, Any]) -> None:
-    """bridge_fixes: SequentialMLP's, over expert-parallel ranks; coverage notices."""
-    assert "tensors of the checkpoint that the model has no place for: model.layers.0.mlp.experts" in without["experts"]
-
-
-def test_float16_module_still_rounds_parameters_that_stay_in_fp32(without: dict[str, object]) -> None:
-    """dtypes.MixedPrecision."""
-    assert without["MixedPrecision"] == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+def test_bridge_still_cannot_name_experts(without: dict[str, Any]) -> None:
+    """bridge_fixes: SequentialMLP's, of GLM-4.5 and OLMoE; coverage notices."""
+    assert "tensors of the checkpoint that the model has no place for: model.layers.1.mlp.experts" in without["experts"]
 
 
 def test_optimizer_still_misplaces_the_state_of_mixed_groups(without: dict[str, Any]) -> None:
@@ -216,11 +188,9 @@ def test_gloo_still_refuses_to_gather_different_lengths(without: dict[str, Any])
 
 
 def test_provider_still_misses_fields_that_we_set(without: dict[str, Any]) -> None:
-    """model._provider and hf_config.provider_fields."""
+    """model.make_provider and provider_fields."""
     dense, latent = without["provider fields"]
-    assert dense["rotary_base"] != 5e5
     assert dense["perform_initialization"] is False
-    assert latent["q_lora_rank"] is not None
     assert (latent["rope_type"], latent["rotary_scaling_factor"]) == ("yarn", 40)
 
 
@@ -236,20 +206,8 @@ def _without_patches(rank: int, world_size: int, store: dist.Store, models: Path
     return each_case([("without", name) for name in WITHOUT], store, observe)
 
 
-def _splits(make: MakeBackend, models: Path) -> list[str]:
-    with patch(f"{BACKEND}.families.bridge_fixes.apply"):
-        return _differences(make(models / "qwen3", TENSOR), models / "qwen3")
-
-
 def _experts(make: MakeBackend, models: Path) -> list[str]:
     with patch(f"{BACKEND}.families.bridge_fixes.apply"):
-        return _differences(make(models / "qwen3-moe", Layout(2, expert=2)), models / "qwen3-moe")
-
-
-def _mixed_precision(make: MakeBackend, models: Path) -> list[str]:
-    from megatron.core.transformer.module import Float16Module
-
-    with patch(f"{BACKEND}.model.dtypes.MixedPrecision", Float16Module):
         return _differences(make(models / "glm4-moe", EXPERT, bf16=True), models / "glm4-moe")
 
 
@@ -308,7 +266,7 @@ def _uneven_gather(make: MakeBackend, models: Path) -> str:
 def _provider_fields(make: MakeBackend, models: Path) -> list[dict[str, object]]:
     from megatron.bridge import AutoBridge
 
-    names = ("rotary_base", "perform_initialization", "q_lora_rank", "rope_type", "rotary_scaling_factor")
+    names = ("perform_initialization", "q_lora_rank", "rope_type", "rotary_scaling_factor")
     providers = [
         AutoBridge.from_hf_pretrained(str(models / family)).to_megatron_provider(load_weights=True)
         for family in ("qwen3", "moonlight")
@@ -322,10 +280,8 @@ def _differences(backend: MegatronBackend, directory: Path) -> list[str]:
     return differences
 
 
-WITHOUT: dict[str, Callable[[MakeBackend, Path], object]] = {
-    "splits": _splits,  # fixes of the bridge cannot be taken back: their absence comes first
-    "experts": _experts,
-    "MixedPrecision": _mixed_precision,
+WITHOUT: dict[str, Callable[[MakeBackend, Path], Any]] = {
+    "experts": _experts,  # fixes of the bridge cannot be taken back: their absence comes first
     "index_groups": _index_groups,
     "make_state": _make_state,
     "separate_steps": _separate_steps,

@@ -106,7 +106,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "gpt-oss": (
         "GptOss",
         _DENSE
-        | {"intermediate_size": 32, "num_local_experts": 12, "num_experts_per_tok": 2, "sliding_window": 6}
+        | {"intermediate_size": 48, "num_local_experts": 12, "num_experts_per_tok": 2, "sliding_window": 6}
         | {"rope_parameters": _YARN_OF_GPT_OSS, "swiglu_limit": 0.2},
     ),
     "moonlight": ("DeepseekV3", _SIGMOID_ROUTED | _LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-# Private in megatron-core 0.16, whose finalize_model_grads also reduces over data-parallel ranks.
+# Private in megatron-core 0.19, whose finalize_model_grads also reduces over data-parallel ranks.
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
     _allreduce_word_embedding_grads,

@@ -1,4 +1,4 @@
-"""Adam over data-parallel shards, its schedule, and its state where megatron-core 0.16 mishandles it.
+"""Adam over data-parallel shards, its schedule, and its state where megatron-core 0.19 mishandles it.
 
 Megatron takes the fused Adam of Transformer Engine or Apex where one is installed, which keeps ``step`` once per group
 of parameters, and else torch's AdamW, on every machine without CUDA.
@@ -90,7 +90,7 @@ def make_schedule(
 def make_state(optimizer: MegatronOptimizer) -> None:
     """Create the state that the first optimizer step would create.
 
-    Without it, megatron-core 0.16 can't save a checkpoint before the first step, nor load one into a new optimizer.
+    Without it, megatron-core 0.19 can't save a checkpoint before the first step, nor load one into a new optimizer.
     """
     for part in parts_of(optimizer):
         if part.optimizer is None or isinstance(part.optimizer, TORCH_ADAM) or part.init_state_fn is None:
@@ -108,7 +108,7 @@ def make_state(optimizer: MegatronOptimizer) -> None:
 def separate_steps(optimizer: MegatronOptimizer) -> None:
     """Give every parameter its own ``step`` after a load.
 
-    A load by megatron-core 0.16 makes all parameters of torch's Adam share one tensor, which each of them increments:
+    A load by megatron-core 0.19 makes all parameters of torch's Adam share one tensor, which each of them increments:
     from the second step after a resume on, its bias correction would run too fast by the number of parameters.
     """
     for adam, parameter in _torch_adam_parameters(optimizer):
@@ -126,7 +126,7 @@ def _torch_adam_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch
 def index_groups(optimizer: MegatronOptimizer) -> None:
     """Map each parameter to its optimizer state.
 
-    DistributedOptimizer (megatron-core 0.16) puts a group's fp32 parameters first, but numbers all in order of
+    DistributedOptimizer (megatron-core 0.19) puts a group's fp32 parameters first, but numbers all in order of
     appearance: with both in one group, checkpoints would mix up their states.
     """
     for part in parts_of(optimizer):

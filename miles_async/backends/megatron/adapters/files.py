@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of peft's names
+_RANK_SHIFT = 40  # more bits than a weight has rows
 _ADAPTED_WEIGHT = re.compile(r"\.to_wrap\.weight\d*$")
 
 
@@ -124,10 +125,11 @@ def _projections(task: WeightConversionTask, wrapper: AdapterWrapper | None) -> 
         start = 0 if wrapper.adapter.input_is_parallel else rows * group.rank()
         row_numbers = torch.arange(start, start + rows, device=wrapper.to_wrap.weight.device)
         rank = parallel_state.get_expert_model_parallel_rank() if wrapper.adapter.is_expert else 0
-        numbers = torch.stack([row_numbers, torch.full_like(row_numbers, rank)], dim=1)
+        numbers = row_numbers + (rank << _RANK_SHIFT)  # one dimension, as of a bias: the bridge interprets widths
     found: dict[int, dict[str, Tensor]] = {}
     for name, exported in task.mapping.megatron_to_hf(numbers, task.megatron_module).items():
-        found.setdefault(int(exported[0, 1]), {})[name.removesuffix(".weight")] = exported[:, 0].cpu()
+        found_rank, numbers_there = int(exported[0]) >> _RANK_SHIFT, exported.cpu() & ((1 << _RANK_SHIFT) - 1)
+        found.setdefault(found_rank, {})[name.removesuffix(".weight")] = numbers_there
     return [found[rank] for rank in sorted(found)]
 
 

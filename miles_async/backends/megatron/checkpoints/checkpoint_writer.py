@@ -1,8 +1,8 @@
 """One rank's part of a megatron checkpoint in three steps: plan it with all ranks, write it alone, write the index.
 
 Only the first step is collective and reads tensors that training changes, so the second may run in a thread while the
-rank trains. megatron-core 0.16 plans the same way, but writes in processes: it spawns a queue manager and forks a
-writer per file, even for a synchronous save. The spawn imports ``__main__`` again (seconds, and wrong inside a Ray
+rank trains. megatron-core 0.19 plans the same way, but spawns a process that manages a queue, even for a synchronous
+save, and forks one for an asynchronous save. The spawn imports ``__main__`` again (seconds, and wrong inside a Ray
 worker), forking with running gloo or gRPC threads may deadlock, and its last step is collective, between two training
 steps. A thread avoids all of that: torch writes tensors without holding the interpreter's lock.
 """
@@ -106,7 +106,7 @@ class StagedSave:
         """
         strategy = _Planner(FORMAT, VERSION, thread_count=1)
         filesystem_async._results_queue = queue.Queue()  # else megatron spawns a process for one, which nothing uses
-        dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
+        dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True, async_strategy="mcore")
         self._directory = directory
         self._writer, self._metadata = strategy.writer, strategy.metadata
         buckets = self._writer.write_buckets or []
@@ -152,7 +152,7 @@ class _Planner(TorchDistSaveShardedStrategy):
     metadata: Metadata | None  # on rank 0
 
     def _get_save_and_finalize_callbacks(
-        self, writer: FileSystemWriterAsync, planned: tuple[FileSystemWriterAsync, Metadata | None, object]
+        self, writer: FileSystemWriterAsync, planned: tuple[FileSystemWriterAsync, Metadata | None, object], _: str
     ) -> AsyncRequest:
         self.writer, self.metadata = writer, planned[1]
         return AsyncRequest(None, (), [])

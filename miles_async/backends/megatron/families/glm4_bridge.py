@@ -1,4 +1,4 @@
-"""GLM-4 dense (Glm4ForCausalLM) for megatron-bridge, which (0.3) knows GLM's mixtures of experts only.
+"""GLM-4 dense (Glm4ForCausalLM) for megatron-bridge, which (0.6) knows GLM's mixtures of experts only.
 
 Its layers have a norm after attention and one after the MLP, as Gemma's have; positions rotate pairs of neighbours in
 half of each head; and the files hold gate and up projection as one matrix.
@@ -51,7 +51,7 @@ def fused_layer_spec(config: GPTModelProvider) -> ModuleSpec:
     """Transformer Engine's layer with a norm after attention and MLP."""
     spec: Any = transformer_engine_layer_spec(config)
     spec.submodules.self_attention.submodules.linear_proj = TERowParallelLinearLayerNorm
-    spec.submodules.mlp.submodules.linear_fc2 = TERowParallelLinearLayerNorm
+    spec.submodules.mlp.keywords["submodules"].linear_fc2 = TERowParallelLinearLayerNorm
     return spec
 
 

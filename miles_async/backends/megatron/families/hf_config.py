@@ -272,6 +272,8 @@ def _expert_problems(config: JsonObject, kind: str, family: Family) -> Iterator[
         yield "norm_topk_prob false: router weights would be normalised all the same"
     if config.get("decoder_sparse_step", 1) != 1:
         yield "decoder_sparse_step other than 1: every layer would get experts"
+    if kind == "gpt_oss" and config.get("hidden_size") == 2 * config["intermediate_size"]:
+        yield "hidden_size of twice intermediate_size: square gate_up_proj would be loaded transposed"
     if config.get("mlp_only_layers"):
         yield "mlp_only_layers: every layer would get experts"
     # transformers ranks groups by their 2 best experts, megatron by their num_experts_per_tok / topk_group best.

@@ -1,7 +1,7 @@
 """Support for machines without CUDA or Transformer Engine: patches, layers, and fields without effect there.
 
-The rest of the project imports this module only, which is light. :func:`install` runs unmodified megatron-core 0.16 and
-megatron-bridge 0.3 without CUDA, and changes no numerics; bugs that matter on every platform are in ``bridge_fixes``.
+The rest of the project imports this module only, which is light. :func:`install` runs unmodified megatron-core 0.19 and
+megatron-bridge 0.6 without CUDA, and changes no numerics; bugs that matter on every platform are in ``bridge_fixes``.
 
 - ``device_views``     megatron modules see a ``torch`` in which the device "cuda" is the host
 - ``patches``          random generators, parameter types, gathers and helpers that assume CUDA or NCCL
@@ -73,15 +73,14 @@ def install(*, on_cpu: bool) -> None:
 
     import_hook.install(
         view=device_views.torch_view() if on_cpu else torch,
-        patches=absent_modules.patches() | (patches.PATCHES if on_cpu else {}),
+        patches=patches.PATCHES if on_cpu else {},
         stand_ins=absent_modules.stand_ins(),
     )
     if on_cpu:
         device_views.patch_cuda_methods()
     # The stand-ins must never make megatron believe that Transformer Engine is there: core decides first.
     import megatron.core
-    import megatron.core.extensions.transformer_engine
-    import megatron.core.transformer.moe.moe_utils  # noqa: F401
+    import megatron.core.extensions.transformer_engine  # noqa: F401
 
 
 def layer_spec() -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """A view of ``torch`` in which every CUDA device is the host. ``torch`` itself stays as it is.
 
-For megatron-core 0.16 and megatron-bridge 0.3, which write ``device="cuda"``, ``torch.cuda.current_device()`` and
+For megatron-core 0.19 and megatron-bridge 0.6, which write ``device="cuda"``, ``torch.cuda.current_device()`` and
 ``torch.cuda.Stream()`` literally. ``torch.cuda.is_available()`` remains False.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-SCOPE = ("megatron.core", "megatron.bridge")
+SCOPE = ("megatron.core", "megatron.bridge", "megatron.training")
 
 Patch = Callable[[types.ModuleType], None]
 StandIn = Callable[[], Mapping[str, types.ModuleType]]

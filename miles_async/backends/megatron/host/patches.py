@@ -1,4 +1,4 @@
-"""Patches of megatron-core 0.16 modules that assume CUDA tensors, NCCL, or a fast ``torch.compile``."""
+"""Patches of megatron-core 0.19 modules that assume CUDA tensors, NCCL, or a fast ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-
-from miles_async.backends.megatron.host.absent_modules import define_te_general_gemm
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,8 +29,6 @@ def _patch_random(module: types.ModuleType) -> None:
 
 
 def _patch_moe_utils(module: types.ModuleType) -> None:
-    define_te_general_gemm(module)
-
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         """A tensor that is on the host already still owes its caller the numpy form."""
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -101,7 +97,7 @@ def _patch_distrib_optimizer(module: types.ModuleType) -> None:
     put = distributed._set_main_param_and_optimizer_states
 
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, object]) -> Any:
-        # torch's AdamW keeps "step" per parameter, the fused Adam does not; 0.16 loads it elsewhere
+        # torch's AdamW keeps "step" per parameter, the fused Adam does not; 0.19 loads it elsewhere
         # (load_parameter_state) and then trips over its absence here.
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]

@@ -44,7 +44,7 @@ class NormedRowParallelLinear(RowParallelLinear):
 class ExpertRowParallelLinear(RowParallelLinear):
     """Down projection of an expert that has biases (gpt-oss).
 
-    megatron-core (0.16) treats the bias as shared by tensor-parallel ranks, though these have different experts: its
+    megatron-core (0.19) treats the bias as shared by tensor-parallel ranks, though these have different experts: its
     gradient would be summed over them and its norm counted once. And the MLP adds the bias in place, to an output that
     autograd does not allow to change.
     """
@@ -81,7 +81,7 @@ class LatentAttention(MLASelfAttention):
     """MLASelfAttention with whole down projections, as Transformer Engine's spec has them.
 
     The local spec splits them by columns. Then the gradient of the shared rotary key, to which every rank's heads
-    contribute, is not summed over ranks (megatron-core 0.16).
+    contribute, is not summed over ranks (megatron-core 0.19).
     """
 
     def __init__(self, config: MLATransformerConfig, *args: object, **kwargs: object) -> None:
@@ -90,6 +90,11 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_down_proj = WholeLinear(config.hidden_size, rank, config)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Keep the spec's layers: megatron-core (0.19) refuses them without q_lora_rank, but with normalised keys."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
 
 def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -104,10 +109,11 @@ def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> T
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         parts = layer.self_attention.submodules
         parts.core_attention = SdpaAttention
+        mlp = layer.mlp.keywords["submodules"]
         if isinstance(config, POST_NORMED):
-            parts.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+            parts.linear_proj = mlp.linear_fc2 = NormedRowParallelLinear
         if config.num_moe_experts and config.add_bias_linear:
-            layer.mlp.submodules.experts.submodules.linear_fc2 = ExpertRowParallelLinear
+            mlp.experts.keywords["submodules"].linear_fc2 = ExpertRowParallelLinear
         if isinstance(config, Gemma3ModelProvider):
             layer.self_attention.module = Gemma3SelfAttention  # which chooses the rotation by the kind of layer
         norm = RMSNorm

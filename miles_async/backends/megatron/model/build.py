@@ -26,7 +26,6 @@ from miles_async.backends.megatron.families import (
     glm4_bridge,  # noqa: F401  # registers itself
     hf_config,
 )
-from miles_async.backends.megatron.families.coverage import layer_number
 from miles_async.backends.megatron.families.hf_config import ahead_layers
 from miles_async.backends.megatron.families.provider_fields import provider_fields
 from miles_async.backends.megatron.model import dtypes
@@ -102,14 +101,13 @@ class LoadedModel:
         """
         tasks = self.bridge.get_conversion_tasks(self.modules)
         if self.ahead and not ahead:
-            layers = get_model_config(self.modules[0]).num_layers
-            tasks = [task for task in tasks if layer_number(task.global_param_name) < layers]
+            tasks = [task for task in tasks if not task.global_param_name.startswith("mtp.")]
         return self.bridge.export_hf_weights(
             self.modules,
             cpu=cpu,
             show_progress=False,
             conversion_tasks=merged(tasks, self.modules) if self.adapted else tasks,
-            merge_adapter_weights=False,  # the bridge (0.3) knows neither DoRA nor adapters of single experts
+            merge_adapter_weights=False,  # the bridge (0.6) knows neither DoRA nor adapters of single experts
         )
 
     def saved(self) -> Iterator[tuple[str, Tensor]]:
@@ -223,7 +221,7 @@ def make_provider(
     provider = bridge.to_megatron_provider(load_weights=load_weights)
     for name, value in provider_fields(config).items():
         setattr(provider, name, value)
-    # The bridge (0.3) skips initialisation, as the weights are loaded anyway; but only initialisation marks
+    # The bridge (0.6) skips initialisation, as the weights are loaded anyway; but only initialisation marks
     # parameters as tensor-parallel, and without the marks the gradient norm counts tensor rank 0's shards alone.
     provider.perform_initialization = True
     provider.transformer_layer_spec = platform.layer_spec(provider.transformer_layer_spec)
@@ -249,8 +247,6 @@ def make_provider(
         setattr(provider, name, value)
     for name, enabled in platform.fusions.items():  # after the user's choice: fusions may be missing
         setattr(provider, name, enabled)
-    if provider.rotary_interleaved:  # megatron-core 0.16 ignores it in the fused rotation of packed sequences
-        provider.apply_rope_fusion = False
     # The loss is a sum over tokens; finalize_model_grads divides by all ranks' loss tokens (token mean).
     provider.calculate_per_token_loss = True
     provider.variable_seq_lengths = True  # packed micro-batches differ in length

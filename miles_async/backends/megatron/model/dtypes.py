@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.transformer.module import Float16Module
 
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
-# Router biases (DeepSeek, GLM) and decays of linear attention (Mamba, gated delta net) change by steps that bfloat16
-# rounds away; transformers and SGLang keep them in fp32 too. Rounded lengths of DoRA's rows would change the weights.
-KEPT_IN_FP32 = (".expert_bias", ".A_log", ".row_lengths")  # suffixes of parameter names
+# Decays of linear attention (Mamba, gated delta net) change by steps that bfloat16 rounds away; transformers and SGLang
+# keep them in fp32 too, as megatron-bridge does router biases. Rounded lengths of DoRA's rows would change the weights.
+KEPT_IN_FP32 = (".A_log", ".row_lengths")  # suffixes of parameter names
 
 
 class MixedPrecision(Float16Module):
-    """Float16Module that keeps fp32 parameters as loaded.
-
-    Float16Module (megatron-core 0.16) rounds every floating tensor; casting back to fp32, as megatron does for
-    ``expert_bias``, does not restore the lost bits.
-    """
-
-    def __init__(self, config: TransformerConfig, module: torch.nn.Module) -> None:
-        loaded = {name: tensor.data for name, tensor in kept_in_fp32(module)}
-        super().__init__(config, module)
-        for name, tensor in kept_in_fp32(self.module):
-            tensor.data = loaded[name]
+    """Float16Module whose output stays in bfloat16: hidden states, whose logits are computed in fp32."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> torch.Tensor:
-        """Leave the output in bfloat16: hidden states, whose logits are computed in fp32."""
         return super().forward(*inputs, fp32_output=False, **kwargs)
 
 
@@ -40,16 +25,15 @@ def enforce(module: torch.nn.Module, dtype: torch.dtype) -> None:
     Call before weights are loaded, which are rounded to the layer's dtype, and before DistributedDataParallel, which
     has buffers per dtype.
     """
-    for name, parameter in module.named_parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.float32 if _stays(name) else dtype)
+    for path, part in module.named_modules():
+        parameters = {f"{path}.{name}": each for name, each in part.named_parameters(recurse=False)}
+        for name, parameter in parameters.items():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(torch.float32 if name.endswith(KEPT_IN_FP32) else dtype)
+        keep_in_fp32(part, *(name.rpartition(".")[2] for name in parameters if name.endswith(KEPT_IN_FP32)))
 
 
-def kept_in_fp32(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """List the parameters and buffers of ``module`` that are kept in fp32."""
-    for tensors in (module.named_parameters(), module.named_buffers()):
-        yield from ((name, tensor) for name, tensor in tensors if _stays(name))
-
-
-def _stays(name: str) -> bool:
-    return name.endswith(KEPT_IN_FP32)
+def keep_in_fp32(module: torch.nn.Module, *names: str) -> None:
+    """Have megatron-bridge (0.6) keep these parameters of ``module`` as they are, when it casts the model."""
+    if names:
+        module._keep_in_float32_parameter_names = names  # type: ignore[assignment]

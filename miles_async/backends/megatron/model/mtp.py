@@ -4,13 +4,14 @@ They are a draft model that learns to follow the policy. As in slime, they send 
 states, embedding and output layer, so the policy learns as it would without them, except that gradients are clipped by
 the norm over all parameters.
 
-Megatron-core's (0.16) loss for them trains the policy, too, needs logits of all positions, and trains a second
-embedding on the last pipeline stage. So only its layers are used. They run inside the model's forward pass, whose
+Megatron-core's (0.19) loss for them needs logits of all positions, and trains a second embedding on the last pipeline
+stage. So only its layers are used. They run inside the model's forward pass, whose
 output holds their hidden states after the policy's; log-probs are computed from both in the same way (``scores``).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
@@ -54,18 +55,12 @@ class AheadLayer(MultiTokenPredictionLayer):
         embedding: Callable[..., Tensor],
         hidden_states: Tensor,
         **_: object,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
         """The tokens shifted by one. A sample's last position gets a wrong token, which no other position reads."""
         tokens = input_ids.roll(-1, -1)
         with torch.no_grad():
             embedded = embedding(tokens, position_ids)
-        return tokens, position_ids, embedded, hidden_states
-
-    def _checkpointed_forward(self, forward: Callable[..., Tensor], *, hidden_states: Tensor, decoder_input: Tensor,
-                              **settings: object) -> Tensor:  # fmt: skip
-        """Megatron's (0.16) passes the settings to autograd, which takes tensors only."""
-        run = partial(forward, **settings)
-        return tensor_parallel.checkpoint(run, False, hidden_states, decoder_input)
+        return tokens, position_ids, None, embedded, hidden_states  # None: no padding mask
 
 
 class AheadLayers(MultiTokenPredictionBlock):
@@ -81,7 +76,7 @@ class AheadLayers(MultiTokenPredictionBlock):
         hidden = hidden.detach().requires_grad_()  # else recomputed layers would have no gradient
         found = []
         for layer in self.layers:
-            hidden, tokens, positions = layer(
+            hidden, tokens, positions, _ = layer(
                 input_ids=tokens, position_ids=positions, hidden_states=hidden, embedding=embed, **settings
             )
             found.append(hidden)
@@ -94,7 +89,10 @@ def add_ahead_layers(module: Module, provider: GPTModelProvider, count: int, pla
     Call before parameters get their dtype and weights are loaded.
     """
     model: Any = module
-    model.mtp = AheadLayers(provider, _layers_spec(provider, count, platform, model.vp_stage), vp_stage=model.vp_stage)
+    config = copy.copy(provider)
+    config.mtp_num_layers = count  # Megatron's model would add layers of its own
+    spec = _layers_spec(provider, count, platform, model.vp_stage)
+    model.mtp = AheadLayers(config, spec, vp_stage=model.vp_stage, pg_collection=model.pg_collection)
     for part in model.mtp.modules():
         if hasattr(part, "router_replay"):  # engines report experts of the policy's layers only
             part.router_replay = None
@@ -152,7 +150,7 @@ def _layers_spec(
             enorm=norm,
             hnorm=norm,
             eh_proj=linear,
-            transformer_layer=build(provider, vp_stage=vp_stage).layer_specs[-1],
+            mtp_model_layer=build(provider, vp_stage=vp_stage).layer_specs[-1],
             layer_norm=norm,
         ),
     )

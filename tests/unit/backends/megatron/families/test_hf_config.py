@@ -101,6 +101,7 @@ def test_verified_configs_pass(config: dict[str, object]) -> None:
         (OLMOE | {"num_key_value_heads": 2}, "num_key_value_heads"),
         (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
         (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config mxfp4"),
+        (GPT_OSS | {"hidden_size": 12}, "hidden_size of twice intermediate_size"),
         (MISTRAL | {"sliding_window": 4096}, "sliding_window: .* write null"),
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3 | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope scaling 'yarn' of full_att"),
