@@ -10,7 +10,7 @@ import asyncio
 import reprlib
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context, ContextVar
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import structlog
 
@@ -140,11 +140,12 @@ def _make_task(
     *,
     context: Context | None = None,
 ) -> asyncio.Task[T]:
+    coroutine = cast("Coroutine[object, None, T]", work)  # a task refuses generators since Python 3.12
     if not _in_user_code.get():
-        return _OurTask(work, loop=loop, context=context)
+        return _OurTask(coroutine, loop=loop, context=context)
     if asyncio.iscoroutine(work):
-        work = _without_exits(work)
-    return asyncio.Task(work, loop=loop, context=context)
+        coroutine = _without_exits(coroutine)
+    return asyncio.Task(coroutine, loop=loop, context=context)
 
 
 async def _without_exits(work: Coroutine[object, None, T]) -> T:

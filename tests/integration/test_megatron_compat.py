@@ -139,13 +139,21 @@ def test_transformers_still_does_not_know_kimi_k2() -> None:
 MakeBackend = Callable[..., MegatronBackend]
 BACKEND = "miles_async.backends.megatron"
 TENSOR, EXPERT = Layout(2, tensor=2), Layout(2, tensor=2, expert=2, expert_tensor=1)
+PROVIDER_FIELDS = {  # that model.make_provider and provider_fields set, as the bridge does not
+    "qwen3": ["perform_initialization"],
+    "moonlight": ["rope_type"],
+    "gemma2": ["softmax_scale", "window_attn_skip_freq", "cp_comm_type"],
+    "gemma3": ["interleaved_attn_pattern", "window_attn_skip_freq"],
+    "olmoe": ["moe_router_pre_softmax"],
+    "gpt-oss": ["activation_func_clamp_value", "yarn_rotary_scaling_factor"],
+}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("compat")
-    for family in ("qwen3", "moonlight"):
-        save_tiny(family, root / family)
+    for family in PROVIDER_FIELDS:
+        save_tiny(family, root / family, **({"norm_topk_prob": True} if family == "olmoe" else {}))
     save_tiny("glm4-moe", root / "glm4-moe", dtype="bfloat16")
     return root
 
@@ -189,9 +197,14 @@ def test_gloo_still_refuses_to_gather_different_lengths(without: dict[str, Any])
 
 def test_provider_still_misses_fields_that_we_set(without: dict[str, Any]) -> None:
     """model.make_provider and provider_fields."""
-    dense, latent = without["provider fields"]
-    assert dense["perform_initialization"] is False
-    assert (latent["rope_type"], latent["rotary_scaling_factor"]) == ("yarn", 40)
+    assert without["provider fields"] == {
+        "qwen3": {"perform_initialization": False},
+        "moonlight": {"rope_type": "yarn"},
+        "gemma2": {"softmax_scale": None, "window_attn_skip_freq": None, "cp_comm_type": None},
+        "gemma3": {"interleaved_attn_pattern": (5, 1), "window_attn_skip_freq": None},  # whatever config.json has
+        "olmoe": {"moe_router_pre_softmax": True},
+        "gpt-oss": {"activation_func_clamp_value": 7.0, "yarn_rotary_scaling_factor": 32.0},
+    }
 
 
 # ------------------------------------------------------------------------------------------- in the ranks
@@ -263,15 +276,14 @@ def _uneven_gather(make: MakeBackend, models: Path) -> str:
     return str(caught.value)
 
 
-def _provider_fields(make: MakeBackend, models: Path) -> list[dict[str, object]]:
+def _provider_fields(make: MakeBackend, models: Path) -> dict[str, dict[str, object]]:
     from megatron.bridge import AutoBridge
 
-    names = ("perform_initialization", "q_lora_rank", "rope_type", "rotary_scaling_factor")
-    providers = [
-        AutoBridge.from_hf_pretrained(str(models / family)).to_megatron_provider(load_weights=True)
-        for family in ("qwen3", "moonlight")
-    ]
-    return [{name: getattr(provider, name, None) for name in names} for provider in providers]
+    found = {}
+    for family, names in PROVIDER_FIELDS.items():
+        provider = AutoBridge.from_hf_pretrained(str(models / family)).to_megatron_provider(load_weights=True)
+        found[family] = {name: getattr(provider, name) for name in names}
+    return found
 
 
 def _differences(backend: MegatronBackend, directory: Path) -> list[str]:

@@ -21,8 +21,6 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from miles_async.backends.megatron.model.dtypes import keep_in_fp32
-
 _LENGTHS = "row_lengths"
 
 
@@ -45,7 +43,7 @@ class Adapter(ParallelLinearAdapter):
         parameter.allreduce = getattr(self.linear_in.weight, "allreduce", True)  # type: ignore[attr-defined]
         parameter.sequence_parallel = not split and self.config.sequence_parallel  # type: ignore[attr-defined]
         self.row_lengths = parameter
-        keep_in_fp32(self, _LENGTHS)
+        self._keep_in_float32_parameter_names = (_LENGTHS,)  # for megatron-bridge (0.6), when it casts the model
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **kwargs: Any

@@ -156,14 +156,6 @@ def num_experts(config: JsonObject) -> int:
     return next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
 
 
-def rope_theta(config: JsonObject) -> float:
-    """Read the rope base from ``rope_parameters`` (transformers 5) or ``rope_theta`` (4). Raises ConfigurationError."""
-    theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta"))
-    if not isinstance(theta, int | float):
-        raise ConfigurationError("config.json: expected rope_parameters.rope_theta (or rope_theta), found neither")
-    return float(theta)
-
-
 def window(config: JsonObject) -> int | None:
     """Tokens that attention sees in layers with a sliding window, the token itself included; None without windows."""
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)

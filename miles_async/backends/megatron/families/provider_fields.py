@@ -1,4 +1,4 @@
-"""Fields of megatron's config that the bridge (0.3) misses or gets wrong with transformers 5.
+"""Fields of megatron's config that the bridge (0.6) misses or gets wrong.
 
 Without them every logit is wrong, though the export is clean.
 """
@@ -11,8 +11,6 @@ from miles_async.backends.megatron.families.hf_config import (
     family_of,
     is_latent,
     rope_kind,
-    rope_theta,
-    rotary_share,
     window,
 )
 from miles_async.errors import ConfigurationError
@@ -21,16 +19,12 @@ from miles_async.types import JsonObject
 
 def provider_fields(config: JsonObject) -> dict[str, object]:
     """Return field → value. ``config`` has transformers' defaults filled in."""
-    fields: dict[str, object] = {"rotary_percent": rotary_share(config)}
+    fields: dict[str, object] = {}
     family = family_of(config)
     if family.rope_per_layer_type:
         fields.update(_gemma3_fields(config))
-    else:
-        fields["rotary_base"] = _rotary_base(config)
-    if is_latent(config):
-        fields["q_lora_rank"] = config["q_lora_rank"]  # may be None
-        if rope_kind(config) == "default":
-            fields |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}  # megatron's default: yarn, 40 times longer
+    if is_latent(config) and rope_kind(config) == "default":
+        fields["rope_type"] = "rope"  # megatron's default is yarn: by a factor of 1, but with other rounding
     if (scalar := config.get("query_pre_attn_scalar")) is not None:
         fields["softmax_scale"] = scalar**-0.5
     if (tokens := window(config)) is not None:
@@ -61,21 +55,13 @@ def _gpt_oss_fields(config: JsonObject) -> Iterator[tuple[str, object]]:
     yield "yarn_correction_range_round_to_int", rope.get("truncate", True)
 
 
-def _rotary_base(config: JsonObject) -> float:
-    theta = rope_theta(config)
-    return int(theta) if theta.is_integer() else theta
-
-
 def _gemma3_fields(config: JsonObject) -> Iterator[tuple[str, object]]:
     """The bridge's Gemma 3 has a rotary base for each kind of layer, identified by layer numbers."""
-    kinds, rope = config["layer_types"], config["rope_parameters"]
+    kinds = config["layer_types"]
     whole = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
     period = whole[0] if whole else len(kinds) + 1
     if whole != list(range(period, len(kinds) + 1, period)):
         raise ConfigurationError(
             f"config.json: layer_types has full_attention in layers {whole}; only every n-th layer is implemented"
         )
-    yield "qk_layernorm", True
     yield "interleaved_attn_pattern", (period - 1, 1)
-    yield "rotary_base", (rope["sliding_attention"]["rope_theta"], rope["full_attention"]["rope_theta"])
-    yield "rope_scaling_factor", rope["full_attention"].get("factor", 1.0)

@@ -211,13 +211,6 @@ def test_presets_split_the_models_that_they_are_for(preset: str, published: dict
     hf_config.check_layout(QWEN3 | published, parsed.model, ranks)
 
 
-def test_rope_theta_of_both_formats() -> None:
-    assert hf_config.rope_theta(QWEN3) == 1e4
-    assert hf_config.rope_theta({"rope_theta": 1e6}) == 1e6
-    with pytest.raises(ConfigurationError, match="rope_theta"):
-        hf_config.rope_theta({})
-
-
 def test_missing_or_broken_config_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="does not exist"):
         hf_config.read_config(tmp_path / "absent")

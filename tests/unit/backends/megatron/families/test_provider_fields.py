@@ -25,7 +25,7 @@ def test_a_window_counts_the_tokens_before_a_token() -> None:
     assert fields["window_attn_skip_freq"] == [1, 0]
     assert fields["softmax_scale"] == 0.125
     assert "window_size" not in provider_fields(WINDOWED | {"use_sliding_window": False})
-    assert provider_fields(PLAIN) == {"rotary_base": 500_000, "rotary_percent": 1.0}
+    assert provider_fields(PLAIN) == {}
 
 
 @pytest.mark.parametrize(
@@ -33,15 +33,18 @@ def test_a_window_counts_the_tokens_before_a_token() -> None:
     [([LOCAL, WHOLE, LOCAL, WHOLE, LOCAL], (1, 1)), ([LOCAL, LOCAL, WHOLE], (2, 1)), ([LOCAL, LOCAL], (2, 1))],
 )
 def test_layers_without_window_are_every_nth(kinds: list[str], pattern: tuple[int, int]) -> None:
-    fields = provider_fields(GEMMA3 | {"layer_types": kinds})
-    assert fields["interleaved_attn_pattern"] == pattern
-    assert fields["rotary_base"] == (1e4, 1e6)
-    assert fields["rope_scaling_factor"] == 8.0
+    assert provider_fields(GEMMA3 | {"layer_types": kinds})["interleaved_attn_pattern"] == pattern
 
 
 def test_layers_without_window_in_another_order_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"full_attention in layers \[1, 3\]"):
         provider_fields(GEMMA3 | {"layer_types": [WHOLE, LOCAL, WHOLE]})
+
+
+def test_latent_attention_without_scaled_positions_has_plain_ones() -> None:
+    latent = PLAIN | {"model_type": "deepseek_v3", "kv_lora_rank": 16}
+    assert provider_fields(latent) == {"rope_type": "rope"}
+    assert provider_fields(latent | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}) == {}
 
 
 def test_the_router_of_olmoe_is_as_config_json_says() -> None:
