@@ -32,7 +32,7 @@ SOURCES: tuple[tuple[ConfigName, str, str], ...] = (
 """(config, file, class); of a field that several classes of one config declare, the first counts."""
 
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
-ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")  # AttnBackend of megatron-core 0.16
+ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")  # AttnBackend of megatron-core 0.19
 SIMPLE_KINDS = {"bool", "int", "float", "str"}
 
 

@@ -101,7 +101,7 @@ def check_megatron_fields(arguments: Arguments) -> Iterator[str]:
 
 
 def _provider_conflicts(model: ModelArguments, settings: MegatronSettings) -> Mapping[str, Mapping[str, bool]]:
-    """Field → flag → whether it is in conflict with the field, as megatron-core (0.16) says in ``__post_init__``."""
+    """Field → flag → whether it is in conflict with the field, as megatron-core (0.19) says in ``__post_init__``."""
     stages = f"--pipeline-model-parallel-size {model.pipeline_model_parallel_size}"
     recomputes = f"--recompute-granularity {model.recompute_granularity}"
     splits_sequence = model.sequence_parallel and model.tensor_model_parallel_size > 1

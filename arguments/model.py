@@ -20,7 +20,7 @@ RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj")
-"""Modules that megatron-core 0.16 recomputes by itself."""
+"""Modules that megatron-core 0.19 recomputes by itself, linear attention's apart."""
 
 TRANSFORMER_ENGINE_MODULES = ("moe_act", "layernorm", "mla_up_proj")
 """Those that it recomputes with a part of Transformer Engine."""

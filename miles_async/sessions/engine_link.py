@@ -142,7 +142,7 @@ async def serve_engines(
         try:
             await _serve_connection(client, on_alive, reader, writer)
         except asyncio.CancelledError:
-            pass  # by stop(), below; asyncio 3.11 would log it as an error
+            pass  # by stop(), below; asyncio (3.12) would log it as an error
         finally:
             connections.discard(task)
             writer.close()

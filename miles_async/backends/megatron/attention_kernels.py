@@ -17,7 +17,7 @@ SWITCHES: Mapping[str, Mapping[str, str]] = {
     backend: dict(zip(("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"), values, strict=True))
     for backend, values in {"flash": "100", "fused": "010", "unfused": "001", "local": "000", "auto": "111"}.items()
 }
-"""Megatron's ``attention_backend`` → variables that megatron-core (0.16) sets; it asserts that none has another value
+"""Megatron's ``attention_backend`` → variables that megatron-core (0.19) sets; it asserts that none has another value
 (``LanguageModule._set_attention_backend``).
 """
 

@@ -1,4 +1,4 @@
-"""Layers with a low-rank adapter: LoRA by megatron-bridge, and DoRA, whose form there (0.3) is wrong on several ranks.
+"""Layers with a low-rank adapter: LoRA by megatron-bridge, and DoRA, whose form there (0.6) is wrong on several ranks.
 
 LoRA computes (W + α/r · B·A) x with a frozen weight W [out, in] and trained A [r, in] and B [out, r] (Hu et al.,
 arXiv:2106.09685). DoRA divides each row of that sum by its length and multiplies it by a trained one (Liu

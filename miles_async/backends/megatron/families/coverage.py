@@ -1,6 +1,6 @@
 """Check that checkpoint and model have the same tensors, before anything is loaded.
 
-megatron-bridge 0.3 at most warns about tensors that it cannot place, and continues with random or missing weights.
+megatron-bridge 0.6 at most warns about tensors that it cannot place, and continues with random or missing weights.
 """
 
 from __future__ import annotations

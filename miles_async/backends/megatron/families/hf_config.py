@@ -1,6 +1,6 @@
 """Refuse Hugging Face configs that would be trained wrongly, before anything starts.
 
-Bridge 0.3 and the host layer spec get some configs silently wrong (logits differ although the export is clean;
+Bridge 0.6 and the host layer spec get some configs silently wrong (logits differ although the export is clean;
 measured against transformers). Each is refused here with the field of config.json that is the reason.
 """
 
@@ -118,7 +118,7 @@ def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: 
     if expert_tensor > 1 and family_of(config).whole_experts:
         raise ConfigurationError(
             f"--expert-tensor-parallel-size {expert_tensor} (by default --tensor-model-parallel-size): megatron-bridge "
-            f"0.3 splits experts of model_type {config['model_type']!r} in the wrong places; use 1, with "
+            f"0.6 splits experts of model_type {config['model_type']!r} in the wrong places; use 1, with "
             "--expert-model-parallel-size"
         )
     if expert == 1 and expert_tensor != model.tensor_model_parallel_size:  # measured: loss and export are right

@@ -63,8 +63,8 @@ REFUSED: Mapping[str, str] = {
     "nemotron-nas": "its layers differ in size, which was not compared; use a Nemotron whose model_type is 'llama'",
     "nemotron_h": "a Mamba layer needs mamba-ssm, whose kernels exist for CUDA only, so that nothing was compared with "
     "transformers; use a Nemotron whose model_type is 'llama'",
-    "qwen3_next": "megatron-core 0.16 has no packed sequences for its linear attention, which also needs "
-    "flash-linear-attention, whose kernels are for GPUs; use a model of 'qwen3_moe'",
+    "qwen3_next": "its linear attention takes packed sequences with flash-linear-attention only, whose kernels are for "
+    "GPUs, so that nothing was compared with transformers; use a model of 'qwen3_moe'",
     "gemma3": "its checkpoints hold an image encoder; use one of the text model, model_type 'gemma3_text'",
 }
 """``model_type`` → why it is not trained, and what to do."""

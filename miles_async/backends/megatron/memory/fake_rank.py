@@ -224,7 +224,7 @@ def _loss(module: Module, hidden: torch.Tensor, request: StageRequest) -> torch.
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Replace two functions of megatron-core (0.16) that read values, which fake tensors lack, and a conversion that
+    """Replace two functions of megatron-core (0.19) that read values, which fake tensors lack, and a conversion that
     swaps tensors in place, which they don't allow.
     """
 

@@ -85,7 +85,7 @@ def rank_bytes(
     policy's.
 
     Sources: DistributedDataParallel with fp32 gradient buffers and DistributedOptimizer, which shards fp32 copies of
-    bf16 weights and Adam's two moments over data-parallel ranks, context-parallel ones included (megatron-core 0.16).
+    bf16 weights and Adam's two moments over data-parallel ranks, context-parallel ones included (megatron-core 0.19).
     """
     per_weight = 2 if model.bf16 else 4
     per_shard = state_bytes(model)
@@ -129,7 +129,7 @@ def state_bytes(model: ModelArguments) -> float:
     """Bytes of optimizer state on the GPU per parameter of a rank's shard.
 
     Adam's two moments go to the CPU as far as ``--optimizer-cpu-offload`` says; the fp32 copy of bf16 weights goes with
-    them only under ``--use-precision-aware-optimizer`` (HybridDeviceOptimizer of megatron-core 0.16).
+    them only under ``--use-precision-aware-optimizer`` (HybridDeviceOptimizer of megatron-core 0.19).
     """
     chosen = megatron_settings(model.megatron_extra).optimizer
     moments = sum(DTYPE_BYTES[str(chosen.get(name, "fp32"))] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))

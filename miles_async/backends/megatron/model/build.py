@@ -175,7 +175,7 @@ def load_model(
     if value_head:
         provider.register_pre_wrap_hook(add_value_heads)  # after it, too: the checkpoint has logits
     if not parallel_state.is_initialized():
-        # Megatron (0.16) gives its groups 30 minutes otherwise, whatever the default group has.
+        # Megatron (0.19) gives its groups 30 minutes otherwise, whatever the default group has.
         provider.initialize_model_parallel(
             seed=model.seed, distributed_timeout_minutes=model.distributed_timeout_minutes
         )

@@ -1,4 +1,4 @@
-"""Choices of experts that are replayed: what Megatron's ``RouterReplay`` (0.16) is told around every forward pass.
+"""Choices of experts that are replayed: what Megatron's ``RouterReplay`` (0.19) is told around every forward pass.
 
 Every router has one. It records what the router chooses, or chooses in its place; the weights of the chosen experts,
 and through them gradients, are the router's own either way. Layers whose activations are recomputed run a second time
