@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from miles_async.backends.megatron.backend import MegatronBackend
+from miles_async.backends.megatron.host.absent_modules import TRITON_USERS
 from miles_async.errors import CheckpointError
 from miles_async.runtime.processes.fork_server_process import ForkServer
 from tests.integration.forked_script import run_forked
@@ -32,6 +33,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for machines without CUDA")
 
 
+HIDE_TRITON = (  # as with a CPU build of torch; a CUDA build brings triton
+    "import importlib.machinery, sys\n"
+    "Finder = importlib.machinery.PathFinder\n"
+    "def find_spec(name, *rest, find=Finder.find_spec): return None if name == 'triton' else find(name, *rest)\n"
+    "Finder.find_spec = find_spec\n"
+    "for name in [name for name in sys.modules if name.partition('.')[0] == 'triton']: del sys.modules[name]\n"
+)
 FRESH = {
     "core": "import megatron.core.pipeline_parallel.schedules as s; s.torch.zeros([], device='cuda')",
     "bridge": "import megatron.bridge",
@@ -55,7 +63,16 @@ FRESH = {
         "assert not te.HAVE_TE and not torch.cuda.is_available()\n"
         "assert te.torch is not torch and torch.zeros(1).cuda().device.type == 'cpu'"
     ),
+    "triton": HIDE_TRITON
+    + (
+        "from importlib import import_module\n"
+        "from miles_async.backends.megatron.host.absent_modules import TRITON_USERS\n"
+        "for name in TRITON_USERS:\n"
+        "    try: import_module(name)\n"
+        "    except ModuleNotFoundError as error: print(error.name)\n"
+    ),
 }
+FRESH["installed without triton"] = HIDE_TRITON + FRESH["installed"]
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +101,17 @@ def test_bridge_still_imports_transformer_engine_unconditionally(
     assert "transformer_engine" in fresh["bridge"].stderr or "triton" in fresh["bridge"].stderr
 
 
+def test_core_still_imports_triton_unconditionally(fresh: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    """host.absent_modules."""
+    assert fresh["triton"].stdout.split() == ["triton"] * len(TRITON_USERS), fresh["triton"].stderr
+
+
 @without_cuda
+@pytest.mark.parametrize("program", ["installed", "installed without triton"])
 def test_install_lets_bridge_import_and_hides_the_stand_ins(
-    fresh: dict[str, subprocess.CompletedProcess[str]],
+    fresh: dict[str, subprocess.CompletedProcess[str]], program: str
 ) -> None:
-    assert fresh["installed"].returncode == 0, fresh["installed"].stderr
+    assert fresh[program].returncode == 0, fresh[program].stderr
 
 
 @without_cuda

@@ -122,20 +122,16 @@ def _want_gradient(_: Module, __: object, output: Any) -> None:
 
 @cache
 def flatten_frozen_products() -> None:
-    """Have layers with a frozen weight make one product of matrices each, forward and backward.
+    """Have layers with a frozen weight make one product of matrices forward, as megatron-core (0.19) does backward.
 
     torch.matmul multiplies [t, 1, in] with a weight that wants no gradient in t products of vectors if the middle
-    dimension has an unusual stride, as Megatron's embedding gives it. On one core, a step that trains adapters of
-    SmolLM2-135M took 8.3 s that way and takes 6.6 s; with full recomputation there is no difference.
+    dimension has an unusual stride, as Megatron's embedding gives it (pytorch/pytorch#186148). On one core, with 0.16,
+    a step that trains adapters of SmolLM2-135M took 8.3 s with such products, forward and backward, and 6.6 s without;
+    with full recomputation there is no difference.
     """
-    forward, backward = LinearWithFrozenWeight.forward, LinearWithFrozenWeight.backward
+    forward = LinearWithFrozenWeight.forward
 
     def flat_forward(ctx: Any, input: Tensor, *args: Any) -> Tensor:
         return forward(ctx, input.flatten(0, -2), *args).unflatten(0, input.shape[:-1])
 
-    def flat_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grad_input, *others = backward(ctx, grad_output.flatten(0, -2))
-        return grad_input.unflatten(0, grad_output.shape[:-1]), *others
-
     LinearWithFrozenWeight.forward = staticmethod(flat_forward)
-    LinearWithFrozenWeight.backward = staticmethod(flat_backward)

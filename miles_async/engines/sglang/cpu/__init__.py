@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from miles_async.engines.sglang.cpu import stand_ins
 
+NO_NCCL = "none on a CPU"  # a file that does not exist; SGLang's error says that this is expected
+
 
 def is_asked_for(arguments: Sequence[str]) -> bool:
     """True if SGLang's ``--device`` is cpu. The last one counts, as in argparse."""
@@ -33,6 +35,8 @@ def prepare(arguments: Sequence[str]) -> None:
         multiprocessing.set_start_method("fork", force=True)
         multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[assignment]
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        # SGLang (0.5.23) uses the NCCL of a CUDA build of torch on a CPU, too, where ranks of one engine then fail.
+        os.environ["SGLANG_NCCL_SO_PATH"] = NO_NCCL
     stand_ins.install()
 
 
