@@ -7,9 +7,29 @@ from typing import Literal
 
 from miles_async.arguments.flag import flag
 
-TOOL_CALL_PARSERS = ("qwen", "llama3", "glm")
+AUTO = "auto"
+"""Name of the parser that the chat template needs."""
 
-ReasoningParser = Literal["think"]
+TOOL_CALL_PARSERS = tuple(
+    """
+    apertus2509 beam cohere_command4 deepseekv3 deepseekv31 deepseekv32 deepseekv4 deepseekv41 dots glm
+    glm45 glm47 gpt-oss k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3 mimo minicpm5 mistral muse
+    poolside_v1 pythonic qwen qwen25 qwen3_coder spark25 step3 step3p5 minimax-m2 minimax-m3 nanbeige
+    trinity interns1 hermes hunyuan gigachat3 gigachat35 gemma4 inkling iquest_q1 response_template
+    """.split()
+)
+"""SGLang's parsers of tool calls (sglang.srt.function_call.parser_names, 0.5.23)."""
+
+REASONING_PARSERS = tuple(
+    """
+    apertus2509 beam deepseek-r1 deepseek-v3 deepseek-v4 deepseek-v41 dots glm45 ling3 hunyuan gpt-oss
+    k2_horizon kimi kimi_k2 kimi_k3 mimo muse poolside_v1 qwen3 qwen3-thinking minimax
+    minimax-append-think minimax-m3 nanbeige step3 step3p5 mistral nemotron_3 granite_thinking_parser interns1 gemma4
+    inkling iquest_q1 cohere_command4 gigachat35 response_template
+    """.split()
+)
+"""SGLang's parsers of reasoning (sglang.srt.parser.reasoning_parser_names, 0.5.23)."""
+
 TurnHistory = Literal["sampled", "template"]
 
 
@@ -61,14 +81,17 @@ class SessionsArguments:
         at_least=1,
     )
     tool_call_parser: str | None = flag(
-        None,
-        "how tool calls are written: qwen, llama3, glm, or module:attr of your own (default: calls stay text)",
+        AUTO,
+        "how tool calls are written: a parser of SGLang, such as qwen or llama3; auto: the one that the chat template "
+        "needs, if any; module:attr: your own; none: calls stay text",
         metavar="NAME",
         needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
     )
-    reasoning_parser: ReasoningParser | None = flag(
-        None,
-        "how reasoning is marked (default: it stays in the content)",
+    reasoning_parser: str | None = flag(
+        AUTO,
+        "how reasoning is marked: a parser of SGLang, such as qwen3 (or think) or deepseek-r1; auto: the one that the "
+        "chat template needs, if any; none: it stays in the content",
+        metavar="NAME",
         needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
     )
     turn_history: TurnHistory = flag(

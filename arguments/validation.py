@@ -25,7 +25,7 @@ from miles_async.arguments.problems import refuse
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
 from miles_async.arguments.routing import check_routing_replay
 from miles_async.arguments.server_groups import check_server_groups
-from miles_async.arguments.sessions import TOOL_CALL_PARSERS
+from miles_async.arguments.sessions import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from miles_async.arguments.specification import MODULE_ATTR, flag_specifications
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
 from miles_async.arguments.supervised_checks import check_supervised
@@ -203,12 +203,19 @@ def check_hooks(arguments: Arguments) -> Iterator[str]:
         "--environment-path": arguments.sessions.environment_path,
         "--agent-path": arguments.sessions.agent_path,
     }
-    if arguments.sessions.tool_call_parser not in TOOL_CALL_PARSERS:
+    if arguments.sessions.tool_call_parser not in (AUTO, *TOOL_CALL_PARSERS):
         hooks["--tool-call-parser"] = arguments.sessions.tool_call_parser
     for flag, path in hooks.items():
         if path is not None and not re.fullmatch(MODULE_ATTR, path):
-            named = f"one of {', '.join(TOOL_CALL_PARSERS)}, or " if flag == "--tool-call-parser" else ""
+            named = f"one of {', '.join((AUTO, *TOOL_CALL_PARSERS))}, or " if flag == "--tool-call-parser" else ""
             yield f"{flag} {path}: expected {named}module:attr, such as my_package.my_module:my_function"
+
+
+def check_reasoning_parser(arguments: Arguments) -> Iterator[str]:
+    """Check that the parser of reasoning is known."""
+    name, known = arguments.sessions.reasoning_parser, (AUTO, "think", *REASONING_PARSERS)
+    if name is not None and name not in known:
+        yield f"--reasoning-parser {name}: expected one of {', '.join(known)}"
 
 
 def check_trajectories(arguments: Arguments) -> Iterator[str]:
@@ -306,6 +313,7 @@ SAMPLED_CHECKS: tuple[Check, ...] = (
     check_group_filters,
     check_evaluation,
     check_hooks,
+    check_reasoning_parser,
     check_trajectories,
     check_deadlines,
     check_weights,

@@ -47,6 +47,13 @@ def _of_decoding(flag: str, takes: Takes) -> ForeignFlag:
     )  # fmt: skip
 
 
+def _of_replies(name: str) -> ForeignFlag:
+    return ForeignFlag(
+        flag=f"--sglang-{name}", origin="SGLang, smg", verdict="works", ours=(f"--{name}",),
+        note=f"is `--{name}`: SGLang's parsers run where turns are made messages, not in its servers",
+    )  # fmt: skip
+
+
 ENGINES: tuple[ForeignFlag, ...] = (
     _of_decoding("--sglang-cuda-graph-bs", "many"),
     _of_decoding("--sglang-cuda-graph-max-bs", "one"),
@@ -55,6 +62,8 @@ ENGINES: tuple[ForeignFlag, ...] = (
     _tensor_parallel("--sglang-tensor-parallel-size"),
     _pipeline_parallel("--sglang-pp-size"),
     _pipeline_parallel("--sglang-pipeline-parallel-size"),
+    _of_replies("tool-call-parser"),
+    _of_replies("reasoning-parser"),
     *_refused("use --hf-checkpoint", one="sglang-model-path"),
     *_refused("the tokenizer comes with --hf-checkpoint", one="sglang-tokenizer-path"),
     *_refused("addresses of engines are chosen by the run: remove it", one="sglang-host sglang-dist-init-addr"),

@@ -198,6 +198,16 @@ class ChatTemplate:
         opening, closing = self._bounds
         return closing.sub("", opening.sub("", text)[::-1])[::-1]
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer."""
+        return self._tokenizer
+
+    @property
+    def source(self) -> str:
+        """Source of the template for conversations with tools."""
+        return str(self._tokenizer.get_chat_template(tools=list[JsonObject]()))
+
     @cached_property
     def decoder_id(self) -> int | None:
         """See ``GenerateRequest``."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from miles_async.errors import TrajectoryError
+from miles_async.trajectory.replies import THINK_TAGS
 from miles_async.types import JsonObject
 
 GRAMMAR = "structural_tag"
@@ -37,14 +38,16 @@ class Constraint:
         return [schema for schema in (self.schema, *parameters) if schema is not None]
 
 
-def grammar(constraint: Constraint, before: str, *, call_style: str | None, splits_reasoning: bool) -> str:
+def grammar(
+    constraint: Constraint, before: str, *, call_style: str | None, reasoning_tags: tuple[str, str] | None
+) -> str:
     """Build the value of ``GRAMMAR``.
 
     Args:
         constraint: the alternatives.
         before: what the template wrote in front of the turn, which may begin the reasoning, or begin and end it.
         call_style: how calls are written, a name of ``CALL_STYLES``.
-        splits_reasoning: the turn may begin with reasoning, which is free.
+        reasoning_tags: what begins and ends reasoning, which is free; None if a turn has none.
 
     Raises:
         TrajectoryError: calls are demanded in a format that is not known here.
@@ -55,11 +58,11 @@ def grammar(constraint: Constraint, before: str, *, call_style: str | None, spli
     if constraint.tools:
         said.append(_calls(constraint.tools, constraint.parallel, call_style))
     elements = [_any_format(said)]
-    written = before.rstrip()
-    if written.endswith("<think>"):
-        elements.insert(0, _reasoning(begin=""))
-    elif splits_reasoning and not written.endswith("</think>"):  # otherwise the template has closed it
-        elements.insert(0, {"type": "optional", "content": _reasoning(begin="<think>")})
+    written, (begin, end) = before.rstrip(), reasoning_tags or THINK_TAGS
+    if written.endswith(begin):
+        elements.insert(0, _reasoning("", end))
+    elif reasoning_tags and not written.endswith(end):  # otherwise the template has closed it
+        elements.insert(0, {"type": "optional", "content": _reasoning(begin, end)})
     return json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
 
 
@@ -67,8 +70,8 @@ def _any_format(formats: list[Format]) -> Format:
     return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
 
 
-def _reasoning(begin: str) -> Format:
-    return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": "</think>\n\n"}
+def _reasoning(begin: str, end: str) -> Format:
+    return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": f"{end}\n\n"}
 
 
 def _calls(tools: Tools, parallel: bool, style: str | None) -> Format:
@@ -126,4 +129,4 @@ CALL_STYLES: Mapping[str, tuple[Callable[[str, JsonObject], Format], str]] = {
     "llama3": (_llama3_call, "; "),
     "glm": (_glm_call, "\n"),
 }
-"""Format of calls by name of ``--tool-call-parser``: (one call, separator)."""
+"""Styles of calls: (one call, separator)."""

@@ -8,13 +8,12 @@ from functools import partial
 from typing import Any
 
 from miles_async.api import EngineClient
-from miles_async.arguments.sessions import ReasoningParser, TurnHistory
+from miles_async.arguments.sessions import TurnHistory
 from miles_async.errors import NoRoomError
-from miles_async.runtime.hooks import load_object
 from miles_async.trajectory.constraints import GRAMMAR, Constraint, grammar
 from miles_async.trajectory.context import Context, Tools, Turn
-from miles_async.trajectory.rendering import ChatFormat, Renderer
-from miles_async.trajectory.replies import CALL_ENDS, PARSERS, ParseCalls, ReplyParser
+from miles_async.trajectory.rendering import Renderer
+from miles_async.trajectory.replies import CALL_ENDS, ReplyParser
 from miles_async.trajectory.tree import Trajectory
 from miles_async.trajectory.turn import take_turn
 from miles_async.types import Int32, JsonObject
@@ -96,8 +95,8 @@ class TurnTaker:
         if stops:
             sampling["stop"] = [*self.sampling.get("stop", ()), *stops]
         if request.constraint is not None:
-            style, splits = parser.call_style, parser.splits_reasoning
-            sampling[GRAMMAR] = grammar(request.constraint, context.text, call_style=style, splits_reasoning=splits)
+            style, tags = parser.call_style, parser.reasoning_tags
+            sampling[GRAMMAR] = grammar(request.constraint, context.text, call_style=style, reasoning_tags=tags)
         key = self.routing_key
         decoder_id = parser.chat.decoder_id
         sampled = await take_turn(
@@ -118,30 +117,10 @@ class TurnTaker:
 MakeTrajectory = Callable[[], Trajectory]
 
 
-def trajectory_factory(
-    chat: ChatFormat,
-    tool_call_parser: str | None,
-    reasoning_parser: ReasoningParser | None,
-    *,
-    turn_history: TurnHistory = "sampled",
-) -> MakeTrajectory:
+def trajectory_factory(parser: ReplyParser, *, turn_history: TurnHistory = "sampled") -> MakeTrajectory:
     """Make trajectories with the chat template and parsers of the run.
 
-    ``tool_call_parser``: a name of ``PARSERS``, or module:attr. ``turn_history``: what a turn continues
-    (``--turn-history``). Raises ConfigurationError.
+    ``turn_history``: what a turn continues (``--turn-history``).
     """
-    parser = ReplyParser(
-        chat=chat,
-        parse_calls=named_parser(tool_call_parser),
-        splits_reasoning=reasoning_parser == "think",
-        call_style=tool_call_parser if tool_call_parser in PARSERS else None,
-    )
-    renderer = Renderer(chat)
+    renderer = Renderer(parser.chat)
     return lambda: Trajectory(renderer, parser, as_template_writes=turn_history == "template")
-
-
-def named_parser(name: str | None) -> ParseCalls | None:
-    """``--tool-call-parser``. Raises ConfigurationError for a hook that cannot be used."""
-    if name is None or name in PARSERS:
-        return PARSERS.get(name or "")
-    return load_object(name, ParseCalls, "--tool-call-parser")

@@ -24,8 +24,9 @@ from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.runtime.services import Circuit, Services
 from miles_async.sessions.service import SessionService
 from miles_async.sessions.session import SessionSettings
-from miles_async.trajectory.taker import Limits, named_parser, trajectory_factory
+from miles_async.trajectory.taker import Limits, trajectory_factory
 from miles_async.types import CollectedSession, JsonObject, OpenSession, Prompt, Sample
+from miles_async.wiring.reply_parsers import call_hook, reply_parser
 from miles_async.wiring.session_process import ServerSettings
 
 Sampling = JsonObject
@@ -56,9 +57,10 @@ class Episodes:
         sessions = arguments.sessions
         self._make_trajectory = (
             trajectory_factory(
-                template, sessions.tool_call_parser, sessions.reasoning_parser, turn_history=sessions.turn_history
+                reply_parser(template, sessions.tool_call_parser, sessions.reasoning_parser),
+                turn_history=sessions.turn_history,
             )
-            if sessions.is_multi_turn
+            if sessions.environment_path is not None
             else None
         )
         self.service = self._session_service(client) if sessions.runs_agent else None
@@ -204,7 +206,7 @@ def check_hooks(arguments: Arguments) -> None:
         _loaded_agent(sessions.agent_path)
     if sessions.agent_command is not None:
         command_words(sessions.agent_command)
-    named_parser(sessions.tool_call_parser)
+    call_hook(sessions.tool_call_parser)
     resolve_run_reward(arguments, run_services(arguments))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from miles_async.arguments.sessions import ReasoningParser, TurnHistory
+from miles_async.arguments.sessions import TurnHistory
 from miles_async.errors import TransientEngineError
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.runtime import garbage
@@ -23,6 +23,7 @@ from miles_async.runtime.network.tls import Tls
 from miles_async.sessions.engine_link import Alive, EngineLink
 from miles_async.sessions.server import SessionServer
 from miles_async.trajectory.taker import trajectory_factory
+from miles_async.wiring.reply_parsers import reply_parser
 
 REPORT_SECONDS = 1.0
 
@@ -37,7 +38,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tls: Tls | None = None
     session_timeout: float  # seconds
     tool_call_parser: str | None
-    reasoning_parser: ReasoningParser | None
+    reasoning_parser: str | None
     turn_history: TurnHistory = "sampled"
 
     def command(self, socket: Path) -> tuple[str, ...]:
@@ -49,9 +50,8 @@ async def serve(settings: ServerSettings, keys: SessionKeys, socket_path: Path) 
     """Serve until the rollout process is gone."""
     tokenizer = load_tokenizer(Path(settings.hf_checkpoint), settings.trust_remote_code)
     template = ChatTemplate(tokenizer, apply_chat_template=True)
-    make = trajectory_factory(
-        template, settings.tool_call_parser, settings.reasoning_parser, turn_history=settings.turn_history
-    )
+    parser = reply_parser(template, settings.tool_call_parser, settings.reasoning_parser)
+    make = trajectory_factory(parser, turn_history=settings.turn_history)
     link = await EngineLink.connect(socket_path)
     server = SessionServer(link, make, keys=keys, session_timeout=settings.session_timeout)
     garbage.settle()

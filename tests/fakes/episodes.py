@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.trajectory.context import Context, Turn
 from miles_async.trajectory.rendering import Renderer
-from miles_async.trajectory.replies import PARSERS, ReplyParser
+from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import Generation, JsonObject
 from tests.fakes.chat_formats import ORDINARY_TOKENS, STOPS, TOOLS, chat_format
+from tests.fakes.reply_parsers import PARSERS, split_think
 from tests.json_dict import JsonDict
 
 PARSER_OF = {"qwen3": "qwen", "llama3": "llama3", "glm": "glm"}
@@ -85,7 +86,7 @@ class Episode:
         parser = PARSERS[PARSER_OF[self.style]] if self.style in PARSER_OF else None
         self.trajectory = Trajectory(
             Renderer(self.chat),
-            ReplyParser(chat=self.chat, parse_calls=parser, splits_reasoning=True),
+            ReplyParser(chat=self.chat, parse_calls=parser, split_reasoning=split_think),
             as_template_writes=self.as_template_writes,
         )
         self.histories: dict[Turn, list[JsonObject]] = {}  # the messages up to each turn's reply

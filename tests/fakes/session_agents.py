@@ -16,11 +16,12 @@ from miles_async.runtime.serialization import decode, encode
 from miles_async.sessions.server import SessionServer
 from miles_async.sessions.session import SessionSettings
 from miles_async.trajectory.rendering import Renderer
-from miles_async.trajectory.replies import ReplyParser, parse_qwen
+from miles_async.trajectory.replies import THINK_TAGS, ReplyParser
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import CollectedSession, JsonObject, OpenSession
 from tests.fakes.chat_formats import chat_format
 from tests.fakes.keys import KEYS
+from tests.fakes.reply_parsers import parse_qwen, split_think
 from tests.fakes.scripted_model import ScriptedModel
 
 CHAT = chat_format("qwen3")
@@ -29,13 +30,17 @@ CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "17*4"}}\n</tool_
 QUESTION = {"role": "user", "content": "17*4?"}
 
 
+PARSER = ReplyParser(
+    chat=CHAT, parse_calls=parse_qwen, split_reasoning=split_think, reasoning_tags=THINK_TAGS, call_style="qwen"
+)
+
+
 def says(*texts: str) -> Callable[[int, list[int]], list[int]]:
     return lambda call, input_ids: [*CHAT.tokenize(texts[min(call, len(texts) - 1)]), *END]
 
 
 def make_trajectory() -> Trajectory:
-    parser = ReplyParser(chat=CHAT, parse_calls=parse_qwen, splits_reasoning=True, call_style="qwen")
-    return Trajectory(Renderer(CHAT), parser)
+    return Trajectory(Renderer(CHAT), PARSER)
 
 
 @dataclass

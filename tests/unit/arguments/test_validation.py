@@ -492,8 +492,9 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         ),
         case("malformed environment", {"environment_path": "a.b"}, "--environment-path a.b: expected module:attr"),
         case(
-            "unknown calls", {"tool_call_parser": "quen"}, "--tool-call-parser quen: expected one of qwen, llama3, glm"
+            "unknown calls", {"tool_call_parser": "quen"}, "--tool-call-parser quen: expected one of auto, apertus2509"
         ),
+        case("unknown reasoning", {"reasoning_parser": "quen3"}, "--reasoning-parser quen3: expected one of auto"),
         case("impatient watchdog of agents", {"agent_path": "a:b", "agent_timeout": 5000}, "--agent-timeout 5000"),
         case("two rewards", {"custom_rm_path": "a:b"}, "--rm-type exact_match and --custom-rm-path a:b"),
         case(
@@ -943,10 +944,3 @@ def test_environments_and_agents_may_bring_the_reward(valid: dict[str, object]) 
     # covers: A4
     for origin in ("environment_path", "agent_path"):
         validate(assemble({**valid, "rm_type": None, origin: "a:b"}, {}))
-
-
-def test_tool_calls_are_read_by_the_names_that_flags_take() -> None:
-    from miles_async.arguments.sessions import TOOL_CALL_PARSERS
-    from miles_async.trajectory.replies import PARSERS
-
-    assert tuple(PARSERS) == TOOL_CALL_PARSERS

@@ -17,6 +17,7 @@ from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import Generation
+from tests.fakes.reply_parsers import split_think
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -185,7 +186,7 @@ def test_rewards_see_thoughts_as_thoughts(thinking: ChatTemplate) -> None:
 
 @pytest.mark.parametrize("splits", [True, False])
 def test_replies_to_agents_have_the_same_text(thinking: ChatTemplate, splits: bool) -> None:
-    parser = ReplyParser(chat=thinking, splits_reasoning=splits)
+    parser = ReplyParser(chat=thinking, split_reasoning=split_think if splits else None)
     trajectory = Trajectory(Renderer(thinking), parser)
     context = trajectory.extend([{"role": "user", "content": "3+4?"}])
     ids = np.array(thinking.tokenize("<think>\nhm\n</think>\n<answer>7</answer><|end|>"), np.int32)

@@ -25,11 +25,12 @@ from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
 from miles_async.runtime.hooks import load_factory
 from miles_async.runtime.services import Circuit
 from miles_async.trajectory.rendering import Renderer
-from miles_async.trajectory.replies import ReplyParser, parse_qwen
+from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.taker import Limits
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import NO_VERSION, AssistantTurn, Attempt, JsonObject, Observation, Prompt, Sample
 from tests.fakes.chat_formats import TOOLS, chat_format
+from tests.fakes.reply_parsers import parse_qwen
 from tests.fakes.scripted_model import ScriptedModel
 
 CHAT = chat_format("qwen3")

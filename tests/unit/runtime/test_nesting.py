@@ -19,7 +19,7 @@ from miles_async.errors import ConfigurationError, DataError, EngineError, Traje
 from miles_async.prompts.source import open_prompts
 from miles_async.runtime.nesting import DEEPEST, too_deep
 from miles_async.sessions.protocols.chat_completions import read_request
-from miles_async.trajectory.replies import parse_qwen
+from tests.fakes.reply_parsers import parse_qwen
 
 DEEP = "[" * 50_000 + "]" * 50_000
 

@@ -24,10 +24,11 @@ from miles_async.prompts.templates import ChatTemplate
 from miles_async.rollout.sample_guard import check_sample
 from miles_async.trajectory.constraints import CALL_STYLES, GRAMMAR, Constraint, grammar
 from miles_async.trajectory.rendering import check_unchanged
-from miles_async.trajectory.replies import PARSERS
+from miles_async.trajectory.replies import THINK_TAGS
 from miles_async.trajectory.schema_bounds import MOST_WAYS, check_bounds, copies, ways
 from miles_async.types import GenerateRequest
 from tests.fakes.chat_formats import STOPS, TOOLS, chat_format
+from tests.fakes.reply_parsers import PARSERS
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.session_agents import CALL, CHAT, END, QUESTION, agent_of, says
 
@@ -182,7 +183,7 @@ async def test_calls_that_are_required_are_constrained() -> None:
 def test_a_constraint_allows_what_the_parser_of_its_style_reads(style: str) -> None:
     call = CALLS[style]
     two = call + CALL_STYLES[style][1] + call
-    tag = grammar(Constraint(tools=TOOLS), "", call_style=style, splits_reasoning=False)
+    tag = grammar(Constraint(tools=TOOLS), "", call_style=style, reasoning_tags=None)
     assert all(accepts(tag, text) for text in (call, two))
     assert not accepts(tag, "68")
     assert PARSERS[style](two, TOOLS) == ("", [("search", {"query": "x"})] * 2)
@@ -190,9 +191,9 @@ def test_a_constraint_allows_what_the_parser_of_its_style_reads(style: str) -> N
 
 def test_reasoning_comes_first_unless_the_template_has_closed_it() -> None:
     schema = Constraint(schema={"type": "object"})
-    begun = grammar(schema, "<think>\n", call_style=None, splits_reasoning=False)
+    begun = grammar(schema, "<think>\n", call_style=None, reasoning_tags=None)
     assert [accepts(begun, text) for text in ("hm\n</think>\n\n{}", "{}")] == [True, False]
-    closed = grammar(schema, "<think>\n\n</think>\n\n", call_style=None, splits_reasoning=True)
+    closed = grammar(schema, "<think>\n\n</think>\n\n", call_style=None, reasoning_tags=THINK_TAGS)
     assert [accepts(closed, text) for text in ("{}", "<think>\nhm\n</think>\n\n{}")] == [True, False]
 
 

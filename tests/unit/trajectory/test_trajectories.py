@@ -15,10 +15,10 @@ from miles_async.prompts.templates import ChatTemplate
 from miles_async.trajectory import tree
 from miles_async.trajectory.messages import canonical, is_echo
 from miles_async.trajectory.rendering import Renderer
-from miles_async.trajectory.replies import parse_glm, parse_llama3, parse_qwen, split_reasoning
 from miles_async.types import JsonObject
 from tests.fakes.chat_formats import TOOLS, chat_format
 from tests.fakes.episodes import Episode, Say
+from tests.fakes.reply_parsers import parse_glm, parse_llama3, parse_qwen, split_think
 
 
 def user(content: str) -> dict[str, str]:
@@ -354,4 +354,4 @@ def test_text_that_is_not_a_call_stays_text(parse, text: str) -> None:
     ],
 )
 def test_reasoning_is_split_off(text: str, begun: bool, expected: tuple) -> None:
-    assert split_reasoning(text, begun=begun) == expected
+    assert split_think(text, "<think>\n" if begun else "") == expected

@@ -1,0 +1,189 @@
+"""SGLang's own parsers of tool calls and reasoning, and its detection of the ones that a chat template needs.
+
+They need no GPU, but the package that they are in imports what only GPUs have: see ``cpu/stand_ins.py``. The import
+takes seconds and 400 MB, so nothing here imports it before a parser is asked for.
+
+Source: sglang.srt.function_call, sglang.srt.parser (0.5.23).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from miles_async.engines.sglang.cpu import stand_ins
+from miles_async.errors import ConfigurationError
+from miles_async.trajectory.replies import Call
+from miles_async.types import JsonObject
+
+if TYPE_CHECKING:
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+    from transformers import PreTrainedTokenizerBase
+
+log = structlog.get_logger(__name__)
+
+
+_NOT_DETECTED = {
+    "mistral": ("[TOOL_CALLS]",),
+    "llama3": ("<|start_header_id|>", '"parameters"'),
+    "qwen": ("<tool_call>", '"arguments"'),  # Qwen2.5 and Hermes, which have no reasoning
+}
+"""Marks of templates that SGLang does not detect, by parser."""
+
+_HARMONY = "gpt-oss"  # both parsers' name for the format of gpt-oss
+
+
+def detected_call_parser(template: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Name of the parser of tool calls that a chat template needs; None if it needs none."""
+    if "tool" not in template:
+        return None
+    found = _detected("detect_tool_call_parser", template, tokenizer)
+    marked = (name for name, marks in _NOT_DETECTED.items() if all(mark in template for mark in marks))
+    return found or next(marked, None)
+
+
+def detected_reasoning_parser(template: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Name of the parser of reasoning that a chat template needs; None if it needs none."""
+    reasons = any(word in template.lower() for word in ("think", "thought", "reasoning"))
+    return _detected("detect_reasoning_parser", template, tokenizer) if reasons else None
+
+
+def _detected(function: str, template: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    with importable():
+        from sglang.srt.parser import template_detection
+    forced, toggle = template_detection.detect_reasoning_pattern(template)
+    name: str | None = getattr(template_detection, function)(template, tokenizer, toggle, forced)
+    return name
+
+
+class SGLangCalls:
+    """``ParseCalls`` with a parser of SGLang."""
+
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """``name``: one of ``TOOL_CALL_PARSERS``. Raises ConfigurationError if the tokenizer lacks what it needs."""
+        with importable():
+            from sglang.srt.environ import envs
+            from sglang.srt.function_call.function_call_parser import FunctionCallParser
+        envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)  # agents say so themselves
+        logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # a model's mistakes
+        self.name = name
+        self._tokenizer = tokenizer
+        self._parser: type[FunctionCallParser] = FunctionCallParser
+        with _named("--tool-call-parser", name):
+            self._made([])
+
+    def __call__(self, text: str, tools: Sequence[JsonObject]) -> tuple[str, list[Call]]:
+        """See ``ParseCalls``. A text without a readable call stays whole."""
+        try:
+            whole = _harmony(text) if self.name == _HARMONY else text
+            rest, found = self._made(tools).parse_non_stream(whole)
+        except Exception as error:  # supervision point: a model writes what it likes, and detectors raise
+            log.debug("a detector of SGLang failed", parser=self.name, error=repr(error))
+            return text, []
+        calls: list[Call] = [(item.name, _arguments(item.parameters)) for item in found if item.name]
+        return (rest.rstrip(), calls) if calls else (text, [])
+
+    def _made(self, tools: Sequence[JsonObject]) -> FunctionCallParser:
+        return self._parser([_tool(tool) for tool in tools], self.name, tokenizer=self._tokenizer)
+
+
+class SGLangReasoning:
+    """``SplitReasoning`` with a parser of SGLang."""
+
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """``name``: one of ``REASONING_PARSERS``. Raises ConfigurationError if the tokenizer lacks what it needs."""
+        with importable():
+            from sglang.srt.parser.reasoning_parser import ReasoningParser
+        self.name = name
+        self._tokenizer = tokenizer
+        self._parser: type[ReasoningParser] = ReasoningParser
+        with _named("--reasoning-parser", name):
+            detector = self._made(None).detector
+        self.begin: str = getattr(detector, "think_start_token", "") or ""
+        self.end: str = getattr(detector, "think_end_token", "") or ""
+
+    def __call__(self, text: str, before: str) -> tuple[str | None, str]:
+        """See ``SplitReasoning``."""
+        written = before.rstrip()
+        if self.end and written.endswith(self.end):
+            return None, text  # the template has begun and ended it
+        begun = bool(self.begin) and written.endswith(self.begin)
+        try:
+            whole = _harmony(text) if self.name == _HARMONY else text
+            reasoning, rest = self._made(True if begun else None).parse_non_stream(whole)
+        except Exception as error:  # supervision point: as above
+            log.debug("a detector of SGLang failed", parser=self.name, error=repr(error))
+            return None, text
+        if not reasoning:
+            return None, rest or text
+        return reasoning.strip("\n"), (rest or "").lstrip("\n")
+
+    def _made(self, begun: bool | None) -> ReasoningParser:
+        return self._parser(
+            self.name,
+            stream_reasoning=False,
+            force_reasoning=begun,
+            tokenizer=self._tokenizer,
+            tool_call_parser_active=True,
+        )
+
+
+@contextmanager
+def _named(flag: str, name: str) -> Iterator[None]:
+    """Raises ConfigurationError for a parser that cannot be made."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigurationError(f"{flag} {name} cannot be used with this tokenizer: {error}") from error
+
+
+@contextmanager
+def importable() -> Iterator[None]:
+    """Let SGLang be imported where packages of GPUs are absent."""
+    if "sglang.srt" not in sys.modules:
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        stand_ins.install()
+    hidden = "megatron" not in sys.modules
+    if hidden:  # sglang.srt.debug_utils.dumper imports megatron.core, and through it wandb, wherever it finds it
+        sys.modules["megatron"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["megatron"]
+
+
+def _harmony(text: str) -> str:
+    """Messages of gpt-oss with what bounds them: the template opens the first, and a stop token closes a call."""
+    opened = f"<|start|>assistant{text}" if text.startswith("<|channel|>") else text
+    last = opened.rpartition("<|channel|>")[2]
+    return f"{opened}<|call|>" if last.startswith("commentary to=") and "<|call|>" not in last else opened
+
+
+def _tool(tool: JsonObject) -> Any:
+    """A tool as SGLang has it, unchecked: agents offer what they like, and only name and parameters are read."""
+    from sglang.srt.entrypoints.openai.protocol import Function, Tool
+
+    function = tool.get("function", {})
+    parameters = function.get("parameters")
+    known = Function.model_construct(
+        name=str(function.get("name")), parameters=parameters if isinstance(parameters, dict) else {}, strict=False
+    )
+    return Tool.model_construct(type="function", function=known)
+
+
+def _arguments(text: str) -> object:
+    """Arguments as an object, or as they were written; null is what models write for a function without any."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return {} if arguments is None else arguments

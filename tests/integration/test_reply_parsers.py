@@ -1,0 +1,262 @@
+"""SGLang's parsers of tool calls and reasoning, as trajectories use them: in this process, without an engine.
+
+# covers: M14, R3
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from miles_async.arguments.sessions import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
+from miles_async.engines.sglang.reply_parsers import SGLangCalls, SGLangReasoning, importable
+from miles_async.errors import ConfigurationError
+from miles_async.trajectory.rendering import Renderer
+from miles_async.trajectory.replies import ReplyParser
+from miles_async.trajectory.tree import Trajectory
+from miles_async.types import Generation, JsonObject
+from miles_async.wiring.reply_parsers import reply_parser
+from tests.fakes import reply_parsers as fakes
+from tests.fakes.chat_formats import TOOLS, chat_format
+from tests.fakes.protocol_clients import CLIENTS
+
+pytestmark = pytest.mark.integration
+
+Calls = Sequence[tuple[str, JsonObject]]
+Write = Callable[[Calls], str]
+
+
+def dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def joined(separator: str, write: Callable[[int, str, JsonObject], str], begin: str = "", end: str = "") -> Write:
+    def written(calls: Calls) -> str:
+        return begin + separator.join(write(n, name, value) for n, (name, value) in enumerate(calls)) + end
+
+    return written
+
+
+def pairs(value: JsonObject, pair: str) -> str:
+    shown = {key: each if isinstance(each, str) else dumps(each) for key, each in value.items()}
+    return "".join(pair % each for each in shown.items())
+
+
+FORMATS: dict[str, tuple[str, Write]] = {
+    # family → (parser, how it writes calls)
+    "qwen2, qwen3, qwen3_moe": (
+        "qwen",
+        joined("\n", lambda _, name, v: f'<tool_call>\n{{"name": "{name}", "arguments": {dumps(v)}}}\n</tool_call>'),
+    ),
+    "llama": ("llama3", joined("; ", lambda _, name, v: f'{{"name": "{name}", "parameters": {dumps(v)}}}')),
+    "mistral": (
+        "mistral",
+        joined(", ", lambda _, name, v: f'{{"name": "{name}", "arguments": {dumps(v)}}}', "[TOOL_CALLS] [", "]"),
+    ),
+    "glm4_moe": (
+        "glm45",
+        joined(
+            "\n",
+            lambda _, name, v: (
+                f"<tool_call>{name}\n" + pairs(v, "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n") + "</tool_call>"
+            ),
+        ),
+    ),
+    "deepseek_v3": (
+        "deepseekv3",
+        joined(
+            "\n",
+            lambda _, name, v: (
+                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dumps(v)}\n```<｜tool▁call▁end｜>"
+            ),
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+        ),
+    ),
+    "deepseek_v3 (3.1)": (
+        "deepseekv31",
+        joined(
+            "",
+            lambda _, name, v: f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{dumps(v)}<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+        ),
+    ),
+    "kimi_k2": (
+        "kimi_k2",
+        joined(
+            "",
+            lambda n, name, v: (
+                f"<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>{dumps(v)}<|tool_call_end|>"
+            ),
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+        ),
+    ),
+    "gpt_oss": (
+        "gpt-oss",
+        joined(
+            "<|start|>assistant",
+            lambda _, name, v: (
+                f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumps(v)}<|call|>"
+            ),
+        ),
+    ),
+    "qwen3_moe (Coder)": (
+        "qwen3_coder",
+        joined(
+            "\n",
+            lambda _, name, v: (
+                f"<tool_call>\n<function={name}>\n"
+                + pairs(v, "<parameter=%s>\n%s\n</parameter>\n")
+                + "</function>\n</tool_call>"
+            ),
+        ),
+    ),
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}, "where": {"type": "object"}},
+        },
+    },
+}
+SIMPLE: JsonObject = {"query": "17*4"}
+NESTED: JsonObject = {"query": 'größer als "zwölf" → 数', "limit": 3, "where": {"a": [1, {"b": None}], "ü": "{}"}}
+CONVERSATIONS = {"a call": [SIMPLE], "parallel calls": [SIMPLE, {"query": "x", "limit": 2}], "nested": [NESTED]}
+each_family = pytest.mark.parametrize("family", FORMATS)
+
+
+def test_flags_take_the_names_that_sglang_has() -> None:
+    with importable():
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    assert set(TOOL_CALL_PARSERS) == set(FunctionCallParser.ToolCallParserEnum)
+    assert set(REASONING_PARSERS) == set(ReasoningParser.DetectorMap)
+
+
+@pytest.mark.parametrize("name", sorted({*TOOL_CALL_PARSERS} - {"response_template"}))
+def test_every_parser_of_calls_leaves_a_text_alone(name: str) -> None:
+    assert SGLangCalls(name)("The answer is 68.", [TOOL]) == ("The answer is 68.", [])
+
+
+@pytest.mark.parametrize("name", sorted({*REASONING_PARSERS} - {"response_template"}))
+def test_every_parser_of_reasoning_can_be_made(name: str) -> None:
+    reasoning, rest = SGLangReasoning(name)("The answer is 68.", "")
+    assert "The answer is 68." in (reasoning or "") + rest
+
+
+@pytest.mark.parametrize("parser", [SGLangCalls, SGLangReasoning])
+def test_a_parser_that_a_tokenizer_has_to_describe_is_refused_without(parser: type) -> None:
+    with pytest.raises(ConfigurationError, match="-parser response_template cannot be used with this tokenizer"):
+        parser("response_template")
+
+
+def test_channels_of_gpt_oss() -> None:
+    parser = ReplyParser(
+        chat=chat_format("qwen3"), parse_calls=SGLangCalls("gpt-oss"), split_reasoning=SGLangReasoning("gpt-oss")
+    )
+    thinks = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "x"}'  # <|call|> ends it
+    replies = [parser.reply(thinks + text, "", [TOOL], "call0") for text in (call, "<|channel|>final<|message|>68")]
+    assert [reply.get("reasoning_content") for reply in replies] == ["hm", "hm"]
+    assert replies[0]["tool_calls"][0]["function"] == {"name": "search", "arguments": {"query": "x"}}
+    assert (replies[1]["content"], replies[1].get("tool_calls")) == ("68", None)
+
+
+@each_family
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("protocol", ["chat completions", "messages", "responses"])
+def test_calls_go_round_and_the_tokens_stay(family: str, conversation: str, protocol: str) -> None:
+    """Rendered, sampled, parsed, sent back by a client, rendered: one branch, whose loss is on what was sampled."""
+    name, write = FORMATS[family]
+    calls = [("search", arguments) for arguments in CONVERSATIONS[conversation]]
+    chat = chat_format("qwen3")
+    trajectory = Trajectory(Renderer(chat), ReplyParser(chat=chat, parse_calls=SGLangCalls(name)))
+    client, said = CLIENTS[protocol]([TOOL]), []
+    new: list[JsonObject] = [{"role": "user", "content": "17*4?"}]
+    for _ in range(3):
+        output_ids = [*chat.tokenize(write(calls)), *chat.tokenize("<|im_end|>")]
+        said += output_ids
+        turn = client.take(trajectory, client.exchange(new), sampled(output_ids))
+        found = turn.reply.get("tool_calls", [])
+        assert [(call["function"]["name"], call["function"]["arguments"]) for call in found] == calls
+        new = [{"role": "tool", "content": "68", "tool_call_id": call["id"]} for call in found]
+    sample = trajectory.sample()
+    assert sample is not None
+    assert not sample.more_branches
+    assert sample.tokens[sample.loss_mask == 1].tolist() == said
+
+
+@each_family
+def test_a_malformed_call_stays_text(family: str) -> None:
+    name, write = FORMATS[family]
+    whole = write([("search", SIMPLE)])
+    parse = SGLangCalls(name)
+    for cut in range(len(whole)):
+        text, calls = parse(whole[:cut], [TOOL])
+        assert calls or text == whole[:cut]
+    broken = whole.replace('"17*4"', '"17*4').replace("search", "sear ch\x00")
+    text, calls = parse(broken, [TOOL])
+    assert calls or text == broken
+
+
+@pytest.mark.parametrize(
+    ("style", "calls", "reasoning"),
+    [("qwen3", "qwen25", "qwen3"), ("glm", "glm45", "glm45"), ("llama3", "llama3", None), ("mistral", "mistral", None)],
+)
+def test_the_parsers_of_a_template_are_found(style: str, calls: str, reasoning: str | None) -> None:
+    parser = reply_parser(chat_format(style), AUTO, AUTO)
+    assert isinstance(parser.parse_calls, SGLangCalls)
+    assert parser.parse_calls.name in (calls, calls.removesuffix("25"))
+    split = parser.split_reasoning
+    assert (split.name if isinstance(split, SGLangReasoning) else split) == reasoning
+    if reasoning:
+        assert parser.reasoning_tags == ("<think>", "</think>")
+
+
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", ""),
+        ("hm\n</think>\n\nyes", "<think>\n"),
+        ("hm, and cut", "<think>\n"),
+        ("yes", ""),
+        ("yes", "<think>\n\n</think>\n\n"),
+    ],
+)
+def test_reasoning_is_split_as_the_fake_does(text: str, before: str) -> None:
+    assert SGLangReasoning("qwen3")(text, before) == fakes.split_think(text, before)
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("qwen", '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'),
+        ("qwen", '<tool_call>\n{"name": "open_page", "arguments": null}\n</tool_call>'),
+        ("qwen", "<tool_call>\n{not json}\n</tool_call>"),
+        ("llama3", '{"name": "search", "parameters": {"query": "x"}}; {"name": "search", "parameters": {}}'),
+        ("llama3", '{"answer": 3}'),
+        ("glm", "<tool_call>search\n<arg_key>limit</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"),
+        ("glm", "<tool_call>search"),
+    ],
+)
+def test_fakes_of_unit_tests_parse_as_sglang_does(style: str, text: str) -> None:
+    assert fakes.PARSERS[style](text, TOOLS) == SGLangCalls(style)(text, TOOLS)
+
+
+def sampled(output_ids: Sequence[int]) -> Generation:
+    length = len(output_ids)
+    return Generation(
+        output_ids=np.array(output_ids, np.int32),
+        logprobs=np.full(length, -0.5, np.float32),
+        weight_versions=np.zeros(length, np.int32),
+        finish_reason="stop",
+    )
