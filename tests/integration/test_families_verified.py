@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # megatron's about fused kernels, torch's about names that megatron uses
 ]
 
-# SGLang does not read what transformers writes for DeepSeek-V3.
 CASES = [*SERVED, *(pytest.param(*case, marks=pytest.mark.long) for case in SERVED_AT_NIGHT)]
 IN_OTHER_FORM = {"gemma": 5}  # two norms of each of two layers, and the last one
 
@@ -62,7 +61,7 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
     trainer = Trainer(model)
     try:
         async with publishing(
-            trainer, Fleet(registry, supervisor, SGLangServer(http), Traffic()), tmp_path / "staged"
+            trainer, Fleet(registry, supervisor, SGLangServer(http), Traffic()), tmp_path / "staged", tolerance=1e-4
         ) as published:
             for _ in range(2):
                 publication = await published.next()

@@ -29,6 +29,7 @@ CASES = {
     "glm4-moe": ("glm4-moe", 1, Layout(micro_batches=2, model=AHEAD)),
     "glm4-moe-pp2": ("glm4-moe", 1, Layout(2, pipeline=2, micro_batches=2, model=AHEAD)),
     "deepseek-v3": ("deepseek-v3", 1, Layout(model=AHEAD)),
+    "glm4-moe-lite": ("glm4-moe-lite", 1, Layout(model=AHEAD)),
     "deepseek-v3-tp2-ep2": ("deepseek-v3", 1, Layout(2, tensor=2, expert=2, expert_tensor=1, model=AHEAD)),
     "glm4-moe-tp2-pp2": ("glm4-moe", 1, Layout(4, tensor=2, pipeline=2, micro_batches=2, model=AHEAD)),
     "glm4-moe-dp2-two-layers-recomputed": (

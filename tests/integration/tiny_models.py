@@ -59,6 +59,7 @@ _YARN_OF_GPT_OSS = {
     "beta_slow": 1.0,
     "truncate": False,
 }
+_READ_BY_SGLANG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # and published
 _LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
@@ -95,9 +96,20 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         _DENSE | {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 2e4, "pad_token_id": None},
     ),
     "glm4-moe": ("Glm4Moe", _SIGMOID_ROUTED | {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 1}),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        _SIGMOID_ROUTED
+        | _LATENT
+        | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+        # with which transformers normalises latent vectors, whatever this field says
+        | {"rms_norm_eps": 1e-6},
+    ),
     "deepseek-v3": (
         "DeepseekV3",
-        _SIGMOID_ROUTED | _LATENT | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "rope_parameters": _YARN},
+        _SIGMOID_ROUTED
+        | _LATENT
+        | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "rope_parameters": _YARN}
+        | _READ_BY_SGLANG,
     ),
     "olmoe": (
         "Olmoe",
@@ -112,7 +124,10 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "moonlight": ("DeepseekV3", _SIGMOID_ROUTED | _LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "kimi-k2": (
         "DeepseekV3",
-        _SIGMOID_ROUTED | _LATENT | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rope_parameters": _YARN},
+        _SIGMOID_ROUTED
+        | _LATENT
+        | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rope_parameters": _YARN}
+        | _READ_BY_SGLANG,
     ),
 }
 

@@ -259,7 +259,7 @@ def _expert_problems(config: JsonObject, kind: str, family: Family) -> Iterator[
     if not num_experts(config):
         return
     # transformers leaves norm_topk_prob out of config.json when it has its default: False for qwen*_moe.
-    normalized = config.get("norm_topk_prob", "moe" not in kind or kind == "glm4_moe")
+    normalized = config.get("norm_topk_prob", "moe" not in kind or kind.startswith("glm4_moe"))
     if not normalized and not family.unscaled_router:
         yield "norm_topk_prob false: router weights would be normalised all the same"
     if config.get("decoder_sparse_step", 1) != 1:
