@@ -97,6 +97,7 @@ def _feed_forward(config: JsonObject) -> tuple[int, int, float]:
     if not experts:
         return layers * dense, 0, 0.0
     first_dense = config.get("first_k_dense_replace") or 0
-    mixtures, expert = layers - first_dense, 3 * hidden * config["moe_intermediate_size"]
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]  # gpt-oss and MiniMax-M2 have no other
+    mixtures, expert = layers - first_dense, 3 * hidden * width
     shared = mixtures * (hidden * experts + expert * (config.get("n_shared_experts") or 0))
     return first_dense * dense + shared, mixtures * experts * expert, config["num_experts_per_tok"] / experts

@@ -9,7 +9,7 @@ from tests.integration.tiny_models import FAMILIES
 
 DENSE = ("llama", "qwen2", "qwen3", "qwen3-tied", "gemma")
 MIXTURES = (
-    "qwen3-moe", "olmoe", "gpt-oss", "glm4-moe", "glm4-moe-lite", "deepseek-v3", "moonlight",
+    "qwen3-moe", "olmoe", "gpt-oss", "glm4-moe", "glm4-moe-lite", "minimax-m2", "deepseek-v3", "moonlight",
 )  # fmt: skip
 EVERYWHERE = tuple(name for name in FAMILIES if name != "kimi-k2")  # which differs from deepseek-v3 in its config only
 
@@ -51,7 +51,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "pp2-ep2": MIXTURES,
     "ep2-etp2": ("qwen3-moe", "deepseek-v3"),
     "tp2-ep2": (*MIXTURES, "kimi-k2"),
-    "tp2-ep2-etp2": ("qwen3-moe", "glm4-moe", "glm4-moe-lite", "deepseek-v3", "moonlight"),
+    "tp2-ep2-etp2": ("qwen3-moe", "glm4-moe", "glm4-moe-lite", "minimax-m2", "deepseek-v3", "moonlight"),
 }
 """Layout of test_megatron_layouts.py → models. There log-probs, losses, norms of gradients, the export and the model
 after three rollout steps are compared, in fp32.
@@ -82,7 +82,7 @@ EVERY_DAY: dict[str, tuple[str, ...]] = {
 families. The others are compared at night.
 """
 
-SERVED = (("gemma", 1), ("qwen3-moe", 2), ("glm4-moe-lite", 1))
+SERVED = (("gemma", 1), ("qwen3-moe", 2), ("glm4-moe-lite", 1), ("minimax-m2", 1))
 """(family, tensor-parallel ranks of the engine) of test_families_verified.py: what is exported is compared with what a
 real SGLang server holds.
 """

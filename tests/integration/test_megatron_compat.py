@@ -137,6 +137,7 @@ def test_a_gpu_machine_without_transformer_engine_can_import_all_that_a_rank_doe
         ("megatron.core.tensor_parallel.mappings", "torch.distributed.all_gather(output_tensor_list, input_"),
         # bridge_fixes
         ("megatron.bridge.models.gemma.gemma3_provider", "embeddings * (self.config.hidden_size**0.5)"),
+        ("megatron.bridge.models.minimax_m2.minimax_m2_provider", "dist.all_reduce(local_ss, op=dist.ReduceOp.SUM"),
         ("megatron.bridge.models.olmoe.olmoe_provider", "* self.config.num_attention_heads,  # Main difference"),
         # checkpoint_writer
         ("megatron.core.dist_checkpointing.strategies.filesystem_async", "mp.get_context(mp_mode)"),

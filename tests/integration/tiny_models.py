@@ -104,6 +104,14 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         # with which transformers normalises latent vectors, whatever this field says
         | {"rms_norm_eps": 1e-6},
     ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        _DENSE
+        | {"intermediate_size": 32, "num_local_experts": 12, "num_experts_per_tok": 2, "rotary_dim": 8}
+        | {"bos_token_id": 1, "eos_token_id": 2, "rope_theta": 5e6}
+        # which SGLang reads, and published models have
+        | {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"},
+    ),
     "deepseek-v3": (
         "DeepseekV3",
         _SIGMOID_ROUTED

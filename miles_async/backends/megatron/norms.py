@@ -42,3 +42,29 @@ class HeadsNorm(RMSNorm):
         # Every rank's values depend on the sum, so gradients are summed over ranks, too.
         mean = copy_to_tensor_model_parallel_region(squares, group=group) / len(self.weight)
         return (x * torch.rsqrt(mean + self.eps)).to(x.dtype) * own
+
+
+class QueryHeadsNorm(HeadsNorm):
+    """HeadsNorm of queries whose heads are an axis of their own (MiniMax-M2)."""
+
+    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float = 1e-5, **_: object) -> None:
+        """``hidden_size``: of one head."""
+        super().__init__(config, hidden_size * self.heads(config), eps)
+
+    @staticmethod
+    def heads(config: TransformerConfig) -> int:
+        """Number of heads on all ranks."""
+        return config.num_attention_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, heads / TP, head size] → the same shape."""
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
+class KeyHeadsNorm(QueryHeadsNorm):
+    """The same of keys."""
+
+    @staticmethod
+    def heads(config: TransformerConfig) -> int:
+        """Number of heads on all ranks."""
+        return config.num_query_groups or config.num_attention_heads

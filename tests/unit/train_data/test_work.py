@@ -172,6 +172,18 @@ def test_sizes_of_published_models(changes: dict[str, int], weights: float, pass
     assert work.passed_weights == pytest.approx(passed, rel=0.02)
 
 
+def test_intermediate_size_may_be_that_of_an_expert() -> None:
+    minimax_m2 = {
+        "hidden_size": 3072, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 1536, "vocab_size": 200064, "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+    }  # fmt: skip
+    work = model_work(minimax_m2)
+    assert work is not None
+    assert work.weights == pytest.approx(229e9, rel=0.01)
+    assert work.routed_weights == 62 * 256 * 3 * 3072 * 1536
+
+
 def test_many_tokens_touch_all_experts() -> None:
     work = model_work(DEEPSEEK_V3)
     assert work is not None

@@ -1,9 +1,9 @@
 """Bugs of megatron-bridge 0.6 that corrupt weights silently. Independent of the device: applied on every platform.
 
-- GLM-4.5 and OLMoE have no names for experts of SequentialMLP (``local_experts.3.linear_fc1.weight``).
+- GLM-4.5, MiniMax-M2 and OLMoE have no names for experts of SequentialMLP (``local_experts.3.linear_fc1.weight``).
 - Gemma 3's embedding is not scaled by the root of the hidden size as bfloat16 has it, which transformers does.
 - PEFT takes names that megatron-core leaves as None for Transformer Engine's classes, where that is not installed.
-- OLMoE's norm of all heads expects them all on every tensor-parallel rank.
+- OLMoE's norm of all heads expects them all on every tensor-parallel rank; MiniMax-M2's has no gradient across ranks.
 - Kimi K2's model_type is unknown to transformers, without code from the checkpoint. Its architecture is DeepSeek-V3's.
 
 ``tests/integration/test_megatron_compat.py`` fails when upstream no longer needs one of them.
@@ -32,6 +32,9 @@ def apply() -> bool:
         return False
     if not _applied:
         _applied = True
+        from miles_async.backends.megatron.families import minimax_m2
+
+        minimax_m2.apply()
         _name_single_experts()
         _round_the_scale_of_embeddings()
         _see_that_transformer_engine_is_absent()
@@ -43,6 +46,7 @@ def apply() -> bool:
 def _name_single_experts() -> None:
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
     from megatron.bridge.models.glm.glm45_bridge import GLM45Bridge
+    from megatron.bridge.models.minimax_m2.minimax_m2_bridge import MiniMaxM2Bridge
     from megatron.bridge.models.olmoe.olmoe_bridge import OlMoEBridge
 
     def of_single(mapping: Any) -> Any:
@@ -50,7 +54,7 @@ def _name_single_experts() -> None:
         single.megatron_param = re.sub(r"\.(linear_fc\d\.weight)\*$", r".local_experts.*.\1", mapping.megatron_param)
         return single
 
-    for bridge in (GLM45Bridge, OlMoEBridge):
+    for bridge in (GLM45Bridge, MiniMaxM2Bridge, OlMoEBridge):
 
         def mapping_registry(self: Any, plain: Any = bridge.mapping_registry) -> Any:
             mappings = plain(self).mappings

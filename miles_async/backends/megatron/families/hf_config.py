@@ -70,6 +70,11 @@ def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> 
         raise ConfigurationError(
             f"--tensor-model-parallel-size {tensor} neither divides num_key_value_heads {heads} nor is a multiple of it"
         )
+    if config["model_type"] == "minimax_m2" and heads is not None and tensor > heads:
+        raise ConfigurationError(
+            f"--tensor-model-parallel-size {tensor}: expected at most num_key_value_heads {heads}, as all heads of "
+            "keys are normalised together"
+        )
     if model.lora_rank and not family_of(config).adapters:
         raise ConfigurationError(
             f"--lora-rank: adapters of model_type {config['model_type']!r} were not compared with plain ones; leave it "
@@ -196,6 +201,19 @@ def _problems(config: JsonObject) -> Iterator[str]:
     yield from _rope_problems(config, family)
     yield from _expert_problems(config, kind, family)
     yield from _layer_problems(config, family)
+    if kind == "minimax_m2":
+        yield from _minimax_problems(config)
+
+
+def _minimax_problems(config: JsonObject) -> Iterator[str]:
+    """Fields that SGLang reads and transformers does not write."""
+    rotated = int(rotary_share(config) * config["head_dim"])
+    expected = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}
+    if "rotary_dim" not in config or rotary_share(config) != 1.0:  # the published file has rotary_dim alone
+        expected["rotary_dim"] = rotated
+    for name, value in expected.items():
+        if config.get(name) != value:
+            yield f"{name}: expected {json.dumps(value)}, without which engines would compute something else"
 
 
 def _layer_problems(config: JsonObject, family: Family) -> Iterator[str]:

@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(untied_only=True),
     "glm4_moe": Family(attention_bias=True, partial_rotation=True, untied_only=True, ahead=True),
     "glm4_moe_lite": Family(untied_only=True, ahead=True),  # GLM-4.7-Flash: latent attention, GLM's router
+    "minimax_m2": Family(partial_rotation=True, untied_only=True),
     "olmoe": Family(unscaled_router=True, every_head_with_keys=True, untied_only=True),
     # Of packed sequences no kernel of Transformer Engine (2.10, 2.11) takes the sinks of its softmax
     # (pytorch/attention/dot_product_attention/utils.py: softmax_type with qkv_format thd).

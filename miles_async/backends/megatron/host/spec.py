@@ -21,8 +21,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from miles_async.backends.megatron.families.glm4_bridge import Glm4Provider
+from miles_async.backends.megatron.families.minimax_m2 import MiniMaxM2Provider
 from miles_async.backends.megatron.host.attention import SdpaAttention
-from miles_async.backends.megatron.norms import HeadsNorm, RMSNorm
+from miles_async.backends.megatron.norms import HeadsNorm, KeyHeadsNorm, QueryHeadsNorm, RMSNorm
 
 POST_NORMED = (Glm4Provider, Gemma2ModelProvider, Gemma3ModelProvider)
 """Configs of families with a norm after attention and MLP."""
@@ -126,4 +127,6 @@ def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> T
             parts.kv_layernorm = RMSNorm
         elif config.qk_layernorm:
             parts.k_layernorm = norm
+        if isinstance(config, MiniMaxM2Provider):
+            parts.q_layernorm, parts.k_layernorm = QueryHeadsNorm, KeyHeadsNorm
     return block

@@ -48,6 +48,18 @@ GPT_OSS = QWEN3 | {
     "swiglu_alpha": 1.702,
     "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
 }
+MINIMAX_M2 = QWEN3 | {  # as it is published
+    "model_type": "minimax_m2",
+    "head_dim": 128,
+    "rotary_dim": 64,
+    "num_local_experts": 4,
+    "num_key_value_heads": 2,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "use_qk_norm": True,
+    "rope_parameters": None,
+    "rope_theta": 5e6,
+}
 FLASH = QWEN3 | {"model_type": "glm4_moe_lite", "n_routed_experts": 4, "kv_lora_rank": 16}  # the router's by default
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -73,6 +85,8 @@ LLAMA3_ROPE = {
         OLMOE | {"norm_topk_prob": False},
         GPT_OSS,
         FLASH,
+        MINIMAX_M2,
+        MINIMAX_M2 | {"rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},  # by transformers 5
         GEMMA3,
         GEMMA3 | {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4},  # by transformers 4
     ],
@@ -105,6 +119,11 @@ def test_verified_configs_pass(config: dict[str, object]) -> None:
         (GPT_OSS | {"hidden_size": 12}, "hidden_size of twice intermediate_size"),
         (MISTRAL | {"sliding_window": 4096}, "sliding_window: .* write null"),
         (FLASH | {"norm_topk_prob": False}, "norm_topk_prob"),
+        (MINIMAX_M2 | {"use_qk_norm": False}, "use_qk_norm: expected true"),
+        (MINIMAX_M2 | {"scoring_func": "softmax"}, 'scoring_func: expected "sigmoid"'),
+        ({k: v for k, v in MINIMAX_M2.items() if k != "use_routing_bias"}, "use_routing_bias: expected true"),
+        (MINIMAX_M2 | {"rope_parameters": {"partial_rotary_factor": 0.25}}, "rotary_dim: expected 32"),
+        ({k: v for k, v in MINIMAX_M2.items() if k != "rotary_dim"}, "rotary_dim: expected 128"),
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3 | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope scaling 'yarn' of full_att"),
         (GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "of sliding_attention"),
@@ -156,6 +175,7 @@ MIXTURE = MOE | {"moe_intermediate_size": 6}
         (GPT_OSS, {"tensor_model_parallel_size": 2}, 2, "splits experts of model_type 'gpt_oss' in the wrong places"),
         (GPT_OSS, {"lora_rank": 4}, 1, "--lora-rank: adapters of model_type 'gpt_oss'"),
         (GPT_OSS, {"expert_tensor_parallel_size": 4}, 4, "does not divide intermediate_size 6"),
+        (MINIMAX_M2, {"tensor_model_parallel_size": 4}, 4, "expected at most num_key_value_heads 2"),
     ],
 )
 def test_impossible_layouts_of_experts_are_refused(
