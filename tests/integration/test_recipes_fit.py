@@ -1,4 +1,4 @@
-"""The recipes for GPUs fit into the memory that they are for, and need what their pages say.
+"""The recipes and presets for GPUs fit into the memory that they are for, and recipes need what their pages say.
 
 # covers: P8
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.commands.plan import plan
+from tests.unit.arguments.test_model_presets import CASES, MODELS, config_of
 from tests.unit.examples import test_math, test_tasks
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.long]
@@ -47,3 +48,16 @@ def test_memory_is_what_the_page_says_and_fits(recipe: Path, tmp_path: Path) -> 
     stages, (engine,) = rows[:-1], rows[-1:]
     fullest = max(float(row[-2]) for row in stages)  # the last column is of the host's memory
     assert told(recipe).startswith(f"{gpus} | {fullest:.1f} | {engine[1]} | {engine[2]} | {engine[-1]}")
+
+
+@pytest.mark.parametrize(("preset", "model"), CASES)
+def test_a_preset_fits_on_the_gpus_that_it_tells(preset: str, model: str, tmp_path: Path) -> None:
+    """With a tenth left free. Else the plan is refused."""
+    (tmp_path / "config.json").write_bytes(config_of(model).read_bytes())
+    gpus, memory = MODELS[preset][1], 141 if preset == "kimi-k2" else 80
+    words = (
+        f"--memory @preset:{preset} --hf-checkpoint {tmp_path} --device cuda --ray-address local --rollout-num-gpus 32 "
+        f"--actor-num-nodes {max(gpus // 8, 1)} --actor-num-gpus-per-node {min(gpus, 8)} "
+        f"--rollout-max-response-len 8192 --gpu-memory-gb {0.9 * memory}"
+    )
+    assert plan(words.split())

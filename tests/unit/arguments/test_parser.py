@@ -194,9 +194,9 @@ class TestArgumentFiles:
         assert len(presets()) == len(list(Path("arguments/presets").rglob("*.args")))
 
     def test_an_unknown_preset_is_answered_with_those_there_are(self, tmp_path: Path):
-        (tmp_path / "a.args").write_text("@preset:qwen3-5b")
+        (tmp_path / "a.args").write_text("@preset:qwen3-4bb")
         message = refusal(f"@{tmp_path}/a.args")
-        assert "@preset:qwen3-5b: there is no such preset; expected one of " in message
+        assert "@preset:qwen3-4bb: there is no such preset; expected one of " in message
         assert ", qwen3-4b," in message
         assert message.endswith("; did you mean qwen3-4b?")
 

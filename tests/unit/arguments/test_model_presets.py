@@ -1,0 +1,65 @@
+"""Presets of models: each can split the models that it is for, and says what it was compared with.
+
+``tests/integration/test_recipes_fit.py`` counts their memory.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from miles_async.arguments.argument_files import presets
+from miles_async.arguments.parser import parse_arguments
+from miles_async.backends.megatron.families.hf_config import check_layout, check_model, read_config
+
+CONFIGS = Path(__file__).parents[2] / "recipes/configs"
+KIMI = Path(__file__).parents[3] / "examples/one_trillion/config.json"
+
+MODELS: dict[str, tuple[tuple[str, ...], int]] = {
+    "deepseek-v3": (("DeepSeek-R1",), 128),
+    "glm-4.5": (("GLM-4.5", "GLM-4.7-355B-A32B"), 64),
+    "glm-4.7-flash": (("GLM-4.7-Flash",), 16),
+    "gpt-oss-120b": (("gpt-oss-120b",), 32),
+    "gpt-oss-20b": (("gpt-oss-20b",), 8),
+    "kimi-k2": (("Kimi-K2",), 512),
+    "llama-3.1-8b": (("Llama-3.1-8B-Instruct",), 4),
+    "minimax-m2": (("MiniMax-M2",), 64),
+    "qwen3-235b-a22b": (("Qwen3-235B-A22B",), 64),
+    "qwen3-30b-a3b": (("Qwen3-30B-A3B",), 16),
+    "qwen3-32b": (("Qwen3-32B",), 16),
+    "qwen3-4b": (("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"), 2),
+    "qwen3-8b": (("Qwen3-8B", "Qwen3-14B"), 4),
+}
+"""Preset → names of models, and how many GPUs hold one in training."""
+
+CASES = [(preset, model) for preset, (models, _) in MODELS.items() for model in models]
+
+
+def config_of(model: str) -> Path:
+    """Its config.json, by the figures of transformers and of slime's and miles' scripts."""
+    return KIMI if model == "Kimi-K2" else CONFIGS / f"{model}.json"
+
+
+def test_every_preset_is_checked() -> None:
+    assert {name for name, file in presets().items() if file.parent.name == "models"} == set(MODELS)
+
+
+@pytest.mark.parametrize(("preset", "model"), CASES)
+def test_a_preset_splits_the_models_that_it_is_for(preset: str, model: str, tmp_path: Path) -> None:
+    # covers: P8
+    (tmp_path / "config.json").write_bytes(config_of(model).read_bytes())
+    config = read_config(tmp_path)
+    check_model(config, tmp_path)
+    check_layout(config, parse_arguments([f"@preset:{preset}"], prog="test").arguments.model, MODELS[preset][1])
+
+
+@pytest.mark.parametrize("preset", MODELS)
+def test_a_preset_tells_its_size_and_what_it_was_compared_with(preset: str) -> None:
+    size, compared = presets()[preset].read_text().splitlines()[:2]
+    count = {2: "two", 4: "four"}.get(MODELS[preset][1], MODELS[preset][1])
+    assert re.search(rf": {count} GPUs (of 141 GB )?hold it in training, \w+ generates?\. Give --hf-checkpoint", size)
+    assert re.match(
+        "# Compared with (slime, scripts/run-.+.sh|miles, scripts/run_.+.py|that of gpt-oss-20b: )", compared
+    )
