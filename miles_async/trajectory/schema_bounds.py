@@ -5,7 +5,7 @@ A grammar's size, and the time of each token under it, can grow with the product
 200 nested objects take 7 s to read. Short patterns can be as bad if the counts of their repeats may be chosen in many
 ways, since all that match are followed: ``([a-z]{1,10} ?){1,10}`` was not compiled after 25 s. Within these bounds a
 token took 0.06 s of CPU on average at worst, with 151,000 texts in the vocabulary. A grammar is compiled in a thread of
-the engine, which gives up on it after 50 s.
+the engine, which gives up on it after 50 s. Seconds here are of CPU.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ LONGEST_PATTERN = 4_096  # characters
 MOST_COPIES = 1_024  # of a pattern's characters, once its repeats are written out
 MOST_WAYS = 1_000  # to choose the counts of repeats, over all patterns: at most 3 s to compile, 0.04 s per token
 MOST_PATTERNS = 32  # different ones
-MOST_LENGTHS = 1_024  # sum of different lengths of texts, each up to SAME_LENGTH, which takes 7 s to compile
+MOST_UNBOUNDED = 64  # repeats without an upper count, over all patterns: 200 may take 30 s to compile, 64 take 4 s
+MOST_LENGTHS = 1_024  # sum of different lengths of texts, each up to SAME_LENGTH, which takes 13 s to compile
 SAME_LENGTH = 256  # characters from which on a length costs the same
 MOST_PROPERTIES = 256  # of one object: any of those that are optional may come next
+MOST_COUNTED_PROPERTIES = 32  # of one whose properties are counted: their number and which come next multiply
+
+Lengths = tuple[int, int]
 
 _COUNTS = [side + what for side in ("min", "max") for what in ("Items", "Length", "Properties", "Contains")]
 _PIECE = re.compile(
@@ -37,7 +41,7 @@ _PIECE = re.compile(
 def check_bounds(schemas: Sequence[object]) -> None:
     """Check the schemas of one request. Raises TrajectoryError naming the bound that one exceeds."""
     pending = [(schema, 1) for schema in schemas]
-    characters, patterns, lengths = 0, set[str](), set[int]()
+    characters, patterns, lengths = 0, set[str](), set[Lengths]()
     while pending:
         value, level = pending.pop()
         if level > MOST_LEVELS:
@@ -47,7 +51,7 @@ def check_bounds(schemas: Sequence[object]) -> None:
             characters += sum(map(len, value))
             _check_counts(value)
             patterns |= _patterns(value)
-            lengths |= {min(length, SAME_LENGTH) for length in _lengths(value)}
+            lengths.add(_lengths(value))
             pending += [(inner, level + 1) for inner in value.values()]
         elif isinstance(value, list):
             pending += [(inner, level + 1) for inner in value]
@@ -55,7 +59,7 @@ def check_bounds(schemas: Sequence[object]) -> None:
             raise TrajectoryError(f"the JSON Schemas of a request have more than {MOST_CHARACTERS:,} characters")
         if len(patterns) > MOST_PATTERNS:
             raise TrajectoryError(f"the JSON Schemas of a request have more than {MOST_PATTERNS} different patterns")
-        if sum(lengths) > MOST_LENGTHS:
+        if sum(min(length, SAME_LENGTH) for pair in lengths for length in pair) > MOST_LENGTHS:
             raise TrajectoryError(
                 f"the different minLength and maxLength of a request's JSON Schemas, each up to {SAME_LENGTH}, add up "
                 f"to more than {MOST_LENGTHS:,}"
@@ -65,6 +69,20 @@ def check_bounds(schemas: Sequence[object]) -> None:
             f"the patterns of a request's JSON Schemas have more than {MOST_WAYS:,} ways to choose the counts of their "
             "repeats, which multiply: use repeats without an upper count, such as [a-z]+"
         )
+    if sum(map(unbounded, patterns)) > MOST_UNBOUNDED:
+        raise TrajectoryError(
+            f"the patterns of a request's JSON Schemas have more than {MOST_UNBOUNDED} repeats without an upper count, "
+            "such as [a-z]+"
+        )
+
+
+def unbounded(pattern: str) -> int:
+    """Repeats of a regular expression that have no upper count.
+
+    >>> unbounded("^[a-z]+(-[a-z]{2,})*$")
+    3
+    """
+    return sum(piece[0] in ("*", "+") or (bool(piece[1]) and piece[2] == "") for piece in _PIECE.finditer(pattern))
 
 
 def copies(pattern: str) -> int:
@@ -147,8 +165,14 @@ def _check_counts(schema: Mapping[str, object]) -> None:
         count = schema.get(name)
         if isinstance(count, (int, float)) and count > MOST_REPEATS:
             raise TrajectoryError(f"{name} of a JSON Schema is {count}: at most {MOST_REPEATS:,}")
-    if len(_keys(schema.get("properties"))) > MOST_PROPERTIES:
+    properties = len(_keys(schema.get("properties")))
+    if properties > MOST_PROPERTIES:
         raise TrajectoryError(f"an object of a JSON Schema has more than {MOST_PROPERTIES} properties")
+    if properties > MOST_COUNTED_PROPERTIES and {"minProperties", "maxProperties"} & schema.keys():
+        raise TrajectoryError(
+            f"an object of a JSON Schema has minProperties or maxProperties and more than {MOST_COUNTED_PROPERTIES} "
+            "properties"
+        )
 
 
 def _patterns(schema: Mapping[str, object]) -> set[str]:
@@ -164,9 +188,13 @@ def _patterns(schema: Mapping[str, object]) -> set[str]:
     return texts
 
 
-def _lengths(schema: Mapping[str, object]) -> set[int]:
-    found = (schema.get(name) for name in ("minLength", "maxLength"))
-    return {int(length) for length in found if isinstance(length, int | float) and 0 < length <= MOST_REPEATS}
+def _lengths(schema: Mapping[str, object]) -> Lengths:
+    """(minLength, maxLength), 0 where there is none: each pair costs, also if another one has one of the two."""
+    least, most = (
+        int(length) if isinstance(length, int | float) and 0 < length <= MOST_REPEATS else 0
+        for length in (schema.get("minLength"), schema.get("maxLength"))
+    )
+    return least, most
 
 
 def _keys(mapping: object) -> list[object]:

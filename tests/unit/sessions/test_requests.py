@@ -25,7 +25,7 @@ from miles_async.rollout.sample_guard import check_sample
 from miles_async.trajectory.constraints import CALL_STYLES, GRAMMAR, Constraint, grammar
 from miles_async.trajectory.rendering import check_unchanged
 from miles_async.trajectory.replies import THINK_TAGS
-from miles_async.trajectory.schema_bounds import MOST_WAYS, check_bounds, copies, ways
+from miles_async.trajectory.schema_bounds import MOST_WAYS, check_bounds, copies, unbounded, ways
 from miles_async.types import GenerateRequest
 from tests.fakes.chat_formats import STOPS, TOOLS, chat_format
 from tests.fakes.reply_parsers import PARSERS
@@ -339,6 +339,11 @@ TOO_MUCH = {
     ),
     "many patterns": ({"anyOf": [{"pattern": "a" * n} for n in range(40)]}, "more than 32 different patterns"),
     "many properties": ({"properties": {f"p{n}": {} for n in range(257)}}, "more than 256 properties"),
+    "many counted properties": (
+        {"properties": {f"p{n}": {} for n in range(33)}, "minProperties": 2},
+        "minProperties or maxProperties and more than 32 properties",
+    ),
+    "many repeats": ({"pattern": "([a-z]* )*" * 40}, "more than 64 repeats without an upper count"),
     "many ways": ({"pattern": "^([a-z]{1,10} ?){1,10}$"}, "more than 1,000 ways to choose the counts"),
     "many ways in all": (
         {"anyOf": [{"pattern": f"[a-z]{{1,{n}}}"} for n in range(300, 320)]},
@@ -390,8 +395,26 @@ def test_ways_to_choose_the_counts_of_repeats(pattern: str, count: int) -> None:
     assert ways(f"({pattern}a?){{1,900}}") > MOST_WAYS
 
 
-def test_lengths_beyond_256_cost_no_more() -> None:
-    check_bounds([{"properties": {f"p{n}": {"maxLength": 300 + n} for n in range(50)}, "minLength": 255}])
+def test_a_length_beyond_256_counts_as_256() -> None:
+    """Each different one costs an engine seconds, whatever the others are."""
+    check_bounds([{"properties": {f"p{n}": {"maxLength": 300 + n} for n in range(4)}}])
+    check_bounds([{"properties": {f"p{n}": {"maxLength": 300} for n in range(50)}}])
+    with pytest.raises(TrajectoryError, match="add up to more than 1,024"):
+        check_bounds([{"properties": {f"p{n}": {"maxLength": 300 + n} for n in range(5)}}])
+    with pytest.raises(TrajectoryError, match="add up to more than 1,024"):
+        check_bounds([{"properties": {f"p{n}": {"minLength": 250, "maxLength": 300 + n} for n in range(3)}}])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"), [("", 0), ("a?b{2}", 0), (r"\*[+*]", 0), ("^[a-z]+(-[a-z]{2,})*$", 3), ("(.*)*", 2)]
+)
+def test_repeats_without_an_upper_count(pattern: str, count: int) -> None:
+    assert unbounded(pattern) == count
+
+
+def test_named_properties_may_be_counted_if_they_are_few() -> None:
+    check_bounds([{"properties": {f"p{n}": {} for n in range(32)}, "minProperties": 2}])
+    check_bounds([{"additionalProperties": {}, "minProperties": 2, "maxProperties": 500}])
 
 
 MALFORMED = {
