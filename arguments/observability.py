@@ -21,6 +21,20 @@ class ObservabilityArguments:
         False,
         "write every event and decision of the run, tokens included, into the run directory, for `miles-async replay`",
     )
+    save_samples: int = flag(
+        2,
+        "write text and tokens of this many groups of every step, and of all evaluations, into the run directory, for "
+        "`miles-async samples`; 0: of none",
+        metavar="GROUPS",
+        at_least=0,
+    )
+    save_samples_gib: float = flag(
+        2.0,
+        "most that --save-samples may take on disk; at the limit every second step is removed, then every fourth is "
+        "kept, and so on",
+        metavar="GIB",
+        above=0,
+    )
     use_wandb: bool = flag(False, "log to Weights & Biases; the run has the name of the run directory")
     wandb_mode: WandbMode | None = flag(
         None,

@@ -30,6 +30,7 @@ Commands:
   compare        show which flags of runs differ, and their curves; `miles-async compare --help`
   ledger         show how attempts ended, and quarantined prompts; `miles-async ledger --help`
   explain        show what happened to one prompt or attempt of a run; `miles-async explain --help`
+  samples        show text and tokens of samples, by step, reward or words; `miles-async samples --help`
   stop           end a run and clean up what is left of it; `miles-async stop --help`
   scale          add or remove engines of a running run; `miles-async scale --help`
   replay         repeat the decisions of a run with --record and compare; `miles-async replay --help`
@@ -45,6 +46,7 @@ Examples:
   miles-async train @examples/quickstart/reverse.args --max-weight-staleness 0 --max-rollout-lead 1
   miles-async ledger runs/quickstart                               the balance, also during the run
   miles-async explain runs/quickstart 17                           attempt 17, from issue to end
+  miles-async samples runs/quickstart --step 10 --sort reward      what the model wrote, best first
 """
 
 
@@ -141,6 +143,7 @@ COMMANDS: Mapping[str, Command] = {
     "compare": _printing("compare", "compare"),
     "ledger": _printing("ledger", "ledger"),
     "explain": _printing("ledger", "explain"),
+    "samples": _printing("samples", "samples"),
     "stop": _stop,
     "scale": _printing("scale", "scale"),
     "replay": _printing("replay", "replay"),

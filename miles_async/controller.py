@@ -354,7 +354,7 @@ class Controller:
             await self._publisher.publish_for_evaluation()
             if self._publisher.evaluates_apart:
                 may_publish.set()
-            metrics = await self._rollout.evaluate()
+            metrics = await self._rollout.evaluate(step)
         except Exception as error:  # supervision point: a failing evaluation never stops training (A9)
             log.warning("evaluation failed", step=step, error=repr(error))
         else:

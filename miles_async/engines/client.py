@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 import uuid
 import zlib
 from collections.abc import Callable
@@ -122,11 +123,11 @@ class RouterClient:
     async def _try(self, request: GenerateRequest, tried: int) -> Generation:
         for _ in range(_ABORTS):
             await self._wait_until(self._registry.may_dispatch, "requests waited {} for engines")
-            version = self._registry.version
+            version, started_at = self._registry.version, time.time()
             body, content_type, url = await self._request(request, version, tried)
             await self._answers_read.turn()  # a publication that aborts makes all engines answer at once
             await self._verified(url)
-            generation = self._read(body, content_type, url, request, version)
+            generation = self._read(body, content_type, url, request, version, started_at)
             if self._keep_aborted or generation.finish_reason != "abort":
                 return generation
         raise TransientEngineError(f"{generation.engines[0]} aborted a request {_ABORTS} times in a row")
@@ -210,8 +211,10 @@ class RouterClient:
         if self._registry.answering_at(engine_url) is None:
             raise TransientEngineError(f"engine at {engine_url} was fenced while it answered")
 
-    def _read(self, body: bytes, content_type: str, url: str, request: GenerateRequest, dispatched: int) -> Generation:
-        """Read and check an answer. ``dispatched``: version under which the request was sent."""
+    def _read(
+        self, body: bytes, content_type: str, url: str, request: GenerateRequest, dispatched: int, started_at: float
+    ) -> Generation:
+        """Read and check an answer. ``dispatched``: version under which the request was sent; ``started_at``: when."""
         engine = self._registry.answering_at(url)
         assert engine is not None
         versions = partial(token_versions, dispatch_version=dispatched, tokens_in_flight=engine.tokens_in_flight)
@@ -228,7 +231,13 @@ class RouterClient:
                 "the router still listed it when it was out"
             )
         self._traffic.completed[engine.engine_id] += 1
-        return msgspec.structs.replace(generation, engines=(engine.engine_id,), routed_experts=experts)
+        return msgspec.structs.replace(
+            generation,
+            engines=(engine.engine_id,),
+            routed_experts=experts,
+            started_at=started_at,
+            finished_at=time.time(),
+        )
 
 
 def http_error(status: int, text: str) -> EngineError:

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
+import msgspec
 import structlog
 
 from miles_async.api import EngineClient, Generate, Reward
@@ -21,10 +22,14 @@ from miles_async.runtime.clock import now
 from miles_async.runtime.services import Circuit, Services
 from miles_async.runtime.tasks import first_of
 from miles_async.runtime.user_code import run_user_code
+from miles_async.samples.evaluation import EvaluationSamples
 from miles_async.staleness.versions import loss_versions
 from miles_async.types import Attempt, Prompt, Sample, TokenRewards
 
 log = structlog.get_logger(__name__)
+
+Record = Callable[[int, int], EvaluationSamples]
+"""(rollout steps before the pass, samples per prompt) → what keeps its samples."""
 
 
 class Evaluator:
@@ -42,10 +47,11 @@ class Evaluator:
         service: Circuit,
         services: Services,
         stall_timeout: float,
+        record: Record | None = None,
     ) -> None:
         """``data_sets``: name → every prompt once. ``concurrency``: most samples in flight. ``service``: the circuit of
         services that ``generate`` needs besides engines. ``services``: whose outages are waited for.
-        ``stall_timeout``: seconds that may pass without the end of a sample.
+        ``stall_timeout``: seconds that may pass without the end of a sample. ``record``: keeps the samples of a pass.
         """
         self._data_sets = data_sets
         self._client = client
@@ -56,16 +62,27 @@ class Evaluator:
         self._service = service
         self._services = services
         self._stall_timeout = stall_timeout
+        self._record = record
+        self._recorded: EvaluationSamples | None = None  # of the pass
         self._last_end = 0.0  # of a sample
 
-    async def run(self) -> dict[str, float]:
-        """Run one pass; return ``eval/NAME/...`` and ``eval/reward``, the mean reward averaged over data sets.
+    async def run(self, step: int) -> dict[str, float]:
+        """Run one pass after ``step`` rollout steps; return ``eval/NAME/...`` and ``eval/reward``, the mean reward
+        averaged over data sets.
 
         A sample that fails is counted and left out of the means; it ends nothing (A9). Raises StalledError when none
         ends for ``--stall-timeout``.
         """
         self._last_end = now()
-        return await first_of(self._evaluate(), self._until_stalled())
+        self._recorded = recorded = None if self._record is None else self._record(step, self._n_samples)
+        complete = False
+        try:
+            metrics = await first_of(self._evaluate(), self._until_stalled())
+            complete = True
+        finally:
+            if recorded is not None:
+                recorded.close(complete=complete)
+        return metrics
 
     async def _evaluate(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -89,7 +106,7 @@ class Evaluator:
                 done = _whole_prompts(self._n_samples, totals[name])
                 for index in range(self._n_samples):
                     await slots.acquire()
-                    scope.create_task(self._one_sample(attempt, index, done, slots))
+                    scope.create_task(self._one_sample(name, attempt, index, done, slots))
         return totals
 
     async def _until_stalled(self) -> NoReturn:
@@ -105,13 +122,15 @@ class Evaluator:
         return now() - max(self._last_end, self._services.paused_until())
 
     async def _one_sample(
-        self, attempt: Attempt, index: int, done: Callable[[Outcome | None], None], slots: asyncio.Semaphore
+        self, name: str, attempt: Attempt, index: int, done: Callable[[Outcome | None], None], slots: asyncio.Semaphore
     ) -> None:
         outcome = None
         try:
             sample = await self._service.call(lambda: run_user_code(self._generate(self._client, attempt, index)))
             given = await run_user_code(self._reward(attempt.prompt, sample))
             outcome = _outcome(sample, given.reward if isinstance(given, TokenRewards) else given)
+            if self._recorded is not None:
+                self._recorded.add(name, attempt, index, msgspec.structs.replace(sample, reward=outcome.reward))
         except Exception as error:  # supervision point: one sample of an evaluation is no reason to end a run
             log.warning("evaluation sample failed", prompt_id=attempt.prompt.prompt_id, error=repr(error))
         finally:

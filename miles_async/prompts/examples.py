@@ -30,7 +30,7 @@ class ExampleSource:
 
     def __init__(self, arguments: DataArguments, template: ChatTemplate, most_tokens: int) -> None:
         """``most_tokens``: of a sequence. Raises DataError when the file cannot be used."""
-        self._template = template
+        self.template = template
         self._templated = arguments.apply_chat_template
         self._most = most_tokens
         self._source = FilePromptSource(arguments, lambda content, tools: (0,))  # whole examples are tokenized here
@@ -72,8 +72,8 @@ class ExampleSource:
             if not self._templated:
                 if prompt.label is None:
                     raise DataError("expected an answer, found no label (--label-key)")
-                return answered_text(self._template, prompt.text, one_answer(prompt.label))
+                return answered_text(self.template, prompt.text, one_answer(prompt.label))
             messages = conversation(prompt.messages, prompt.label)
-            return answered(self._template, messages, tools_of(prompt.metadata))
+            return answered(self.template, messages, tools_of(prompt.metadata))
         except (DataError, TrajectoryError) as error:
             raise DataError(f"{prompt.prompt_id}: {error}") from error

@@ -12,7 +12,7 @@ import numpy as np
 from miles_async.api import EngineClient
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.trajectory.turn import take_turn, with_last_token
-from miles_async.types import NO_VERSION, Attempt, Generation, JsonObject, Prompt, Sample
+from miles_async.types import NO_VERSION, Attempt, Generation, JsonObject, Prompt, Sample, TurnSpan
 
 _FEW_TOKENS = 512  # decoded faster than handed to a thread and back
 
@@ -123,5 +123,6 @@ def build_sample(prompt: Prompt, turn: Generation, text: str) -> Sample:
             "chunks": turn.chunks,
             "prompt_tokens": turn.prompt_tokens,
             "cached_tokens": turn.cached_tokens,
+            "turn_spans": [[[*TurnSpan(start, length, False, turn.constrained, turn.started_at, turn.finished_at)]]],
         },
     )

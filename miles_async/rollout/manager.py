@@ -50,7 +50,7 @@ class Engines(Protocol):
 class Evaluation(Protocol):
     """The evaluator."""
 
-    async def run(self) -> Metrics: ...
+    async def run(self, step: int) -> Metrics: ...
 
 
 class Writer(Protocol):
@@ -83,11 +83,12 @@ class RolloutManager:
         writers: Sequence[Writer] = (),
         canary: tuple[int, ...] = (),
         dump: Callable[[RolloutDump], None] | None = None,
+        finish_samples: Callable[[], None] | None = None,
     ) -> None:
         """``close_reward`` ends the processes that rewards started.
         ``put`` stores a shard and returns the reference that crosses processes (``ray.put``).
         ``writers`` bring to disk what happens in the dispatcher's pool. ``canary``: see :meth:`canary`.
-        ``dump`` is given every batch, in a thread.
+        ``dump`` is given every batch, in a thread. ``finish_samples`` writes samples that are queued (``samples``).
         """
         self._engines = engines
         self._source = source
@@ -99,6 +100,7 @@ class RolloutManager:
         self._writers = writers
         self._canary = canary
         self._dump = dump
+        self._finish_samples = finish_samples
         self._closed = asyncio.Event()
         self._over = asyncio.Event()
         self._over.set()
@@ -132,6 +134,8 @@ class RolloutManager:
             await self._end_evaluation()
             for writer in self._writers:
                 await writer.close()
+            if self._finish_samples is not None:
+                await asyncio.to_thread(self._finish_samples)
             self._over.set()
 
     async def next_batch(self, target_version: int) -> PreparedBatch:
@@ -180,11 +184,11 @@ class RolloutManager:
         """Returns when an engine waits for weights."""
         await self._engines.wait_for_joining()
 
-    async def evaluate(self) -> Metrics:
+    async def evaluate(self, step: int) -> Metrics:
         """One pass over the held-out prompts, which :meth:`close` cancels; {} without ``--eval-prompt-data``."""
         if self._evaluator is None:
             return {}
-        self._evaluating = asyncio.create_task(self._evaluator.run(), name="evaluation")
+        self._evaluating = asyncio.create_task(self._evaluator.run(step), name="evaluation")
         return await self._evaluating
 
     async def _end_evaluation(self) -> None:

@@ -1,7 +1,7 @@
 """The schema of a samples file: one row per branch of a sample, nearly always one per sample.
 
-A row is written as :class:`SampleRow` describes it; :data:`PER_TOKEN` has the columns with an entry per token. Rows of
-one file are ordered by group, position in the group, and branch.
+A row is written as :class:`SampleRow` describes it; :data:`PER_TOKEN` has the columns with an entry per token.
+``reader`` returns rows by attempt, position in the group, and branch.
 """
 
 from __future__ import annotations

@@ -73,9 +73,10 @@ def _read(path: Path, row_type: type[R], only: Mapping[str, int] = MappingProxyT
             table = file.read([*row_type.__struct_fields__])
         for name, value in only.items():
             table = table.filter(compute.equal(table.column(name), value))
-        return msgspec.convert(table.to_pylist(), list[row_type])  # type: ignore[valid-type]
+        rows: list[R] = msgspec.convert(table.to_pylist(), list[row_type])  # type: ignore[valid-type]
     except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
         raise _unreadable(path, error) from error
+    return sorted(rows, key=lambda row: (abs(row.attempt_id), row.sample, row.branch))
 
 
 def _open(path: Path) -> pyarrow.parquet.ParquetFile:

@@ -76,7 +76,9 @@ class RolloutSide(SavedSide, Protocol):
         """Wait until an engine needs weights."""
         ...
 
-    async def evaluate(self) -> Metrics: ...
+    async def evaluate(self, step: int) -> Metrics:
+        """Evaluate the weights after ``step`` rollout steps."""
+        ...
 
     async def describe(self) -> str:
         """Describe all waits, in lines for ``stall.txt`` (C10)."""

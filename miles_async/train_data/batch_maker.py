@@ -23,6 +23,9 @@ FILLER = -1
 RecordBatch = Callable[[tuple[Group, ...], tuple[TrainShard, ...], float], None]
 """(groups, their shards, ``quadratic_work`` of the split)"""
 
+ShowBatch = Callable[[int, int, tuple[Group, ...], BranchTable], None]
+"""(batch id, target version, groups, the branches of all of them)"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchMaker:
@@ -38,6 +41,7 @@ class BatchMaker:
     with_experts: bool = False  # shards have the experts that engines chose
     with_teacher: bool = False  # shards have a teacher's log-probs
     record: RecordBatch | None = None  # called with every batch
+    show: ShowBatch | None = None  # called with every batch of :meth:`make`; must not wait
 
     def make(
         self, groups: tuple[Group, ...], target_version: int, *, batch_id: int, put: Callable[[TrainShard], object]
@@ -48,7 +52,7 @@ class BatchMaker:
         experts to replay or a teacher's log-probs.
         """
         table = self._tabulate(groups)
-        return PreparedBatch(
+        prepared = PreparedBatch(
             batch_id=batch_id,
             target_version=target_version,
             oldest_version=min(group.oldest_version for group in groups),
@@ -57,6 +61,9 @@ class BatchMaker:
             metrics=batch_metrics(groups, table, target_version),
             ages=age_histogram(table, target_version),
         )
+        if self.show is not None:
+            self.show(batch_id, target_version, groups, table)
+        return prepared
 
     def shards(self, groups: tuple[Group, ...], target_version: int) -> tuple[TrainShard, ...]:
         """The shards alone, by data-parallel rank. Raises like :meth:`make`."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from miles_async.trajectory.context import Turn, path_to
 from miles_async.trajectory.turn import with_last_token
-from miles_async.types import NO_VERSION, Branch, Float32, Generation, Int32, RoutedExperts, UInt8
+from miles_async.types import NO_VERSION, Branch, Float32, Generation, Int32, RoutedExperts, TurnSpan, UInt8
 
 _Piece = tuple[Int32, UInt8, Float32, Int32, Float32]
 """Tokens, loss mask, log-probs, weight versions and rewards of a part of a branch."""
@@ -35,6 +35,17 @@ def make_branch(leaf: Turn, counted: set[Turn], rewards: Mapping[Turn, float]) -
         routed_experts=with_last_token(_experts(path)),
         token_rewards=token_rewards if rewards else None,
     )
+
+
+def turn_spans(leaf: Turn, counted: set[Turn]) -> list[TurnSpan]:
+    """The turns of a branch, in the places where :func:`make_branch` puts them. ``counted``: as there."""
+    path, spans = path_to(leaf), list[TurnSpan]()
+    for turn, following in zip(path, [*path[1:], None], strict=True):
+        sampled, start = turn.sampled, turn.context.length
+        end = start + (len(sampled.output_ids) if following is None else following.context.kept)
+        times = sampled.started_at, sampled.finished_at
+        spans.append(TurnSpan(start, end, turn in counted, sampled.constrained, *times))
+    return spans
 
 
 def _without_loss(tokens: Int32) -> _Piece:

@@ -27,13 +27,13 @@ import msgspec
 import numpy as np
 
 from miles_async.errors import TrajectoryError
-from miles_async.trajectory.branches import make_branch
+from miles_async.trajectory.branches import make_branch, turn_spans
 from miles_async.trajectory.context import Context, Tools, Turn, conversation_to, depth_of, path_to
 from miles_async.trajectory.messages import Message, canonical, is_echo
 from miles_async.trajectory.next_text import check_abridged, next_text, renders_whole
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser
-from miles_async.types import FinishReason, Generation, Int32, JsonObject, Sample
+from miles_async.types import Branch, FinishReason, Generation, Int32, JsonObject, Sample, TurnSpan
 
 _LITTLE = 1 << 12  # characters of new messages: rendered and tokenized faster than handed to a thread and back
 _FEW = 32  # messages of a conversation, all of which are rendered as fast
@@ -269,20 +269,24 @@ class Trajectory:
         for turn in self.turns if not self.renderer.abridges else leaves:
             check_abridged(self.renderer, turn.context)
         counted: set[Turn] = set()
-        branches = []
+        branches, spans = list[Branch](), list[list[TurnSpan]]()
         for leaf in leaves:
-            branches.append(make_branch(leaf, counted, rewards or {}))
+            branch = make_branch(leaf, counted, rewards or {})
+            if not branches or branch.loss_mask.any():
+                branches.append(branch)
+                spans.append(turn_spans(leaf, counted))
             counted.update(path_to(leaf))
         first, *more = branches
         last, sampled = self.turns[-1], [turn.sampled for turn in self.turns]
         return Sample(
             **msgspec.structs.asdict(first),
-            more_branches=tuple(branch for branch in more if branch.loss_mask.any()),
+            more_branches=tuple(more),
             text=last.text,
             finish_reason=finish_reason or last.sampled.finish_reason,
             metadata={
                 "messages": conversation_to(leaves[0]),
                 "turns": len(self.turns),
+                "turn_spans": [[[*span] for span in of_branch] for of_branch in spans],  # plain data
                 "constrained_turns": sum(turn.constrained for turn in sampled),
                 "engines": list(dict.fromkeys(engine for turn in sampled for engine in turn.engines)),
                 "chunks": sum(turn.chunks for turn in sampled),

@@ -83,6 +83,8 @@ def _joined(chunks: Sequence[Generation], constrained: bool) -> Generation:
         text=chunks[-1].text,
         routed_experts=np.concatenate(experts) if experts else None,
         constrained=constrained,
+        started_at=chunks[0].started_at,
+        finished_at=chunks[-1].finished_at,
     )
 
 

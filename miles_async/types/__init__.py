@@ -38,6 +38,7 @@ from miles_async.types.samples import (
     RoutedExperts,
     Sample,
     TokenRewards,
+    TurnSpan,
     UInt8,
     columns_of,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "TokenRewards",
     "TrainBatch",
     "TrainShard",
+    "TurnSpan",
     "UInt8",
     "WeightDelta",
     "columns_of",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -81,6 +81,21 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None  # of the tokens from ``text_from`` on, special ones too; None if the engine gave none
     routed_experts: RoutedExperts | None = None  # of prompt and output from ``experts_from`` up to the last but one
     constrained: bool = False  # sampled under a grammar: the log-probs are those of the policy restricted to it
+    started_at: float | None = None  # Unix time of the first request; None: not noted
+    finished_at: float | None = None  # of the last answer
+
+
+class TurnSpan(NamedTuple):
+    """Tokens [start, end) of a branch that the model sampled in one turn. ``turn_spans`` of a sample's metadata has a
+    list of them per branch, each as a list.
+    """
+
+    start: int
+    end: int
+    elsewhere: bool = False  # they carry loss in another branch
+    constrained: bool = False  # see ``Generation``
+    started_at: float | None = None
+    finished_at: float | None = None
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ All but Ray, whose C++ core reads a worker's settings at import. What Ray itself
 import aiohttp
 import google.protobuf.descriptor_pool
 import jsonschema
+import pyarrow.parquet
 import requests
 import uvloop
 
@@ -19,6 +20,7 @@ import miles_async.observability.logs
 import miles_async.prompts.source
 import miles_async.prompts.templates
 import miles_async.rollout.manager
+import miles_async.samples.recorder
 import miles_async.wiring.decisions
 import miles_async.wiring.engines
 import miles_async.wiring.generation

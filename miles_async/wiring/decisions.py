@@ -14,7 +14,7 @@ from miles_async.staleness.events import PoolObserver
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.train_data import work
-from miles_async.train_data.batch_maker import BatchMaker, RecordBatch
+from miles_async.train_data.batch_maker import BatchMaker, RecordBatch, ShowBatch
 
 
 def make_pool(
@@ -37,7 +37,13 @@ def make_pool(
     return RecordedPool(policy, retries, total_groups=total_groups, observers=observers, record=record)
 
 
-def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: RecordBatch | None = None) -> BatchMaker:
+def make_batches(
+    arguments: Arguments,
+    *,
+    quadratic_work: float = 0.0,
+    record: RecordBatch | None = None,
+    show: ShowBatch | None = None,
+) -> BatchMaker:
     """Make batches for the trainer that the flags describe. ``quadratic_work``: see ``train_data.work``."""
     return BatchMaker(
         estimator=with_length_penalty(
@@ -52,6 +58,7 @@ def make_batches(arguments: Arguments, *, quadratic_work: float = 0.0, record: R
         with_experts=arguments.algorithm.routing_replay == "rollout",
         with_teacher=arguments.algorithm.use_opd,
         record=record,
+        show=show,
     )
 
 

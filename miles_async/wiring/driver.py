@@ -308,15 +308,19 @@ class Run:
                 await checkpoints.save(Position(step=step))
                 recorder.checkpoint(step, await checkpoints.finish())
 
-        await training_alone(
-            trainer,
-            supervised or DumpedBatches(arguments),
-            recorder,
-            BadSteps(arguments.optimizer),
-            first=(await checkpoints.load() or Position()).step,
-            steps=arguments.rollout.num_rollout,
-            save=save,
-        )
+        try:
+            await training_alone(
+                trainer,
+                supervised or DumpedBatches(arguments),
+                recorder,
+                BadSteps(arguments.optimizer),
+                first=(await checkpoints.load() or Position()).step,
+                steps=arguments.rollout.num_rollout,
+                save=save,
+            )
+        finally:
+            if supervised is not None:
+                await supervised.finish()
 
     def _publisher(self, trainer: TrainerRanks, rollout: RolloutProcess) -> WeightPublisher:
         arguments = self._arguments

@@ -24,6 +24,7 @@ from miles_async.runtime.files.digests import write_digested
 from miles_async.staleness.versions import group_of
 from miles_async.types import NO_VERSION, Attempt, Branch, Group, JsonObject, PreparedBatch, Sample
 from miles_async.wiring.decisions import make_batches, quadratic_work_of
+from miles_async.wiring.run_samples import sample_recorder
 
 CURSOR_FILE = "examples.json"
 VERSION = 0  # nothing is published, and every example is as new as any
@@ -48,13 +49,20 @@ class SupervisedBatches:
         """Raises ConfigurationError, DataError."""
         self._source = example_source(arguments)
         self._count = arguments.rollout.rollout_batch_size
-        self._maker = make_batches(arguments, quadratic_work=quadratic_work_of(arguments))
+        self._samples = sample_recorder(arguments.observability, self._source.template)
+        show = self._samples.batch if self._samples else None
+        self._maker = make_batches(arguments, quadratic_work=quadratic_work_of(arguments), show=show)
         self._taken = 0
         self._snapshot: JsonObject = {}
 
     async def __call__(self, step: int) -> PreparedBatch:
         """The batch of a step; steps are asked for in order. Raises DataError."""
         return await asyncio.to_thread(self._prepare, step)
+
+    async def finish(self) -> None:
+        """Write samples that are queued (``--save-samples``)."""
+        if self._samples is not None:
+            await asyncio.to_thread(self._samples.finish)
 
     async def snapshot(self) -> None:
         """Keep the cursor for :meth:`save`."""

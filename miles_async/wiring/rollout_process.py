@@ -42,6 +42,7 @@ from miles_async.runtime.network.keys import API_KEY_VARIABLE, RunKeys
 from miles_async.runtime.network.open_files import allow_open_files
 from miles_async.runtime.network.proxies import without_proxies_for
 from miles_async.runtime.services import Services
+from miles_async.samples.recorder import SampleRecorder
 from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.pool import Pool
 from miles_async.weights.verify import canary_tokens
@@ -50,6 +51,7 @@ from miles_async.wiring.engines import ForkedEngines, RunEngines, StackMaker
 from miles_async.wiring.generation import Episodes, resolve_run_reward, run_services, run_template
 from miles_async.wiring.placement import RunPlacement
 from miles_async.wiring.run_prompts import open_source, prompt_notes
+from miles_async.wiring.run_samples import sample_recorder
 
 log = structlog.get_logger(__name__)
 
@@ -102,22 +104,32 @@ async def build_rollout(
         engines.add(episodes.service)
     ledger = LedgerWriter(run_dir / LEDGER_FILE)
     schedule = ScheduleWriter(run_dir / SCHEDULE_FILE) if arguments.observability.record else None
+    samples = sample_recorder(arguments.observability, template)
     pool = make_pool(
-        arguments.rollout, arguments.staleness, observers=[ledger.note], record=schedule.pool if schedule else None
+        arguments.rollout,
+        arguments.staleness,
+        observers=[ledger.note, *([samples.note] if samples else [])],
+        record=schedule.pool if schedule else None,
     )
     manager = RolloutManager(
         engines=engines,
         source=source,
         dispatcher=_dispatcher(arguments, engines, source, episodes, reward, run_dir, pool, services, oldest),
         batches=make_batches(
-            arguments, quadratic_work=quadratic_work_of(arguments), record=schedule.batch if schedule else None
+            arguments,
+            quadratic_work=quadratic_work_of(arguments),
+            record=schedule.batch if schedule else None,
+            show=samples.batch if samples else None,
         ),
-        evaluator=_evaluator(arguments, engines.evaluation or engines.train, template, episodes, reward, services),
+        evaluator=_evaluator(
+            arguments, engines.evaluation or engines.train, template, episodes, reward, services, samples
+        ),
         close_reward=reward.close,
         put=ray.put,
         writers=(ledger, schedule) if schedule else (ledger,),
         canary=run_canary(source, arguments.model.directory, canary_length(arguments)),
         dump=_dump(arguments),
+        finish_samples=samples.finish if samples else None,
     )
     await engines.start()  # last: until here there is nothing to clean up
     evaluation = engines.evaluation
@@ -241,6 +253,7 @@ def _evaluator(
     episodes: Episodes,
     reward: Reward,
     services: Services,
+    samples: SampleRecorder | None,
 ) -> Evaluator | None:
     evaluation = arguments.evaluation
     if evaluation.eval_prompt_data is None:
@@ -265,4 +278,5 @@ def _evaluator(
         service=episodes.circuit,
         services=services,
         stall_timeout=arguments.observability.stall_timeout,
+        record=samples.evaluation if samples else None,
     )

@@ -24,6 +24,7 @@ from tests.benchmarks import (
     publication_links,
     quickstart_overlap,
     requests,
+    samples,
     sessions,
     simulated_in_flight,
     simulated_scale,
@@ -61,6 +62,8 @@ PARTS = {
     "in_flight": in_flight.rows,
     "simulated_in_flight": simulated_in_flight.rows,
     "trainer_step": trainer_step.rows,
+    "samples": samples.rows,
+    "samples_cpu": samples.cpu,
 }
 
 

@@ -387,7 +387,7 @@ class FakeRollout:
     async def wait_for_joining(self) -> None:
         await asyncio.Event().wait()
 
-    async def evaluate(self) -> Mapping[str, float]:
+    async def evaluate(self, step: int) -> Mapping[str, float]:
         self.events.append("evaluate")
         if self.evaluation_error:
             raise self.evaluation_error

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from miles_async.samples.reader import read_note, read_rows, samples_files
 from miles_async.wiring.replay import Replay
 from tests.integration.real_run import (
     REVERSE,
@@ -76,7 +77,24 @@ def test_asynchronous_run_learns_survives_an_engine_and_accounts_for_everything(
     assert {entry["engine"] for entry in fenced} == {fenced[0]["engine"]}
     for name in ("reward.png", "config.toml", "metrics.jsonl", "wandb"):
         assert (run.run_dir / name).exists(), name
+    assert_samples_are_kept(run)
     assert_replay_is_identical(run)
+
+
+def assert_samples_are_kept(run: RealRun) -> None:
+    """Two groups of every step and the evaluations, each token with its text, version and advantage."""
+    files = samples_files(run.run_dir)
+    assert [file.step for file in files if file.kind == "train"] == [*range(1, 13)]
+    assert [file.step for file in files if file.kind == "eval"] == [0, 10, 12]
+    for file in files:
+        rows, note = read_rows(file.path), read_note(file.path)
+        assert (note.groups, note.groups_written) == ((16, 2) if file.kind == "train" else (256, 256))
+        assert len({row.attempt_id for row in rows}) == note.groups_written
+        for row in rows:
+            assert row.turns[0].seconds is not None
+            assert "".join(row.token_texts[row.prompt_length :]).startswith(row.response)
+            assert max(age or 0 for age in row.ages()) == (row.age or 0) <= 2
+            assert (row.advantages is not None) == (file.kind == "train")
 
 
 def assert_replay_is_identical(run: RealRun) -> None:

@@ -303,9 +303,9 @@ async def test_publication_waits_for_the_evaluation_of_the_visible_version() -> 
     gate = asyncio.Event()
     plain = b.rollout.evaluate
 
-    async def slow() -> Mapping[str, float]:
+    async def slow(step: int) -> Mapping[str, float]:
         await gate.wait()
-        return await plain()
+        return await plain(step)
 
     b.rollout.evaluate = slow
     async with asyncio.TaskGroup() as scope:
@@ -326,11 +326,11 @@ async def test_an_evaluation_with_engines_of_its_own_holds_nothing_up() -> None:
     plain, evaluations = b.rollout.evaluate, iter(gates)
     pinned = []
 
-    async def slow() -> Mapping[str, float]:
+    async def slow(step: int) -> Mapping[str, float]:
         gate = next(evaluations)
         pinned.append(apart.versions["engine-0"])
         await gate.wait()
-        return await plain()
+        return await plain(step)
 
     b.rollout.evaluate = slow
     async with asyncio.TaskGroup() as scope:

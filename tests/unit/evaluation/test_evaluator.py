@@ -76,7 +76,7 @@ class Bench:
 async def test_metrics_of_a_data_set():
     # Prompt 0 is answered right by 1 of 4 samples, prompt 1 by none.
     bench = Bench(lambda prompt, sample: float(prompt == 0 and sample == 2), sets={"aime": 2}, n_samples=4)
-    assert await bench.evaluator.run() == pytest.approx(
+    assert await bench.evaluator.run(0) == pytest.approx(
         {
             "eval/reward": 1 / 8,
             "eval/aime/reward/mean": 1 / 8,
@@ -98,7 +98,7 @@ async def test_metrics_of_a_data_set():
 
 async def test_data_sets_count_alike_in_the_mean_reward():
     bench = Bench(lambda prompt, sample: float(prompt == 0), sets={"short": 1, "long": 10})
-    metrics = await bench.evaluator.run()
+    metrics = await bench.evaluator.run(0)
     assert metrics["eval/short/reward/mean"] == 1.0
     assert metrics["eval/long/reward/mean"] == pytest.approx(0.1)
     assert metrics["eval/reward"] == pytest.approx(0.55)
@@ -109,7 +109,7 @@ async def test_samples_that_fail_are_counted_and_left_out():
     def rewards(prompt: int, sample: int) -> float | BaseException:
         return RewardError("cannot tell") if sample == 0 or prompt == 2 else float(prompt == 0)
 
-    metrics = await Bench(rewards, sets={"aime": 3}, n_samples=2).evaluator.run()
+    metrics = await Bench(rewards, sets={"aime": 3}, n_samples=2).evaluator.run(0)
     assert metrics["eval/aime/failed_samples"] == 4
     assert metrics["eval/aime/samples"] == 2
     assert metrics["eval/aime/reward/mean"] == metrics["eval/aime/pass@1"] == 0.5
@@ -119,7 +119,7 @@ async def test_samples_that_fail_are_counted_and_left_out():
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()])
 async def test_whatever_user_code_raises_costs_one_sample(error: BaseException):
     # covers: C6
-    metrics = await Bench(lambda prompt, sample: error if prompt == 0 else 1.0, sets={"aime": 3}).evaluator.run()
+    metrics = await Bench(lambda prompt, sample: error if prompt == 0 else 1.0, sets={"aime": 3}).evaluator.run(0)
     assert (metrics["eval/aime/failed_samples"], metrics["eval/aime/samples"]) == (1, 2)
 
 
@@ -134,7 +134,7 @@ async def test_an_outage_of_a_service_that_generation_needs_is_waited_for():
         return await generate(client, attempt, sample_index)
 
     bench.evaluator._generate = down_at_first
-    metrics = await bench.evaluator.run()
+    metrics = await bench.evaluator.run(0)
     assert (metrics["eval/aime/failed_samples"], metrics["eval/aime/samples"]) == (0, 3)
 
 
@@ -152,28 +152,28 @@ def test_an_evaluation_that_gets_stuck_is_given_up_and_an_outage_is_waited_for(o
         bench.evaluator._generate = never
         bench.services.paused_until = lambda: outage
         with pytest.raises(StalledError, match=r"none of its samples ended for 60 s \(--stall-timeout\)"):
-            await bench.evaluator.run()
+            await bench.evaluator.run(0)
         return asyncio.get_running_loop().time()
 
     assert run_in_virtual_time(story()) == pytest.approx(100.0 + max(0.0, outage - 100.0) + 60.0)
 
 
 async def test_when_all_fail_there_is_no_mean_reward_rather_than_zero():
-    metrics = await Bench(lambda prompt, sample: ValueError("broken"), sets={"aime": 3}).evaluator.run()
+    metrics = await Bench(lambda prompt, sample: ValueError("broken"), sets={"aime": 3}).evaluator.run(0)
     assert metrics == {"eval/aime/samples": 0, "eval/aime/failed_samples": 3}
 
 
 @pytest.mark.parametrize(("n_samples", "concurrency"), [(1, 4), (3, 4), (8, 4)])
 async def test_no_more_samples_are_in_flight_than_asked_for(n_samples: int, concurrency: int):
     bench = Bench(sets={"a": 20, "b": 20}, n_samples=n_samples, concurrency=concurrency, seconds=0.02)
-    await bench.evaluator.run()
+    await bench.evaluator.run(0)
     assert bench.most_in_flight == concurrency
     assert bench.finished == 40 * n_samples
 
 
 async def test_prompts_are_read_as_they_are_needed():
     bench = Bench(sets={"large": 200}, concurrency=4)
-    await bench.evaluator.run()
+    await bench.evaluator.run(0)
     assert bench.most_ahead <= 4 + 1
 
 
@@ -185,7 +185,7 @@ async def test_prompts_that_cannot_be_read_end_the_evaluation_with_their_error()
     bench = Bench(sets={})
     bench.evaluator._data_sets = {"a": broken}
     with pytest.raises(ExceptionGroup) as caught:
-        await bench.evaluator.run()
+        await bench.evaluator.run(0)
     assert caught.group_contains(OSError, match="the disk is gone")
 
 

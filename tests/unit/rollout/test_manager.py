@@ -52,7 +52,7 @@ class Evaluation:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    async def run(self) -> dict[str, float]:
+    async def run(self, step: int) -> dict[str, float]:
         self._parts.evaluating.set()
         try:
             return await asyncio.Future()
@@ -74,7 +74,7 @@ async def test_an_evaluation_ends_before_its_engines() -> None:
     # covers: C10
     parts = Parts()
     running = asyncio.create_task(parts.manager.run())
-    asked = asyncio.create_task(parts.manager.evaluate())  # whoever asked is not told to end: Ray cancels nothing
+    asked = asyncio.create_task(parts.manager.evaluate(0))  # whoever asked is not told to end: Ray cancels nothing
     await parts.evaluating.wait()
     await parts.manager.stop()
     await running

@@ -15,7 +15,7 @@ from miles_async.prompts.templates import ChatTemplate
 from miles_async.trajectory import tree
 from miles_async.trajectory.messages import canonical, is_echo
 from miles_async.trajectory.rendering import Renderer
-from miles_async.types import JsonObject
+from miles_async.types import JsonObject, TurnSpan
 from tests.fakes.chat_formats import TOOLS, chat_format
 from tests.fakes.episodes import Episode, Say
 from tests.fakes.reply_parsers import parse_glm, parse_llama3, parse_qwen, split_think
@@ -255,6 +255,21 @@ def test_edited_history_forks_at_the_last_turn_that_was_left_alone() -> None:
     assert "edited" in episode.chat.decode_all(other.tokens)
     assert sample.metadata["turns"] == 3
     assert sample.text == "f"  # the end of the episode, on whichever branch
+
+
+def test_a_sample_says_where_its_turns_are_and_which_carry_loss_elsewhere() -> None:
+    episode = Episode("qwen3")
+    first = episode.turn([user("a")], Say(text="b"))
+    second = episode.turn([user("c")], Say(text="d"))
+    episode.messages[-1] = {"role": "assistant", "content": "edited"}
+    third = episode.turn([user("e")], Say(text="f"))
+    sample = episode.trajectory.sample()
+    assert sample is not None
+    spans = [[TurnSpan(*span) for span in of_branch] for of_branch in sample.metadata["turn_spans"]]
+    assert [[span.elsewhere for span in of_branch] for of_branch in spans] == [[False, False], [True, False]]
+    for branch, of_branch, turns in zip(sample.branches, spans, [(first, second), (first, third)], strict=True):
+        sampled = [branch.tokens[span.start : span.end].tolist() for span in of_branch]
+        assert sampled == [turn.sampled.output_ids.tolist() for turn in turns]
 
 
 def test_a_branch_without_a_sampled_token_of_its_own_is_none() -> None:

@@ -129,11 +129,11 @@ class Rollout(FakeRollout):
         self.gpu.need("engines")
         return await super().next_batch(target_version)
 
-    async def evaluate(self) -> Mapping[str, float]:
+    async def evaluate(self, step: int) -> Mapping[str, float]:
         for _ in range(20):
             self.gpu.need("engines")
             await asyncio.sleep(0)
-        return await super().evaluate()
+        return await super().evaluate(step)
 
 
 class Checkpoints:

@@ -1,0 +1,92 @@
+"""The samples of one evaluation: written in parts as they come, so that memory doesn't grow with the data sets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from miles_async.samples.columns import FileNote, SampleRow
+from miles_async.samples.parquet_writer import FileWriter
+from miles_async.samples.rows import Place, TokenTexts, rows_of
+from miles_async.samples.store import SampleStore
+from miles_async.staleness.versions import group_of
+from miles_async.types import Attempt, Sample
+
+PART = 64
+"""Samples of a part; a part is a row group of the file."""
+
+_Evaluated = tuple[str, Attempt, int, Sample]
+
+
+class EvaluationSamples:
+    """Collects the samples of an evaluation. The file is there after :meth:`close`."""
+
+    def __init__(
+        self,
+        store: SampleStore,
+        texts: TokenTexts,
+        queue: Callable[[Callable[[], None]], None],
+        *,
+        step: int,
+        samples: int,
+    ) -> None:
+        """``queue``: does work in the recorder's thread. ``samples``: per prompt."""
+        self._store = store
+        self._texts = texts
+        self._queue = queue
+        self._step = step
+        self._samples = samples
+        self._waiting: list[_Evaluated] = []
+        self._prompts: set[int] = set()  # attempts
+        # In the thread:
+        self._file: FileWriter | None = None
+        self._written: set[int] = set()
+        self._skipped = False
+
+    def add(self, data_set: str, attempt: Attempt, index: int, sample: Sample) -> None:
+        """Queue a rewarded sample, number ``index`` of its prompt."""
+        self._prompts.add(attempt.attempt_id)
+        self._waiting.append((data_set, attempt, index, sample))
+        if len(self._waiting) >= PART:
+            self._flush()
+
+    def close(self, *, complete: bool) -> None:
+        """Complete the file. ``complete``: the evaluation went to its end."""
+        self._flush()
+        prompts = len(self._prompts)
+        self._queue(lambda: self._end(prompts, complete))
+
+    def _flush(self) -> None:
+        part, self._waiting = self._waiting, []
+        if part:
+            self._queue(lambda: self._write(part))
+
+    # ------------------------------------------------------------------------------------------------- in the thread
+    def _write(self, part: Sequence[_Evaluated]) -> None:
+        if self._file is None and not self._skipped:
+            if self._store.wants("eval", self._step):
+                self._file = self._store.open("eval", self._step)
+            else:
+                self._skipped = True
+        if self._file is None or self._skipped:
+            return
+        rows: list[SampleRow] = []
+        for data_set, attempt, index, sample in part:
+            place = Place(kind="eval", step=self._step, data_set=data_set, written_at=time.time())
+            group = group_of(attempt, [sample])
+            rows += rows_of(group, place, self._texts, first=index, samples=self._samples)
+            self._written.add(attempt.attempt_id)
+        self._file.add(rows)
+        self._skipped = self._file.size() > self._store.largest_file
+
+    def _end(self, prompts: int, complete: bool) -> None:
+        if self._file is None:
+            return
+        fewer = "the evaluation was interrupted" if not complete else None
+        if len(self._written) < prompts:
+            fewer = "an evaluation gets at most an eighth of --save-samples-gib"
+        note = FileNote(
+            kind="eval", step=self._step, groups=prompts, groups_written=len(self._written), why_fewer=fewer
+        )
+        file, self._file = self._file, None
+        self._store.complete(file, note)

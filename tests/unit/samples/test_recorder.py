@@ -1,0 +1,203 @@
+"""The recorder writes a share of every batch and all evaluations, and never ends or delays a run."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from miles_async.errors import DataError
+from miles_async.samples import recorder as recorder_module
+from miles_async.samples.files import PARTIAL
+from miles_async.samples.reader import read_note, read_rows, read_state, samples_files
+from miles_async.samples.recorder import SampleRecorder
+from miles_async.staleness.events import Ended, Finished
+from miles_async.staleness.ledger import Outcome
+from miles_async.train_data.batch import tabulate
+from miles_async.types import Attempt, Group, Prompt
+from tests.unit.samples.groups import decode, group, sample
+
+LIMIT = 1 << 30
+
+
+def start(run_dir: Path, *, groups: int = 2, limit: int = LIMIT) -> SampleRecorder:
+    return SampleRecorder(run_dir / "samples", groups=groups, limit_bytes=limit, decode=decode)
+
+
+def batch(recorder: SampleRecorder, step: int, groups: tuple[Group, ...]) -> None:
+    advantages = np.arange(sum(len(group.samples) for group in groups), dtype=np.float32)
+    recorder.batch(step, 9, groups, tabulate(groups, advantages))
+
+
+def eval_attempt(number: int) -> Attempt:
+    return Attempt(attempt_id=-number, prompt=Prompt(prompt_id=f"test:{number}", token_ids=(0, 1), text="t"), epoch=0)
+
+
+def test_a_share_of_a_batch_is_written_with_its_advantages(tmp_path: Path) -> None:
+    groups = tuple(group(number, sample("a"), sample("b")) for number in range(6))
+    recorder = start(tmp_path)
+    batch(recorder, 3, groups)
+    recorder.finish()
+    (file,) = samples_files(tmp_path)
+    rows, note = read_rows(file.path), read_note(file.path)
+    assert (file.kind, file.step, len(rows)) == ("train", 3, 4)
+    assert [row.advantage for row in rows] == [2.0 * row.attempt_id + row.sample for row in rows]
+    assert (note.groups, note.groups_written, note.why_fewer) == (6, 2, "--save-samples 2")
+
+
+def test_steps_take_different_groups_and_a_small_batch_is_written_whole(tmp_path: Path) -> None:
+    groups = tuple(group(number) for number in range(20))
+    recorder = start(tmp_path)
+    for step in range(1, 9):
+        batch(recorder, step, groups)
+    batch(recorder, 9, groups[:1])
+    recorder.finish()
+    *many, small = [[row.attempt_id for row in read_rows(file.path)] for file in samples_files(tmp_path)]
+    assert len({attempt for step in many for attempt in step}) > 8
+    assert small == [0]
+    assert read_note(samples_files(tmp_path)[-1].path).why_fewer is None
+
+
+def test_groups_that_were_filtered_are_in_the_next_file_with_the_reason(tmp_path: Path) -> None:
+    recorder = start(tmp_path, groups=1)
+    for number in (4, 5):  # one is enough
+        recorder.note(Finished(group(number)))
+        recorder.note(Ended(number, Outcome.FILTERED, "all rewards are equal"))
+    recorder.note(Finished(group(6)))
+    recorder.note(Ended(7, Outcome.FILTERED, "of another attempt"))
+    batch(recorder, 1, (group(8),))
+    batch(recorder, 2, (group(9),))
+    recorder.finish()
+    found = [[(row.attempt_id, row.filtered) for row in read_rows(file.path)] for file in samples_files(tmp_path)]
+    assert found == [[(4, "all rewards are equal"), (8, None)], [(9, None)]]
+
+
+def test_an_evaluation_is_one_file_with_all_data_sets(tmp_path: Path) -> None:
+    recorder = start(tmp_path)
+    evaluation = recorder.evaluation(20, 2)
+    for number in range(1, 101):
+        for index in (1, 0):
+            evaluation.add("aime" if number % 2 else "gsm", eval_attempt(number), index, sample(f"{number}"))
+    evaluation.close(complete=True)
+    recorder.finish()
+    (file,) = samples_files(tmp_path)
+    rows, note = read_rows(file.path), read_note(file.path)
+    assert [(row.attempt_id, row.sample) for row in rows] == [(-n, i) for n in range(1, 101) for i in (0, 1)]
+    assert {(row.kind, row.step, row.samples, row.age) for row in rows} == {("eval", 20, 2, None)}
+    assert {row.data_set for row in rows} == {"aime", "gsm"}
+    assert (note.groups, note.groups_written, note.why_fewer) == (100, 100, None)
+
+
+def test_an_interrupted_evaluation_is_readable_and_says_so(tmp_path: Path) -> None:
+    recorder = start(tmp_path)
+    evaluation = recorder.evaluation(20, 1)
+    evaluation.add("aime", eval_attempt(1), 0, sample())
+    evaluation.close(complete=False)
+    recorder.finish()
+    assert read_note(samples_files(tmp_path)[0].path).why_fewer == "the evaluation was interrupted"
+
+
+def test_an_evaluation_gets_an_eighth_of_the_limit(tmp_path: Path) -> None:
+    recorder = start(tmp_path, limit=400_000)
+    evaluation = recorder.evaluation(20, 1)
+    for number in range(1, 1001):
+        evaluation.add("aime", eval_attempt(number), 0, sample())
+    evaluation.close(complete=True)
+    recorder.finish()
+    note = read_note(samples_files(tmp_path)[0].path)
+    assert 0 < note.groups_written < note.groups == 1000
+    assert note.why_fewer is not None
+    assert "eighth" in note.why_fewer
+
+
+def test_at_the_limit_every_second_step_goes_and_the_whole_run_stays_covered(tmp_path: Path) -> None:
+    recorder = start(tmp_path)
+    batch(recorder, 1, (group(1),))
+    recorder.finish()
+    size = samples_files(tmp_path)[0].path.stat().st_size
+    recorder = start(tmp_path / "small", limit=5 * size)
+    for step in range(1, 33):
+        batch(recorder, step, (group(1),))
+    recorder.finish()
+    state = read_state(tmp_path / "small")
+    assert state is not None
+    assert [file.step for file in samples_files(tmp_path / "small")] == [1, 9, 17, 25]
+    assert (state.train_every, state.eval_every) == (8, 1)
+    assert state.bytes <= state.limit_bytes
+
+
+def test_a_disk_that_cannot_be_written_is_one_warning_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text("in the way")
+    recorder = start(tmp_path)
+    with capture_logs() as logs:
+        for step in range(1, 4):
+            batch(recorder, step, (group(step),))
+        recorder.finish()
+    assert [entry["log_level"] for entry in logs].count("warning") == 1
+
+
+def test_a_disk_that_fills_leaves_readable_files_and_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = start(tmp_path)
+    batch(recorder, 1, (group(1),))
+    recorder.finish()
+    recorder = start(tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("miles_async.samples.parquet_writer.FileWriter.close", full)
+    batch(recorder, 2, (group(2),))
+    recorder.finish()
+    assert [file.step for file in samples_files(tmp_path)] == [1]
+    state = read_state(tmp_path)
+    assert state is not None
+    assert "No space left" in (state.stopped or "")
+    assert not list((tmp_path / "samples").glob(f"*{PARTIAL}"))
+
+
+def test_one_batch_that_cannot_be_shown_does_not_stop_the_others(tmp_path: Path) -> None:
+    recorder = start(tmp_path)
+    batch(recorder, 1, (group(1, sample(metadata={"turn_spans": [[[0]]]})),))  # not what a Generate may return
+    batch(recorder, 2, (group(2),))
+    recorder.finish()
+    assert [file.step for file in samples_files(tmp_path)] == [2]
+
+
+def test_a_slow_disk_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "CAPACITY", 2)
+    recorder, gate = start(tmp_path), threading.Event()
+
+    def slow() -> None:
+        gate.wait(10)
+
+    recorder.queue(slow)
+    for step in range(1, 30):
+        batch(recorder, step, (group(step),))
+    gate.set()
+    recorder.finish()
+    state = read_state(tmp_path)
+    assert state is not None
+    assert state.dropped + len(samples_files(tmp_path)) == 29
+    assert state.dropped > 20
+
+
+def test_a_step_that_is_trained_again_replaces_its_file(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        recorder = start(tmp_path)
+        batch(recorder, 5, (group(attempt),))
+        recorder.finish()
+    (file,) = samples_files(tmp_path)
+    assert [row.attempt_id for row in read_rows(file.path)] == [2]
+
+
+def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
+    recorder = start(tmp_path)
+    recorder.finish()
+    batch(recorder, 1, (group(1),))
+    recorder.finish()
+    assert samples_files(tmp_path) == []
+    with pytest.raises(DataError):
+        read_rows(tmp_path / "samples" / "train-00000001.parquet")
