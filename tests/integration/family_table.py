@@ -49,6 +49,8 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "cp2-ep2": ("qwen3-moe", "deepseek-v3"),
     "ep2": MIXTURES,
     "pp2-ep2": MIXTURES,
+    "etp2": ("qwen3-moe", "deepseek-v3"),
+    "tp2-etp1": ("qwen3-moe", "glm4-moe", "gpt-oss", "deepseek-v3"),
     "ep2-etp2": ("qwen3-moe", "deepseek-v3"),
     "tp2-ep2": (*MIXTURES, "kimi-k2"),
     "tp2-ep2-etp2": ("qwen3-moe", "glm4-moe", "glm4-moe-lite", "minimax-m2", "deepseek-v3", "moonlight"),
@@ -75,6 +77,7 @@ EVERY_DAY: dict[str, tuple[str, ...]] = {
     "dp2-cp2": ("qwen3-moe",),
     "cp2-ep2": ("deepseek-v3",),
     "ep2": ("qwen3-moe", "gpt-oss"),
+    "tp2-etp1": ("qwen3-moe",),
     "tp2-ep2": ("deepseek-v3",),
     "tp2-ep2-etp2": ("glm4-moe",),
 }

@@ -68,6 +68,8 @@ LAYOUTS = {
     "cp2-ep2": Layout(world_size=4, context=2, expert=2),
     "ep2": Layout(world_size=2, expert=2, micro_batches=2),
     "pp2-ep2": Layout(world_size=4, pipeline=2, expert=2, micro_batches=2),
+    "etp2": Layout(world_size=2, expert_tensor=2),
+    "tp2-etp1": Layout(world_size=2, tensor=2, expert_tensor=1),
     "ep2-etp2": Layout(world_size=4, expert=2, expert_tensor=2),
     "tp2-ep2": Layout(world_size=2, tensor=2, expert=2, expert_tensor=1),
     "tp2-ep2-etp2": Layout(world_size=4, tensor=2, expert=2, expert_tensor=2, micro_batches=2),

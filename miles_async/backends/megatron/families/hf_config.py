@@ -126,12 +126,6 @@ def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: 
             f"0.6 splits experts of model_type {config['model_type']!r} in the wrong places; use 1, with "
             "--expert-model-parallel-size"
         )
-    if expert == 1 and expert_tensor != model.tensor_model_parallel_size:  # measured: loss and export are right
-        raise ConfigurationError(
-            f"--expert-tensor-parallel-size {expert_tensor} other than --tensor-model-parallel-size "
-            f"{model.tensor_model_parallel_size} with --expert-model-parallel-size 1: gradients would be wrong "
-            "(megatron-core 0.16); make them equal, or split experts over ranks as well"
-        )
     if world_size % (expert_tensor * expert * model.pipeline_model_parallel_size):
         raise ConfigurationError(
             f"{world_size} trainer ranks are not a multiple of --expert-tensor-parallel-size {expert_tensor} × "
@@ -141,7 +135,7 @@ def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: 
     if model.lora_rank and expert_tensor > 1 and set(MLP) & set(target_layers(model.target_modules)):
         raise ConfigurationError(
             f"--lora-rank with --expert-tensor-parallel-size {expert_tensor}: gradients of the experts' adapters would "
-            "be wrong (megatron-bridge 0.3); give --expert-tensor-parallel-size 1 with --expert-model-parallel-size, "
+            "be wrong (megatron-bridge 0.6); give --expert-tensor-parallel-size 1 with --expert-model-parallel-size, "
             "or --target-modules without linear_fc1 and linear_fc2"
         )
     if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:

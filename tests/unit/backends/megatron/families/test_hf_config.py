@@ -170,7 +170,7 @@ MIXTURE = MOE | {"moe_intermediate_size": 6}
         (MIXTURE, {"expert_model_parallel_size": 3}, 3, "--expert-model-parallel-size 3 does not divide 4 experts"),
         (MIXTURE, {"expert_tensor_parallel_size": 4}, 4, "does not divide moe_intermediate_size 6"),
         (MIXTURE, {"expert_model_parallel_size": 2}, 3, "3 trainer ranks"),
-        (MIXTURE, {"expert_tensor_parallel_size": 2}, 2, "2 other than --tensor-model-parallel-size 1 with"),
+        (MIXTURE, {"expert_tensor_parallel_size": 2}, 3, "3 trainer ranks"),
         (MIXTURE, {"tensor_model_parallel_size": 2, "sequence_parallel": False}, 2, "--no-sequence-parallel"),
         (GPT_OSS, {"tensor_model_parallel_size": 2}, 2, "splits experts of model_type 'gpt_oss' in the wrong places"),
         (GPT_OSS, {"lora_rank": 4}, 1, "--lora-rank: adapters of model_type 'gpt_oss'"),
