@@ -36,7 +36,7 @@ def read(body: bytes, around: Surroundings) -> Exchange:
         if request.store is not False:
             history[response_id] = Kept(messages=[*conversation, as_sent(turn.reply)])
 
-    answer = _Answer(request, response_id, int(time.time()), request.free_text_tools, keep)
+    answer = _Answer(request, response_id, int(time.time()), request.free_text_tools, request.namespaces, keep)
     return Exchange(
         turn=request.turn(conversation, around.variables),
         answer=answer.whole,
@@ -52,6 +52,7 @@ class _Answer:
     response_id: str
     created: int  # seconds since 1970
     free_text_tools: frozenset[str]
+    namespaces: dict[str, str]  # by names of tools
     keep: Callable[[Turn], None]  # for requests that continue it
 
     def whole(self, turns: Sequence[Turn]) -> JsonObject:
@@ -108,6 +109,8 @@ class _Answer:
         call = {"id": self._id(f"fc{part.number}"), "call_id": part.call["id"], "name": name, "status": status}
         if name in self.free_text_tools:
             return {**call, "type": "custom_tool_call", "input": text if done else ""}
+        if name in self.namespaces:
+            call["namespace"] = self.namespaces[name]
         return {**call, "type": "function_call", "arguments": text if done else ""}
 
     def written(self, call: JsonObject) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -57,13 +57,31 @@ class ResponsesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def functions(self) -> list[JsonObject]:
-        """Tools, as chat completions have them. Raises TrajectoryError."""
-        return [_function(tool) for tool in self.tools or []]
+        """Tools, those of namespaces too, as chat completions have them. Raises TrajectoryError."""
+        functions = [_function(tool) for tool, _ in self._each_tool()]
+        names = [function["function"]["name"] for function in functions]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise TrajectoryError(f"tools: expected one of each name, found several {', '.join(sorted(twice))}")
+        return functions
+
+    @property
+    def namespaces(self) -> dict[str, str]:
+        """Namespaces by names of tools in them."""
+        return {str(tool.get("name")): namespace for tool, namespace in self._each_tool() if namespace}
 
     @property
     def free_text_tools(self) -> frozenset[str]:
         """Names of custom tools."""
-        return frozenset(str(tool.get("name")) for tool in self.tools or [] if tool.get("type") == "custom")
+        return frozenset(str(tool.get("name")) for tool, _ in self._each_tool() if tool.get("type") == "custom")
+
+    def _each_tool(self) -> Iterator[tuple[JsonObject, str]]:
+        """Yield (tool, its namespace or ""). Raises TrajectoryError."""
+        for tool in self.tools or []:
+            match tool:
+                case {"type": "namespace", "name": str(namespace), "tools": list(tools)}:
+                    yield from ((each, namespace) for each in tools if isinstance(each, Mapping))
+                case _:
+                    yield tool, ""
 
     def conversation(self, before: Sequence[JsonObject]) -> list[JsonObject]:
         """Messages in the form of chat completions, without the instructions. Raises TrajectoryError.

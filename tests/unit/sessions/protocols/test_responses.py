@@ -135,6 +135,22 @@ async def test_calls_of_custom_tools_have_a_text(stream: bool) -> None:
     assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_of_a_namespace_are_called_by_their_names(stream: bool) -> None:
+    model = ScriptedModel(says(CALL, "68"))
+    offered = [{"type": "namespace", "name": "web", "description": "Pages.", "tools": TOOLS}]
+    async with agent_of(model) as agent:
+        first = await (streamed if stream else Agent.respond)(agent, QUESTION, tools=offered)
+        (call,) = first.output
+        assert (call.type, call.name, call.to_dict()["namespace"]) == ("function_call", "search", "web")
+        await agent.respond(QUESTION, call.to_dict(), output(call, "68"), tools=offered)
+        with pytest.raises(openai.BadRequestError, match="several open_page, search"):
+            await agent.respond(QUESTION, tools=[*offered, *TOOLS])
+        sample = (await agent.collect()).sample
+    assert model.requests[0] == [*CHAT.encode([QUESTION], CHAT_TOOLS)]
+    assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
+
+
 async def test_why_a_response_is_incomplete() -> None:
     async with agent_of(ScriptedModel(says("one two three four five"))) as agent:
         response = await agent.respond(QUESTION, max_output_tokens=2)
