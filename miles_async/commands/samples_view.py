@@ -16,6 +16,7 @@ from miles_async.samples.files import SamplesState
 
 NONE = "–"
 WIDTH = 120  # columns, where the output is no terminal
+TOKENS_WIDTH = 150  # columns that all figures of a token need
 RESPONSE_SHOWN = 2000  # characters of a response in a table's row before the terminal's width cuts it
 
 
@@ -64,8 +65,9 @@ def token_table(row: SampleRow) -> str:
     table.add_column("token", no_wrap=True, overflow="ellipsis")
     for index, (age, version) in enumerate(zip(row.ages(), row.weight_versions, strict=True)):
         loss = row.mask_reasons[index] == LOSS
+        known = loss and row.oldest_version is not None  # examples have no engine
         cells = [f"{index}", f"{row.tokens[index]}", NONE if version < 0 else f"{version}"]
-        cells += [NONE if age is None else f"{age}", _number(row.rollout_logprobs[index] if loss else None)]
+        cells += [NONE if age is None else f"{age}", _number(row.rollout_logprobs[index] if known else None)]
         cells += [_number(values[index] if loss else None) for values in shown.values()]
         if (trainer := row.trainer_logprobs) is not None:
             cells.append(_number(trainer[index] - row.rollout_logprobs[index] if loss else None))
@@ -98,7 +100,8 @@ def _facts(row: SampleRow) -> Iterator[str]:
     versions = f"versions {row.oldest_version} to {row.newest_version}, trained from {row.target_version}"
     age = "" if row.age is None else f", age {row.age}"
     yield f"{row.prompt_length} + {row.length} tokens, {row.loss_tokens} with loss; ended by {row.finish_reason}"
-    yield versions + age if row.target_version is not None else versions.partition(",")[0]
+    if row.oldest_version is not None:
+        yield versions + age if row.target_version is not None else versions.partition(",")[0]
     if row.filtered is not None:
         yield escaped(f"not trained: {row.filtered}")
     if seconds := [turn.seconds for turn in row.turns if turn.seconds is not None]:
@@ -125,7 +128,9 @@ def _number(value: float | None) -> str:
 
 
 def _printed(table: Table, *, wide: bool = False) -> str:
-    console = Console(width=None if Console().is_terminal and not wide else WIDTH)
+    terminal = Console()
+    width = terminal.width if terminal.is_terminal else WIDTH
+    console = Console(width=max(width, TOKENS_WIDTH) if wide else width)
     with console.capture() as capture:
         console.print(table)
     return capture.get()

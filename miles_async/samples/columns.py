@@ -26,12 +26,14 @@ Kind = Literal["train", "eval"]
 MASK_REASONS = (
     "carries loss",
     "prompt",
-    "not sampled: a message, a tool's result, the chat template",
-    "carries loss in another branch of the sample",
-    "the grammar allowed no other token",
+    "message or template",
+    "loss in another branch",
+    "forced by the grammar",
     "sampled, without loss",
 )
-"""What the numbers in ``SampleRow.mask_reasons`` mean; 0 where ``loss_mask`` is 1."""
+"""What the numbers in ``SampleRow.mask_reasons`` mean; 0 where ``loss_mask`` is 1. "Message or template": no model
+sampled it; a tool's result, for one. "Forced by the grammar": no other token was allowed.
+"""
 LOSS, PROMPT, NOT_SAMPLED, OTHER_BRANCH, FORCED, SAMPLED = range(len(MASK_REASONS))
 
 

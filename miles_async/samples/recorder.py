@@ -18,7 +18,7 @@ import structlog
 
 from miles_async.samples.columns import FileNote, SampleRow
 from miles_async.samples.evaluation import EvaluationSamples
-from miles_async.samples.rows import Decode, Place, TokenTexts, rows_of
+from miles_async.samples.rows import Decode, Place, TokenTexts, rows_of, without_sampling
 from miles_async.samples.store import SampleStore
 from miles_async.staleness.events import Ended, Finished, PoolEvent
 from miles_async.staleness.ledger import Outcome
@@ -36,8 +36,11 @@ FINISH_SECONDS = 10.0
 class SampleRecorder:
     """Writes ``groups`` groups of each batch, as many filtered ones, and evaluations."""
 
-    def __init__(self, directory: Path, *, groups: int, limit_bytes: int, decode: Decode) -> None:
-        """``directory``: made with the first file. ``decode``: called in the thread, on single tokens too."""
+    def __init__(self, directory: Path, *, groups: int, limit_bytes: int, decode: Decode, sampled: bool = True) -> None:
+        """``directory``: made with the first file. ``decode``: called in the thread, on single tokens too. ``sampled``:
+        batches are of samples, and not of examples without rewards, versions and advantages.
+        """
+        self._sampled = sampled
         self._groups = groups
         self._texts = TokenTexts(decode=decode)
         self._store = SampleStore(directory, limit_bytes=limit_bytes)
@@ -118,7 +121,10 @@ class SampleRecorder:
         rows: list[SampleRow] = []
         for index in chosen:
             place = Place(kind="train", step=step, target_version=target_version, written_at=written_at)
-            rows += rows_of(groups[index], place, self._texts, advantages=_advantages(table, index))
+            if self._sampled:
+                rows += rows_of(groups[index], place, self._texts, advantages=_advantages(table, index))
+            else:
+                rows += map(without_sampling, rows_of(groups[index], place, self._texts))
         for group, reason in filtered:
             place = Place(kind="train", step=step, filtered=reason or "filtered", written_at=written_at)
             rows += rows_of(group, place, self._texts)

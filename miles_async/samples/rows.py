@@ -19,7 +19,7 @@ from miles_async.samples.columns import (
     SampleRow,
     Turn,
 )
-from miles_async.types import Branch, Float32, Group, Int32, JsonObject, Label, Sample, TurnSpan, UInt8
+from miles_async.types import NO_VERSION, Branch, Float32, Group, Int32, JsonObject, Label, Sample, TurnSpan, UInt8
 
 OWN_COLUMNS = ("messages", "metrics", "turn_spans")
 """Keys of a sample's metadata that become columns."""
@@ -81,6 +81,13 @@ def rows_of(
                 "branch": number,
             }
             yield msgspec.convert(fields, SampleRow)
+
+
+def without_sampling(row: SampleRow) -> SampleRow:
+    """The row of an example of supervised training: what stands for a reward, versions and log-probs says nothing."""
+    unknown = dict.fromkeys(("reward", "target_version", "oldest_version", "newest_version", "age"))
+    versions = [NO_VERSION] * len(row.tokens)
+    return msgspec.structs.replace(row, **unknown, weight_versions=versions, turns=[])
 
 
 def _of_group(group: Group, place: Place, samples: int) -> dict[str, object]:

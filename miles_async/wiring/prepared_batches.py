@@ -49,7 +49,7 @@ class SupervisedBatches:
         """Raises ConfigurationError, DataError."""
         self._source = example_source(arguments)
         self._count = arguments.rollout.rollout_batch_size
-        self._samples = sample_recorder(arguments.observability, self._source.template)
+        self._samples = sample_recorder(arguments.observability, self._source.template, sampled=False)
         show = self._samples.batch if self._samples else None
         self._maker = make_batches(arguments, quadratic_work=quadratic_work_of(arguments), show=show)
         self._taken = 0

@@ -8,8 +8,10 @@ from miles_async.samples.files import DIRECTORY
 from miles_async.samples.recorder import SampleRecorder
 
 
-def sample_recorder(arguments: ObservabilityArguments, template: ChatTemplate) -> SampleRecorder | None:
-    """Start the recorder; None with ``--save-samples 0``."""
+def sample_recorder(
+    arguments: ObservabilityArguments, template: ChatTemplate, *, sampled: bool = True
+) -> SampleRecorder | None:
+    """Start the recorder; None with ``--save-samples 0``. ``sampled``: see there."""
     if not arguments.save_samples:
         return None
     return SampleRecorder(
@@ -17,4 +19,5 @@ def sample_recorder(arguments: ObservabilityArguments, template: ChatTemplate) -
         groups=arguments.save_samples,
         limit_bytes=int(arguments.save_samples_gib * 2**30),
         decode=template.decode_all,
+        sampled=sampled,
     )

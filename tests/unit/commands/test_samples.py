@@ -150,3 +150,12 @@ def test_what_the_limit_on_size_and_the_disk_left_out_is_said(run_dir: Path) -> 
     assert "train: one step of 4 is kept, as all took more than 2 GiB" in text
     assert "3 batches" in text
     assert "No space left" in text
+
+
+def test_no_figure_of_a_token_is_cut(tmp_path: Path) -> None:
+    reasons = [1, 2, 0, 0, 3]
+    write(tmp_path, [row(mask_reasons=reasons, rollout_logprobs=[0.0, 0.0, -1.597e-05, -9.025e-07, 0.0])])
+    text = shown(tmp_path, "--show", "1", "--tokens")
+    assert "-1.597e-05" in text
+    assert "message or template" in text
+    assert "…" not in text

@@ -201,3 +201,13 @@ def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
     assert samples_files(tmp_path) == []
     with pytest.raises(DataError):
         read_rows(tmp_path / "samples" / "train-00000001.parquet")
+
+
+def test_examples_have_no_reward_no_version_and_no_age(tmp_path: Path) -> None:
+    recorder = SampleRecorder(tmp_path / "samples", groups=2, limit_bytes=LIMIT, decode=decode, sampled=False)
+    batch(recorder, 1, (group(1, sample(reward=0.0)),))
+    recorder.finish()
+    (row,) = read_rows(samples_files(tmp_path)[0].path)
+    assert (row.reward, row.age, row.oldest_version, row.advantages) == (None, None, None, None)
+    assert row.ages() == [None] * 4
+    assert row.mask_reasons == [1, 1, 0, 0]
