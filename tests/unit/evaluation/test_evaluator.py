@@ -9,13 +9,16 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
 from miles_async.errors import RewardError, StalledError
-from miles_async.evaluation.evaluator import Evaluator
+from miles_async.evaluation.evaluator import Evaluator, Record
 from miles_async.evaluation.totals import Outcome, Totals, pass_at_k
 from miles_async.runtime.services import Circuit, Services
+from miles_async.samples.reader import read_note, read_rows, samples_files
+from miles_async.samples.recorder import SampleRecorder
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.types import Attempt, Prompt, Sample
 from tests.property.builders import make_sample
@@ -32,6 +35,7 @@ class Bench:
         n_samples: int = 1,
         concurrency: int = 8,
         seconds: float = 0.0,
+        record: Record | None = None,
     ) -> None:
         self.rewards, self.seconds, self.services = rewards, seconds, Services()
         self.taken = self.in_flight = self.most_in_flight = self.finished = self.most_ahead = 0
@@ -46,6 +50,7 @@ class Bench:
             service=Circuit("generation"),
             services=self.services,
             stall_timeout=60.0,
+            record=record,
         )
 
     def prompts(self, count: int) -> Iterator[Prompt]:
@@ -187,6 +192,42 @@ async def test_prompts_that_cannot_be_read_end_the_evaluation_with_their_error()
     with pytest.raises(ExceptionGroup) as caught:
         await bench.evaluator.run(0)
     assert caught.group_contains(OSError, match="the disk is gone")
+
+
+# ------------------------------------------------------------------------------------------------------------ samples
+def recorder_in(run_dir: Path) -> SampleRecorder:
+    return SampleRecorder(run_dir / "samples", groups=1, limit_bytes=1 << 30, decode=lambda tokens: "x" * len(tokens))
+
+
+async def test_samples_are_recorded_with_data_set_step_and_reward_and_failed_ones_left_out(tmp_path: Path):
+    recorder = recorder_in(tmp_path)
+    rewards = lambda prompt, sample: RewardError("no") if sample else float(prompt)  # noqa: E731
+    await Bench(rewards, sets={"aime": 2, "gsm": 1}, n_samples=2, record=recorder.evaluation).evaluator.run(20)
+    recorder.finish()
+    (file,) = samples_files(tmp_path)
+    rows = read_rows(file.path)
+    assert (file.kind, file.step) == ("eval", 20)
+    assert [(row.data_set, row.prompt_id, row.sample, row.samples, row.reward) for row in rows] == [
+        ("aime", "0", 0, 2, 0.0),
+        ("aime", "1", 0, 2, 1.0),
+        ("gsm", "0", 0, 2, 0.0),
+    ]
+    assert read_note(file.path).why_fewer is None
+
+
+async def test_samples_of_an_evaluation_that_is_cancelled_are_kept(tmp_path: Path):
+    recorder = recorder_in(tmp_path)
+    bench = Bench(sets={"aime": 9}, concurrency=1, seconds=0.01, record=recorder.evaluation)
+    task = asyncio.create_task(bench.evaluator.run(20))
+    while not bench.finished:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.001)
+    task.cancel()
+    await asyncio.wait([task])
+    recorder.finish()
+    (file,) = samples_files(tmp_path)
+    assert read_note(file.path).why_fewer == "the evaluation was interrupted"
+    assert 0 < len(read_rows(file.path)) < 9
 
 
 # ------------------------------------------------------------------------------------------------------------- pass@k
