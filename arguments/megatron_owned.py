@@ -28,7 +28,7 @@ PREFIXES: Mapping[str, str] = {
     "fsdp_": _FSDP,
     "linear_": _SHAPE,
     "mamba_": _SHAPE,
-    "dsa_": _SHAPE,
+    "dsa_indexer_": _SHAPE,
     "window_": _SHAPE,
     "rope_": _SHAPE,
     "rotary_": _SHAPE,

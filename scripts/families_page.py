@@ -46,7 +46,9 @@ all of the following with transformers and plain PyTorch in this layout, on CPU 
 so many tensor-parallel ranks, and compares every element that the server holds.
 
 The layers are from `miles_async/backends/megatron/host/spec.py`, on CPU. Transformer Engine's, which GPUs use, were
-not compared. Gemma 2 and 3 have the host layers on GPUs too: nothing of Transformer Engine computes the same.
+not compared. Engines of `deepseek_v32` and `glm_moe_dsa` need GPUs, as SGLang 0.5.23 chooses the tokens of sparse
+attention with kernels for GPUs only; nothing was published to one. Gemma 2 and 3 have the host layers on GPUs too:
+nothing of Transformer Engine computes the same.
 """
 
 FOOTER = """

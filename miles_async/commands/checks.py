@@ -72,7 +72,8 @@ def wandb_findings(observability: ObservabilityArguments) -> Iterator[Finding]:
 
 def model_problems(arguments: Arguments) -> Iterator[str]:
     """Yield why the model cannot be trained or split as asked; for the backend that comes with the project."""
-    from miles_async.backends.megatron.families.hf_config import check_layout, check_model, read_config
+    from miles_async.backends.megatron.families.hf_config import check_layout, check_model, family_of, read_config
+    from miles_async.runtime.device import choose_device
 
     model = arguments.model
     others = (arguments.algorithm.ref_hf_checkpoint, arguments.critic.critic_hf_checkpoint)
@@ -82,6 +83,9 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
         config = read_config(model.hf_checkpoint)
         check_model(config, model.hf_checkpoint)
         check_layout(config, model, arguments.cluster.trainer_world_size)
+        reason = family_of(config).gpu_engines
+        if reason and choose_device(arguments.cluster.device) == "cpu":
+            yield f"--device cpu: engines cannot serve model_type {config['model_type']!r}: {reason}; use --device cuda"
         for other in others:
             if other is not None:
                 check_model(read_config(other), other)

@@ -10,6 +10,7 @@ from tests.integration.tiny_models import FAMILIES
 DENSE = ("llama", "qwen2", "qwen3", "qwen3-tied", "gemma")
 MIXTURES = (
     "qwen3-moe", "olmoe", "gpt-oss", "glm4-moe", "glm4-moe-lite", "minimax-m2", "deepseek-v3", "moonlight",
+    "deepseek-v32", "glm5",
 )  # fmt: skip
 EVERYWHERE = tuple(name for name in FAMILIES if name != "kimi-k2")  # which differs from deepseek-v3 in its config only
 

@@ -69,6 +69,8 @@ _LATENT = {
     "head_dim": 8,
     "v_head_dim": 24,
 }
+# With few heads, scores of several tokens are 0: which of them are chosen is left to chance.
+_INDEXED = {"n_group": 1, "topk_group": 1, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 16}
 
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", _DENSE | {"rope_parameters": _LLAMA3_ROPE, "max_position_embeddings": 16384}),
@@ -129,6 +131,14 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         | {"intermediate_size": 48, "num_local_experts": 12, "num_experts_per_tok": 2, "sliding_window": 6}
         | {"rope_parameters": _YARN_OF_GPT_OSS, "swiglu_limit": 0.2},
     ),
+    "deepseek-v32": ("DeepseekV32", _SIGMOID_ROUTED | _LATENT | _INDEXED | {"rope_parameters": _YARN}),
+    "glm5": (
+        "GlmMoeDsa",
+        _SIGMOID_ROUTED
+        | _LATENT
+        | _INDEXED
+        | {"n_shared_experts": 1, "rms_norm_eps": 1e-6, "indexer_rope_interleave": True},
+    ),
     "moonlight": ("DeepseekV3", _SIGMOID_ROUTED | _LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "kimi-k2": (
         "DeepseekV3",
@@ -139,7 +149,12 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
-MODEL_TYPES = {"qwen3-tied": "qwen3", "gemma3": "gemma3_text", "moonlight": "deepseek_v3"}  # where names differ
+MODEL_TYPES = {
+    "qwen3-tied": "qwen3",
+    "gemma3": "gemma3_text",
+    "moonlight": "deepseek_v3",
+    "glm5": "glm_moe_dsa",
+}  # where names differ
 
 
 def model_type(family: str) -> str:

@@ -54,6 +54,11 @@ def test_other_names_of_megatron_s_command_line() -> None:
     assert settings("--no-rope-fusion").provider == {"apply_rope_fusion": False}
 
 
+def test_kernels_of_sparse_attention_can_be_chosen_and_its_shape_cannot() -> None:
+    assert settings("--megatron-dsa-kernel-backend", "cudnn").provider == {"dsa_kernel_backend": "cudnn"}
+    assert "the model is built by config.json" in refusal("--megatron-dsa-indexer-topk", "64")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -197,6 +197,8 @@ def _problems(config: JsonObject) -> Iterator[str]:
     yield from _layer_problems(config, family)
     if kind == "minimax_m2":
         yield from _minimax_problems(config)
+    if kind == "glm_moe_dsa":
+        yield from _indexer_problems(config)
 
 
 def _minimax_problems(config: JsonObject) -> Iterator[str]:
@@ -208,6 +210,13 @@ def _minimax_problems(config: JsonObject) -> Iterator[str]:
     for name, value in expected.items():
         if config.get(name) != value:
             yield f"{name}: expected {json.dumps(value)}, without which engines would compute something else"
+
+
+def _indexer_problems(config: JsonObject) -> Iterator[str]:
+    if config.get("indexer_rope_interleave") is not True:
+        yield "indexer_rope_interleave: expected true, with which transformers rotates the indexer's keys"
+    if (config.get("index_topk_freq") or 1) != 1 or "shared" in (config.get("indexer_types") or ()):
+        yield "index_topk_freq or indexer_types: layers that take the tokens of another layer were not compared"
 
 
 def _layer_problems(config: JsonObject, family: Family) -> Iterator[str]:
@@ -271,7 +280,7 @@ def _expert_problems(config: JsonObject, kind: str, family: Family) -> Iterator[
     if not num_experts(config):
         return
     # transformers leaves norm_topk_prob out of config.json when it has its default: False for qwen*_moe.
-    normalized = config.get("norm_topk_prob", "moe" not in kind or kind.startswith("glm4_moe"))
+    normalized = config.get("norm_topk_prob", "moe" not in kind or kind.startswith("glm"))
     if not normalized and not family.unscaled_router:
         yield "norm_topk_prob false: router weights would be normalised all the same"
     if config.get("decoder_sparse_step", 1) != 1:

@@ -26,8 +26,11 @@ class Family:
     whole_experts: bool = False  # no tensor parallelism inside of an expert
     adapters: bool = True  # trained with --lora-rank
     ahead: bool = False  # its layers for multi-token prediction are trained with --enable-mtp-training
+    gpu_engines: str = ""  # why engines cannot serve it on a CPU
     host_layers: bool = False  # on every device: Transformer Engine's compute something else, or fail
 
+
+_INDEXER = "SGLang 0.5.23 chooses the tokens of sparse attention with kernels for GPUs only"
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
@@ -56,6 +59,8 @@ FAMILIES: Mapping[str, Family] = {
         untied_only=True,
     ),
     "deepseek_v3": Family(yarn=True, ahead=True),
+    "deepseek_v32": Family(yarn=True, adapters=False, gpu_engines=_INDEXER),
+    "glm_moe_dsa": Family(adapters=False, gpu_engines=_INDEXER),  # GLM-5
     "kimi_k2": Family(yarn=True, ahead=True),  # DeepSeek-V3's architecture
 }
 """``model_type`` of config.json → family."""

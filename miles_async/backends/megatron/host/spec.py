@@ -6,9 +6,9 @@ replaces both with plain PyTorch, on any device (``norms.py``, ``host/attention.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-import torch
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.gemma.gemma2_provider import Gemma2ModelProvider
 from megatron.bridge.models.gemma.gemma3_provider import Gemma3ModelProvider, Gemma3SelfAttention
@@ -23,6 +23,8 @@ from torch import Tensor
 from miles_async.backends.megatron.families.glm4_bridge import Glm4Provider
 from miles_async.backends.megatron.families.minimax_m2 import MiniMaxM2Provider
 from miles_async.backends.megatron.host.attention import SdpaAttention
+from miles_async.backends.megatron.host.linear import WholeLinear
+from miles_async.backends.megatron.host.sparse_attention import sparse_attention_spec
 from miles_async.backends.megatron.norms import HeadsNorm, KeyHeadsNorm, QueryHeadsNorm, RMSNorm
 
 POST_NORMED = (Glm4Provider, Gemma2ModelProvider, Gemma3ModelProvider)
@@ -64,20 +66,6 @@ for _type in (NormedRowParallelLinear, ExpertRowParallelLinear):
     AutoMapping.register_module_type(_type.__name__, "row")
 
 
-class WholeLinear(torch.nn.Linear):
-    """Linear layer replicated on all tensor-parallel ranks and applied to each rank's part of the sequence."""
-
-    tensor_model_parallel = False  # for megatron-bridge
-
-    def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
-        super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns (output, no bias)."""
-        return super().forward(x), None
-
-
 class LatentAttention(MLASelfAttention):
     """MLASelfAttention with whole down projections, as Transformer Engine's spec has them.
 
@@ -100,16 +88,22 @@ class LatentAttention(MLASelfAttention):
 
 def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Build the layers of this pipeline stage, dense and mixture, and the final norm."""
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None  # for which it refuses to build anything
     block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+        plain, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
     assert config.normalization == "RMSNorm", f"the host spec has no {config.normalization}"
     block.layer_norm = RMSNorm
     for spec in block.layer_specs:
         layer: Any = spec.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        sparse = config.experimental_attention_variant == "dsa"
+        if sparse:
+            layer.self_attention = sparse_attention_spec()
         parts = layer.self_attention.submodules
-        parts.core_attention = SdpaAttention
+        if not sparse:
+            parts.core_attention = SdpaAttention
         mlp = layer.mlp.keywords["submodules"]
         if isinstance(config, POST_NORMED):
             parts.linear_proj = mlp.linear_fc2 = NormedRowParallelLinear
@@ -122,6 +116,8 @@ def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> T
             layer.self_attention.module, norm = OLMoESelfAttention, HeadsNorm
         if config.qk_layernorm:
             parts.q_layernorm = norm
+        if sparse:
+            continue
         if config.multi_latent_attention:
             layer.self_attention.module = LatentAttention
             parts.kv_layernorm = RMSNorm

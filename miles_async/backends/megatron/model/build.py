@@ -23,6 +23,7 @@ from miles_async.backends.megatron.adapters.attach import add_adapters, merged, 
 from miles_async.backends.megatron.adapters.files import read_adapter
 from miles_async.backends.megatron.families import (
     coverage,
+    deepseek_v32_bridge,  # noqa: F401  # registers itself
     glm4_bridge,  # noqa: F401  # registers itself
     hf_config,
 )
@@ -162,6 +163,7 @@ def load_model(
             if ahead and module.post_process:
                 add_ahead_layers(module, provider, ahead, platform)
             dtypes.enforce(module, provider.params_dtype)
+            freeze_indexers(module)
             if module.post_process:
                 return_hidden_states(module)
         coverage.check(bridge, modules)
@@ -205,6 +207,13 @@ def load_model(
         if model.share_prefixes:
             shared_prefixes.check_module(module)
     return LoadedModel(modules, bridge, adapted, model.share_prefixes, ahead > 0)
+
+
+def freeze_indexers(module: Module) -> None:
+    """Exclude sparse attention's indexers from training: their choice of tokens passes no gradient of the policy."""
+    for name, part in module.named_modules():
+        if name.endswith(".core_attention.indexer"):
+            part.requires_grad_(False)
 
 
 def _with_first_adapter(directory: Path, bridge: AutoBridge, modules: list[Module]) -> list[Module]:
@@ -259,6 +268,7 @@ def make_provider(
     provider.moe_aux_loss_coeff = 0.0
     provider.moe_z_loss_coeff = None
     provider.moe_router_bias_update_rate = 0.0
+    provider.dsa_indexer_loss_coeff = 0.0  # sparse attention's choice of tokens
     provider.mtp_num_layers = None
     if model.lora_rank:
         provider.moe_grouped_gemm = False  # experts of a grouped product would share one adapter

@@ -28,10 +28,15 @@ PUBLISHED = {
     "glm4": f"{FAST} chat_template.jinja LICENSE",
     "qwen3_moe": BPE,
     "glm4_moe": "tokenizer.json tokenizer_config.json chat_template.jinja",
+    "glm4_moe_lite": "tokenizer.json tokenizer_config.json chat_template.jinja",
+    "glm_moe_dsa": "tokenizer.json tokenizer_config.json chat_template.jinja",
+    "minimax_m2": "tokenizer.json tokenizer_config.json vocab.json merges.txt chat_template.jinja LICENSE "
+    "configuration_minimax_m2.py modeling_minimax_m2.py",
     "olmoe": FAST,
     "gpt_oss": f"{FAST} chat_template.jinja LICENSE USAGE_POLICY",
     "deepseek_v3": "tokenizer.json tokenizer_config.json configuration_deepseek.py modeling_deepseek.py "
     "inference/model.py inference/configs/config_671B.json figures/benchmark.png LICENSE-MODEL",
+    "deepseek_v32": "tokenizer.json tokenizer_config.json encoding/encoding_dsv32.py inference/model.py LICENSE",
     "kimi_k2": "tiktoken.model tokenizer_config.json tokenization_kimi.py tool_declaration_ts.py chat_template.jinja "
     "configuration_deepseek.py modeling_deepseek.py docs/tool_call_guidance.md THIRD_PARTY_NOTICES.md",
     "with SentencePiece": "spiece.model tokenizer_config.json",

@@ -60,6 +60,7 @@ MINIMAX_M2 = QWEN3 | {  # as it is published
     "rope_parameters": None,
     "rope_theta": 5e6,
 }
+GLM5 = QWEN3 | {"model_type": "glm_moe_dsa", "n_routed_experts": 4, "kv_lora_rank": 16, "indexer_rope_interleave": True}
 FLASH = QWEN3 | {"model_type": "glm4_moe_lite", "n_routed_experts": 4, "kv_lora_rank": 16}  # the router's by default
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -85,6 +86,7 @@ LLAMA3_ROPE = {
         OLMOE | {"norm_topk_prob": False},
         GPT_OSS,
         FLASH,
+        GLM5 | {"indexer_types": ["full", "full"], "index_topk_freq": 1},
         MINIMAX_M2,
         MINIMAX_M2 | {"rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},  # by transformers 5
         GEMMA3,
@@ -118,6 +120,9 @@ def test_verified_configs_pass(config: dict[str, object]) -> None:
         (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config mxfp4"),
         (GPT_OSS | {"hidden_size": 12}, "hidden_size of twice intermediate_size"),
         (MISTRAL | {"sliding_window": 4096}, "sliding_window: .* write null"),
+        (GLM5 | {"indexer_rope_interleave": False}, "indexer_rope_interleave: expected true"),
+        (GLM5 | {"index_topk_freq": 4}, "index_topk_freq or indexer_types"),
+        (GLM5 | {"indexer_types": ["full", "shared"]}, "index_topk_freq or indexer_types"),
         (FLASH | {"norm_topk_prob": False}, "norm_topk_prob"),
         (MINIMAX_M2 | {"use_qk_norm": False}, "use_qk_norm: expected true"),
         (MINIMAX_M2 | {"scoring_func": "softmax"}, 'scoring_func: expected "sigmoid"'),
