@@ -64,8 +64,10 @@ def leave_lock(save: Path, *, seconds_ago: float, **changes: object) -> LockOwne
     owner = msgspec.structs.replace(owner, **{"host": "gpu-17", "kernel": "another", "token": "theirs", **changes})
     save.mkdir(parents=True, exist_ok=True)
     path = save / "save_lock.json"
-    path.write_bytes(msgspec.json.encode(owner))
-    os.utime(path, (time.time() - seconds_ago,) * 2)
+    written = path.with_suffix(".left")
+    written.write_bytes(msgspec.json.encode(owner))
+    os.utime(written, (time.time() - seconds_ago,) * 2)
+    written.replace(path)  # whole at once, as a heart that beats reads it at any moment
     return owner
 
 
