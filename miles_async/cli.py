@@ -26,6 +26,7 @@ Fully asynchronous RL post-training: Megatron-core trains, SGLang generates, nei
 Commands:
   train          train a model; `miles-async train --help` has the most needed flags
   watch          show runs in a browser, live: curves, samples, engines; `miles-async watch --help`
+  report         write that page with a run's data into one file; `miles-async report --help`
   status         show where a run stands: step, ages, what it waits for; `miles-async status --help`
   compare        show which flags of runs differ, and their curves; `miles-async compare --help`
   ledger         show how attempts ended, and quarantined prompts; `miles-async ledger --help`
@@ -139,6 +140,7 @@ def _printing(module: str, name: str) -> Command:
 COMMANDS: Mapping[str, Command] = {
     "train": _train,
     "watch": _watch,
+    "report": _printing("report", "report"),
     "status": _printing("status", "status"),
     "compare": _printing("compare", "compare"),
     "ledger": _printing("ledger", "ledger"),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from miles_async.errors import LedgerError
-from miles_async.ledger.store import SCHEMA_VERSION, read_balance, read_carried
+from miles_async.ledger.store import SCHEMA_VERSION, Counts, count_attempts, read_balance, read_carried
 from miles_async.staleness.attempts import DeadLetter
 from miles_async.staleness.events import Restored
 from miles_async.staleness.ledger import Balance, Outcome, Stage
@@ -58,6 +60,14 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     longest: int
 
 
+@dataclass
+class Settled:
+    """Attempts that have ended and were counted: all those with ids below ``below``."""
+
+    below: int = 0
+    counts: Counts = field(default_factory=Counter)
+
+
 class LedgerReader:
     """Queries on the ledger of one run."""
 
@@ -69,6 +79,21 @@ class LedgerReader:
     def balance(self) -> Balance:
         """Balance as of the last flush; in a resumed run, with the attempts of earlier processes."""
         return read_balance(self._connection)
+
+    def balance_after(self, settled: Settled) -> Balance:
+        """As :meth:`balance`, counting only attempts from ``settled.below`` on, and moving it up to the first live one.
+
+        An attempt that has ended does not change any more, so a reader that asks again and again counts few rows.
+        """
+        live, last = self._connection.execute(
+            "SELECT (SELECT min(attempt_id) FROM attempts WHERE outcome IS NULL), "
+            "(SELECT max(attempt_id) FROM attempts)"
+        ).fetchone()
+        first_live = live if live is not None else 0 if last is None else last + 1
+        if first_live > settled.below:
+            settled.counts.update(count_attempts(self._connection, settled.below, first_live))
+            settled.below = first_live
+        return read_balance(self._connection, settled.counts + count_attempts(self._connection, settled.below))
 
     def carried(self) -> Restored | None:
         """State that a resumed run took over; None for one that started fresh."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -195,15 +196,29 @@ def read_carried(connection: sqlite3.Connection) -> Restored | None:
     return msgspec.json.decode(row[0], type=Restored) if row else None
 
 
-def read_balance(connection: sqlite3.Connection) -> Balance:
-    """Read the balance as the pool has it, with attempts of earlier processes."""
+Counts = Counter[tuple[str | None, str | None, str]]
+"""(outcome, reason, stage) → attempts."""
+
+
+def count_attempts(connection: sqlite3.Connection, low: int = 0, high: int = sys.maxsize) -> Counts:
+    """Count the attempts with ids in [low, high)."""
+    rows = connection.execute(
+        "SELECT outcome, reason, stage, count(*) FROM attempts WHERE attempt_id >= ? AND attempt_id < ? "
+        "GROUP BY outcome, reason, stage",
+        (low, high),
+    )
+    return Counter({(outcome, reason, stage): count for outcome, reason, stage, count in rows})
+
+
+def read_balance(connection: sqlite3.Connection, counts: Counts | None = None) -> Balance:
+    """Read the balance as the pool has it, with attempts of earlier processes. ``counts``: by default of all rows."""
     carried = read_carried(connection)
     issued, aborted = (carried.balance.issued, carried.balance.aborted) if carried else (0, 0)
     ended = Counter({Outcome(name): count for name, count in carried.balance.ended.items()} if carried else {})
     reasons = Counter(carried.balance.reasons if carried else {})
     stages: Counter[Stage] = Counter()
-    counts = "SELECT outcome, reason, stage, count(*) FROM attempts GROUP BY outcome, reason, stage"
-    for outcome, reason, stage, count in connection.execute(counts):
+    counts = count_attempts(connection) if counts is None else counts
+    for (outcome, reason, stage), count in counts.items():
         issued += count
         if outcome is None:
             stages[Stage(stage)] += count

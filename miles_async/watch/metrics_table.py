@@ -139,13 +139,15 @@ class MetricsTable:
         return True
 
     def _put(self, number: int, row: Mapping[str, object]) -> None:
+        columns = self._columns
         for name, value in row.items():
-            if name in _OWN or not (value is None or isinstance(value, int | float)):
-                continue
-            column = self._columns.setdefault(name, array("d"))
-            if missing := number + 1 - len(column):
-                column.extend([math.nan] * max(0, missing))
-            column[number] = math.nan if value is None else float(value)
+            column = columns.get(name)
+            if column is not None and type(value) is float and len(column) == number:  # nearly all
+                column.append(value)
+            elif name not in _OWN and (value is None or isinstance(value, int | float)):
+                column = columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (number + 1 - len(column)))
+                column[number] = math.nan if value is None else float(value)
 
 
 def down_sampled(series: Series, points: int, low: float = -math.inf, high: float = math.inf) -> Series:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from miles_async.errors import ConfigurationError
-from miles_async.ledger.reader import LedgerReader, open_ledger
+from miles_async.errors import ConfigurationError, LedgerError
+from miles_async.ledger.reader import LedgerReader, Settled, open_ledger
 from miles_async.observability.metrics_file import FILE_NAME
 from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
 from miles_async.runtime.processes.run_process import RUN_FILE
+from miles_async.staleness.ledger import Balance
 from miles_async.types import JsonObject
 from miles_async.watch.metrics_table import MetricsTable
 
@@ -27,6 +29,9 @@ class Run:
         self.directory = directory
         self.name = name
         self.metrics = MetricsTable(directory / FILE_NAME)
+        self._settled = Settled()
+        self._ledger_file: tuple[int, int] | None = None  # device and inode
+        self._lock = threading.Lock()
 
     def file(self, *parts: str) -> Path | None:
         """A regular file in the directory; None if there is none, or if the path or a link leaves the directory."""
@@ -46,6 +51,22 @@ class Run:
             return
         with open_ledger(path) as reader:
             yield reader
+
+    def balance(self) -> Balance | None:
+        """The balance of the ledger; None if there is none. Raises LedgerError as :meth:`ledger` does."""
+        with self._lock, self.ledger() as reader:
+            if reader is None:
+                return None
+            status = (self.directory / LEDGER_FILE).stat()
+            if (status.st_dev, status.st_ino) != self._ledger_file:
+                self._settled, self._ledger_file = Settled(), (status.st_dev, status.st_ino)
+            return reader.balance_after(self._settled)
+
+    def read_ahead(self) -> None:
+        """Read what takes seconds in a long run, so that the page need not wait for it."""
+        self.metrics.refresh()
+        with suppress(LedgerError):
+            self.balance()
 
     def summary(self) -> JsonObject:
         """summary.json; empty while the run goes on, or if it cannot be read."""

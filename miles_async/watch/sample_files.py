@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,7 +11,8 @@ import msgspec
 
 from miles_async.errors import DataError
 from miles_async.samples.columns import SampleSummary
-from miles_async.samples.files import SamplesFile
+from miles_async.samples.files import DIRECTORY, SamplesFile
+from miles_async.samples.reader import samples_files
 from miles_async.types import JsonObject
 
 PREVIEW = 200  # characters of prompt, response and label
@@ -31,12 +32,25 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     next_step: int | None  # where to search on, backwards; None: all was searched
 
 
+def files_of(run_dir: Path) -> tuple[SamplesFile, ...]:
+    """As ``samples_files``, kept until the directory changes: a long run has 10,000 files."""
+    try:
+        return _files(run_dir, (run_dir / DIRECTORY).stat().st_mtime_ns)
+    except FileNotFoundError:
+        return ()
+
+
+@lru_cache(maxsize=16)
+def _files(run_dir: Path, _changed: int) -> tuple[SamplesFile, ...]:
+    return tuple(samples_files(run_dir))
+
+
 def previews(path: Path) -> list[JsonObject]:
     """Rows of a file without lists and with short texts, ``turns`` as their number. Raises DataError."""
     return _previews(path, path.stat().st_mtime_ns) if path.is_file() else []
 
 
-def search(files: list[SamplesFile], text: str, *, clock: Callable[[], float] = time.monotonic) -> Found:
+def search(files: Sequence[SamplesFile], text: str, *, clock: Callable[[], float] = time.monotonic) -> Found:
     """Search prompts, responses and labels, in any case, the newest step first. Files that are gone are skipped."""
     end = clock() + SEARCH_SECONDS
     rows: list[JsonObject] = []

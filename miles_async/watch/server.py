@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
@@ -63,8 +64,14 @@ def serve(runs: Sequence[Run], key: Secret, door: socket.socket) -> None:
     """Serve until interrupted. ``door``: a socket bound to loopback."""
     import uvicorn
 
+    threading.Thread(target=_read_ahead, args=(runs,), name="read-ahead", daemon=True).start()
     config = uvicorn.Config(make_app(runs, key), log_level="warning", access_log=False, server_header=False)
     uvicorn.Server(config).run(sockets=[door])
+
+
+def _read_ahead(runs: Sequence[Run]) -> None:
+    for run in runs:
+        run.read_ahead()
 
 
 def _endpoint(view: View, runs: Sequence[Run]) -> Callable[[Request], Response]:

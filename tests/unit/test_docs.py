@@ -56,6 +56,7 @@ MADE_LATER = {
     *("summary.json", "metrics.jsonl", "reward.png", "config.toml", "dead_letters.jsonl", "restarts.json"),  # by a run
     *("ledger.sqlite", "readmit.json", "schedule.msgpack", "run.json", "stall.txt", "samples/"),
     *("samples/train-00000010.parquet", "samples/eval-00000010.parquet", "samples/state.json"),
+    *("report.html", "runs/quickstart/report.html"),
     ".venv/docs",  # by make docs
     *("logs/", "wandb/", "hf/", "runs/", "runs/latest", "runs/quickstart", "runs/quickstart/", "runs/bench/NAME.json"),
     *("logs/driver.log", "logs/rollout.log", "logs/engine-0.0.log", "logs/engine-0.1.log"),

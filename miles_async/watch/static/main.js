@@ -27,6 +27,7 @@ function place() {
   const [name, ...rest] = path.split("/");
   const parameters = new URLSearchParams(query);
   const chosen = parameters.getAll("run").map(Number).filter((index) => index >= 0 && index < runs.length);
+  if (isReport) chosen.sort(); // it has the runs in one order
   return { name: name in VIEWS ? name : "overview", rest, parameters, chosen: chosen.length ? chosen : [0] };
 }
 
@@ -114,7 +115,17 @@ const stateClass = (run) => (run.state === "running" ? "good" : run.ending === "
 
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
-  localStorage.setItem(THEME, name);
+  try {
+    localStorage.setItem(THEME, name);
+  } catch {} // some browsers keep nothing for files
+}
+
+function lastTheme() {
+  try {
+    return localStorage.getItem(THEME) ?? "auto";
+  } catch {
+    return "auto";
+  }
 }
 
 function nextTheme(event) {
@@ -153,6 +164,7 @@ async function poll() {
 }
 
 async function start() {
+  replace(app, empty("reading the run directory …"));
   try {
     runs = await get("runs");
   } catch (error) {
@@ -169,6 +181,6 @@ async function start() {
   setTimeout(poll, POLL_MILLISECONDS);
 }
 
-setTheme(localStorage.getItem(THEME) ?? "auto");
+setTheme(lastTheme());
 if (!isReport) takeKey();
 start();

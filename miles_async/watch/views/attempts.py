@@ -9,10 +9,12 @@ import msgspec
 from miles_async.errors import LedgerError
 from miles_async.ledger.reader import AttemptRecord, LedgerReader
 from miles_async.ledger.story import tell
+from miles_async.staleness.ledger import Outcome, Stage
 from miles_async.types import JsonObject
 from miles_async.watch.run import Run
 
 PAGE = 100
+ENDS = (*map(str, Stage), *map(str, Outcome))
 MOST_STORIES = 50  # of one prompt
 MOST_DEAD_LETTERS = 200
 NO_LEDGER = "this run directory has no ledger.sqlite"
@@ -21,11 +23,13 @@ NO_LEDGER = "this run directory has no ledger.sqlite"
 def attempts(run: Run, *, text: str = "", end: str = "", before: int | None = None) -> JsonObject:
     """{"rows": newest first, "more": whether older ones match, "quarantined": prompts with their reasons}."""
     try:
+        balance = run.balance()
         with run.ledger() as reader:
-            if reader is None:
+            if reader is None or balance is None:
                 return {"rows": [], "more": False, "quarantined": [], "missing": NO_LEDGER}
             found = reader.page(text=text, end=end, before=before, limit=PAGE + 1)
-            letters = reader.dead_letters()[:MOST_DEAD_LETTERS]
+            some = balance.ended.get(Outcome.QUARANTINED, 0) > 0  # to look for none takes long in a large ledger
+            letters = reader.dead_letters()[:MOST_DEAD_LETTERS] if some else ()
     except LedgerError as error:
         return {"rows": [], "more": False, "quarantined": [], "missing": str(error)}
     return {

@@ -154,12 +154,11 @@ def _rate(tokens: np.ndarray, seconds: np.ndarray) -> float | None:
 def _groups(run: Run) -> tuple[JsonObject, list[JsonObject], str, list[str]]:
     """(the balance, the commonest reasons, what the run waits for, what could not be read)."""
     try:
-        with run.ledger() as reader:
-            if reader is None:
-                return run.summary().get("groups", {}), [], "", []
-            balance = reader.balance()
+        balance = run.balance()
     except LedgerError as error:
         return {}, [], "", [str(error)]
+    if balance is None:
+        return run.summary().get("groups", {}), [], "", []
     reasons = sorted(balance.reasons.items(), key=lambda item: -item[1])[:MOST_REASONS]
     split = [(*text.partition(": ")[::2], count) for text, count in reasons]
     return (

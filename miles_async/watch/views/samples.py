@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from miles_async.errors import DataError
 from miles_async.samples.columns import MASK_REASONS, Kind, SampleRow, SampleSummary
-from miles_async.samples.files import SamplesFile
-from miles_async.samples.reader import read_note, read_sample, read_state, samples_files
+from miles_async.samples.files import DIRECTORY, SamplesFile, file_of
+from miles_async.samples.reader import read_note, read_sample, read_state
 from miles_async.types import JsonObject
 from miles_async.watch.json_texts import decoded
 from miles_async.watch.run import Run
-from miles_async.watch.sample_files import MOST_ROWS, Found, previews
+from miles_async.watch.sample_files import MOST_ROWS, Found, files_of, previews
 from miles_async.watch.sample_files import search as search_files
 
 LONGEST_TEXT = 100_000  # characters of a message, unless all of it is asked for
@@ -25,7 +24,7 @@ _TEXTS = ("prompt", "response", "messages", "prompt_metadata", "metadata")
 
 def samples(run: Run, kind: Kind, step: int | None) -> JsonObject:
     """{"steps": {kind: [step]}, "kind", "step", "rows", "notes"}; ``step`` None or absent: the newest one."""
-    files = samples_files(run.directory)
+    files = files_of(run.directory)
     steps = {each: [file.step for file in files if file.kind == each] for each in ("train", "eval")}
     if not files:
         return {"steps": steps, "kind": kind, "step": None, "rows": [], "notes": [NONE]}
@@ -57,7 +56,7 @@ def sample(
         raise DataError(f"step {step} has no sample {number} of attempt {attempt}")
     group = [
         {"sample": row["sample"], "reward": row["reward"]}
-        for row in _listed(run, SamplesFile(step, kind, _path(run, kind, step)))[0]
+        for row in _listed(run, SamplesFile(step, kind, file_of(run.directory / DIRECTORY, kind, step)))[0]
         if row["attempt_id"] == attempt and row["branch"] == 0
     ]
     return {
@@ -92,11 +91,7 @@ def _state_notes(run: Run) -> list[str]:
 
 
 def _files(run: Run, kind: Kind) -> list[SamplesFile]:
-    return [each for each in samples_files(run.directory) if each.kind == kind]
-
-
-def _path(run: Run, kind: Kind, step: int) -> Path:
-    return next(each.path for each in _files(run, kind) if each.step == step)
+    return [each for each in files_of(run.directory) if each.kind == kind]
 
 
 def _about(row: SampleRow, whole: bool) -> JsonObject:

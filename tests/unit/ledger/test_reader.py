@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from miles_async.errors import LedgerError
-from miles_async.ledger.reader import LedgerReader, Lengths, open_ledger
+from miles_async.ledger.reader import LedgerReader, Lengths, Settled, open_ledger
 from miles_async.ledger.store import LedgerStore
 from miles_async.staleness.attempts import DeadLetter
 from miles_async.staleness.events import Cut, Ended, Finished, Issued
@@ -59,6 +59,30 @@ def test_a_number_that_no_attempt_can_have_is_looked_for_as_a_prompt(store: Ledg
     store.write([(1.0, Issued(attempt=make_attempt(0)))])
     assert reader.find("9" * 18) == ()
     assert reader.find("9" * 19) == ()  # SQLite has no integer of that size
+
+
+def test_a_balance_that_is_asked_for_again_counts_only_what_may_have_changed(
+    store: LedgerStore, reader: LedgerReader
+) -> None:
+    settled = Settled()
+    assert reader.balance_after(settled) == reader.balance()
+    store.write([(1.0, Issued(attempt=make_attempt(number))) for number in (1, 2, 3, 4)])
+    for ended, below in ((2, 1), (1, 3), (4, 3), (3, 5)):
+        store.write([(2.0, Ended(attempt_id=ended, outcome=Outcome.FILTERED, reason="zero_std"))])
+        assert reader.balance_after(settled) == reader.balance()
+        assert reader.balance_after(settled) == reader.balance()
+        assert settled.below == below
+    assert sum(settled.counts.values()) == 4
+
+
+def test_pages_of_attempts_are_newest_first(store: LedgerStore, reader: LedgerReader) -> None:
+    store.write([(1.0, Issued(attempt=make_attempt(number))) for number in (1, 2, 3)])
+    store.write([(2.0, Ended(attempt_id=2, outcome=Outcome.FAILED, reason="100 % wrong"))])
+    assert [each.attempt_id for each in reader.page()] == [3, 2, 1]
+    assert [each.attempt_id for each in reader.page(limit=1, before=3)] == [2]
+    assert [each.attempt_id for each in reader.page(end="in_flight")] == [3, 1]
+    assert [each.attempt_id for each in reader.page(end="failed", text="0 %")] == [2]
+    assert reader.page(text="_") == []
 
 
 def test_the_nearest_prompt_contains_the_text_or_is_spelt_like_it(store: LedgerStore, reader: LedgerReader) -> None:

@@ -1,0 +1,206 @@
+"""The page of a run in Chromium: every view, by pointer and by keyboard, on a run directory and as a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from miles_async.observability.metrics_file import FILE_NAME, MetricsFile, read_metrics
+from miles_async.watch.report import write_report
+from miles_async.watch.run import open_runs
+from tests.integration.watch_browser import CHROMIUM, DRIVER, KEY, Page, browser, served
+from tests.unit.watch.run_files import HOSTILE, STEPS, write_finished_run
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None,
+    reason="needs chromium and chromedriver: apt-get install -y chromium chromium-driver",
+)
+
+VIEWS = ("overview", "metrics", "samples", "attempts", "engines", "flags", "logs")
+SAMPLE = "samples?run=0&kind=train&step=30&attempt=2&sample=3"
+
+
+def is_shown(page: Page, view: str) -> bool:
+    return page.shown() == view
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_finished_run(tmp_path_factory.mktemp("runs") / "first")
+
+
+@pytest.fixture(scope="module")
+def other_dir(run_dir: Path) -> Path:
+    return write_finished_run(run_dir.with_name("second"), steps=50, ending=None)
+
+
+@pytest.fixture(scope="module")
+def base(run_dir: Path, other_dir: Path) -> Iterator[str]:
+    with served([run_dir, other_dir]) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(tab: Page, base: str) -> Iterator[Page]:
+    """The page with its key; afterwards nothing is in the console, and only the server was asked."""
+    tab.open(base)
+    tab.complaints()
+    tab.requests()
+    yield tab
+    assert tab.complaints() == []
+    asked = [url for url in tab.requests() if not url.startswith(("data:", f"{base}/"))]
+    assert asked == []
+
+
+@pytest.mark.parametrize("view", [*VIEWS, SAMPLE, "attempts?run=0&subject=1", "metrics?run=0&run=1"])
+def test_every_view_opens(page: Page, view: str) -> None:
+    page.go(view)
+    assert len(page.text("main")) > 20
+
+
+def test_the_overview_has_the_numbers_of_the_run(page: Page, run_dir: Path) -> None:
+    rows = [row for row in read_metrics(run_dir / FILE_NAME) if "reward/mean" in row]
+    mean = sum(row["reward/mean"] for row in rows[-5:]) / 5
+    assert page.text(".tile[data-name=step] b") == str(STEPS)
+    assert float(page.text(".tile[data-name=reward] b")) == pytest.approx(mean, abs=5e-4)
+    assert page.text(".tile[data-name=age] b") == "0.75"
+    assert page.text(".tile[data-name='tokens/s'] b") == "2,000"
+    assert "filtered" in page.text(".ends")
+    assert "--engine-timeout" in page.text(".warnings")
+    assert page.all(".u-over")  # a chart was drawn
+
+
+def test_metrics_are_found_zoomed_and_compared(page: Page, run_dir: Path) -> None:
+    page.go("metrics?run=0")
+    names = {name for row in read_metrics(run_dir / FILE_NAME) for name in row} - {"step", "time"}
+    assert {each.get_attribute("data-metric") for each in page.all("figure")} == names
+    page.one("input[type=search]").send_keys("held-out")
+    page.until(lambda: [each.get_attribute("data-metric") for each in page.all("figure")] == ["eval/reward"])
+    assert page.text("figure .last") == "0.75"
+    page.go("metrics?run=0&from=10&to=20&search=own")
+    assert "steps 10–20" in page.text(".controls")
+    page.until(lambda: "10 to 20 over steps 10 to 20" in page.one("figure .chart").get_attribute("aria-label"))
+    page.press("0")
+    page.until(lambda: "over steps 1 to 40" in page.one("figure .chart").get_attribute("aria-label"))
+    page.go("metrics?run=0&run=1")
+    assert "--num-rollout" in page.text("section.card")
+    page.until(lambda: [each.text for each in page.all("section.card mark")] == [str(STEPS), "50"])
+
+
+def test_samples_are_sorted_filtered_searched_and_opened(page: Page) -> None:
+    page.go("samples?run=0")
+    assert len(page.all("tbody tr")) == 8
+    column = lambda: [row.text.split()[2] for row in page.all("tbody tr")]  # noqa: E731
+    next(each for each in page.all("th button") if each.text == "reward").click()
+    page.until(lambda: column() == ["0.75", "0.75", "0.5", "0.5", "0.25", "0.25", "0", "0"])
+    page.one("input[type=search]").send_keys("answer 2")
+    page.until(lambda: len(page.all("tbody tr")) == 2)
+    page.one(".controls input[type=checkbox]").click()
+    page.until(lambda: len(page.all("tbody tr")) == 6)  # of all three steps
+    page.go("samples?run=0&step=10")
+    page.all("tbody tr")[1].click()
+    page.until(lambda: "Sample 1 of group 1" in page.text("main"))
+    assert "21" in page.text(".message.assistant")
+    assert "token 0, id 5" not in page.text("output")
+    page.one(".tokens").send_keys("\ue014" * 3)  # arrow right
+    page.until(lambda: "id 7 · version 7 · age 2 · carries loss" in page.text("output"))
+
+
+def test_texts_of_the_run_stay_texts(page: Page) -> None:
+    page.go(SAMPLE)
+    shown = page.text(".message.assistant")
+    assert "<script>alert(1)</script><img src=x onerror=alert(2)>" in shown
+    assert "⟨U+202E⟩evil⟨U+202C⟩ ⟨U+0000⟩⟨U+001B⟩[31m" in shown
+    assert page.all("img") == []
+    assert len(page.all("script")) == 1
+    page.go("attempts?run=0")
+    assert "<b>reward</b> raised" in page.text("main")
+    page.go("logs?run=0&name=engine-0.0.log")
+    assert "⟨U+001B⟩[31mred" in page.text(".log")
+
+
+def test_the_keyboard_reaches_everything(page: Page) -> None:
+    for number, view in enumerate(VIEWS, start=1):
+        page.press(str(number))
+        page.until(partial(is_shown, page, view))
+    page.press("3")
+    page.until(lambda: page.shown() == "samples")
+    page.press("/")
+    assert page.focused().get_attribute("type") == "search"
+    page.press("\ue00c")  # escape
+    page.driver.execute_script("document.querySelector('tbody tr').focus()")
+    page.press("j")
+    page.press("\ue015")  # arrow down
+    page.press("k")
+    page.press("\ue007")  # enter
+    page.until(lambda: "Sample 1 of group 1" in page.text("main"))
+    page.press("]")
+    page.until(lambda: "Sample 2 of group 1" in page.text("main"))
+    page.press("?")
+    assert page.one("dialog").is_displayed()
+
+
+def test_without_the_key_there_is_no_data(tab: Page, base: str) -> None:
+    tab.driver.get("about:blank")
+    tab.driver.get(base + "/")
+    tab.driver.execute_script("sessionStorage.clear(); location.reload()")
+    field = tab.one("input[type=password]")
+    assert "first" not in tab.one_text()
+    field.send_keys("wrong\n")
+    tab.until(lambda: tab.all("input[type=password]") and tab.one("input[type=password]").get_attribute("value") == "")
+    tab.one("input[type=password]").send_keys(KEY + "\n")
+    tab.until(lambda: tab.shown() == "overview")
+    assert KEY not in tab.driver.current_url
+
+
+def test_what_a_run_writes_appears_by_itself(tab: Page, tmp_path: Path) -> None:
+    run_dir = write_finished_run(tmp_path / "live", ending=None)
+    run = (run_dir / "run.json").read_text().replace('"host":"', '"host":"another-')  # its end is unknown here
+    (run_dir / "run.json").write_text(run)
+    with served([run_dir]) as base:
+        tab.open(base)
+        assert tab.text(".tile[data-name=step] b") == str(STEPS)
+        file = MetricsFile(run_dir / FILE_NAME)
+        file.log({"reward/mean": 0.5, "time/step_seconds": 2.0}, step=STEPS + 1)
+        file.finish()
+        tab.until(lambda: tab.text(".tile[data-name=step] b") == str(STEPS + 1))
+
+
+@pytest.mark.parametrize("view", [*VIEWS, SAMPLE])
+def test_a_phone_shows_it_without_scrolling_sideways(page: Page, view: str) -> None:
+    page.driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 375, "height": 740, "deviceScaleFactor": 1, "mobile": True}
+    )
+    try:
+        page.go(view)
+        width = page.driver.execute_script("return document.documentElement.scrollWidth")
+        assert width <= 375
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_report_opens_without_a_server(tab: Page, run_dir: Path, other_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(open_runs([run_dir, other_dir]), path)
+    tab.driver.get("about:blank")
+    tab.complaints()
+    tab.requests()
+    tab.driver.get(path.as_uri())
+    tab.until(lambda: tab.shown() == "overview")
+    assert tab.text(".tile[data-name=step] b") == str(STEPS)
+    for view in (*VIEWS, SAMPLE, "attempts?run=0&subject=1", "metrics?run=0&run=1"):
+        tab.go(view)
+        assert "cannot be shown" not in tab.text("main")
+    tab.go(SAMPLE)
+    assert HOSTILE.split("\u202e")[0].strip() in tab.text(".message.assistant")
+    assert tab.complaints() == []
+    assert [url for url in tab.requests() if not url.startswith("data:")] == [path.as_uri()]
