@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test test-long test-gpu test-image lint typecheck docs mutate lock check-lock bench study clean
+.PHONY: help setup quickstart smollm test test-long test-gpu test-image lint typecheck screenshots docs mutate lock check-lock bench study clean
 
 BIN := .venv/bin
 EXTRAS ?=
@@ -46,6 +46,9 @@ lint: setup ## style (ruff), layers (import-linter), Dockerfiles (hadolint), wor
 
 typecheck: setup ## types (mypy; strict on the pure packages)
 	$(BIN)/mypy
+
+screenshots: setup ## pictures of the page of a run, for README and pages: needs chromium (RUN=runs/quickstart)
+	$(BIN)/python -m scripts.screenshots $(or $(RUN),runs/quickstart)
 
 docs: setup ## the site of the pages, with search and all flags, in build/site/; a broken link fails
 	$(BIN)/python -m scripts.docs_site

@@ -137,6 +137,13 @@ class LedgerReader:
         newest = 1 << 62 if before is None else before
         return [*self._records(condition, newest, end, end, text, text, text, limit)]
 
+    def spans(self, limit: int) -> list[tuple[float, float | None]]:
+        """(issued, finished or ended) of the newest attempts, newest first; None while one is in flight."""
+        rows = self._connection.execute(
+            "SELECT issued_at, coalesce(finished_at, ended_at) FROM attempts ORDER BY attempt_id DESC LIMIT ?", (limit,)
+        )
+        return [(float(start), end if end is None else float(end)) for start, end in rows]
+
     def next_attempt(self, record: AttemptRecord) -> int | None:
         """The attempt that its prompt got after this one, within the same epoch."""
         (found,) = self._connection.execute(

@@ -69,9 +69,11 @@ def refusal(method: str, path: str, headers: Mapping[str, str], key: Secret) -> 
     origin = headers.get("origin")
     if origin is not None and origin != f"http://{host}":
         return 403, "this server answers its own page only"
+    if not path.startswith(DATA):
+        return None  # links to the page may stand anywhere
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return 403, "this server answers its own page only"
-    if path.startswith(DATA) and not key.opens_for(headers.get("authorization")):
+    if not key.opens_for(headers.get("authorization")):
         return 401, "expected the key that `miles-async watch` printed"
     return None
 

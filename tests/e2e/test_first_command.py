@@ -35,5 +35,7 @@ def test_the_quick_start_learns_where_nothing_is_set(tmp_path: Path) -> None:
             summary = json.loads(path.read_text())
             assert summary["eval_reward_last"] > 0.8 > 0.5 > summary["eval_reward_first"]
             assert summary["balanced"]
+            (report,) = clone.glob("runs/quickstart/report.html")
+            assert f"wrote {report.relative_to(clone)}" in done.stdout
     finally:
         shutil.rmtree(clone, ignore_errors=True)

@@ -77,6 +77,7 @@ def test_the_overview_has_the_numbers_of_the_run(page: Page, run_dir: Path) -> N
     assert "filtered" in page.text(".ends")
     assert "--engine-timeout" in page.text(".warnings")
     assert page.all(".u-over")  # a chart was drawn
+    assert f"mean of 5 steps from 0.12 to {mean:.2f}" in page.one(".chart").get_attribute("aria-label")
 
 
 def test_metrics_are_found_zoomed_and_compared(page: Page, run_dir: Path) -> None:

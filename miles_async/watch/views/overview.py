@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -23,6 +23,7 @@ POINTS = 800  # of a curve
 STRIP = 240  # columns of the strip of ages
 MOST_WARNINGS = 50
 MOST_REASONS = 20
+LATELY = 1_000  # attempts by which the idle time of the rollout side is judged during a run
 PAGES: Mapping[str, str] = {  # by the room that warns
     "engines": "docs/engines.md",
     "weights": "docs/weights.md",
@@ -139,10 +140,35 @@ def _tiles(run: Run, *, running: bool) -> JsonObject:
         "eta_seconds": recent * (total - done) if running and recent is not None and total else None,
         "trainer_idle": float(wait.sum() / seconds.sum()) if len(seconds) and len(wait) and seconds.sum() else None,
         "rollout_idle": summary.get("rollout_idle_fraction"),
+        "rollout_idle_lately": _idle_lately(run),
         "weight_version": metrics.last("weight_version/trainer"),
         "checkpoint": int(saved[-1]) if len(saved) else None,
         "quiet_seconds": seconds_since(metrics.last_time) if running and metrics.last_time is not None else None,
     }
+
+
+def _idle_lately(run: Run) -> float | None:
+    try:
+        with run.ledger() as reader:
+            return None if reader is None else idle_share(reader.spans(LATELY))
+    except LedgerError:
+        return None
+
+
+def idle_share(spans: Sequence[tuple[float, float | None]]) -> float | None:
+    """Share of the time from the first begin to the last known moment in which no span was under way.
+
+    >>> idle_share([(0.0, 2.0), (1.0, 3.0), (6.0, 8.0)])
+    0.375
+    """
+    known = [moment for span in spans for moment in span if moment is not None]
+    if not known or max(known) == min(known):
+        return None
+    last, idle, busy_until = max(known), 0.0, min(known)
+    for start, end in sorted(spans, key=lambda span: span[0]):
+        idle += max(0.0, start - busy_until)
+        busy_until = max(busy_until, last if end is None else end)
+    return idle / (last - min(known))
 
 
 def _rate(tokens: np.ndarray, seconds: np.ndarray) -> float | None:

@@ -14,6 +14,7 @@ from miles_async.observability.metrics_file import FILE_NAME, read_metrics
 from miles_async.runtime.network.keys import Secret
 from miles_async.watch.run import Run, open_runs
 from miles_async.watch.server import STATIC, VIEWS, make_app
+from miles_async.watch.views.overview import idle_share
 from tests.unit.watch.run_files import REASON, STEPS, rewards, write_finished_run
 
 KEY = "read-key"
@@ -70,6 +71,10 @@ def test_a_forwarded_port_may_have_any_number(client: TestClient, host: str) -> 
 def test_other_sites_are_refused(client: TestClient, header: dict[str, str]) -> None:
     assert client.get("/api/runs", headers=header).status_code == 403
     assert client.get("/api/runs", headers={"Origin": BASE, "Sec-Fetch-Site": "same-origin"}).status_code == 200
+
+
+def test_a_link_on_another_site_opens_the_page(client: TestClient) -> None:
+    assert client.get("/", headers={"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}).status_code == 200
 
 
 def test_the_page_may_run_its_own_scripts_only(client: TestClient) -> None:
@@ -149,6 +154,21 @@ def test_the_overview_has_the_numbers_of_the_files(client: TestClient, run_dir: 
     (warning,) = found["warnings"]
     assert warning["flags"] == ["--engine-timeout"]
     assert warning["page"] == "docs/engines.md"
+
+
+@pytest.mark.parametrize(
+    ("spans", "idle"),
+    [
+        ([], None),
+        ([(5.0, None)], None),
+        ([(0.0, 10.0)], 0.0),
+        ([(6.0, 8.0), (1.0, 3.0), (0.0, 2.0)], 0.375),
+        ([(4.0, 5.0), (0.0, None)], 0.0),  # the first one is still in flight
+        ([(0.0, 1.0), (9.0, None), (10.0, None)], 0.8),
+    ],
+)
+def test_idle_time_of_the_rollout_side(spans: list[tuple[float, float | None]], idle: float | None) -> None:
+    assert idle_share(spans) == idle
 
 
 def test_metrics_have_sections_and_meanings(client: TestClient) -> None:

@@ -73,5 +73,5 @@ async function story(context, subject) {
 
 function told(each, context) {
   const [headline, ...lines] = each.lines;
-  return section(headline, h("ul", { class: "story" }, lines.map((line) => h("li", null, line))), h("p", null, h("a", { href: context.link("attempts", { subject: each.prompt }) }, "all attempts of this prompt"), each.seconds !== null && h("small", null, ` · generated in ${duration(each.seconds)}`)));
+  return section(headline, h("ul", { class: "story" }, lines.map((line) => h("li", null, line))), h("p", null, h("a", { href: context.link("attempts", { subject: each.prompt }) }, "all attempts of this prompt"), each.step !== null && [" · ", h("a", { href: context.link("samples", { kind: "train", step: each.step, group: each.attempt }) }, "its samples")], each.seconds !== null && h("small", null, ` · generated in ${duration(each.seconds)}`)));
 }

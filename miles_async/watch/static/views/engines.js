@@ -44,8 +44,8 @@ function nowList(now) {
 
 function publications({ publications: found, phases }) {
   if (!found.length) return empty("none yet");
-  // The first ones, while caches are cold, are many times longer: the scale is that of the others.
-  const longest = found.map(total).sort((a, b) => a - b)[Math.floor((found.length - 1) * 0.9)];
+  // The first ones, while caches are cold, are many times longer: full width is twice the median.
+  const longest = 2 * found.map(total).sort((a, b) => a - b)[Math.floor(found.length / 2)];
   const legend = h("p", { class: "legend" }, phases.map((phase, index) => h("span", null, h("i", { class: `swatch p${index}` }), phase)));
   const bar = (row) => h("div", { class: "stack", style: { width: `${Math.min(100, (100 * total(row)) / (longest || 1))}%` } }, phases.map((phase, index) => row.phases[phase] > 0 && h("i", { class: `p${index}`, title: `${phase} ${number(row.phases[phase])} s`, style: { "flex-grow": String(row.phases[phase]) } })));
   const columns = [

@@ -1,6 +1,6 @@
 // Where the run stands.
 
-import { chart, smoothed } from "../chart.js";
+import { chart, movingMean } from "../chart.js";
 import { clock, duration, empty, h, MISSING, number, percent, replace, section } from "../dom.js";
 import { get } from "../source.js";
 import { ageStrip } from "./ages.js";
@@ -19,6 +19,7 @@ const ENDS = [
   ["quarantined", "quarantined"],
   ["cancelled", "cancelled"],
 ];
+const AVERAGED = 5; // steps, as the tile and the console have it
 const OUTCOMES = { recycled: "stale_recycled", dropped: "stale_dropped" };
 
 export async function open(context) {
@@ -52,7 +53,7 @@ function heading({ run, notes }) {
 }
 
 function tiles({ run, tiles: t }) {
-  const bound = typeof t.max_weight_staleness === "number" ? ` of ${t.max_weight_staleness} allowed` : "";
+  const bound = typeof t.max_weight_staleness === "number" ? ` (bound ${t.max_weight_staleness})` : "";
   const rewarded = t.reward !== null || t.loss === null;
   return [
     tile("step", number(run.step), run.steps ? `of ${number(run.steps)}` : "", run.steps ? run.step / run.steps : null),
@@ -62,8 +63,8 @@ function tiles({ run, tiles: t }) {
     tile("tokens/s", number(t.tokens_per_second), "trained"),
     tile("step time", t.step_seconds === null ? MISSING : `${number(t.step_seconds)} s`, `ETA ${duration(t.eta_seconds)}`),
     tile("trainer idle", percent(t.trainer_idle), "of all steps", t.trainer_idle),
-    tile("rollout idle", percent(t.rollout_idle), t.rollout_idle === null ? "known at the end" : "no request at an engine", t.rollout_idle),
-    tile("checkpoint", t.checkpoint === null ? MISSING : `step ${t.checkpoint}`, t.weight_version === null ? "" : `stepped from version ${t.weight_version}`),
+    t.rollout_idle === null ? tile("rollout idle", percent(t.rollout_idle_lately), "lately, no groups", t.rollout_idle_lately) : tile("rollout idle", percent(t.rollout_idle), "no requests", t.rollout_idle),
+    tile("checkpoint", t.checkpoint === null ? MISSING : `step ${t.checkpoint}`, t.weight_version === null ? "" : `version ${t.weight_version}`),
   ];
 }
 
@@ -77,7 +78,7 @@ function rewards({ curves }, drawn) {
   const lines = reward.steps.length
     ? [
         { ...reward, label: "reward, each step", index: 0, faint: true },
-        { steps: reward.steps, values: smoothed(reward.values, 0.8), label: "smoothed", index: 0 },
+        { steps: reward.steps, values: movingMean(reward.values, AVERAGED), label: `mean of ${AVERAGED} steps`, index: 0 },
         { ...curves["eval/reward"], label: "evaluation", index: 1, dots: true },
       ]
     : [{ ...curves["train/loss"], label: "loss", index: 0 }];
