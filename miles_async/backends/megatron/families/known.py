@@ -72,6 +72,9 @@ REFUSED: Mapping[str, str] = {
     "transformers; use a Nemotron whose model_type is 'llama'",
     "qwen3_next": "its linear attention takes packed sequences with flash-linear-attention only, whose kernels are for "
     "GPUs, so that nothing was compared with transformers; use a model of 'qwen3_moe'",
+    "gemma4_text": "megatron-bridge 0.6 builds its dense models with layers of its own and without pipeline stages, "
+    "which was not compared with transformers; use a model of 'gemma3_text'",
+    "gemma4": "its checkpoints hold encoders of images and sound; use one of the text model, model_type 'gemma3_text'",
     "gemma3": "its checkpoints hold an image encoder; use one of the text model, model_type 'gemma3_text'",
 }
 """``model_type`` → why it is not trained, and what to do."""
