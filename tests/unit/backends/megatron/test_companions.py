@@ -155,6 +155,15 @@ def test_code_of_a_tokenizer_runs_with_the_flag_alone_and_is_exported(
         assert load_tokenizer(path, trust_remote_code=True).encode("two three one") == [2, 3, 1]
 
 
+def test_code_is_asked_for_where_transformers_cannot_read_config_json_without_it(tmp_path: Path) -> None:
+    """As of Kimi-K2: a model_type that it does not know, with YaRN as published."""
+    model = own_tokenizer(tmp_path)
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": {"type": "yarn", "factor": 32.0}}))
+    with pytest.raises(ConfigurationError, match="--trust-remote-code"):
+        load_tokenizer(model)
+
+
 def test_code_of_another_repository_is_refused(tmp_path: Path) -> None:
     model = own_tokenizer(tmp_path)
     path = model / "tokenizer_config.json"

@@ -31,18 +31,24 @@ def error(
     window: int | None = None,
     scaling: float | None = None,
     dtype: torch.dtype = torch.float32,
+    latent: int | None = None,
 ) -> float:
-    """The largest difference from the reference. All requests begin with the same ``common`` tokens."""
+    """The largest difference from the reference. All requests begin with the same ``common`` tokens. ``latent``: one
+    vector is all heads' key, and as many of its first elements their value.
+    """
     requests, longest = len(lengths), max(lengths)
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, requests * longest, KV_HEADS, SIZE, generator=generator).to(dtype)
+    if latent is not None:
+        keys = keys[:, :1]
+        values = keys[..., :latent]
     slots = torch.randperm(requests * longest, generator=generator).view(requests, longest).int()
     slots[:, :common] = slots[0, :common].clone()
     order = torch.randperm(requests, generator=generator)  # requests are in any rows of the table
     table = torch.zeros_like(slots)
     table[order] = slots
     query = torch.randn(sum(new), heads, SIZE, generator=generator).to(dtype)
-    output = torch.full_like(query, torch.nan)
+    output = query.new_full((*query.shape[:2], values.shape[-1]), torch.nan)
     arguments = (query, output, keys, values, table, order, torch.tensor(lengths), torch.tensor(new))
     assert attend(*arguments, scaling=scaling, window=window) is output
     expected = torch.cat(
@@ -60,6 +66,11 @@ def error(
 def test_every_token_is_mixed_as_in_a_request_of_its_own(common: int, heads: int, scaling: float | None) -> None:
     lengths, new = [9, 5, 17, 6, 60, 7, 5], [3, 1, 2, 1, 50, 3, 1]
     assert error(lengths, new, common=common, heads=heads, scaling=scaling) < 1e-6
+
+
+@pytest.mark.parametrize("common", [0, 4])
+def test_a_latent_vector_is_key_and_value_of_all_heads(common: int) -> None:
+    assert error([9, 5, 17, 6, 60], [3, 1, 2, 1, 50], common=common, latent=5) < 1e-6
 
 
 @pytest.mark.parametrize("window", [0, 3, 8, 100])
