@@ -8,8 +8,23 @@ from typing import Literal
 
 from miles_async.arguments.flag import flag
 from miles_async.errors import ConfigurationError
+from miles_async.types import JsonObject
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config.json names it by family
+
+
+def attention_layers(config: JsonObject) -> int:
+    """Number of layers with attention; the others of a hybrid model are gated delta nets (Qwen3-Next, Qwen3.5).
+
+    ``config``: config.json, with ``layer_types`` or as it was published, with an attention every so many layers.
+    """
+    layers = int(config.get("num_hidden_layers") or 0)
+    if "linear_num_value_heads" not in config:
+        return layers
+    if kinds := config.get("layer_types"):
+        return layers - list(kinds).count("linear_attention")
+    return layers // int(config.get("full_attention_interval") or 4)
+
 
 LoraType = Literal["lora", "dora"]
 

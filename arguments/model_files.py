@@ -129,7 +129,10 @@ def _expected_shapes(config: JsonObject) -> dict[str, Shape]:
     }
     if heads and head and "kv_lora_rank" not in config:  # latent attention has other projections
         kinds |= {
-            "q_proj": (heads * head, hidden),
+            "q_proj": (
+                heads * head * (2 if "linear_num_value_heads" in config else 1),
+                hidden,
+            ),  # and the output's gate
             "k_proj": (kv_heads * head, hidden),
             "v_proj": (kv_heads * head, hidden),
             "o_proj": (hidden, heads * head),
@@ -139,8 +142,10 @@ def _expected_shapes(config: JsonObject) -> dict[str, Shape]:
 
 
 def _kind(name: str) -> str:
-    """Last part of a weight's name; empty for experts, whose sizes have other names, and for what is no weight."""
-    return "" if "expert" in name or not name.endswith(".weight") else name.split(".")[-2]
+    """Last part of a weight's name; empty for experts and linear attention, whose sizes have other names, and for what
+    is no weight.
+    """
+    return "" if "expert" in name or ".linear_attn." in name or not name.endswith(".weight") else name.split(".")[-2]
 
 
 def _layer(name: str) -> str | None:

@@ -51,7 +51,22 @@ attention with kernels for GPUs only; nothing was published to one. Gemma 2 and 
 nothing of Transformer Engine computes the same.
 """
 
-FOOTER = """
+TEXT_MODEL = """\
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("Qwen3.5-4B", dtype="auto")
+text = type(model)(model.config)
+text.load_state_dict(model.state_dict(), assign=True)
+text.save_pretrained("Qwen3.5-4B-text")  # and the tokenizer's files beside it
+"""
+"""Writes the text model of a Qwen3.5 checkpoint. What is loaded would be saved by its names in the checkpoint."""
+
+FOOTER = f"""
+Qwen3.5's checkpoints hold an image encoder. This writes the text model, without layers for multi-token prediction:
+
+```python
+{TEXT_MODEL}```
+
 A layout's name is its combination, such as `pp2-virtual2-cp2`: 2 pipeline stages of 2
 virtual ones each, 2 context-parallel ranks.
 

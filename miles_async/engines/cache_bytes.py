@@ -1,7 +1,8 @@
-"""Bytes that the keys and values of a token take in an engine's cache."""
+"""Bytes that an engine's caches take: keys and values of a token, states of a request."""
 
 from __future__ import annotations
 
+from miles_async.arguments.model import attention_layers
 from miles_async.types import JsonObject
 
 _ITEM_BYTES = {
@@ -11,10 +12,10 @@ _ITEM_BYTES = {
 
 def cache_bytes_per_token(config: JsonObject, dtype: str) -> int | None:
     """Bytes of keys and values of a token, in all layers; None if ``config`` or ``dtype`` does not tell."""
-    layers = config.get("num_hidden_layers")
     item_bytes = _ITEM_BYTES.get(dtype)
-    if not isinstance(layers, int) or item_bytes is None:
+    if not isinstance(config.get("num_hidden_layers"), int) or item_bytes is None:
         return None
+    layers = attention_layers(config)
     if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector instead
         return layers * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)) * item_bytes
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
@@ -22,3 +23,17 @@ def cache_bytes_per_token(config: JsonObject, dtype: str) -> int | None:
         return None
     kv_heads = int(config.get("num_key_value_heads") or heads)
     return layers * 2 * kv_heads * int(config.get("head_dim") or hidden // heads) * item_bytes
+
+
+def state_bytes(config: JsonObject, dtype: str) -> int:
+    """Bytes of a request's states in layers that are gated delta nets; 0 if there are none.
+
+    A state is in fp32; inputs of the convolution are kept in ``dtype``.
+    """
+    layers = int(config.get("num_hidden_layers") or 0) - attention_layers(config)
+    if not layers:
+        return 0
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    inputs = (2 * keys + values) * (config["linear_conv_kernel_dim"] - 1)
+    return int(layers * (4 * values * config["linear_key_head_dim"] + inputs * _ITEM_BYTES[dtype]))

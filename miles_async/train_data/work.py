@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from miles_async.arguments.model import EXPERT_COUNTS
+from miles_async.arguments.model import EXPERT_COUNTS, attention_layers
 from miles_async.types import JsonObject
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -40,15 +40,18 @@ def model_work(config: JsonObject) -> ModelWork | None:
     if not all(config.get(name) for name in NEEDED):
         return None
     per_layer, per_pair = _latent_attention(config) if config.get("kv_lora_rank") else _attention(config)
-    layers, vocabulary = config["num_hidden_layers"], config["hidden_size"] * config["vocab_size"]
+    layers, vocabulary = attention_layers(config), config["hidden_size"] * config["vocab_size"]
     shared, routed, share = _feed_forward(config)
-    always = layers * per_layer + shared + vocabulary
+    attention = layers * per_layer
+    if others := config["num_hidden_layers"] - layers:
+        attention += layers * _output_gate(config) + others * _gated_delta_net(config)
+    always = attention + shared + vocabulary
     return ModelWork(
         weights=always + routed + (0 if config.get("tie_word_embeddings") else vocabulary),
         passed_weights=always + round(routed * share),
         routed_weights=routed,
         expert_share=share,
-        attention_weights=layers * per_layer,
+        attention_weights=attention,
         embedding_weights=vocabulary,
         pair=layers * per_pair,
     )
@@ -78,6 +81,21 @@ def _attention(config: JsonObject) -> tuple[int, int]:
     return hidden * width * 2 * (heads + key_value_heads), heads * width * 2
 
 
+def _output_gate(config: JsonObject) -> int:
+    """Weights of the gate of attention's output in a layer of a hybrid model."""
+    return int(config["hidden_size"] * config["num_attention_heads"] * config["head_dim"])
+
+
+def _gated_delta_net(config: JsonObject) -> int:
+    """Weights of a layer of linear attention. Its recurrence costs less than they do, and is left out."""
+    heads = config["linear_num_value_heads"]
+    keys, values = (
+        config["linear_num_key_heads"] * config["linear_key_head_dim"],
+        heads * config["linear_value_head_dim"],
+    )
+    return int(config["hidden_size"] * (2 * keys + 3 * values + 2 * heads))
+
+
 def _latent_attention(config: JsonObject) -> tuple[int, int]:
     """The same for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
     hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
@@ -99,5 +117,8 @@ def _feed_forward(config: JsonObject) -> tuple[int, int, float]:
     first_dense = config.get("first_k_dense_replace") or 0
     width = config.get("moe_intermediate_size") or config["intermediate_size"]  # gpt-oss and MiniMax-M2 have no other
     mixtures, expert = layers - first_dense, 3 * hidden * width
-    shared = mixtures * (hidden * experts + expert * (config.get("n_shared_experts") or 0))
+    shared_expert = expert * (config.get("n_shared_experts") or 0)
+    if shared_width := config.get("shared_expert_intermediate_size"):
+        shared_expert = 3 * hidden * shared_width + hidden  # and its gate
+    shared = mixtures * (hidden * experts + shared_expert)
     return first_dense * dense + shared, mixtures * experts * expert, config["num_experts_per_tok"] / experts

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from tests.integration.tiny_models import FAMILIES
 
-DENSE = ("llama", "qwen2", "qwen3", "qwen3-tied", "gemma")
+DENSE = ("llama", "qwen2", "qwen3", "qwen3-tied", "gemma", "qwen3.5")
 MIXTURES = (
-    "qwen3-moe", "olmoe", "gpt-oss", "glm4-moe", "glm4-moe-lite", "minimax-m2", "deepseek-v3", "moonlight",
-    "deepseek-v32", "glm5",
+    "qwen3-moe", "qwen3-next", "qwen3.5-moe", "olmoe", "gpt-oss", "glm4-moe", "glm4-moe-lite", "minimax-m2",
+    "deepseek-v3", "moonlight", "deepseek-v32", "glm5",
 )  # fmt: skip
 EVERYWHERE = tuple(name for name in FAMILIES if name != "kimi-k2")  # which differs from deepseek-v3 in its config only
 
@@ -26,9 +26,9 @@ DEEPER = {
 COMPARED: dict[str, tuple[str, ...]] = {
     "one-rank": tuple(FAMILIES),
     "one-rank-3-micro-batches": ("qwen3", "qwen3-moe"),
-    "dp2": ("qwen3", "qwen3-tied", "qwen3-moe"),
+    "dp2": ("qwen3", "qwen3-tied", "qwen3-moe", "qwen3-next"),
     "dp2-overlap": ("qwen3", "qwen3-tied", "qwen3-moe"),
-    "one-rank-recompute-block": ("qwen3", "qwen3-moe", "gemma3"),
+    "one-rank-recompute-block": ("qwen3", "qwen3-moe", "qwen3-next", "gemma3"),
     "one-rank-shared-prefixes": ("qwen3", "llama", "qwen3-moe"),
     "tp2-shared-prefixes": ("qwen3",),
     "pp2-shared-prefixes": ("qwen3-tied",),
@@ -42,7 +42,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "tp2-pp2-virtual2": ("qwen3-tied-four-layers", "deepseek-v3-four-layers"),
     "dp2-pp2-virtual2": ("qwen3-four-layers",),
     "cp2": EVERYWHERE,
-    "tp2-cp2": ("qwen3-tied", "qwen3-moe", "deepseek-v3"),
+    "tp2-cp2": ("qwen3-tied", "qwen3-moe", "qwen3-next", "deepseek-v3"),
     "pp2-cp2": ("qwen3-tied", "deepseek-v3"),
     "pp2-virtual2-cp2": ("qwen3-tied-four-layers",),
     "dp2-cp2": ("qwen3", "qwen3-moe"),
@@ -54,7 +54,15 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "tp2-etp1": ("qwen3-moe", "glm4-moe", "gpt-oss", "deepseek-v3"),
     "ep2-etp2": ("qwen3-moe", "deepseek-v3"),
     "tp2-ep2": (*MIXTURES, "kimi-k2"),
-    "tp2-ep2-etp2": ("qwen3-moe", "glm4-moe", "glm4-moe-lite", "minimax-m2", "deepseek-v3", "moonlight"),
+    "tp2-ep2-etp2": (
+        "qwen3-moe",
+        "qwen3-next",
+        "glm4-moe",
+        "glm4-moe-lite",
+        "minimax-m2",
+        "deepseek-v3",
+        "moonlight",
+    ),
 }
 """Layout of test_megatron_layouts.py → models. There log-probs, losses, norms of gradients, the export and the model
 after three rollout steps are compared, in fp32.
@@ -67,13 +75,13 @@ EVERY_DAY: dict[str, tuple[str, ...]] = {
     "tp2-shared-prefixes": ("qwen3",),
     "pp2-shared-prefixes": ("qwen3-tied",),
     "tp2-sequence-parallel": ("qwen3", "glm4-moe"),
-    "tp2": ("qwen2",),
+    "tp2": ("qwen2", "qwen3.5"),
     "tp4": ("qwen3-tied",),
     "pp2": ("glm4",),
     "pp2-unequal": ("deepseek-v3-three-layers",),
     "pp2-virtual2": ("qwen3-four-layers",),
     "tp2-pp2-virtual2": ("qwen3-tied-four-layers",),
-    "cp2": ("qwen3", "deepseek-v3"),
+    "cp2": ("qwen3", "qwen3-next", "deepseek-v3"),
     "tp2-cp2": ("qwen3-tied",),
     "dp2-cp2": ("qwen3-moe",),
     "cp2-ep2": ("deepseek-v3",),
@@ -104,4 +112,7 @@ SERVED_AT_NIGHT = (
     ("glm4-moe", 1),
     ("deepseek-v3", 1),
     ("kimi-k2", 1),
+    ("qwen3-next", 2),
+    ("qwen3.5", 1),
+    ("qwen3.5-moe", 1),
 )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from miles_async.arguments.model import ModelArguments
 from miles_async.backends.megatron.memory.plan import measure
@@ -18,7 +18,7 @@ from miles_async.errors import CheckpointError
 from tests.integration.megatron_scenario import LR, Layout, make_backend, rollout_steps
 from tests.integration.plain_ahead_layers import PlainAheadTrainer
 from tests.integration.rank_processes import run_ranks
-from tests.integration.tiny_models import save_with_ahead_layers
+from tests.integration.tiny_models import save_tiny, save_with_ahead_layers
 from tests.integration.toy_batches import ToySample, to_shards
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -93,6 +93,28 @@ def test_memory_counts_these_layers(tmp_path: Path) -> None:
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     assert (last.ahead, last.expert_ahead) == (sum(sizes.values()) - experts, experts)
     assert last.peak > last.kept > 0
+
+
+def publish_and_save(rank: int, world_size: int, store: dist.Store, directory: Path, target: Path) -> list[str]:
+    backend = make_backend(rank, world_size, store, directory, Layout())
+    published = [name for name, _ in backend.export_weights()]
+    backend.save_hf(target)
+    backend.close()
+    return published
+
+
+def test_layers_with_names_of_their_own_are_copied(tmp_path: Path) -> None:
+    """Those of Qwen3-Next and Qwen3.5 have no number after the model's, but begin with ``mtp.``."""
+    directory = save_tiny("qwen3-next", tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    own = {"mtp.fc.weight": torch.randn(64, 128), "mtp.layers.0.input_layernorm.weight": torch.randn(64)}
+    save_file(tensors | own, directory / "model.safetensors")
+    [published] = run_ranks(1, publish_and_save, directory, tmp_path / "saved")
+    assert set(published) == set(tensors)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert set(saved) == set(tensors | own)
+    for name, tensor in own.items():
+        assert torch.equal(saved[name], tensor)
 
 
 def save_and_load(rank: int, world_size: int, store: dist.Store, directory: Path, target: Path) -> str:

@@ -62,9 +62,11 @@ LOADED_BY_TWO = [
     ("pp2-virtual2", "dp2", "qwen3-tied"),
     ("pp2-unequal", "tp2", "qwen3-tied"),
     ("dp2", "pp2-unequal", "qwen3-tied"),
+    ("tp2", "pp2", "qwen3-next"),
 ]
 SAVED += [("cp2", "qwen3-tied"), ("pp2-virtual2", "qwen3-tied"), ("pp2-unequal", "qwen3-tied")]
-SAVED += [("tp2", "glm4"), ("tp2-ep2", "gpt-oss")]  # norms after attention; sinks, biases of experts
+# Norms after attention; sinks, biases of experts; gated delta nets, whose projections are several tensors in one.
+SAVED += [("tp2", "glm4"), ("tp2-ep2", "gpt-oss"), ("tp2", "qwen3-next")]
 LOADED: dict[int, list[tuple[str, str, str]]] = {  # ranks → layout of the save, layout, model
     2: LOADED_BY_TWO,
     1: [(source, "one", model) for source, model in SAVED],
@@ -234,7 +236,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     """Observations of each rank in each case, or a traceback."""
     root = tmp_path_factory.mktemp("resharding")
     split_files(save_tiny("qwen3-moe", root / "qwen3-moe", num_hidden_layers=2), 3)  # two ranks write their exports
-    for family in ("glm4", "gpt-oss"):
+    for family in ("glm4", "gpt-oss", "qwen3-next"):
         save_tiny(family, root / family)
     save_tiny("qwen3-tied", root / "qwen3-tied", num_hidden_layers=4)  # two virtual stages on each of two ranks
     ranks = [run_ranks(2, _two_ranks, root, timeout=300)]

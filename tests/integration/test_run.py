@@ -25,6 +25,7 @@ from tests.integration.real_run import (
     shared_memory,
     traceback_in,
 )
+from tests.integration.tiny_models import save_tiny
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
@@ -142,6 +143,29 @@ def test_tensor_parallel_in_place_and_several_optimizer_steps(tmp_path: Path) ->
     assert summary["weight_version"] == 1  # after step 2; the last step's weights nobody would use
     assert summary["age_max"] <= 2
     assert "flush_cache" not in str(run.steps)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_hybrid_model_is_trained_and_published(family: str, mode: str, tmp_path: Path) -> None:
+    """Gated delta nets: engines hold what is trained, and their log-probs are the trainer's, after each publication,
+    which finds requests under way.
+    """
+    # covers: C8, M11
+    model = save_tiny(family, tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "examples/quickstart/assets/reverse/model" / name, model)
+    flags = ("--num-rollout", "4", "--hf-checkpoint", str(model), "--pause-generation-mode", mode)
+    flags += ("--verify-weights", "full", "--rollout-max-response-len", "40", "--rollout-batch-size", "4")
+    with real_run(tmp_path / "run", *flags, *ONE_EACH, *NO_EVALUATION, "--save", str(tmp_path / "saved")) as run:
+        assert run.wait(RUN_SECONDS) == 0, run.output
+        run.assert_nothing_left()
+    assert run.summary["weight_version"] == 3  # the last step's weights nobody would use
+    assert run.summary["age_max"] >= 1
+    assert run.summary["logprob_diff"]["max"] < 1e-4
+    assert run.summary["publish"]["count"] == 4
+    assert all(step["publish/canary_difference"] < 1e-3 for step in run.steps[:-1])
 
 
 def ctrl_c(run: RealRun) -> None:

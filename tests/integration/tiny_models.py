@@ -72,6 +72,18 @@ _LATENT = {
 # With few heads, scores of several tokens are 0: which of them are chosen is left to chance.
 _INDEXED = {"n_group": 1, "topk_group": 1, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 16}
 
+_HYBRID_ROPE = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+_GATED_DELTA = {  # one gated delta net and one layer of attention, whose heads differ in number and size
+    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,  # the same, as SGLang reads it
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "rope_parameters": _HYBRID_ROPE,
+}
+_GATED_DELTA_MIXTURE = _MIXTURE | _GATED_DELTA | {"num_experts": 12, "shared_expert_intermediate_size": 48}
+
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", _DENSE | {"rope_parameters": _LLAMA3_ROPE, "max_position_embeddings": 16384}),
     # Not megatron's default rotary base: the bridge misses what transformers 5 writes.
@@ -92,6 +104,9 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         | {"rope_parameters": {"sliding_attention": _DEFAULT_ROPE, "full_attention": _LINEAR_ROPE}},
     ),
     "qwen3-moe": ("Qwen3Moe", _MIXTURE | {"num_experts": 12, "norm_topk_prob": True}),
+    "qwen3-next": ("Qwen3Next", _GATED_DELTA_MIXTURE),
+    "qwen3.5": ("Qwen3_5Text", _DENSE | _GATED_DELTA),
+    "qwen3.5-moe": ("Qwen3_5MoeText", _GATED_DELTA_MIXTURE),
     "gemma": ("Gemma", _GEMMA),
     "glm4": (
         "Glm4",
@@ -149,12 +164,14 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
-MODEL_TYPES = {
+MODEL_TYPES = {  # where names differ
     "qwen3-tied": "qwen3",
+    "qwen3.5": "qwen3_5_text",
+    "qwen3.5-moe": "qwen3_5_moe_text",
     "gemma3": "gemma3_text",
     "moonlight": "deepseek_v3",
     "glm5": "glm_moe_dsa",
-}  # where names differ
+}
 
 
 def model_type(family: str) -> str:
@@ -186,7 +203,10 @@ def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "floa
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.save_pretrained(directory)
     path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": model_type(family)}))  # Kimi's is another
+    written: dict[str, object] = {"model_type": model_type(family)}  # Kimi's is another
+    if "full_attention_interval" in settings:  # SGLang reads what transformers leaves out
+        written |= {name: _HYBRID_ROPE[name] for name in ("rope_theta", "partial_rotary_factor")}
+    path.write_text(json.dumps(json.loads(path.read_text()) | written))
     return directory
 
 

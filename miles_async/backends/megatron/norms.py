@@ -68,3 +68,25 @@ class KeyHeadsNorm(QueryHeadsNorm):
     def heads(config: TransformerConfig) -> int:
         """Number of heads on all ranks."""
         return config.num_query_groups or config.num_attention_heads
+
+
+class GateNorm(RMSNorm):
+    """RMSNorm of each head of a gated delta net, whose weight is not centred at zero, as the model's other norms' are.
+
+    Its weight is whole on every tensor-parallel rank, which has a part of the heads. ``finalize_model_grads`` sums the
+    gradients under sequence parallelism only.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.zero_centered = False
+        self.partial = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[heads · tokens, head size] → the same shape."""
+        weight = self.weight
+        if self.partial:
+            weight = copy_to_tensor_model_parallel_region(
+                weight, group=parallel_state.get_tensor_model_parallel_group()
+            )
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)

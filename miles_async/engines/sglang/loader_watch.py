@@ -1,8 +1,9 @@
 """Watch a weight loader: which memory each given tensor ends in.
 
-Loaders fuse, split and shard tensors, each in its own way; all end in ``parameter.copy_(a part of a tensor)``. While
-one runs, those copies are noted: which elements of which tensor went to which memory. Tensors that are joined with
-``torch.cat`` before they are copied are followed; those that are cast, moved or computed with are not.
+Loaders fuse, split and shard tensors, each in its own way; all end in ``parameter.copy_(a part of a tensor)``, or in
+``parameter[a part] = a part of a tensor``. While one runs, those copies are noted: which elements of which tensor went
+to which memory. Tensors that are joined with ``torch.cat`` before they are copied are followed; those that are cast,
+moved or computed with are not.
 """
 
 from __future__ import annotations
@@ -85,7 +86,11 @@ class LoaderWatch:
     def load(self, load: Callable[..., Any], weights: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
         """``load(weights, ...)``, watched."""
         try:
-            with _after(Tensor, "copy_", self._copied), _after(torch, "cat", self._concatenated):
+            with (
+                _after(Tensor, "copy_", self._copied),
+                _after(Tensor, "__setitem__", self._assigned),
+                _after(torch, "cat", self._concatenated),
+            ):
                 return load(self._announced(weights), *args, **kwargs)
         finally:
             self._given.clear()
@@ -119,6 +124,13 @@ class LoaderWatch:
                 start += length
         elif (found := self._origin(source)) is not None:
             self._note(memory, found)
+
+    def _assigned(self, _: None, whole: Tensor, index: Any, source: Any) -> None:
+        if not isinstance(source, Tensor):
+            return
+        memory = whole[index]
+        if memory.untyped_storage()._cdata == whole.untyped_storage()._cdata:  # not chosen by a mask or by numbers
+            self._copied(memory, memory, source)
 
     def _note(self, memory: Tensor, origin: Origin) -> None:
         layout = memory.storage_offset(), tuple(memory.shape), memory.stride()

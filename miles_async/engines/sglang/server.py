@@ -98,6 +98,8 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
     # A server whose scheduler or detokenizer has died ends at once, rather than after a minute of dumps.
     for dump in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
         environment[dump] = os.environ.get(dump, "false")
+    # Gated delta nets keep inputs of their convolution, by default in bfloat16, which would round fp32 ones.
+    environment["SGLANG_MAMBA_CONV_DTYPE"] = spec.dtype
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         # Ranks of one engine look at the same memory one after the other, while neighbours take theirs.

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from miles_async.arguments.model_files import directory_problems, read_shapes
+from tests.integration.tiny_models import save_tiny
 
 CONFIG: dict[str, object] = {
     "vocab_size": 10,
@@ -103,6 +104,15 @@ def test_weights_of_another_model(model: Path, changes: dict[str, object], messa
 def test_layers_for_multi_token_prediction_are_stored_behind_the_others(model: Path):
     configure(model, num_hidden_layers=1, num_nextn_predict_layers=1)
     assert problems(model) == ""
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+def test_hybrid_models_have_gates_and_norms_of_heads(family: str, tmp_path: Path):
+    save_tiny(family, tmp_path)
+    assert problems(tmp_path) == ""
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2}))
+    assert "2 tensor(s) are not those of config.json: model.layers.1.self_attn" in problems(tmp_path)
 
 
 def test_quantized_weights_have_shapes_of_their_own(model: Path):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from miles_async.backends.megatron.families.hf_config import read_config
 from miles_async.backends.megatron.families.known import FAMILIES, REFUSED
-from scripts.families_page import COLUMNS, PAGE, page
+from scripts.families_page import COLUMNS, PAGE, TEXT_MODEL, page
 from tests.integration.family_table import COMPARED, DEEPER, EVERY_DAY, SERVED, SERVED_AT_NIGHT
 from tests.integration.tiny_models import FAMILIES as TINY_MODELS
 from tests.integration.tiny_models import model_type
@@ -29,3 +34,28 @@ def test_cases_of_every_day_are_among_those_of_the_night() -> None:
     assert {(layout, name) for layout in EVERY_DAY for name in EVERY_DAY[layout]} <= {
         (layout, name) for layout in COMPARED for name in COMPARED[layout]
     }
+
+
+def test_lines_for_the_text_model_of_a_checkpoint_with_images_do_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+    config = transformers.Qwen3_5Config(text_config=TINY_MODELS["qwen3.5"][1], vision_config=vision)
+    whole = transformers.Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16)
+    monkeypatch.chdir(tmp_path)
+    whole.save_pretrained("Qwen3.5-4B")
+    exec(TEXT_MODEL)
+    assert read_config(Path("Qwen3.5-4B-text"))["model_type"] == "qwen3_5_text"
+    written = load_file("Qwen3.5-4B-text/model.safetensors")
+    expected = {
+        name.replace("model.language_model.", "model."): tensor
+        for name, tensor in load_file("Qwen3.5-4B/model.safetensors").items()
+        if not name.startswith("model.visual.")
+    }
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in expected.items())
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}

@@ -152,6 +152,22 @@ DEEPSEEK_V3 = {
 }  # fmt: skip
 
 
+QWEN3_NEXT = {
+    "hidden_size": 2048, "num_hidden_layers": 48, "full_attention_interval": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 5120, "vocab_size": 151936, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
+
+
+def test_sizes_of_a_hybrid_model() -> None:
+    """Qwen3-Next-80B-A3B, whose name has them rounded."""
+    work = model_work(QWEN3_NEXT)
+    assert work is not None
+    assert work.weights == pytest.approx(80e9, rel=0.01)
+    assert work.pair == 12 * 16 * 256 * 2  # of the layers with attention
+
+
 @pytest.mark.parametrize(
     ("changes", "weights", "passed"),
     [

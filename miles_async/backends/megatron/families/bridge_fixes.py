@@ -4,6 +4,7 @@
 - Gemma 3's embedding is not scaled by the root of the hidden size as bfloat16 has it, which transformers does.
 - PEFT takes names that megatron-core leaves as None for Transformer Engine's classes, where that is not installed.
 - OLMoE's norm of all heads expects them all on every tensor-parallel rank; MiniMax-M2's has no gradient across ranks.
+- Norms of gated delta nets (Qwen3-Next, Qwen3.5) are stored less 1, which rounds weights below 1/2 and above 2.
 - Kimi K2's model_type is unknown to transformers, without code from the checkpoint. Its architecture is DeepSeek-V3's.
 
 ``tests/integration/test_megatron_compat.py`` fails when upstream no longer needs one of them.
@@ -39,6 +40,7 @@ def apply() -> bool:
         _round_the_scale_of_embeddings()
         _see_that_transformer_engine_is_absent()
         _normalize_heads_over_ranks()
+        _store_gate_norms_exactly()
         _know_kimi_k2()
     return True
 
@@ -98,6 +100,26 @@ def _normalize_heads_over_ranks() -> None:
 
     olmoe_bridge.olmoe_layer_spec = olmoe_layer_spec
     olmoe_bridge.OlMoEBridge.PROVIDER_CLASS = OlMoEModelProvider  # by which host/spec.py knows the family
+
+
+def _store_gate_norms_exactly() -> None:
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+    from megatron.bridge.models.qwen import qwen3_next_bridge, qwen35_bridge
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+
+    from miles_async.backends.megatron.norms import GateNorm
+
+    whole: Any = AutoMapping
+    qwen3_next_bridge.RMSNorm2ZeroCenteredRMSNormMapping = whole
+    qwen35_bridge.RMSNorm2ZeroCenteredRMSNormMapping = whole
+    fused = specs.get_gated_delta_net_module_spec
+
+    def get_gated_delta_net_module_spec(*args: Any, **kwargs: Any) -> Any:
+        spec = fused(*args, **kwargs)
+        spec.submodules.out_norm = GateNorm
+        return spec
+
+    specs.get_gated_delta_net_module_spec = get_gated_delta_net_module_spec
 
 
 def _know_kimi_k2() -> None:

@@ -33,7 +33,9 @@ def check(bridge: AutoBridge, modules: list[Module]) -> None:
     left_out = {name for name in in_files - in_model if not name.endswith(DERIVED)}
     if modules[0].share_embeddings_and_output_weights:
         left_out.discard("lm_head.weight")
-    extra_layers = {name for name in left_out if layer_number(name) >= config.num_hidden_layers}
+    extra_layers = {
+        name for name in left_out if name.startswith("mtp.") or layer_number(name) >= config.num_hidden_layers
+    }
     if extra_layers:  # transformers ignores them too
         logger.info("layers for multi-token prediction, not trained: %s", _some(extra_layers))
     problems = {

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_async.arguments.adapters import MLP, target_layers
+from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import EXPERT_COUNTS, ModelArguments
 from miles_async.backends.megatron.families.known import FAMILIES, REFUSED, Family
 from miles_async.errors import ConfigurationError
@@ -80,6 +81,8 @@ def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> 
             f"--lora-rank: adapters of model_type {config['model_type']!r} were not compared with plain ones; leave it "
             "out, or use a model of another family"
         )
+    if family_of(config).linear_attention:
+        _check_linear_attention(config, model)
     if model.enable_mtp_training:
         _check_ahead_layers(config, model)
     layers = config.get("num_hidden_layers")
@@ -87,6 +90,31 @@ def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> 
         model.stage_layers(layers)
         model.virtual_stages(layers)
     _check_expert_layout(config, model, world_size)
+
+
+def _check_linear_attention(config: JsonObject, model: ModelArguments) -> None:
+    parts = model.tensor_model_parallel_size * model.context_parallel_size
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        if config[name] % parts:
+            raise ConfigurationError(
+                f"--tensor-model-parallel-size × --context-parallel-size {parts} does not divide {name} {config[name]}"
+            )
+    kind = config["model_type"]
+    if model.share_prefixes:
+        raise ConfigurationError(
+            f"--share-prefixes: the linear attention of model_type {kind!r} reads a sample's tokens one after the "
+            "other, so samples can't share positions; leave it out"
+        )
+    if model.enable_mtp_training:
+        raise ConfigurationError(
+            f"--enable-mtp-training: layers for multi-token prediction of model_type {kind!r} were not compared with "
+            "plain ones; leave it out"
+        )
+    if megatron_settings(model.megatron_extra).provider.get("deterministic_mode"):
+        raise ConfigurationError(
+            f"--deterministic-mode: megatron-core 0.19 has no deterministic linear attention (model_type {kind!r}) of "
+            "packed sequences; leave it out"
+        )
 
 
 def _check_ahead_layers(config: JsonObject, model: ModelArguments) -> None:
@@ -227,6 +255,8 @@ def _layer_problems(config: JsonObject, family: Family) -> Iterator[str]:
         )
     if config.get("attention_bias") and not family.attention_bias:
         yield "attention_bias true: biases would be dropped"
+    if family.linear_attention:
+        yield from _linear_attention_problems(config)
     if family.every_head_with_keys and config.get("num_key_value_heads") != config.get("num_attention_heads"):
         yield "num_key_value_heads other than num_attention_heads: keys would be normalised with the wrong weights"
     if config.get("clip_qkv") is not None:
@@ -250,6 +280,22 @@ def _layer_problems(config: JsonObject, family: Family) -> Iterator[str]:
             yield f"hidden_act {activation!r}: only gelu_pytorch_tanh is implemented"
     if config.get("use_bidirectional_attention"):
         yield "use_bidirectional_attention true: attention would be causal"
+
+
+def _linear_attention_problems(config: JsonObject) -> Iterator[str]:
+    """Mostly what SGLang (0.5.23) reads from elsewhere than transformers 5, which does not write it there."""
+    kinds, interval = config.get("layer_types"), config.get("full_attention_interval") or 0
+    if kinds and not interval:
+        yield "full_attention_interval is absent: SGLang 0.5.23 reads it; write every how many layers one has attention"
+    elif kinds and any((kind == "full_attention") != (number % interval == 0) for number, kind in enumerate(kinds, 1)):
+        yield f"layer_types other than full_attention in every layer {interval}: SGLang 0.5.23 serves no other"
+    rope = config.get("rope_parameters") or {}
+    names = {"partial_rotary_factor": 0.25} | ({"rope_theta": 1e4} if config["model_type"] == "qwen3_next" else {})
+    for name, default in names.items():
+        if name in rope and config.get(name, default) != rope[name]:
+            yield f"rope_parameters.{name} {rope[name]}: SGLang 0.5.23 reads {name} outside of it; write it there, too"
+    if config.get("attn_output_gate") is False:
+        yield "attn_output_gate false: attention would be gated all the same"
 
 
 def _rope_problems(config: JsonObject, family: Family) -> Iterator[str]:
@@ -280,7 +326,8 @@ def _expert_problems(config: JsonObject, kind: str, family: Family) -> Iterator[
     if not num_experts(config):
         return
     # transformers leaves norm_topk_prob out of config.json when it has its default: False for qwen*_moe.
-    normalized = config.get("norm_topk_prob", "moe" not in kind or kind.startswith("glm"))
+    always = kind == "qwen3_5_moe_text" or kind.startswith("glm")
+    normalized = config.get("norm_topk_prob", "moe" not in kind or always)
     if not normalized and not family.unscaled_router:
         yield "norm_topk_prob false: router weights would be normalised all the same"
     if config.get("decoder_sparse_step", 1) != 1:

@@ -27,6 +27,7 @@ class Family:
     adapters: bool = True  # trained with --lora-rank
     ahead: bool = False  # its layers for multi-token prediction are trained with --enable-mtp-training
     gpu_engines: str = ""  # why engines cannot serve it on a CPU
+    linear_attention: bool = False  # some layers are gated delta nets: a recurrence in place of attention
     host_layers: bool = False  # on every device: Transformer Engine's compute something else, or fail
 
 
@@ -43,6 +44,10 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family(tied_only=True, gelu=True, windows=True, rope_per_layer_type=True, host_layers=True),
     "glm4": Family(attention_bias=True, partial_rotation=True),
     "qwen3_moe": Family(untied_only=True),
+    # Their files may hold layers for multi-token prediction ("mtp."), which are left as they are.
+    "qwen3_next": Family(partial_rotation=True, untied_only=True, linear_attention=True, adapters=False),
+    "qwen3_5_text": Family(partial_rotation=True, linear_attention=True, adapters=False),
+    "qwen3_5_moe_text": Family(partial_rotation=True, untied_only=True, linear_attention=True, adapters=False),
     "glm4_moe": Family(attention_bias=True, partial_rotation=True, untied_only=True, ahead=True),
     "glm4_moe_lite": Family(untied_only=True, ahead=True),  # GLM-4.7-Flash: latent attention, GLM's router
     "minimax_m2": Family(partial_rotation=True, untied_only=True),
@@ -70,11 +75,14 @@ REFUSED: Mapping[str, str] = {
     "nemotron-nas": "its layers differ in size, which was not compared; use a Nemotron whose model_type is 'llama'",
     "nemotron_h": "a Mamba layer needs mamba-ssm, whose kernels exist for CUDA only, so that nothing was compared with "
     "transformers; use a Nemotron whose model_type is 'llama'",
-    "qwen3_next": "its linear attention takes packed sequences with flash-linear-attention only, whose kernels are for "
-    "GPUs, so that nothing was compared with transformers; use a model of 'qwen3_moe'",
     "gemma4_text": "megatron-bridge 0.6 builds its dense models with layers of its own and without pipeline stages, "
     "which was not compared with transformers; use a model of 'gemma3_text'",
     "gemma4": "its checkpoints hold encoders of images and sound; use one of the text model, model_type 'gemma3_text'",
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"),
+        "its checkpoints hold an image encoder; write the text model alone first, whose model_type ends with '_text': "
+        "docs/families.md has the lines",
+    ),
     "gemma3": "its checkpoints hold an image encoder; use one of the text model, model_type 'gemma3_text'",
 }
 """``model_type`` → why it is not trained, and what to do."""

@@ -5,6 +5,7 @@ megatron-bridge 0.6 without CUDA, and changes no numerics; bugs that matter on e
 
 - ``device_views``     megatron modules see a ``torch`` in which the device "cuda" is the host
 - ``patches``          random generators, parameter types, gathers and helpers that assume CUDA or NCCL
+- ``gated_delta``      kernels of linear attention
 - ``absent_modules``   transformer_engine and triton, which a few modules import unconditionally
 - ``import_hook``      applies these to each megatron module once its body has run
 - ``spec``             layers of plain PyTorch, with ``attention``

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from miles_async.backends.megatron.host import gated_delta
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -117,6 +119,7 @@ PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.optimizer.clip_grads": _patch_clip_grads,
     "megatron.core.optimizer.distrib_optimizer": _patch_distrib_optimizer,
     "megatron.core.optimizer.optimizer": _patch_optimizer,
+    "megatron.core.ssm.gated_delta_net.common": gated_delta.patch,
     "megatron.core.tensor_parallel.mappings": _patch_mappings,
     "megatron.core.tensor_parallel.random": _patch_random,
     "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,

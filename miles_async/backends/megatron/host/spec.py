@@ -7,17 +7,22 @@ replaces both with plain PyTorch, on any device (``norms.py``, ``host/attention.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.gemma.gemma2_provider import Gemma2ModelProvider
 from megatron.bridge.models.gemma.gemma3_provider import Gemma3ModelProvider, Gemma3SelfAttention
 from megatron.bridge.models.olmoe.olmoe_provider import OlMoEModelProvider, OLMoESelfAttention
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from miles_async.backends.megatron.families.glm4_bridge import Glm4Provider
@@ -25,7 +30,7 @@ from miles_async.backends.megatron.families.minimax_m2 import MiniMaxM2Provider
 from miles_async.backends.megatron.host.attention import SdpaAttention
 from miles_async.backends.megatron.host.linear import WholeLinear
 from miles_async.backends.megatron.host.sparse_attention import sparse_attention_spec
-from miles_async.backends.megatron.norms import HeadsNorm, KeyHeadsNorm, QueryHeadsNorm, RMSNorm
+from miles_async.backends.megatron.norms import GateNorm, HeadsNorm, KeyHeadsNorm, QueryHeadsNorm, RMSNorm
 
 POST_NORMED = (Glm4Provider, Gemma2ModelProvider, Gemma3ModelProvider)
 """Configs of families with a norm after attention and MLP."""
@@ -89,7 +94,7 @@ class LatentAttention(MLASelfAttention):
 def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Build the layers of this pipeline stage, dense and mixture, and the final norm."""
     plain = copy.copy(config)
-    plain.experimental_attention_variant = None  # for which it refuses to build anything
+    plain.experimental_attention_variant = None  # which megatron-core (0.19) builds of Transformer Engine's layers only
     block = get_gpt_decoder_block_spec(
         plain, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -125,4 +130,17 @@ def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> T
             parts.k_layernorm = norm
         if isinstance(config, MiniMaxM2Provider):
             parts.q_layernorm, parts.k_layernorm = QueryHeadsNorm, KeyHeadsNorm
+    if config.experimental_attention_variant == "gated_delta_net":
+        linear = get_linear_attention_pattern(config)[get_transformer_layer_offset(config, vp_stage=vp_stage) :]
+        block.layer_specs = [
+            _with_gated_delta_net(spec) if is_linear else spec
+            for spec, is_linear in zip(block.layer_specs, linear, strict=False)
+        ]
     return block
+
+
+def _with_gated_delta_net(layer: ModuleSpec) -> ModuleSpec:
+    """The layer with a gated delta net in place of attention."""
+    parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=GateNorm, out_proj=RowParallelLinear)
+    net = ModuleSpec(module=GatedDeltaNet, submodules=parts)
+    return replace(layer, submodules=replace(layer.submodules, self_attention=net))

@@ -147,10 +147,11 @@ def load_model(
     ``trainable``: wrap it in DistributedDataParallel with a distributed optimizer's buffers; else it is frozen.
     ``replays_routing``: its routers can be given their choices. ``value_head``: it computes values instead of logits.
     """
-    hf_config.check_model(hf_config.read_config(directory), directory)
+    written = hf_config.read_config(directory)
+    hf_config.check_model(written, directory)
     bridge = AutoBridge.from_hf_pretrained(str(directory))
     config = bridge.hf_pretrained.config.to_dict()  # with transformers' defaults
-    hf_config.check_model(config, directory)
+    hf_config.check_model({**written, **config}, directory)
     provider = make_provider(bridge, config, model, platform, load_weights=True)
     if replays_routing:
         provider.moe_enable_routing_replay, provider.moe_router_fusion = True, False  # fused, it can't

@@ -1,7 +1,8 @@
 """Additions to an SGLang server on a CPU. On GPUs only the stand-ins are looked at, and find nothing to do.
 
 ``stand_ins`` for packages that only GPUs have, ``memory`` for machines that engines share, ``prefills`` and
-``attention`` for speed, ``families`` for models whose kernels need a GPU, ``expert_buffers`` for routing replay.
+``attention`` for speed, ``families`` and ``gated_delta`` for models whose kernels need a GPU, ``expert_buffers`` for
+routing replay.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ def install(arguments: Sequence[str]) -> None:
     """Patch a server on a CPU; nothing on GPUs."""
     if not is_asked_for(arguments):
         return
-    from miles_async.engines.sglang.cpu import attention, expert_buffers, families, prefills
+    from miles_async.engines.sglang.cpu import attention, expert_buffers, families, gated_delta, prefills
 
     prefills.register()
     attention.register()
     families.register()
+    gated_delta.register()
     if expert_buffers.FLAG in arguments:
         expert_buffers.register()

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from miles_async.engines.cache_bytes import cache_bytes_per_token
+from miles_async.engines.cache_bytes import cache_bytes_per_token, state_bytes
 from miles_async.runtime.memory import free_memory
 from miles_async.types import JsonObject
 
 RUNNING_REQUESTS = 64  # at once; a CPU gains nothing from larger batches
 LEAST_TOKENS = 16384  # kept wherever there is room: prefixes of many prompts
 CACHE_SHARE = 0.25  # of the memory that is free, for the caches of all engines of a run on a machine
+STATES = 6  # kept per request of a hybrid model: SGLang wants 3 while it runs, and prefixes have theirs
 _STATIC_FRACTION = 0.9
 
 
@@ -31,8 +32,14 @@ def memory_flags(model_path: str, dtype: str, *, longest: int, running: int, eng
     running = min(running, RUNNING_REQUESTS)
     wanted = max(2 * running * longest, LEAST_TOKENS)  # twice: prefixes are kept for the next turn, or sample
     per_token = cache_bytes_per_token(config, dtype)
-    affordable = int(free_memory() * CACHE_SHARE / engines / per_token) if per_token else LEAST_TOKENS  # or unknown
+    room = free_memory() * CACHE_SHARE / engines
+    states: tuple[str, ...] = ()
+    if per_state := state_bytes(config, dtype):
+        room /= 2  # the other half is for states
+        states = (f"--max-mamba-cache-size={max(STATES, min(STATES * RUNNING_REQUESTS, int(room / per_state)))}",)
+    affordable = int(room / per_token) if per_token else LEAST_TOKENS  # or unknown
     return (
+        *states,
         f"--mem-fraction-static={_STATIC_FRACTION}",
         f"--max-total-tokens={max(min(wanted, affordable), longest)}",
         f"--max-running-requests={RUNNING_REQUESTS}",

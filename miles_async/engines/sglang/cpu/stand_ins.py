@@ -2,7 +2,8 @@
 
 SGLang's server imports torchvision, triton and ``sgl_kernel`` at module level even where nothing of them runs
 (``--device cpu``, text models). Here ``import triton.language as tl`` succeeds where triton is absent;
-using a name of it raises NotImplementedError. Packages that are installed are left alone.
+using a name of it raises NotImplementedError. Packages that are installed are left alone. What does run of
+``sgl_kernel`` on a CPU is in ``gated_delta``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def install() -> None:
     if is_absent("triton"):
         _allow_triton()
     if is_absent("sgl_kernel"):
-        allow_mentioning("sgl_kernel", {"__version__": "0.0.0"})
+        _allow_sgl_kernel()
 
 
 class _MentionedType(type):
@@ -100,6 +101,13 @@ def _allow_torchvision() -> None:
     import_utils.is_torchvision_available()
     import_utils.is_torchvision_v2_available()
     allow_mentioning("torchvision", {"__version__": "0"})
+
+
+def _allow_sgl_kernel() -> None:
+    from miles_async.engines.sglang.cpu import gated_delta  # torch, which must look for triton first
+
+    allow_mentioning("sgl_kernel", {"__version__": "0.0.0", **gated_delta.MODULE})
+    gated_delta.offer_operators()
 
 
 def _allow_triton() -> None:

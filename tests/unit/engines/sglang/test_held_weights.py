@@ -141,6 +141,13 @@ def joined_first(model: Fused, weights: Given) -> None:
     model.qk.data.copy_(joined)
 
 
+def by_index(model: Fused, weights: Given) -> None:
+    """SGLang's loader of convolutions."""
+    for name, tensor in weights:
+        part = (slice(0, 4), ...) if name == "q" else (slice(4, 6), ...)
+        model.qk.data[part] = tensor[:]
+
+
 def in_threads(model: Fused, weights: Given) -> None:
     """Copied when the loader has gone on to other tensors."""
     threads = []
@@ -157,7 +164,7 @@ def discards(model: Fused, weights: Given) -> None:
     list(weights)
 
 
-@pytest.mark.parametrize("load", [joined_first, in_threads])
+@pytest.mark.parametrize("load", [joined_first, by_index, in_threads])
 def test_loaders_that_join_or_wait_are_followed(load: Callable[[Fused, Given], None]) -> None:
     model = Fused()
     model.load_weights = lambda weights: load(model, weights)  # type: ignore[method-assign,assignment]

@@ -37,6 +37,15 @@ GEMMA3 = QWEN3 | {
         "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
     },
 }
+QWEN3_NEXT = MOE | {
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "moe_intermediate_size": 6,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25},
+}
 OLMOE = QWEN3 | {"model_type": "olmoe", "num_experts": 4, "num_key_value_heads": 4, "clip_qkv": None}
 GPT_OSS = QWEN3 | {
     "model_type": "gpt_oss",
@@ -82,6 +91,10 @@ LLAMA3_ROPE = {
         QWEN3 | {"sliding_window": 4096},  # there, but switched off
         GEMMA,
         MISTRAL,
+        QWEN3_NEXT,
+        {name: value for name, value in QWEN3_NEXT.items() if name != "norm_topk_prob"},
+        {name: value for name, value in QWEN3_NEXT.items() if name != "norm_topk_prob"}
+        | {"model_type": "qwen3_5_moe_text"},
         OLMOE,
         OLMOE | {"norm_topk_prob": False},
         GPT_OSS,
@@ -111,6 +124,11 @@ def test_verified_configs_pass(config: dict[str, object]) -> None:
         (QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
         (QWEN3 | {"attention_bias": True}, "attention_bias"),
         (QWEN3 | {"mlp_bias": True}, "mlp_bias"),
+        (QWEN3_NEXT | {"full_attention_interval": 4}, "layer_types other than full_attention in every layer 4"),
+        (QWEN3_NEXT | {"full_attention_interval": None}, "full_attention_interval is absent"),
+        (QWEN3_NEXT | {"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor 0.25: .* write it there"),
+        (QWEN3_NEXT | {"rope_theta": 1e6}, "rope_parameters.rope_theta 10000.0: .* write it there"),
+        (QWEN3_NEXT | {"attn_output_gate": False}, "attn_output_gate false"),
         (GEMMA | {"tie_word_embeddings": False}, "tie_word_embeddings"),
         (MOE | {"tie_word_embeddings": True}, "tie_word_embeddings true"),
         (GEMMA | {"hidden_act": "silu"}, "hidden_act"),
@@ -188,6 +206,25 @@ def test_impossible_layouts_of_experts_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         hf_config.check_layout(config, ModelArguments(**layout), world_size)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+            "size 4 does not divide linear_num_key_heads 2",
+        ),
+        ({"share_prefixes": True}, "--share-prefixes: .*'qwen3_next' reads a sample's tokens one after the other"),
+        ({"enable_mtp_training": True}, "--enable-mtp-training: .* of model_type 'qwen3_next' were not compared"),
+        ({"megatron_extra": ("--deterministic-mode",)}, "--deterministic-mode: .* no deterministic linear attention"),
+        ({"lora_rank": 4}, "--lora-rank: adapters of model_type 'qwen3_next'"),
+    ],
+)
+def test_what_linear_attention_can_not_is_refused(layout: dict[str, object], message: str) -> None:
+    hf_config.check_layout(QWEN3_NEXT, ModelArguments(tensor_model_parallel_size=2), 2)
+    with pytest.raises(ConfigurationError, match=message):
+        hf_config.check_layout(QWEN3_NEXT, ModelArguments(**layout), 4)
 
 
 def test_layers_for_multi_token_prediction_are_trained_where_they_are_known() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.engines.cache_bytes import cache_bytes_per_token
+from miles_async.engines.cache_bytes import cache_bytes_per_token, state_bytes
 from miles_async.engines.sglang.cpu import memory
 from miles_async.engines.sglang.cpu.memory import memory_flags
 
@@ -18,6 +18,15 @@ SMOLLM2 = {  # 135 M parameters
     "hidden_size": 576,
     "max_position_embeddings": 8192,
 }
+HYBRID = SMOLLM2 | {  # every third layer has attention, the others states of 4 heads
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+STATE = 20 * (4 * 4 * 128 * 64 + 2 * 3 * (2 * 2 * 64 + 4 * 128))  # matrices in fp32, inputs of the convolution
 GIB = 1 << 30
 
 
@@ -40,6 +49,25 @@ def test_bytes_of_a_token() -> None:
     latent = {"num_hidden_layers": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     assert cache_bytes_per_token(latent, "bfloat16") == 4 * 576 * 2
     assert cache_bytes_per_token({}, "float32") is None
+
+
+def test_bytes_of_a_hybrid_model() -> None:
+    """By the pattern of its layers, or their list."""
+    assert cache_bytes_per_token(HYBRID, "bfloat16") == 10 * 2 * 3 * 64 * 2
+    assert state_bytes(HYBRID, "bfloat16") == STATE
+    listed = HYBRID | {"layer_types": ["full_attention"] + 29 * ["linear_attention"]}
+    assert cache_bytes_per_token(listed, "bfloat16") == 2 * 3 * 64 * 2
+    assert state_bytes(listed, "bfloat16") == STATE * 29 // 20
+    assert state_bytes(SMOLLM2, "bfloat16") == 0
+
+
+@pytest.mark.parametrize(("free", "states"), [(16 * GIB, 6 * 64), (GIB, GIB // 8 // STATE), (0, 6)])
+def test_states_get_half_of_the_cache(free: int, states: int, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: free)
+    (Path(model) / "config.json").write_text(json.dumps(HYBRID))
+    flags = memory_flags(model, "bfloat16", longest=8, running=64, engines=1)
+    assert f"--max-mamba-cache-size={states}" in flags
+    assert tokens(flags) == max(8, min(16384, free // 8 // (10 * 2 * 3 * 64 * 2)))
 
 
 def test_the_cache_holds_the_work_where_there_is_room(model: str) -> None:
