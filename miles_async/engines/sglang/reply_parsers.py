@@ -1,7 +1,7 @@
 """SGLang's own parsers of tool calls and reasoning, and its detection of the ones that a chat template needs.
 
 They need no GPU, but the package that they are in imports what only GPUs have: see ``cpu/stand_ins.py``. The import
-takes seconds and 400 MB, so nothing here imports it before a parser is asked for.
+takes a second and more where torch is not there yet, so nothing is imported before a parser is asked for.
 
 Source: sglang.srt.function_call, sglang.srt.parser (0.5.23).
 """
