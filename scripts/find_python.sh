@@ -8,7 +8,9 @@ fits() { "$1" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$versi
 if [ -n "$PYTHON" ]; then
     set -- "$PYTHON"
 else
+    pyenv=$(command -v pyenv || command -v python3) # in pyenv's bin or shims: of another user's, perhaps
     set -- "python$version" python3 "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python \
+        "${pyenv%/*/*}/versions/$version".*/bin/python \
         "$(uv python find --no-project "$version" 2>/dev/null)"
 fi
 for python; do

@@ -286,6 +286,17 @@ def test_python_is_found_on_path_and_among_those_of_pyenv(tmp_path: Path, setup_
     assert find_python(tmp_path).stdout.strip() == str(python)
 
 
+def test_python_is_found_in_the_pyenv_of_another_user(tmp_path: Path, setup_env: ModuleType) -> None:
+    """Whose ``pyenv``, or shim of python3, is on PATH."""
+    version = setup_env.PYTHON.removeprefix("python")
+    python = tmp_path / "versions" / f"{version}.9" / "bin" / "python"
+    for program in (python, tmp_path / "bin" / "pyenv"):
+        program.parent.mkdir(parents=True)
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    assert find_python(tmp_path).stdout.strip() == str(python)
+
+
 def test_absent_python_is_named_with_how_to_get_it(tmp_path: Path, setup_env: ModuleType) -> None:
     found = find_python(tmp_path)
     assert found.returncode == 1
