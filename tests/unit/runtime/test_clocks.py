@@ -26,11 +26,14 @@ WALL_CLOCKS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("dat
 # Each writes times down for people, of one machine; none compares them, or decides by them.
 TELLERS = {
     "commands/keep_running.py",
+    "engines/client.py",
     "watch/status.py",
     "ledger/schedule.py",
     "ledger/writer.py",
     "observability/metrics_file.py",
     "prompts/templates.py",
+    "samples/evaluation.py",
+    "samples/recorder.py",
     "sessions/protocols/chat_completions.py",
     "sessions/protocols/responses.py",
 }
