@@ -1,6 +1,7 @@
 """Imports of the rollout process and of engines' actors, for their fork server.
 
-All but Ray, whose C++ core reads a worker's settings at import. What Ray itself imports may be here.
+All but Ray, whose C++ core reads a worker's settings at import, and pyarrow, which starts threads. What Ray itself
+imports may be here.
 """
 
 # ruff: noqa: F401  (imported to be there)
@@ -8,7 +9,6 @@ All but Ray, whose C++ core reads a worker's settings at import. What Ray itself
 import aiohttp
 import google.protobuf.descriptor_pool
 import jsonschema
-import pyarrow.parquet
 import requests
 import uvloop
 

@@ -27,7 +27,7 @@ from tests.integration.served_models import declare_plugins
 # has a trainer in its own process, BLOCKING_WAIT is set while that joins a group, when an engine may just start again.
 LATE = (
     rf"{READ_LATE}|(?i:\w+_proxy)|PYTEST_.*|NVTE_.*|{BLOCKING_WAIT}"
-    r"|TOKENIZERS_PARALLELISM|TORCHINDUCTOR_CACHE_DIR|SGLANG_CPU_OMP_THREADS_BIND|WANDB_SERVICE"
+    r"|TOKENIZERS_PARALLELISM|TORCHINDUCTOR_CACHE_DIR|SGLANG_CPU_OMP_THREADS_BIND|SGLANG_MAMBA_CONV_DTYPE|WANDB_SERVICE"
 )
 
 # Files that take a minute or more: `make test` has two workers, which end together if these come first.

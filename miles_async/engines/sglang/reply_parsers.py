@@ -72,7 +72,7 @@ class SGLangCalls:
         with importable():
             from sglang.srt.environ import envs
             from sglang.srt.function_call.function_call_parser import FunctionCallParser
-        envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)  # agents say so themselves
+        envs.SGLANG_FORWARD_UNKNOWN_TOOLS.default = True  # agents say so themselves; ``set`` would tell our children
         logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # a model's mistakes
         self.name = name
         self._tokenizer = tokenizer
