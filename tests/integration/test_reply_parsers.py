@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -260,3 +263,18 @@ def sampled(output_ids: Sequence[int]) -> Generation:
         weight_versions=np.zeros(length, np.int32),
         finish_reason="stop",
     )
+
+
+def test_importing_sglang_changes_no_variable() -> None:
+    """Engines and ranks are forked from processes that imported without what it sets, and would be refused."""
+    code = """
+import os
+before = dict(os.environ)
+from miles_async.engines.sglang.reply_parsers import importable
+with importable():
+    import sglang.srt.function_call.function_call_parser
+changed = os.environ.items() ^ before.items()
+assert not changed, changed
+"""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("SGLANG_")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)

@@ -147,7 +147,10 @@ def _named(flag: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def importable() -> Iterator[None]:
-    """Let SGLang be imported where packages of GPUs are absent."""
+    """Let SGLang be imported where packages of GPUs are absent. What it sets in the environment is taken back: our
+    children are forked from processes that have not seen it.
+    """
+    before = dict(os.environ)
     if "sglang.srt" not in sys.modules:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
         stand_ins.install()
@@ -159,6 +162,9 @@ def importable() -> Iterator[None]:
     finally:
         if hidden:
             del sys.modules["megatron"]
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _harmony(text: str) -> str:
