@@ -77,7 +77,7 @@ def token_table(row: SampleRow) -> str:
 
 
 def state_notes(state: SamplesState) -> str:
-    """What was left out of the directory, a line each; empty if nothing was."""
+    """Describe which samples the directory lacks, one line per cause; empty if it has all."""
     every = {"train": state.train_every, "eval": state.eval_every}
     lines = [
         f"{kind}: one step of {count} is kept, as all took more than {state.limit_bytes / 2**30:g} GiB"

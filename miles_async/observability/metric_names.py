@@ -1,4 +1,4 @@
-"""What metrics mean: the registry from which docs/metrics.md is written, and which the page of a run shows."""
+"""Registry of metric names and their meanings: source of docs/metrics.md and of the hovers in `miles-async watch`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
-    """What is known about one metric."""
+    """Section, position and meaning of one metric."""
 
     section: str
     section_rank: int
@@ -52,7 +52,7 @@ def registry() -> Registry:
 
 @lru_cache(maxsize=10_000)
 def describe(name: str) -> Description:
-    """What a metric means: by the row that names it, else by the first row whose pattern it fits.
+    """Look up a metric: the row that names it, else the first row whose pattern matches.
 
     >>> describe("train/logprob_diff/age_3/p99").section
     'Training'

@@ -31,14 +31,14 @@ MASK_REASONS = (
     "forced by the grammar",
     "sampled, without loss",
 )
-"""What the numbers in ``SampleRow.mask_reasons`` mean; 0 where ``loss_mask`` is 1. "Message or template": no model
-sampled it; a tool's result, for one. "Forced by the grammar": no other token was allowed.
+"""Reasons that ``SampleRow.mask_reasons`` indexes; 0 where ``loss_mask`` is 1. "Message or template": not sampled by a
+model, such as a tool's result. "Forced by the grammar": no other token was allowed.
 """
 LOSS, PROMPT, NOT_SAMPLED, OTHER_BRANCH, FORCED, SAMPLED = range(len(MASK_REASONS))
 
 
 class FileNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file says about itself."""
+    """Metadata of a samples file."""
 
     schema: int = SCHEMA_VERSION
     kind: Kind

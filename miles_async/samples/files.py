@@ -36,8 +36,8 @@ class SamplesFile(msgspec.Struct, frozen=True, order=True):
 
 
 class SamplesState(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the limit on size. At the limit every second file of a kind is removed, and from then on every
-    second step of it is written (then every fourth ...), so that what is kept covers the whole run evenly.
+    """State of the size limit. At the limit every second file of a kind is removed, and from then on only every second
+    step of that kind is written (then every fourth ...), so that the files cover the whole run evenly.
     """
 
     limit_bytes: int

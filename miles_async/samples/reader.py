@@ -41,7 +41,7 @@ def read_sample(run_dir: Path, kind: Kind, step: int, attempt_id: int, sample: i
 
 
 def read_note(path: Path) -> FileNote:
-    """What a file says about itself. Raises as :func:`read_summaries` does."""
+    """Read the metadata of a file. Raises as :func:`read_summaries` does."""
     import pyarrow as arrow
 
     try:

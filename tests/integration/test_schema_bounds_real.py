@@ -17,17 +17,10 @@ import pytest
 import pytest_asyncio
 
 from miles_async.engines.client import RouterClient
-from miles_async.engines.http import Http
-from miles_async.engines.kind import ServerSpec
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
-from miles_async.engines.server_process import ServerProcess
-from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.kind import SGLANG
-from miles_async.engines.traffic import Traffic
 from miles_async.types import GenerateRequest, JsonObject
 from tests.benchmarks import vocabulary
 from tests.fakes.session_agents import QUESTION, agent_of
-from tests.integration.tiny_models import save_tiny
+from tests.integration.grammar_engine import grammar_engine
 
 pytestmark = [
     pytest.mark.integration,
@@ -78,37 +71,9 @@ ALLOWED = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[RouterClient]:
     """Of an engine with random weights."""
-    folder = tmp_path_factory.mktemp("bounds")
-    tokenizer = vocabulary.tokenizer()
-    model = save_tiny("qwen3-tied", folder / "model", vocab_size=len(tokenizer), max_position_embeddings=4096)
-    tokenizer.save_pretrained(model)
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        start_timeout=200,
-        log_dir=str(folder),
-        grammars=True,
-        fork_server=engine_imports,
-    )
-    server, http = ServerProcess(SGLANG, spec, 0, 0), Http()
-    url = await server.start()
-    body = {"new_version": "1", "abort_all_requests": False}
-    async with http.session.post(f"{url}/update_weight_version", json=body) as response:
-        assert response.status == 200
-    registry = EngineRegistry(version=1)
-    registry.engines["engine-0"] = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=url, verified=True)
-    registry.router_up = True
-    registry.notify()
-    try:
-        yield RouterClient(
-            SGLangServer(http),
-            http, registry, Traffic(), router_url=lambda: url,
-            request_timeout=COMPILED_SECONDS, retries=0, gate_timeout=20.0,
-        )  # fmt: skip
-    finally:
-        await http.close()
-        await server.stop()
+    model, tokenizer = tmp_path_factory.mktemp("bounds") / "model", vocabulary.tokenizer()
+    async with grammar_engine(model, tokenizer, engine_imports, request_timeout=COMPILED_SECONDS) as client:
+        yield client
 
 
 async def longest_answer(client: RouterClient) -> float:

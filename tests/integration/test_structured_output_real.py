@@ -16,17 +16,10 @@ import pytest
 import pytest_asyncio
 
 from miles_async.engines.client import RouterClient
-from miles_async.engines.http import Http
-from miles_async.engines.kind import ServerSpec
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
-from miles_async.engines.server_process import ServerProcess
-from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.kind import SGLANG
-from miles_async.engines.traffic import Traffic
 from tests.fakes.chat_formats import TOOLS, chat_format
 from tests.fakes.session_agents import QUESTION, agent_of
+from tests.integration.grammar_engine import grammar_engine
 from tests.integration.served_models import reference_logprobs
-from tests.integration.tiny_models import save_tiny
 
 pytestmark = [
     pytest.mark.integration,
@@ -52,38 +45,9 @@ class Served:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[Served]:
-    folder = tmp_path_factory.mktemp("structured")
-    tokenizer = chat_format("qwen3")._tokenizer
-    model = save_tiny("qwen3-tied", folder / "model", vocab_size=len(tokenizer), max_position_embeddings=4096)
-    tokenizer.save_pretrained(model)
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        start_timeout=200,
-        log_dir=str(folder),
-        grammars=True,
-        fork_server=engine_imports,
-    )
-    server, http = ServerProcess(SGLANG, spec, 0, 0), Http()
-    url = await server.start()
-    body = {"new_version": "1", "abort_all_requests": False}
-    async with http.session.post(f"{url}/update_weight_version", json=body) as response:
-        assert response.status == 200
-    registry = EngineRegistry(version=1)
-    registry.engines["engine-0"] = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=url, verified=True)
-    registry.router_up = True
-    registry.notify()
-    client = RouterClient(
-        SGLangServer(http),
-        http, registry, Traffic(), router_url=lambda: url,
-        request_timeout=120.0, retries=0, gate_timeout=20.0,
-    )  # fmt: skip
-    try:
+    model, tokenizer = tmp_path_factory.mktemp("structured") / "model", chat_format("qwen3")._tokenizer
+    async with grammar_engine(model, tokenizer, engine_imports, request_timeout=120.0) as client:
         yield Served(client, model)
-    finally:
-        await http.close()
-        await server.stop()
 
 
 async def test_answers_have_the_schema_and_choices_alone_carry_loss(served: Served) -> None:

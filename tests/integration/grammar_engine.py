@@ -1,0 +1,55 @@
+"""A real engine with random weights that constrains answers, behind the client that runs use."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from miles_async.engines.client import RouterClient
+from miles_async.engines.http import Http
+from miles_async.engines.kind import ServerSpec
+from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.server_process import ServerProcess
+from miles_async.engines.sglang.api import SGLangServer
+from miles_async.engines.sglang.kind import SGLANG
+from miles_async.engines.traffic import Traffic
+from tests.integration.tiny_models import save_tiny
+
+
+@asynccontextmanager
+async def grammar_engine(
+    model: Path, tokenizer: PreTrainedTokenizerBase, fork_server: Path, *, request_timeout: float
+) -> AsyncIterator[RouterClient]:
+    """Write a tiny Qwen3 with the vocabulary of ``tokenizer`` to ``model``, and serve it."""
+    save_tiny("qwen3-tied", model, vocab_size=len(tokenizer), max_position_embeddings=4096)
+    tokenizer.save_pretrained(model)
+    spec = ServerSpec(
+        model_path=str(model),
+        device="cpu",
+        dtype="float32",
+        start_timeout=200,
+        log_dir=str(model.parent),
+        grammars=True,
+        fork_server=fork_server,
+    )
+    server, http = ServerProcess(SGLANG, spec, 0, 0), Http()
+    url = await server.start()
+    body = {"new_version": "1", "abort_all_requests": False}
+    async with http.session.post(f"{url}/update_weight_version", json=body) as response:
+        assert response.status == 200
+    registry = EngineRegistry(version=1)
+    registry.engines["engine-0"] = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=url, verified=True)
+    registry.router_up = True
+    registry.notify()
+    try:
+        yield RouterClient(
+            SGLangServer(http),
+            http, registry, Traffic(), router_url=lambda: url,
+            request_timeout=request_timeout, retries=0, gate_timeout=20.0,
+        )  # fmt: skip
+    finally:
+        await http.close()
+        await server.stop()
