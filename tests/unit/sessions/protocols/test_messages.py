@@ -93,7 +93,7 @@ async def test_arguments_that_are_no_object_are_shown_and_recognized(
 async def test_why_a_turn_ended() -> None:
     model = ScriptedModel(lambda call, input_ids: CHAT.tokenize("one. two; three") + ([*END] if call else []))
     async with agent_of(model) as agent:
-        stopped = await agent.message(QUESTION, stop_sequences=["!", "; "])
+        stopped = await agent.message(QUESTION, stop_sequences=["three", "; "])
         assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == (
             *("stop_sequence", "; "),
             "one. two",
@@ -101,7 +101,7 @@ async def test_why_a_turn_ended() -> None:
         cut = await agent.message(QUESTION, max_tokens=2)
         assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
         assert (await agent.message(QUESTION)).stop_reason == "end_turn"
-    assert model.sampling[0]["stop"] == ["!", "; "]
+    assert model.sampling[0]["stop"] == ["three", "; "]
 
 
 async def test_tokens_are_counted_as_they_would_be_sent() -> None:
