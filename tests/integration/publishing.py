@@ -63,6 +63,16 @@ async def until_equal(held: Callable[[], object], expected: object) -> None:
     assert held() == expected
 
 
+async def settled(held: Callable[[], object]) -> object:
+    """Read what is held once it has been the same for half a second."""
+    last, same = held(), 0
+    while same < 5:
+        await asyncio.sleep(0.1)
+        now = held()
+        last, same = now, same + 1 if now == last else 0
+    return last
+
+
 class Trainer:
     """One rank that trains ``model`` on random sequences."""
 
