@@ -29,6 +29,7 @@ Commands:
   report         write that page with a run's data into one file; `miles-async report --help`
   status         show where a run stands: step, ages, what it waits for; `miles-async status --help`
   compare        show which flags of runs differ, and their curves; `miles-async compare --help`
+  timeline       write a timeline of a run, for Perfetto; `miles-async timeline --help`
   ledger         show how attempts ended, and quarantined prompts; `miles-async ledger --help`
   explain        show what happened to one prompt or attempt of a run; `miles-async explain --help`
   samples        show text and tokens of samples, by step, reward or words; `miles-async samples --help`
@@ -143,6 +144,7 @@ COMMANDS: Mapping[str, Command] = {
     "report": _printing("report", "report"),
     "status": _printing("status", "status"),
     "compare": _printing("compare", "compare"),
+    "timeline": _printing("timeline", "timeline"),
     "ledger": _printing("ledger", "ledger"),
     "explain": _printing("ledger", "explain"),
     "samples": _printing("samples", "samples"),

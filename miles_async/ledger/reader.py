@@ -51,6 +51,15 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float | None
 
 
+class CutRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One batch that left the buffer."""
+
+    at: float  # seconds since 1970
+    target_version: int
+    groups: int
+    oldest_version: int | None
+
+
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     """Response lengths in tokens."""
 
@@ -144,6 +153,46 @@ class LedgerReader:
         )
         return [(float(start), end if end is None else float(end)) for start, end in rows]
 
+    def alive_since(self, at: float) -> Iterator[AttemptRecord]:
+        """Attempts that had not ended before ``at``, in order of admission."""
+        return self._records("WHERE coalesce(ended_at, ?) >= ? ORDER BY attempt_id", at, at)
+
+    def newest_issued_at(self, count: int) -> float:
+        """When the first of the newest ``count`` attempts was issued; 0 if there are no more than that."""
+        row = self._connection.execute(
+            "SELECT issued_at FROM attempts ORDER BY attempt_id DESC LIMIT 2 OFFSET ?", (count - 1,)
+        ).fetchall()
+        return float(row[0][0]) if len(row) == 2 else 0.0
+
+    def last_at(self) -> float:
+        """Time of the newest event; 0 if there is none."""
+        (last,) = self._connection.execute(
+            "SELECT max(max(issued_at, coalesce(finished_at, 0), coalesce(cut_at, 0), coalesce(ended_at, 0))) "
+            "FROM attempts"
+        ).fetchone()
+        return 0.0 if last is None else float(last)
+
+    def cuts(self) -> Iterator[CutRecord]:
+        """All cuts, in order."""
+        rows = self._connection.execute(
+            "SELECT cut_at, target_version, count(*), min(oldest_version) FROM attempts WHERE cut_at IS NOT NULL "
+            "GROUP BY cut_at, target_version ORDER BY cut_at"
+        )
+        for at, version, groups, oldest in rows:
+            yield CutRecord(at=at, target_version=version, groups=groups, oldest_version=oldest)
+
+    def trained_at(self) -> dict[int, float]:
+        """Step → when its batch had been trained."""
+        rows = self._connection.execute(
+            f"SELECT {self._step}, min(ended_at) FROM attempts WHERE step IS NOT NULL GROUP BY step"
+        )
+        return {int(step): float(at) for step, at in rows}
+
+    def first_issued_at(self) -> dict[int, float]:
+        """Weight version → when the first attempt was issued under it."""
+        rows = self._connection.execute("SELECT issued_version, min(issued_at) FROM attempts GROUP BY issued_version")
+        return {int(version): float(at) for version, at in rows}
+
     def next_attempt(self, record: AttemptRecord) -> int | None:
         """The attempt that its prompt got after this one, within the same epoch."""
         (found,) = self._connection.execute(
@@ -190,11 +239,21 @@ class LedgerReader:
         names = AttemptRecord.__struct_fields__
         columns_read = ", ".join(self._step if name == "step" else name for name in names)
         for row in self._connection.execute(f"SELECT {columns_read} FROM attempts {condition}", values):
-            columns = dict(zip(names, row, strict=True))
-            for name in ("history", "engines", "response_lengths"):
-                if columns[name] is not None:
-                    columns[name] = msgspec.json.decode(columns[name])
-            yield msgspec.convert(columns, AttemptRecord)
+            yield _record(dict(zip(names, row, strict=True)))
+
+
+class _MalformedRowError(Exception):
+    """A row that no version of this project wrote."""
+
+
+def _record(columns: dict[str, object]) -> AttemptRecord:
+    try:
+        for name in ("history", "engines", "response_lengths"):
+            if isinstance(text := columns[name], str):
+                columns[name] = msgspec.json.decode(text)
+        return msgspec.convert(columns, AttemptRecord)
+    except msgspec.MsgspecError as error:
+        raise _MalformedRowError(f"attempt {columns['attempt_id']}: {error}") from error
 
 
 @contextmanager
@@ -212,7 +271,7 @@ def open_ledger(path: Path) -> Iterator[LedgerReader]:
         if version not in (STEPS_FROM_ZERO, SCHEMA_VERSION):
             raise LedgerError(f"{path}: expected a ledger of format {SCHEMA_VERSION}, found {version}")
         yield LedgerReader(connection, version)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, _MalformedRowError) as error:
         raise LedgerError(f"{path}: cannot read this ledger: {error}") from error
     finally:
         if connection is not None:

@@ -13,6 +13,8 @@
     GET /api/search                                ?run=0&kind=train&text=why&before=10
     GET /api/story                                 ?run=0&subject=17
     GET /api/log                                   ?run=0&name=driver.log&before=4096, or &search=text
+    GET /api/files                                 ?run=0
+    GET /api/file                                  ?run=0&name=timeline.json.gz: not JSON, but the file
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
+from urllib.parse import quote
 
 import msgspec
 from starlette.applications import Starlette
@@ -38,7 +41,8 @@ from miles_async.runtime.network.keys import Secret
 from miles_async.samples.columns import Kind
 from miles_async.watch.access import Doorkeeper
 from miles_async.watch.run import Run
-from miles_async.watch.views import attempts, engines, flags, logs, metrics, overview, samples
+from miles_async.watch.timeline.build import compressed, trace
+from miles_async.watch.views import attempts, engines, files, flags, logs, metrics, overview, samples
 
 STATIC = Path(__file__).parent / "static"
 
@@ -56,6 +60,7 @@ def make_app(runs: Sequence[Run], key: Secret) -> Starlette:
         Route("/", lambda _: FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8")),
         Mount("/static", StaticFiles(directory=STATIC)),
         *(Route(f"/api/{name}", _endpoint(view, runs)) for name, view in VIEWS.items()),
+        Route("/api/file", _file_endpoint(runs)),
     ]
     return Starlette(routes=routes, middleware=[Middleware(Doorkeeper, key=key)])
 
@@ -75,10 +80,28 @@ def _read_ahead(runs: Sequence[Run]) -> None:
 
 
 def _endpoint(view: View, runs: Sequence[Run]) -> Callable[[Request], Response]:
+    return _answering(lambda parameters: _json(view(_chosen(runs, parameters), parameters)))
+
+
+def _file_endpoint(runs: Sequence[Run]) -> Callable[[Request], Response]:
+    return _answering(lambda parameters: _file(_chosen(runs, parameters)[0], _text(parameters, "name")))
+
+
+def _file(run: Run, name: str) -> Response:
+    headers = {"Content-Disposition": f'attachment; filename="{quote(name)}"'}
+    if name == files.TIMELINE:
+        content = b"".join(compressed(trace(run)))
+        return Response(content, media_type="application/gzip", headers=headers)
+    path = files.profile(run, name)
+    if path is None:
+        return _json({"error": f"there is no file {name[:200]!r} to download"}, 404)
+    return FileResponse(path, media_type="application/octet-stream", headers=headers)
+
+
+def _answering(make: Callable[[QueryParams], Response]) -> Callable[[Request], Response]:
     def answer(request: Request) -> Response:  # not a coroutine: starlette calls it in a thread
-        parameters = request.query_params
         try:
-            return _json(view(_chosen(runs, parameters), parameters))
+            return make(request.query_params)
         except BadRequest as error:
             return _json({"error": str(error)}, 400)
         except (MilesAsyncError, OSError) as error:  # a file that was removed or is no longer whole
@@ -194,4 +217,5 @@ VIEWS: Mapping[str, View] = {
     "flags": lambda runs, parameters: flags.flags(runs, parameters.get("preset")),
     "logs": lambda runs, _: logs.logs(runs[0]),
     "log": _log,
+    "files": lambda runs, _: files.files(runs[0]),
 }

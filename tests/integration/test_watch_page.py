@@ -13,6 +13,7 @@ from miles_async.watch.report import write_report
 from miles_async.watch.run import open_runs
 from tests.integration.watch_browser import CHROMIUM, DRIVER, KEY, Page, browser, served
 from tests.unit.watch.run_files import HOSTILE, STEPS, write_finished_run
+from tests.unit.watch.timeline.trace_files import read_trace
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None,
@@ -174,6 +175,16 @@ def test_what_a_run_writes_appears_by_itself(tab: Page, tmp_path: Path) -> None:
         file.log({"reward/mean": 0.5, "time/step_seconds": 2.0}, step=STEPS + 1)
         file.finish()
         tab.until(lambda: tab.text(".tile[data-name=step] b") == str(STEPS + 1))
+
+
+def test_the_timeline_is_saved_from_the_logs(tab: Page, base: str, tmp_path: Path) -> None:
+    tab.open(base, "logs?run=0")
+    tab.complaints()  # of earlier tests
+    tab.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    next(each for each in tab.all(".files button") if each.text == "timeline.json.gz").click()
+    tab.until((tmp_path / "timeline.json.gz").exists)
+    assert len(read_trace(tmp_path / "timeline.json.gz").spans("trainer", "steps", "step")) == STEPS
+    assert tab.complaints() == []
 
 
 @pytest.mark.parametrize("view", [*VIEWS, SAMPLE])

@@ -28,6 +28,7 @@ from miles_async.runtime.processes.run_process import (
 CONFIG_FILE = "config.toml"  # every flag in force
 LEDGER_FILE = "ledger.sqlite"
 SCHEDULE_FILE = "schedule.msgpack"  # --record
+PROFILES = "profiles"  # directory: --profile-step
 
 _WATCH_SECONDS = 1.0
 

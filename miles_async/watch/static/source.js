@@ -32,12 +32,24 @@ export function address(name, parameters = {}) {
 export async function get(name, parameters = {}) {
   const path = address(name, parameters);
   if (isReport) return fromReport(name, path, parameters);
+  return (await ask(path)).json();
+}
+
+// A file of the run, as the browser saves it. The key goes in a header, so a plain link would not do.
+export async function download(parameters) {
+  const content = URL.createObjectURL(await (await ask(address("file", parameters))).blob());
+  const link = document.createElement("a");
+  Object.assign(link, { href: content, download: parameters.name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(content), 60_000);
+}
+
+async function ask(path) {
   const headers = { Authorization: `Bearer ${sessionStorage.getItem(KEY) || ""}` };
   const answer = await fetch(`/api/${path}`, { headers, cache: "no-store" });
   if (answer.status === 401) throw new NeedsKey("this page needs its key");
-  const content = await answer.json();
-  if (!answer.ok) throw new Unavailable(content.error || `HTTP ${answer.status}`);
-  return content;
+  if (!answer.ok) throw new Unavailable((await answer.json()).error || `HTTP ${answer.status}`);
+  return answer;
 }
 
 function fromReport(name, path, parameters) {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from miles_async.errors import LedgerError
 from miles_async.ledger.reader import AttemptRecord
 from miles_async.types import JsonObject
+from miles_async.watch.engine_events import EVENTS
 from miles_async.watch.run import Run
 from miles_async.watch.views import logs
 
@@ -20,13 +21,6 @@ NOW = (
     *("router/failed_requests", "router/affinity", "rollout/services_down", "weight_version/trainer"),
 )
 PHASES = ("copy", "preparing", "pausing", "flush", "send", "compare", "resume", "canary", "admit")
-EVENTS: Mapping[str, str] = {
-    "engine is up": "serving",
-    "restarting engine": "restarting",
-    "engine given up": "given up",
-    "draining engine": "draining",
-    "engine is gone": "gone",
-}
 _ENGINE_LOG = re.compile(r"engine-(\d+)\.(\d+)\.log")
 _RANK_LOG = re.compile(r"trainer-(\d+)\.log")
 

@@ -55,6 +55,18 @@ def test_attempts_prompts_and_the_begin_of_the_run(store: LedgerStore, reader: L
     assert reader.next_attempt(later) is None
 
 
+@pytest.mark.parametrize(("column", "value"), [("history", "[1"), ("engines", '"engine-0"'), ("epoch", "one")])
+def test_a_row_that_no_run_wrote_is_named(store: LedgerStore, tmp_path: Path, column: str, value: str) -> None:
+    store.write([(1.0, Issued(attempt=make_attempt(each))) for each in (4, 5)])
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as connection:
+        connection.execute(f"UPDATE attempts SET {column} = ? WHERE attempt_id = 5", (value,))
+    with (
+        pytest.raises(LedgerError, match=r"ledger\.sqlite: cannot read this ledger: attempt 5: "),
+        open_ledger(tmp_path / "ledger.sqlite") as reader,
+    ):
+        reader.find("5")
+
+
 def test_a_number_that_no_attempt_can_have_is_looked_for_as_a_prompt(store: LedgerStore, reader: LedgerReader) -> None:
     store.write([(1.0, Issued(attempt=make_attempt(0)))])
     assert reader.find("9" * 18) == ()
@@ -146,3 +158,23 @@ def test_a_ledger_of_another_format_is_refused(store: LedgerStore, tmp_path: Pat
     store._connection.commit()
     with pytest.raises(LedgerError, match="found 0"), open_ledger(tmp_path / "ledger.sqlite"):
         pass
+
+
+def test_times_for_a_timeline(store: LedgerStore, reader: LedgerReader) -> None:
+    assert (reader.last_at(), reader.trained_at(), reader.first_issued_at(), [*reader.cuts()]) == (0.0, {}, {}, [])
+    attempts = {number: make_attempt(number, issued_version=number // 3) for number in (1, 2, 3, 4)}
+    groups = {number: make_group(attempt) for number, attempt in attempts.items()}
+    store.write([(10.0 + number, Issued(attempt=attempt)) for number, attempt in attempts.items()])
+    store.write([(20.0 + number, Finished(group=groups[number])) for number in (1, 2, 3)])
+    store.write([(25.0, Cut((2, 1), 0)), (26.0, Cut((3,), 1))])
+    store.write([(30.0 + number, Ended(number, Outcome.TRAINED, step=1)) for number in (1, 2)])
+    assert reader.trained_at() == {1: 31.0}
+    assert reader.first_issued_at() == {0: 11.0, 1: 13.0}
+    assert [(cut.at, cut.target_version, cut.groups, cut.oldest_version) for cut in reader.cuts()] == [
+        (25.0, 0, 2, 0),
+        (26.0, 1, 1, 0),
+    ]
+    assert reader.last_at() == 32.0
+    assert [record.attempt_id for record in reader.alive_since(31.5)] == [2, 3, 4]
+    assert [record.attempt_id for record in reader.alive_since(99.0)] == [3, 4]
+    assert [reader.newest_issued_at(count) for count in (1, 3, 4, 9)] == [14.0, 12.0, 0.0, 0.0]

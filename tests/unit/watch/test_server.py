@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from miles_async.watch.run import Run, open_runs
 from miles_async.watch.server import STATIC, VIEWS, make_app
 from miles_async.watch.views.overview import idle_share
 from tests.unit.watch.run_files import REASON, STEPS, rewards, write_finished_run
+from tests.unit.watch.timeline.trace_files import check_trace
 
 KEY = "read-key"
 SAMPLE = {"step": "10", "attempt": "2", "sample": "3"}
@@ -269,3 +271,42 @@ def test_texts_of_a_run_arrive_as_they_are(run_dir: Path) -> None:
     assert answer.headers["content-type"] == "application/json"
     events = [warning["event"] for warning in answer.json()["warnings"]]
     assert set(texts[:3]) <= set(events)
+
+
+# ------------------------------------------------------------------------------------------------- files to save
+def test_the_timeline_is_made_when_it_is_asked_for(client: TestClient, run_dir: Path) -> None:
+    (listed,) = client.get("/api/files?run=0").json()
+    assert listed == {"name": "timeline.json.gz", "bytes": None, "changed": None}
+    answer = client.get("/api/file?run=0&name=timeline.json.gz")
+    assert answer.headers["content-disposition"] == 'attachment; filename="timeline.json.gz"'
+    trace = check_trace(gzip.decompress(answer.content))
+    assert len(trace.spans("trainer", "steps", "step")) == STEPS
+    assert not (run_dir / "timeline.json.gz").exists()
+
+
+def test_profiles_are_listed_and_saved_as_they_are(client: TestClient, run_dir: Path) -> None:
+    content = bytes(range(256))
+    (run_dir / "profiles").mkdir()
+    (run_dir / "profiles" / "step-2.rank-0.json.gz").write_bytes(content)
+    (run_dir / "profiles" / "outside").symlink_to("/etc/hostname")
+    _, listed = client.get("/api/files?run=0").json()
+    assert (listed["name"], listed["bytes"]) == ("step-2.rank-0.json.gz", 256)
+    answer = client.get("/api/file?run=0&name=step-2.rank-0.json.gz")
+    assert answer.content == content
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "name", ["", "outside", "../config.toml", "config.toml", "..", "/etc/hostname", "a\x00b", "x" * 999]
+)
+def test_only_profiles_and_the_timeline_can_be_saved(client: TestClient, run_dir: Path, name: str) -> None:
+    (run_dir / "profiles").mkdir()
+    (run_dir / "profiles" / "outside").symlink_to("/etc/hostname")
+    answer = client.get("/api/file", params={"run": "0", "name": name})
+    assert answer.status_code == 404
+    assert "there is no file" in answer.json()["error"]
+
+
+def test_files_need_the_key_too(run_dir: Path) -> None:
+    with client_of(*open_runs([run_dir]), key=None) as client:
+        assert client.get("/api/file?run=0&name=timeline.json.gz").status_code == 401

@@ -1,14 +1,15 @@
-// Logs by process, from their end, with search over the whole file.
+// Logs by process, from their end, with search over the whole file; and files for other programs.
 
 import { bytes, clock, empty, h, number, replace, settled } from "../dom.js";
-import { get } from "../source.js";
+import { download, get, isReport } from "../source.js";
 
 export const title = "Logs";
 
 export async function open(context) {
   const root = h("div", { class: "view logs" });
   const files = await get("logs", { run: context.run });
-  if (!files.length) return { root: h("div", { class: "view" }, empty("this run directory has no logs")) };
+  const downloads = await drawDownloads(context.run);
+  if (!files.length) return { root: h("div", { class: "view" }, downloads, empty("this run directory has no logs")) };
   const preferred = files.find((file) => file.name === "driver.log") ?? files[0];
   const state = { name: context.value("name", preferred.name), search: context.value("search"), before: "" };
   const body = h("div");
@@ -21,9 +22,27 @@ export async function open(context) {
   const names = h("select", { "aria-label": "process", onchange: (event) => load({ name: event.target.value }) }, files.map((file) => h("option", { value: file.name, selected: file.name === state.name }, `${file.name} (${bytes(file.bytes)})`)));
   const search = h("input", { type: "search", placeholder: "search this log", "aria-label": "search this log", value: state.search, oninput: settled((event) => load({ search: event.target.value }), 300) });
   const changed = h("span", { class: "muted" }, `written ${clock(Math.max(...files.map((file) => file.changed)))}`);
-  root.append(h("div", { class: "controls" }, names, search, changed), body);
+  root.append(...[downloads].filter(Boolean), h("div", { class: "controls" }, names, search, changed), body);
   await load();
   return { root, refresh: () => (state.before || state.search ? null : load()) };
+}
+
+// Buttons that save the timeline and profiles; a report has no files.
+async function drawDownloads(run) {
+  if (isReport) return null;
+  const failed = h("span", { class: "muted", role: "status" });
+  const save = async (file, button) => {
+    button.disabled = true;
+    replace(failed, "");
+    try {
+      await download({ run, name: file.name });
+    } catch (error) {
+      replace(failed, error.message);
+    }
+    button.disabled = false;
+  };
+  const buttons = (await get("files", { run })).map((file) => h("button", { onclick: (event) => save(file, event.currentTarget), title: "open it in ui.perfetto.dev, or with the program that the documentation names" }, file.bytes === null ? file.name : `${file.name} (${bytes(file.bytes)})`));
+  return h("div", { class: "controls files" }, h("span", { class: "muted" }, "Files to save:"), buttons, failed);
 }
 
 function drawLog(found, state, load) {

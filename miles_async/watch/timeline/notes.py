@@ -1,0 +1,70 @@
+"""What the logs of driver and rollout side say happened: engines that came and went, outages, warnings, errors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from datetime import datetime
+
+from miles_async.runtime.texts import shortened
+from miles_async.watch.engine_events import EVENTS
+from miles_async.watch.json_texts import decoded
+from miles_async.watch.run import Run
+from miles_async.watch.timeline.trace import Instant, Item, Span, Track
+
+LOGS = ("driver", "rollout")
+MOST = 5_000  # items per log, the newest
+LOG_BYTES = 1 << 26  # read of each log, from its end
+SEVERE = frozenset({"warning", "error", "critical"})
+OF_INTEREST = frozenset({*EVENTS, "publication waits", "engines repaired", "training begins", "resumed"})
+TEXT_LENGTH = 500
+
+ENDS_OF_OUTAGES = {"service is back": ("service", "after_seconds"), "in reach again": ("process", "seconds")}
+"""Message → its fields with the name of what was out of reach, and for how many seconds."""
+
+
+def notes(run: Run) -> Iterator[Item]:
+    """Marks and outages in both logs."""
+    for name in LOGS:
+        found: deque[Item] = deque(maxlen=MOST)
+        for entry in _entries(run, f"{name}.log"):
+            if (item := _item(name, entry)) is not None:
+                found.append(item)
+        yield from found
+
+
+def _entries(run: Run, name: str) -> Iterator[dict[str, object]]:
+    path = run.file("logs", name)
+    if path is None:
+        return
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LOG_BYTES))
+        for line in file:
+            entry = decoded(line) if line.startswith(b"{") else None
+            if isinstance(entry, dict):
+                yield entry
+
+
+def _item(log: str, entry: dict[str, object]) -> Item | None:
+    event, level, at = str(entry.get("event", "")), entry.get("level"), _time(entry.get("timestamp"))
+    if at is None or (level not in SEVERE and event not in OF_INTEREST and event not in ENDS_OF_OUTAGES):
+        return None
+    args = {
+        name: shortened(str(value), TEXT_LENGTH) for name, value in entry.items() if name not in ("event", "timestamp")
+    }
+    if (fields := ENDS_OF_OUTAGES.get(event)) is not None:
+        what, seconds = str(entry.get(fields[0], "")), entry.get(fields[1])
+        if isinstance(seconds, int | float):
+            track = Track("events", f"out of reach: {what}")
+            return Span(track=track, name=what, start=at - seconds, end=at, category="outage", args=args)
+    thread = "engines" if event in EVENTS else log
+    name = f"{entry['engine']}: {event}" if event in EVENTS and "engine" in entry else shortened(event, TEXT_LENGTH)
+    return Instant(track=Track("events", thread), name=name, at=at, category=str(level), args=args)
+
+
+def _time(text: object) -> float | None:
+    """Seconds since 1970 of a timestamp; None if it is none."""
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return None

@@ -1,0 +1,95 @@
+"""Requests of the samples on disk: each turn of a sample with its engine, its start and how long it took.
+
+The ledger knows groups; which engine had which request at what time is noted with a sample, and ``--save-samples`` says
+of how many groups per step. So these tracks show a share of all requests.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from miles_async.samples.columns import Turn
+from miles_async.samples.files import SamplesFile
+from miles_async.watch.json_texts import decoded
+from miles_async.watch.run import Run
+from miles_async.watch.sample_files import files_of
+from miles_async.watch.timeline.attempts import NO_ENGINE, Lanes
+from miles_async.watch.timeline.trace import Span, Track
+
+MOST_FILES = 500  # of all kinds, those of the newest steps
+MOST_REQUESTS = 50_000  # the newest
+_COLUMNS = ("kind", "step", "attempt_id", "sample", "branch", "turns", "metadata")
+
+
+class Request(NamedTuple):
+    """One turn of a sample."""
+
+    start: float
+    end: float
+    engine: str
+    sample: str  # attempt and position in its group
+    turn: int
+    tokens: int
+    kind: str
+    step: int
+    engines: tuple[str, ...]  # several: it was interrupted, and continued elsewhere
+
+
+def requests(run: Run) -> Iterator[Span]:
+    """Spans of requests on the engine where each began."""
+    newest: list[SamplesFile] = sorted(files_of(run.directory), key=lambda file: file.step, reverse=True)
+    found: list[Request] = []
+    for file in newest[:MOST_FILES]:
+        if len(found) < MOST_REQUESTS:
+            found += _requests(file.path)
+    lanes: defaultdict[str, Lanes] = defaultdict(Lanes)
+    for request in sorted(found)[-MOST_REQUESTS:]:
+        lane = lanes[request.engine].place(request.start, request.end)
+        args = {
+            "sample": request.sample,
+            "turn": request.turn,
+            "tokens": request.tokens,
+            "kind": request.kind,
+            "step": request.step,
+            "engines": request.engines,
+        }
+        yield Span(
+            track=Track(request.engine, f"requests of saved samples {lane}"),
+            name=f"{request.sample}, turn {request.turn}" if request.turn > 1 else request.sample,
+            start=request.start,
+            end=request.end,
+            category=f"{request.kind} request",
+            args=args,
+        )
+
+
+def _requests(path: Path) -> Iterator[Request]:
+    """The timed requests of a file; none if it is gone or cannot be read."""
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    try:
+        rows = parquet.read_table(path, columns=list(_COLUMNS)).to_pylist()
+    except (OSError, ValueError, KeyError, arrow.ArrowException):
+        return
+    for row in rows:
+        known = decoded(row["metadata"] or "{}")
+        noted = known.get("engines") if isinstance(known, dict) else None
+        engines = tuple(map(str, noted)) if isinstance(noted, list) and noted else (NO_ENGINE,)
+        for number, fields in enumerate(row["turns"] or (), 1):
+            turn = Turn(**fields)
+            if turn.started_at is not None and turn.seconds is not None:
+                yield Request(
+                    start=turn.started_at,
+                    end=turn.started_at + turn.seconds,
+                    engine=engines[0],
+                    sample=f"attempt {row['attempt_id']} sample {row['sample']}",
+                    turn=number,
+                    tokens=turn.end - turn.start,
+                    kind=row["kind"],
+                    step=row["step"],
+                    engines=engines,
+                )
