@@ -1,4 +1,4 @@
-"""One side of a run without the other, and the data that passes between them."""
+"""One side of a run without the other, the data that passes between them, and profiles of a step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from miles_async.arguments.flag import flag
+
+ALL_RANKS = "all"
 
 STEP_FIELD = "{rollout_id}"
 """Stands for the step, from 1, in names of files."""
@@ -37,6 +39,31 @@ class DebugArguments:
         "in the name, on the same batch in every step",
         metavar="FILE",
     )
+    profile_step: int | None = flag(
+        None,
+        "profile the training of this rollout step, from 1, with PyTorch's profiler, into profiles/ of the run "
+        "directory; that step takes longer",
+        metavar="STEP",
+        at_least=1,
+    )
+    profile_ranks: tuple[str, ...] = flag(
+        ("0",), "trainer ranks of --profile-step, or all", metavar="RANK", needs=("profile_step",)
+    )
+    record_memory_history: bool = flag(
+        False,
+        "on the ranks of --profile-step, record every allocation of GPU memory from the start to that step, or to a "
+        "step before that runs out of memory, into profiles/ as well; CUDA only",
+        needs=("profile_step",),
+    )
+
+    def profiled_ranks(self, world_size: int) -> frozenset[int]:
+        """Ranks of ``--profile-ranks``. Raises ValueError: a word is no rank below ``world_size``."""
+        if self.profile_ranks == (ALL_RANKS,):
+            return frozenset(range(world_size))
+        for word in self.profile_ranks or ("none",):
+            if not word.isdecimal() or int(word) >= world_size:
+                raise ValueError(f"expected ranks from 0 to {world_size - 1}, or {ALL_RANKS}, found {word}")
+        return frozenset(map(int, self.profile_ranks))
 
     @property
     def sides(self) -> Sides:

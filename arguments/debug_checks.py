@@ -1,4 +1,4 @@
-"""Check the flags that leave one side of a run out."""
+"""Check the flags that leave one side of a run out, and those that profile a step."""
 
 from __future__ import annotations
 
@@ -46,3 +46,18 @@ def check_debug(arguments: Arguments) -> Iterator[str]:
     for flag, given in needing.items():
         if given:
             yield f"{flag} with {alone}, which has no use for it: leave it out"
+
+
+def check_profiling(arguments: Arguments) -> Iterator[str]:
+    """Check that the step and the ranks to profile exist."""
+    debug, steps = arguments.debug, arguments.rollout.num_rollout
+    if debug.profile_step is None:
+        return
+    if debug.profile_step > steps:
+        yield f"--profile-step {debug.profile_step}: the run ends after step {steps} (--num-rollout)"
+    if debug.sides == "rollout":
+        yield f"--profile-step {debug.profile_step} with --debug-rollout-only, which trains nothing: leave it out"
+    try:
+        debug.profiled_ranks(arguments.cluster.trainer_world_size)
+    except ValueError as error:
+        yield f"--profile-ranks: {error}"

@@ -14,7 +14,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.adapters import check_adapters
 from miles_async.arguments.algorithm_checks import check_algorithm, check_critic, check_off_policy_correction
 from miles_async.arguments.cluster_checks import check_colocation, check_network, check_ports, check_ranks
-from miles_async.arguments.debug_checks import check_debug
+from miles_async.arguments.debug_checks import check_debug, check_profiling
 from miles_async.arguments.distillation_checks import check_distillation
 from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Given
@@ -297,6 +297,7 @@ COMMON_CHECKS: tuple[Check, ...] = (
     check_bad_steps,
     check_outputs,
     check_network,
+    check_profiling,
 )
 """Checks of every run: of the model, its layout, and what both kinds of data have."""
 

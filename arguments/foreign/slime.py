@@ -274,9 +274,8 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("use --debug-rollout-only or --debug-train-only",
             switches="debug-skip-weight-update debug-disable-optimizer"),
     *_refused("use --num-rollout", one="debug-exit-after-rollout"),
-    *_refused("PyTorch's profiler is not part of a run: remove it",
-            one="memory-snapshot-dir memory-snapshot-num-steps memory-recorder", many="profile-target",
-            switches="record-memory-history"),
+    *_refused("use --profile-step, --profile-ranks and --record-memory-history, which write into the run directory",
+            one="memory-snapshot-dir memory-snapshot-num-steps memory-recorder", many="profile-target"),
     *_refused(_DEBUGGING, one="dumper-dir dumper-source-patcher-config-inference dumper-source-patcher-config-train "
             "witness-buffer-size env-report", many="dumper-inference dumper-fwd-only dumper-fwd-bwd",
             switches="dumper-enable enable-witness enable-event-analyzer save-local-weight-checksum "

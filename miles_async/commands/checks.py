@@ -149,6 +149,11 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
     device = choose_device(cluster.device)
     if device == "cpu" and cluster.colocate:
         yield "--colocate on a machine without GPUs, where sides share cores anyway: leave it out"
+    if device == "cpu" and arguments.debug.record_memory_history:
+        yield (
+            "--record-memory-history on a machine without GPUs: PyTorch records allocations of GPU memory only; leave "
+            "it out (`miles-async plan --memory` estimates a GPU's memory)"
+        )
     if device == "cpu" and (fused := set(arguments.model.recompute_modules) & set(TRANSFORMER_ENGINE_MODULES)):
         yield f"--recompute-modules {' '.join(sorted(fused))}: needs Transformer Engine, which a CPU run does not have"
     if device == "cpu":

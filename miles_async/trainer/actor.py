@@ -29,6 +29,7 @@ from miles_async.runtime.cluster.call_once import CallId, CallOnce
 from miles_async.runtime.files.digests import Piece, read_pieces, write_digested
 from miles_async.runtime.network.addresses import Network
 from miles_async.seams import WeightSender
+from miles_async.trainer.profiling import Profiling, RankProfiler
 from miles_async.types import StagedWeights, TrainShard
 
 if TYPE_CHECKING:  # the driver imports this module, and has no use for torch
@@ -90,6 +91,7 @@ class TrainerActor:
         self._canary = _Canary()
         self._steps = 0  # rollout steps trained
         self._staged: tuple[Path, int] | None = None  # directory and steps of the last staged save
+        self._profiler = RankProfiler(None, rank)
         self._once = CallOnce()
 
     def perform(self, call: CallId, method: Callable[..., Result], *arguments: object) -> Result:
@@ -116,6 +118,7 @@ class TrainerActor:
         sender: SenderFactory,
         senders: int,
         threads: int | None,
+        profiling: Profiling | None = None,
     ) -> RankInfo:
         """Build the backend; return once all ranks have. The first rank of each of the first ``senders`` pipeline
         stages sends weights.
@@ -128,6 +131,7 @@ class TrainerActor:
         os.environ.update(self._network.variables())  # of this node, before the first process group
         if self._store is None:
             self._store = dist.TCPStore(address, port, is_master=False)
+        self._profiler = RankProfiler(profiling, self._rank)
         # Ray shows each actor its own GPU only, as device 0.
         self._backend = backend(rank=self._rank, world_size=self._world_size, local_rank=0, store=self._store)
         stage = self._backend.pipeline_stage
@@ -142,7 +146,8 @@ class TrainerActor:
         )
 
     def train(self, shard: TrainShard) -> dict[str, float]:
-        metrics = self._ready.train(shard)
+        with self._profiler.step(self._steps + 1):
+            metrics = self._ready.train(shard)
         self._steps += 1
         return metrics
 

@@ -38,6 +38,7 @@ from miles_async.trainer.actor import (
     TrainerActor,
 )
 from miles_async.trainer.placement import Placement, RankResources
+from miles_async.trainer.profiling import Profiling
 from miles_async.types import StagedWeights, WeightDelta
 
 log = structlog.get_logger(__name__)
@@ -69,6 +70,7 @@ class TrainerRanks:
         canary_tokens: Sequence[int] = (),
         network: Network = LOCAL,
         log_directory: Path | None = None,
+        profiling: Profiling | None = None,
         start_timeout: float = 600.0,
         step_timeout: float = 3600.0,
     ) -> None:
@@ -83,6 +85,7 @@ class TrainerRanks:
         self.canary_tokens = tuple(canary_tokens)
         self._network = network
         self._log_directory = log_directory
+        self._profiling = profiling
         self._start_timeout, self._step_timeout = start_timeout, step_timeout
         self._actors: list[Any] = []  # Ray's handles of TrainerActor, which have no types
         self._links: list[ActorLink] = []
@@ -100,7 +103,7 @@ class TrainerRanks:
             if not self._actors:
                 await self._place()
             [(address, port)] = await self._call(TrainerActor.listen, [()], self._start_timeout)
-            ready = address, port, self._backend, self._sender, self._senders, self._threads
+            ready = address, port, self._backend, self._sender, self._senders, self._threads, self._profiling
             self._ranks = await self._call(TrainerActor.initialize, [ready] * self._world_size, self._start_timeout)
         except BaseException:
             await quietly(self.stop())

@@ -14,10 +14,12 @@ from miles_async.arguments.model_files import count_elements
 from miles_async.backends import create_backend
 from miles_async.runtime.cluster.node_files import NodeFiles
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets, secret_environment
+from miles_async.runtime.files.run_directory import PROFILES
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.processes.fork_server_process import ForkServer
 from miles_async.trainer.actor import TrainerActor
 from miles_async.trainer.placement import RankResources
+from miles_async.trainer.profiling import Profiling
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.weights.transports.choice import count_senders, make_sender
 
@@ -61,6 +63,19 @@ def trainer_ranks(
         senders=count_senders(weights, arguments.model.pipeline_model_parallel_size),
         network=network,
         log_directory=run_dir / "logs",
+        profiling=_profiling(arguments, run_dir),
+    )
+
+
+def _profiling(arguments: Arguments, run_dir: Path) -> Profiling | None:
+    debug = arguments.debug
+    if debug.profile_step is None:
+        return None
+    return Profiling(
+        directory=run_dir.absolute() / PROFILES,
+        step=debug.profile_step,
+        ranks=debug.profiled_ranks(arguments.cluster.trainer_world_size),
+        memory=debug.record_memory_history,
     )
 
 

@@ -54,7 +54,7 @@ SUFFIXES = (
 )
 MADE_LATER = {
     *("summary.json", "metrics.jsonl", "reward.png", "config.toml", "dead_letters.jsonl", "restarts.json"),  # by a run
-    *("ledger.sqlite", "readmit.json", "schedule.msgpack", "run.json", "stall.txt", "samples/"),
+    *("ledger.sqlite", "readmit.json", "schedule.msgpack", "run.json", "stall.txt", "samples/", "profiles/"),
     *("samples/train-00000010.parquet", "samples/eval-00000010.parquet", "samples/state.json"),
     *("report.html", "runs/quickstart/report.html"),
     ".venv/docs",  # by make docs

@@ -1,0 +1,62 @@
+"""Flags that profile a step: which ranks they name, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from miles_async.arguments import Arguments
+from miles_async.arguments.debug import DebugArguments
+from miles_async.arguments.debug_checks import check_profiling
+from miles_async.arguments.needs import check_needs
+from miles_async.commands.checks import device_problems
+from miles_async.runtime import device
+
+
+def arguments(**debug: object) -> Arguments:
+    """40 steps on 2 ranks."""
+    plain = Arguments(debug=DebugArguments(**debug))  # type: ignore[arg-type]
+    rollout = dataclasses.replace(plain.rollout, num_rollout=40)
+    return dataclasses.replace(
+        plain, rollout=rollout, cluster=dataclasses.replace(plain.cluster, actor_num_gpus_per_node=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"), [(("0",), {0}), (("1",), {1}), (("0", "1"), {0, 1}), (("1", "1"), {1}), (("all",), {0, 1})]
+)
+def test_ranks_by_number_or_all(words: tuple[str, ...], ranks: set[int]) -> None:
+    given = arguments(profile_step=40, profile_ranks=words)
+    assert given.debug.profiled_ranks(given.cluster.trainer_world_size) == ranks
+    assert not list(check_profiling(given))
+
+
+@pytest.mark.parametrize("words", [("2",), ("0", "2"), ("-1",), ("all", "0"), ("first",), ("1.0",), ()])
+def test_ranks_that_the_trainer_does_not_have(words: tuple[str, ...]) -> None:
+    [problem] = check_profiling(arguments(profile_step=1, profile_ranks=words))
+    assert problem.startswith("--profile-ranks: expected ranks from 0 to 1, or all, found ")
+
+
+def test_a_step_after_the_last_one() -> None:
+    [problem] = check_profiling(arguments(profile_step=41))
+    assert problem == "--profile-step 41: the run ends after step 40 (--num-rollout)"
+
+
+def test_a_run_that_trains_nothing() -> None:
+    [problem] = check_profiling(arguments(profile_step=1, debug_rollout_only=True))
+    assert problem.startswith("--profile-step 1 with --debug-rollout-only")
+
+
+@pytest.mark.parametrize("flag", [{"profile_ranks": ("1",)}, {"record_memory_history": True}])
+def test_ranks_and_memory_need_a_step(flag: dict[str, object]) -> None:
+    [problem] = check_needs(arguments(**flag), [])
+    assert problem.endswith("has no effect without --profile-step")
+    assert not list(check_needs(arguments(profile_step=1, **flag), []))
+
+
+def test_a_cpu_has_no_history_of_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "choose_device", lambda _: "cpu")
+    [problem] = device_problems(arguments(profile_step=1, record_memory_history=True))
+    assert problem.startswith("--record-memory-history on a machine without GPUs: PyTorch records")
+    assert not list(device_problems(arguments(profile_step=1)))
