@@ -43,6 +43,14 @@ class ObservabilityArguments:
     )
     wandb_project: str = flag("miles_async", "W&B project", needs=("use_wandb",))
     wandb_group: str | None = flag(None, "W&B group", needs=("use_wandb",))
+    use_tensorboard: bool = flag(False, "log to TensorBoard: event files (the extra tensorboard)")
+    tensorboard_dir: Path | None = flag(
+        None,
+        "directory of the event files; a run that resumes with the same one continues its curves; none: "
+        "TENSORBOARD_DIR, else tensorboard/ in the run directory",
+        metavar="DIR",
+        needs=("use_tensorboard",),
+    )
     custom_tracker_path: str | None = flag(
         None, "module:attr of your own Tracker, which also receives all metrics", metavar="MODULE:ATTR"
     )

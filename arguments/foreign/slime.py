@@ -261,13 +261,15 @@ SLIME: tuple[ForeignFlag, ...] = (
             switches="log-multi-turn log-passrate log-correct-samples wandb-always-use-train-step"),
     *_noted("--log-entropy computes and logs it", switches="use-rollout-entropy"),
     *_noted("files are in --run-dir, whose name is the run's", one="wandb-dir", switches="disable-wandb-random-suffix"),
+    *_noted("event files are in --tensorboard-dir, by default in --run-dir, whose name is the run's",
+            one="tb-project-name tb-experiment-name"),
     *_refused("set WANDB_BASE_URL in the environment", one="wandb-host"),
     *_refused("set WANDB_ENTITY in the environment", one="wandb-team"),
     *_refused("a run that resumes goes on with its W&B run by itself: remove it", one="wandb-run-id"),
     *_refused("use --custom-tracker-path module:attr; metrics.jsonl has every metric",
-            switches="use-tensorboard use-mlflow use-prometheus", one="tb-project-name tb-experiment-name "
-            "mlflow-tracking-uri mlflow-experiment-name mlflow-run-name mlflow-run-id prometheus-port "
-            "prometheus-run-name custom-rollout-log-function-path custom-eval-rollout-log-function-path"),
+            switches="use-mlflow use-prometheus", one="mlflow-tracking-uri mlflow-experiment-name mlflow-run-name "
+            "mlflow-run-id prometheus-port prometheus-run-name custom-rollout-log-function-path "
+            "custom-eval-rollout-log-function-path"),
     *_refused("use --load-debug-rollout-data", one="load-forge-rollout-data load-debug-rollout-data-subsample"),
     *_refused("use --save-debug-rollout-data",
             one="save-debug-train-data save-debug-trajectory-data save-debug-event-data"),

@@ -34,6 +34,7 @@ def check_surroundings(arguments: Arguments) -> list[str]:
         tls_problems,
         transport_problems,
         place_problems,
+        tracker_problems,
     )
     problems = [finding.problem for finding in findings if finding.verdict == "failure"]
     refuse([*problems, *(problem for check in checks for problem in check(arguments))])
@@ -68,6 +69,13 @@ def wandb_findings(observability: ObservabilityArguments) -> Iterator[Finding]:
         yield Finding(check="wandb", verdict="failure", found=problem, mend=LOG_IN)
         return
     yield from service_findings(WANDB)
+
+
+def tracker_problems(arguments: Arguments) -> Iterator[str]:
+    """Yield the trackers whose packages, extras of the project, are not installed."""
+    from miles_async.observability.packages import missing_packages
+
+    yield from missing_packages(arguments.observability)
 
 
 def model_problems(arguments: Arguments) -> Iterator[str]:

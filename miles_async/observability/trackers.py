@@ -10,6 +10,7 @@ from miles_async.api import Tracker
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
+from miles_async.observability.tensorboard_tracker import TensorBoardTracker, tensorboard_directory
 from miles_async.observability.wandb_tracker import WandbOptions, open_wandb, wandb_mode
 from miles_async.runtime.hooks import check_object, load_object
 
@@ -46,6 +47,13 @@ def _wandb(arguments: ObservabilityArguments, settings: Settings) -> Tracker | N
     )
 
 
+def _tensorboard(arguments: ObservabilityArguments, _settings: Settings) -> Tracker | None:
+    if not arguments.use_tensorboard:
+        return None
+    directory = tensorboard_directory(arguments)
+    return BackgroundTracker("tensorboard", lambda: TensorBoardTracker(directory))
+
+
 def _custom(arguments: ObservabilityArguments, _settings: Settings) -> Tracker | None:
     if (tracker := load_tracker(arguments)) is None:
         return None
@@ -65,7 +73,12 @@ def check_tracker(arguments: ObservabilityArguments) -> None:
 
 
 # The user's comes first: if it cannot be used, nothing is open yet.
-TRACKERS: Mapping[str, Open] = {"custom": _custom, "metrics.jsonl": _metrics_file, "wandb": _wandb}
+TRACKERS: Mapping[str, Open] = {
+    "custom": _custom,
+    "metrics.jsonl": _metrics_file,
+    "wandb": _wandb,
+    "tensorboard": _tensorboard,
+}
 
 
 class CompositeTracker:

@@ -58,7 +58,17 @@ MADE_LATER = {
     *("samples/train-00000010.parquet", "samples/eval-00000010.parquet", "samples/state.json"),
     *("report.html", "runs/quickstart/report.html"),
     ".venv/docs",  # by make docs
-    *("logs/", "wandb/", "hf/", "runs/", "runs/latest", "runs/quickstart", "runs/quickstart/", "runs/bench/NAME.json"),
+    *(
+        "logs/",
+        "wandb/",
+        "tensorboard/",
+        "hf/",
+        "runs/",
+        "runs/latest",
+        "runs/quickstart",
+        "runs/quickstart/",
+        "runs/bench/NAME.json",
+    ),
     *("logs/driver.log", "logs/rollout.log", "logs/engine-0.0.log", "logs/engine-0.1.log"),
     *(
         "logs/router.0.log",
@@ -84,7 +94,7 @@ DOCKER_FLAGS = {
 PIP_FLAGS = {"--no-deps", "--no-index", "--target"}
 HYDRA_FLAGS = {"--config-path", "--config-name"}
 OTHER_TOOLS_FLAGS = (
-    {"--help", "--version", "--X"} | HYDRA_FLAGS | DOCKER_FLAGS | PIP_FLAGS | RAY_START_FLAGS
+    {"--help", "--version", "--X", "--logdir"} | HYDRA_FLAGS | DOCKER_FLAGS | PIP_FLAGS | RAY_START_FLAGS
 )  # --X: a placeholder
 
 
