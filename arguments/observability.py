@@ -51,6 +51,13 @@ class ObservabilityArguments:
         metavar="DIR",
         needs=("use_tensorboard",),
     )
+    use_prometheus: bool = flag(
+        False, "serve the latest metrics at /metrics; Prometheus sends the key that MILES_ASYNC_METRICS_KEY has"
+    )
+    prometheus_port: int = flag(9464, "port of /metrics", at_least=1, at_most=65535, needs=("use_prometheus",))
+    prometheus_run_name: str | None = flag(
+        None, "label `run` of the metrics; none: the name of the run directory", needs=("use_prometheus",)
+    )
     custom_tracker_path: str | None = flag(
         None, "module:attr of your own Tracker, which also receives all metrics", metavar="MODULE:ATTR"
     )

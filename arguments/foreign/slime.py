@@ -267,9 +267,8 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("set WANDB_ENTITY in the environment", one="wandb-team"),
     *_refused("a run that resumes goes on with its W&B run by itself: remove it", one="wandb-run-id"),
     *_refused("use --custom-tracker-path module:attr; metrics.jsonl has every metric",
-            switches="use-mlflow use-prometheus", one="mlflow-tracking-uri mlflow-experiment-name mlflow-run-name "
-            "mlflow-run-id prometheus-port prometheus-run-name custom-rollout-log-function-path "
-            "custom-eval-rollout-log-function-path"),
+            switches="use-mlflow", one="mlflow-tracking-uri mlflow-experiment-name mlflow-run-name mlflow-run-id "
+            "custom-rollout-log-function-path custom-eval-rollout-log-function-path"),
     *_refused("use --load-debug-rollout-data", one="load-forge-rollout-data load-debug-rollout-data-subsample"),
     *_refused("use --save-debug-rollout-data",
             one="save-debug-train-data save-debug-trajectory-data save-debug-event-data"),

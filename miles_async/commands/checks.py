@@ -72,10 +72,13 @@ def wandb_findings(observability: ObservabilityArguments) -> Iterator[Finding]:
 
 
 def tracker_problems(arguments: Arguments) -> Iterator[str]:
-    """Yield the trackers whose packages, extras of the project, are not installed."""
+    """Yield the trackers whose packages, extras of the project, are not installed, or that lack a key."""
     from miles_async.observability.packages import missing_packages
+    from miles_async.observability.prometheus_tracker import metrics_key
 
     yield from missing_packages(arguments.observability)
+    if arguments.observability.use_prometheus:
+        yield from refusal(metrics_key)
 
 
 def model_problems(arguments: Arguments) -> Iterator[str]:

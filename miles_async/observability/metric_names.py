@@ -1,4 +1,4 @@
-"""Registry of metric names and their meanings: source of docs/metrics.md and of the hovers in `miles-async watch`."""
+"""Registry of metric names and meanings: source of docs/metrics.md, of hovers in `miles-async watch` and of Prometheus' HELP."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -10,30 +11,44 @@ from miles_async.api import Tracker
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
+from miles_async.observability.prometheus_tracker import PATH, PrometheusOptions, PrometheusTracker, metrics_key
 from miles_async.observability.tensorboard_tracker import TensorBoardTracker, tensorboard_directory
 from miles_async.observability.wandb_tracker import WandbOptions, open_wandb, wandb_mode
 from miles_async.runtime.hooks import check_object, load_object
+from miles_async.runtime.network.addresses import LOCAL, Network
 
 log = structlog.get_logger(__name__)
 
 Settings = Mapping[str, object]
 """The run's flags by group, for trackers that keep them."""
 
-Open = Callable[[ObservabilityArguments, Settings], Tracker | None]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRun:
+    """What trackers know about their run."""
+
+    arguments: ObservabilityArguments
+    settings: Settings
+    network: Network = LOCAL
+
+
+Open = Callable[[TrackedRun], Tracker | None]
 """Opens a tracker; None if the flags don't ask for it."""
 
 
-def open_trackers(arguments: ObservabilityArguments, settings: Settings) -> CompositeTracker:
+def open_trackers(arguments: ObservabilityArguments, settings: Settings, network: Network = LOCAL) -> CompositeTracker:
     """Open the trackers that the flags ask for. Raises ConfigurationError, and OSError for metrics.jsonl."""
-    opened = (open_tracker(arguments, settings) for open_tracker in TRACKERS.values())
+    run = TrackedRun(arguments=arguments, settings=settings, network=network)
+    opened = (open_tracker(run) for open_tracker in TRACKERS.values())
     return CompositeTracker([tracker for tracker in opened if tracker is not None])
 
 
-def _metrics_file(arguments: ObservabilityArguments, _settings: Settings) -> Tracker:
-    return MetricsFile(arguments.run_dir / FILE_NAME)
+def _metrics_file(run: TrackedRun) -> Tracker:
+    return MetricsFile(run.arguments.run_dir / FILE_NAME)
 
 
-def _wandb(arguments: ObservabilityArguments, settings: Settings) -> Tracker | None:
+def _wandb(run: TrackedRun) -> Tracker | None:
+    arguments = run.arguments
     if (mode := wandb_mode(arguments)) == "disabled":
         return None
     return open_wandb(
@@ -42,22 +57,40 @@ def _wandb(arguments: ObservabilityArguments, settings: Settings) -> Tracker | N
             mode=mode,
             project=arguments.wandb_project,
             group=arguments.wandb_group,
-            config=settings,
+            config=run.settings,
         )
     )
 
 
-def _tensorboard(arguments: ObservabilityArguments, _settings: Settings) -> Tracker | None:
-    if not arguments.use_tensorboard:
+def _tensorboard(run: TrackedRun) -> Tracker | None:
+    if not run.arguments.use_tensorboard:
         return None
-    directory = tensorboard_directory(arguments)
+    directory = tensorboard_directory(run.arguments)
     return BackgroundTracker("tensorboard", lambda: TensorBoardTracker(directory))
 
 
-def _custom(arguments: ObservabilityArguments, _settings: Settings) -> Tracker | None:
-    if (tracker := load_tracker(arguments)) is None:
+def _prometheus(run: TrackedRun) -> Tracker | None:
+    return BackgroundTracker("prometheus", lambda: _open_prometheus(run)) if run.arguments.use_prometheus else None
+
+
+def _open_prometheus(run: TrackedRun) -> PrometheusTracker:
+    arguments, network = run.arguments, run.network
+    options = PrometheusOptions(
+        run=arguments.prometheus_run_name or arguments.run_dir.name,
+        host=network.entrance(),
+        port=arguments.prometheus_port,
+        key=metrics_key(),
+        tls=None if network.tls is None else network.tls.server(),
+    )
+    tracker = PrometheusTracker(options)
+    log.info("metrics for Prometheus", url=network.url(options.host, tracker.port) + PATH)
+    return tracker
+
+
+def _custom(run: TrackedRun) -> Tracker | None:
+    if (tracker := load_tracker(run.arguments)) is None:
         return None
-    return BackgroundTracker(str(arguments.custom_tracker_path), lambda: tracker)
+    return BackgroundTracker(str(run.arguments.custom_tracker_path), lambda: tracker)
 
 
 def load_tracker(arguments: ObservabilityArguments) -> Tracker | None:
@@ -78,6 +111,7 @@ TRACKERS: Mapping[str, Open] = {
     "metrics.jsonl": _metrics_file,
     "wandb": _wandb,
     "tensorboard": _tensorboard,
+    "prometheus": _prometheus,
 }
 
 

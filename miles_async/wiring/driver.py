@@ -52,6 +52,7 @@ from miles_async.runtime.device import choose_device
 from miles_async.runtime.environment import secret_environment, worker_environment
 from miles_async.runtime.files.owned_directory import OwnedDirectory, sweep_temporary, temporary_parent
 from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, Claim, claimed
+from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.control import ControlServer, Handler
 from miles_async.runtime.network.keys import make_run_keys
 from miles_async.runtime.processes.fork_server_process import ForkServers
@@ -248,7 +249,7 @@ class Run:
         """Run the loop of the configured sides."""
         arguments = self._arguments
         self.report.started()
-        tracker = open_trackers(arguments.observability, asdict(arguments))
+        tracker = open_trackers(arguments.observability, asdict(arguments), Network.of_run(arguments.cluster))
         recorder = RunRecorder(tracker, progress, self.report.summary)
         try:
             if rollout is None:

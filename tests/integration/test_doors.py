@@ -18,7 +18,7 @@ from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.runtime.network.addresses import LOOPBACK, Network
-from miles_async.runtime.network.keys import KEY_VARIABLES, Secret
+from miles_async.runtime.network.keys import KEY_VARIABLES, METRICS_KEY_VARIABLE, Secret
 from miles_async.runtime.network.ports import HeldPort
 from miles_async.runtime.network.tls import Tls
 from tests.fakes.certificates import Authority, needs_openssl
@@ -148,7 +148,7 @@ def secrets_of(run: RealRun) -> dict[str, str]:
     found = dict(SECRETS)
     for environment in of_processes(run, lambda process: process.environ()).values():
         found |= {name: text for name, text in environment.items() if name in KEY_VARIABLES}
-    assert set(found) == {*KEY_VARIABLES, *SECRETS}
+    assert set(found) == {*KEY_VARIABLES, *SECRETS} - {METRICS_KEY_VARIABLE}  # only with --use-prometheus
     return found
 
 

@@ -1,0 +1,37 @@
+"""A tracker that cannot work is refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import pytest
+
+from miles_async.arguments import Arguments, ObservabilityArguments
+from miles_async.commands.checks import tracker_problems
+from miles_async.observability import packages
+from miles_async.runtime.network.keys import METRICS_KEY_VARIABLE
+
+
+def problems(**flags: object) -> list[str]:
+    return list(tracker_problems(Arguments(observability=ObservabilityArguments(**flags))))
+
+
+def without(package: str) -> Callable[[str], object]:
+    return lambda name: None if name == package else find_spec(name)
+
+
+def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(METRICS_KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(packages, "find_spec", without("tensorboard"))
+    tensorboard, prometheus = problems(use_tensorboard=True, use_prometheus=True)
+    assert "pip install 'miles-async[tensorboard]'" in tensorboard
+    assert f"export {METRICS_KEY_VARIABLE}=" in prometheus
+
+
+def test_a_run_that_uses_none_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(METRICS_KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(packages, "find_spec", without("tensorboard"))
+    assert problems() == []
+    monkeypatch.setenv(METRICS_KEY_VARIABLE, "k")
+    assert problems(use_prometheus=True) == []
