@@ -43,6 +43,21 @@ class ObservabilityArguments:
     )
     wandb_project: str = flag("miles_async", "W&B project", needs=("use_wandb",))
     wandb_group: str | None = flag(None, "W&B group", needs=("use_wandb",))
+    wandb_run_id: str | None = flag(
+        None,
+        "continue the W&B run with this id, or begin one; none: a new run, and after a restart (--max-run-restarts) "
+        "the one from before",
+        metavar="ID",
+        needs=("use_wandb",),
+    )
+    wandb_sample_steps: int = flag(
+        0,
+        "every so many steps, and at evaluations, log a table of what --save-samples wrote: prompts and answers; 0: "
+        "none",
+        metavar="STEPS",
+        needs=("use_wandb",),
+        at_least=0,
+    )
     use_tensorboard: bool = flag(False, "log to TensorBoard: event files (the extra tensorboard)")
     tensorboard_dir: Path | None = flag(
         None,

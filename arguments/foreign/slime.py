@@ -265,7 +265,6 @@ SLIME: tuple[ForeignFlag, ...] = (
             one="tb-project-name tb-experiment-name"),
     *_refused("set WANDB_BASE_URL in the environment", one="wandb-host"),
     *_refused("set WANDB_ENTITY in the environment", one="wandb-team"),
-    *_refused("a run that resumes goes on with its W&B run by itself: remove it", one="wandb-run-id"),
     *_refused("use --custom-tracker-path module:attr; metrics.jsonl has every metric",
             switches="use-mlflow", one="mlflow-tracking-uri mlflow-experiment-name mlflow-run-name mlflow-run-id "
             "custom-rollout-log-function-path custom-eval-rollout-log-function-path"),

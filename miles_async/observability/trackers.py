@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -13,9 +14,16 @@ from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
 from miles_async.observability.prometheus_tracker import PATH, PrometheusOptions, PrometheusTracker, metrics_key
 from miles_async.observability.tensorboard_tracker import TensorBoardTracker, tensorboard_directory
-from miles_async.observability.wandb_tracker import WandbOptions, open_wandb, wandb_mode
+from miles_async.observability.wandb_tracker import (
+    WandbOptions,
+    earlier_run_id,
+    new_run_id,
+    open_wandb,
+    wandb_mode,
+)
 from miles_async.runtime.hooks import check_object, load_object
 from miles_async.runtime.network.addresses import LOCAL, Network
+from miles_async.runtime.processes.restarts import own_restarts
 
 log = structlog.get_logger(__name__)
 
@@ -51,6 +59,7 @@ def _wandb(run: TrackedRun) -> Tracker | None:
     arguments = run.arguments
     if (mode := wandb_mode(arguments)) == "disabled":
         return None
+    continued = arguments.wandb_run_id or earlier_run_id(Path(restart.run_dir) for restart in own_restarts())
     return open_wandb(
         WandbOptions(
             directory=arguments.run_dir,
@@ -58,6 +67,9 @@ def _wandb(run: TrackedRun) -> Tracker | None:
             project=arguments.wandb_project,
             group=arguments.wandb_group,
             config=run.settings,
+            run_id=continued or new_run_id(),
+            resume=continued is not None,
+            sample_steps=arguments.wandb_sample_steps,
         )
     )
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast, get_args
@@ -19,6 +20,7 @@ import structlog
 from miles_async.arguments.observability import ObservabilityArguments, WandbMode
 from miles_async.errors import ConfigurationError
 from miles_async.observability.background import BackgroundTracker
+from miles_async.observability.sample_tables import COLUMNS, SampleTables
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ log = structlog.get_logger(__name__)
 
 INIT_TIMEOUT = 300.0  # seconds; wandb's own 90 s are too few when many jobs start at once on a cluster
 INIT_ATTEMPTS = 3
+RUN_ID_FILE = "wandb_run_id"
+"""In the run directory: the id of its W&B run, so that a restarted run continues it."""
 
 
 def wandb_mode(arguments: ObservabilityArguments, environment: Mapping[str, str] = os.environ) -> WandbMode:
@@ -59,6 +63,14 @@ def new_run_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
+def earlier_run_id(run_dirs: Iterable[Path]) -> str | None:
+    """The id of the W&B run that the newest of earlier starts logged to. ``run_dirs``: theirs, oldest first."""
+    for run_dir in reversed(tuple(run_dirs)):
+        with suppress(OSError):
+            return (run_dir / RUN_ID_FILE).read_text().strip() or None
+    return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WandbOptions:
     """Options of ``wandb.init``."""
@@ -69,6 +81,8 @@ class WandbOptions:
     group: str | None = None
     config: JsonObject = field(default_factory=dict)
     run_id: str = field(default_factory=new_run_id)
+    resume: bool = False  # online: continue the run with this id, if there is one
+    sample_steps: int = 0  # log a table of samples every so many steps; 0: none
     shared: bool = False  # online only: several writers log to this run, with one run_id
     label: str = "driver"  # unique per writer
     primary: bool = True  # exactly one writer is primary
@@ -94,16 +108,33 @@ class WandbTracker:
                 directory=str(options.directory / "wandb"),
                 error=str(error),
             )
-            self._run = _open(replace(options, run_id=new_run_id()), "offline")
+            self._run = _open(replace(options, run_id=new_run_id(), resume=False), "offline")
+        else:
+            with suppress(OSError):
+                (options.directory / RUN_ID_FILE).write_text(f"{self._run.id}\n")
         # shared mode orders by arrival, so the step is a metric and every chart's x-axis
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        self._tables = SampleTables(options.directory, options.sample_steps) if options.sample_steps else None
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Log the metrics of a step, and the tables of samples that are on disk by now."""
         self._run.log({**metrics, "step": step})
+        self._log_tables()
 
     def finish(self) -> None:
-        self._run.finish()
+        """Log the tables that are left, and wait until W&B has everything."""
+        try:
+            self._log_tables()
+        finally:
+            self._run.finish()
+
+    def _log_tables(self) -> None:
+        import wandb
+
+        for table in self._tables.new() if self._tables is not None else ():
+            shown = wandb.Table(columns=list(COLUMNS), data=[list(row) for row in table.rows])
+            self._run.log({table.name: shown, "step": table.step})
 
 
 def _open(options: WandbOptions, mode: WandbMode | Literal["shared"]) -> wandb.Run:
@@ -123,6 +154,8 @@ def _open(options: WandbOptions, mode: WandbMode | Literal["shared"]) -> wandb.R
     )
     for attempt in retrying:
         again = attempt.num > 1 and mode != "shared"  # wandb's process holds the id of an attempt that failed
+        if again and options.resume:
+            wandb.teardown()  # another id would be another run
         with attempt:
             return wandb.init(
                 dir=options.directory,
@@ -130,7 +163,8 @@ def _open(options: WandbOptions, mode: WandbMode | Literal["shared"]) -> wandb.R
                 project=options.project,
                 group=options.group,
                 name=os.environ.get("WANDB_NAME") or options.directory.name,
-                id=new_run_id() if again else options.run_id,
+                id=new_run_id() if again and not options.resume else options.run_id,
+                resume="allow" if options.resume and mode == "online" else None,
                 config=dict(options.config),
                 settings=settings,
             )

@@ -61,6 +61,7 @@ MADE_LATER = {
     *(
         "logs/",
         "wandb/",
+        "wandb_run_id",
         "tensorboard/",
         "hf/",
         "runs/",

@@ -11,12 +11,33 @@ import wandb
 
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
-from miles_async.observability.wandb_tracker import INIT_ATTEMPTS, WandbOptions, WandbTracker, wandb_mode
+from miles_async.observability.trackers import open_trackers
+from miles_async.observability.wandb_tracker import (
+    INIT_ATTEMPTS,
+    RUN_ID_FILE,
+    WandbOptions,
+    WandbTracker,
+    earlier_run_id,
+    wandb_mode,
+)
+from miles_async.runtime.processes.restarts import RESTARTS_VARIABLE, RunRestart, restarts_variable
 from tests.json_dict import JsonDict
+from tests.unit.observability.sample_files import write_samples
 
 
 class FakeRun:
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.logged: list[JsonDict] = []
+        self.finished = False
+
     def define_metric(self, *_: object, **__: object) -> None: ...
+
+    def log(self, metrics: JsonDict) -> None:
+        self.logged.append(metrics)
+
+    def finish(self) -> None:
+        self.finished = True
 
 
 class FakeInit:
@@ -25,12 +46,14 @@ class FakeInit:
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
         self.calls: list[JsonDict] = []
+        self.runs: list[FakeRun] = []
 
     def __call__(self, **arguments: object) -> FakeRun:
         self.calls.append(arguments)
         if self.errors:
             raise self.errors.pop(0)
-        return FakeRun()
+        self.runs.append(FakeRun(str(arguments["id"])))
+        return self.runs[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -129,3 +152,70 @@ def test_wandb_is_online_unless_flag_or_variable_says_otherwise(
 def test_a_mode_that_wandb_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="WANDB_MODE=ofline: expected one of online, offline, disabled"):
         wandb_mode(ObservabilityArguments(use_wandb=True), {"WANDB_MODE": "ofline"})
+
+
+def restart(run_dir: Path) -> RunRestart:
+    return RunRestart(at=0.0, reason="a node was lost", run_dir=str(run_dir), checkpoint=None)
+
+
+def test_a_restarted_run_continues_its_wandb_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    init = FakeInit()
+    monkeypatch.setattr(wandb, "init", init)
+    arguments = ObservabilityArguments(run_dir=tmp_path / "latest", use_wandb=True, wandb_mode="online")
+    open_trackers(arguments, {}).finish()
+    (tmp_path / "latest").rename(tmp_path / "latest.1")
+    restarts = [restart(tmp_path / "latest.1"), restart(tmp_path / "latest.2")]  # the second one opened none
+    monkeypatch.setenv(RESTARTS_VARIABLE, restarts_variable(restarts)[RESTARTS_VARIABLE])
+    open_trackers(arguments, {}).finish()
+    first, second = init.calls
+    assert first["id"] == second["id"]
+    assert (first["resume"], second["resume"]) == (None, "allow")
+    assert earlier_run_id([tmp_path / "latest"]) == first["id"]  # for the next restart
+
+
+def test_a_run_id_of_the_flags_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    init = FakeInit()
+    monkeypatch.setattr(wandb, "init", init)
+    (tmp_path / RUN_ID_FILE).write_text("earlier\n")
+    monkeypatch.setenv(RESTARTS_VARIABLE, restarts_variable([restart(tmp_path)])[RESTARTS_VARIABLE])
+    for mode in ("online", "offline"):
+        arguments = ObservabilityArguments(run_dir=tmp_path, use_wandb=True, wandb_mode=mode, wandb_run_id="mine")
+        open_trackers(arguments, {}).finish()
+    assert [call["id"] for call in init.calls] == ["mine", "mine"]
+    assert [call["resume"] for call in init.calls] == ["allow", None]  # offline, wandb would warn that it cannot
+
+
+def test_trying_again_to_continue_a_run_keeps_its_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # covers: M12
+    init, torn_down = FakeInit(wandb.errors.CommError("timed out")), []
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "teardown", lambda: torn_down.append(len(init.calls)))
+    WandbTracker(WandbOptions(directory=tmp_path, mode="online", run_id="mine", resume=True))
+    assert [call["id"] for call in init.calls] == ["mine", "mine"]
+    assert torn_down == [1]  # before the second attempt: wandb's process holds the id of the first
+
+
+def test_a_run_that_went_offline_is_not_continued_online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    init = FakeInit(wandb.errors.UsageError("no key"))
+    monkeypatch.setattr(wandb, "init", init)
+    WandbTracker(WandbOptions(directory=tmp_path, mode="online", run_id="mine", resume=True))
+    assert init.calls[1]["id"] != "mine"
+    assert init.calls[1]["resume"] is None
+    assert earlier_run_id([tmp_path]) is None
+
+
+def test_samples_on_disk_become_tables_at_their_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    init = FakeInit()
+    monkeypatch.setattr(wandb, "init", init)
+    tracker = WandbTracker(WandbOptions(directory=tmp_path, sample_steps=10))
+    tracker.log({"reward/mean": 0.5}, step=10)
+    write_samples(tmp_path, "train", 10)  # after the step was logged
+    tracker.log({"reward/mean": 0.6}, step=11)
+    write_samples(tmp_path, "eval", 11)
+    tracker.finish()
+    [run] = init.runs
+    tables = [(name, row["step"]) for row in run.logged for name in row if name.startswith("samples/")]
+    assert tables == [("samples/train", 10), ("samples/eval", 11)]
+    [table] = [row["samples/train"] for row in run.logged if "samples/train" in row]
+    assert isinstance(table, wandb.Table)
+    assert run.finished
