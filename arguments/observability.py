@@ -73,6 +73,24 @@ class ObservabilityArguments:
     prometheus_run_name: str | None = flag(
         None, "label `run` of the metrics; none: the name of the run directory", needs=("use_prometheus",)
     )
+    use_mlflow: bool = flag(False, "log to MLflow (the extra mlflow)")
+    mlflow_tracking_uri: str | None = flag(
+        None,
+        "tracking server, such as http://127.0.0.1:5000; none: MLFLOW_TRACKING_URI",
+        metavar="URI",
+        needs=("use_mlflow",),
+    )
+    mlflow_experiment_name: str = flag("miles_async", "MLflow experiment", needs=("use_mlflow",))
+    mlflow_run_name: str | None = flag(
+        None, "name of the MLflow run; none: that of the run directory", needs=("use_mlflow",)
+    )
+    mlflow_run_id: str | None = flag(
+        None,
+        "continue the MLflow run with this id; none: a new run, and after a restart (--max-run-restarts) the one from "
+        "before",
+        metavar="ID",
+        needs=("use_mlflow",),
+    )
     custom_tracker_path: str | None = flag(
         None, "module:attr of your own Tracker, which also receives all metrics", metavar="MODULE:ATTR"
     )

@@ -266,8 +266,7 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("set WANDB_BASE_URL in the environment", one="wandb-host"),
     *_refused("set WANDB_ENTITY in the environment", one="wandb-team"),
     *_refused("use --custom-tracker-path module:attr; metrics.jsonl has every metric",
-            switches="use-mlflow", one="mlflow-tracking-uri mlflow-experiment-name mlflow-run-name mlflow-run-id "
-            "custom-rollout-log-function-path custom-eval-rollout-log-function-path"),
+            one="custom-rollout-log-function-path custom-eval-rollout-log-function-path"),
     *_refused("use --load-debug-rollout-data", one="load-forge-rollout-data load-debug-rollout-data-subsample"),
     *_refused("use --save-debug-rollout-data",
             one="save-debug-train-data save-debug-trajectory-data save-debug-event-data"),

@@ -72,13 +72,16 @@ def wandb_findings(observability: ObservabilityArguments) -> Iterator[Finding]:
 
 
 def tracker_problems(arguments: Arguments) -> Iterator[str]:
-    """Yield the trackers whose packages, extras of the project, are not installed, or that lack a key."""
+    """Yield the trackers whose packages, extras of the project, are not installed, or that lack a key or an address."""
+    from miles_async.observability.mlflow_tracker import tracking_uri
     from miles_async.observability.packages import missing_packages
     from miles_async.observability.prometheus_tracker import metrics_key
 
     yield from missing_packages(arguments.observability)
     if arguments.observability.use_prometheus:
         yield from refusal(metrics_key)
+    if arguments.observability.use_mlflow:
+        yield from refusal(lambda: tracking_uri(arguments.observability))
 
 
 def model_problems(arguments: Arguments) -> Iterator[str]:

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 from miles_async.arguments.observability import ObservabilityArguments
 
-EXTRAS: Mapping[str, str] = {"use_tensorboard": "tensorboard"}
-"""Field of ObservabilityArguments → the extra that it needs, which has the name of its package and its module."""
+EXTRAS: Mapping[str, str] = {"use_tensorboard": "tensorboard", "use_mlflow": "mlflow"}
+"""Field of ObservabilityArguments → the extra that it needs, which has the name of its module."""
 
 
 def missing_packages(arguments: ObservabilityArguments) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 
@@ -12,18 +11,18 @@ from miles_async.api import Tracker
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
+from miles_async.observability.mlflow_tracker import MlflowOptions, MlflowTracker, tracking_uri
 from miles_async.observability.prometheus_tracker import PATH, PrometheusOptions, PrometheusTracker, metrics_key
+from miles_async.observability.run_ids import earlier_run_id
 from miles_async.observability.tensorboard_tracker import TensorBoardTracker, tensorboard_directory
 from miles_async.observability.wandb_tracker import (
     WandbOptions,
-    earlier_run_id,
     new_run_id,
     open_wandb,
     wandb_mode,
 )
 from miles_async.runtime.hooks import check_object, load_object
 from miles_async.runtime.network.addresses import LOCAL, Network
-from miles_async.runtime.processes.restarts import own_restarts
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +58,7 @@ def _wandb(run: TrackedRun) -> Tracker | None:
     arguments = run.arguments
     if (mode := wandb_mode(arguments)) == "disabled":
         return None
-    continued = arguments.wandb_run_id or earlier_run_id(Path(restart.run_dir) for restart in own_restarts())
+    continued = arguments.wandb_run_id or earlier_run_id("wandb")
     return open_wandb(
         WandbOptions(
             directory=arguments.run_dir,
@@ -99,6 +98,21 @@ def _open_prometheus(run: TrackedRun) -> PrometheusTracker:
     return tracker
 
 
+def _mlflow(run: TrackedRun) -> Tracker | None:
+    arguments = run.arguments
+    if not arguments.use_mlflow:
+        return None
+    options = MlflowOptions(
+        run_dir=arguments.run_dir,
+        uri=tracking_uri(arguments),
+        experiment=arguments.mlflow_experiment_name,
+        run_name=arguments.mlflow_run_name or arguments.run_dir.name,
+        run_id=arguments.mlflow_run_id or earlier_run_id("mlflow"),
+        settings=run.settings,
+    )
+    return BackgroundTracker("mlflow", lambda: MlflowTracker(options))
+
+
 def _custom(run: TrackedRun) -> Tracker | None:
     if (tracker := load_tracker(run.arguments)) is None:
         return None
@@ -124,6 +138,7 @@ TRACKERS: Mapping[str, Open] = {
     "wandb": _wandb,
     "tensorboard": _tensorboard,
     "prometheus": _prometheus,
+    "mlflow": _mlflow,
 }
 
 

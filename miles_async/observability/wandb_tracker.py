@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast, get_args
@@ -20,6 +19,7 @@ import structlog
 from miles_async.arguments.observability import ObservabilityArguments, WandbMode
 from miles_async.errors import ConfigurationError
 from miles_async.observability.background import BackgroundTracker
+from miles_async.observability.run_ids import save_run_id
 from miles_async.observability.sample_tables import COLUMNS, SampleTables
 from miles_async.types import JsonObject
 
@@ -30,8 +30,7 @@ log = structlog.get_logger(__name__)
 
 INIT_TIMEOUT = 300.0  # seconds; wandb's own 90 s are too few when many jobs start at once on a cluster
 INIT_ATTEMPTS = 3
-RUN_ID_FILE = "wandb_run_id"
-"""In the run directory: the id of its W&B run, so that a restarted run continues it."""
+NAME = "wandb"
 
 
 def wandb_mode(arguments: ObservabilityArguments, environment: Mapping[str, str] = os.environ) -> WandbMode:
@@ -61,14 +60,6 @@ def login_problem() -> str | None:
 def new_run_id() -> str:
     """Make the id that all writers of one run share."""
     return uuid.uuid4().hex[:12]
-
-
-def earlier_run_id(run_dirs: Iterable[Path]) -> str | None:
-    """The id of the W&B run that the newest of earlier starts logged to. ``run_dirs``: theirs, oldest first."""
-    for run_dir in reversed(tuple(run_dirs)):
-        with suppress(OSError):
-            return (run_dir / RUN_ID_FILE).read_text().strip() or None
-    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +101,7 @@ class WandbTracker:
             )
             self._run = _open(replace(options, run_id=new_run_id(), resume=False), "offline")
         else:
-            with suppress(OSError):
-                (options.directory / RUN_ID_FILE).write_text(f"{self._run.id}\n")
+            save_run_id(options.directory, NAME, self._run.id)
         # shared mode orders by arrival, so the step is a metric and every chart's x-axis
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -62,6 +62,7 @@ MADE_LATER = {
         "logs/",
         "wandb/",
         "wandb_run_id",
+        "mlflow_run_id",
         "tensorboard/",
         "hf/",
         "runs/",

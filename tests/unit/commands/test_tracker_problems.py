@@ -17,21 +17,24 @@ def problems(**flags: object) -> list[str]:
     return list(tracker_problems(Arguments(observability=ObservabilityArguments(**flags))))
 
 
-def without(package: str) -> Callable[[str], object]:
-    return lambda name: None if name == package else find_spec(name)
+def without(*missing: str) -> Callable[[str], object]:
+    return lambda name: None if name in missing else find_spec(name)
 
 
 def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(METRICS_KEY_VARIABLE, raising=False)
-    monkeypatch.setattr(packages, "find_spec", without("tensorboard"))
-    tensorboard, prometheus = problems(use_tensorboard=True, use_prometheus=True)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(packages, "find_spec", without("tensorboard", "mlflow"))
+    tensorboard, mlflow, prometheus, server = problems(use_tensorboard=True, use_prometheus=True, use_mlflow=True)
     assert "pip install 'miles-async[tensorboard]'" in tensorboard
+    assert "pip install 'miles-async[mlflow]'" in mlflow
+    assert "--mlflow-tracking-uri" in server
     assert f"export {METRICS_KEY_VARIABLE}=" in prometheus
 
 
 def test_a_run_that_uses_none_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(METRICS_KEY_VARIABLE, raising=False)
-    monkeypatch.setattr(packages, "find_spec", without("tensorboard"))
+    monkeypatch.setattr(packages, "find_spec", without("tensorboard", "mlflow"))
     assert problems() == []
     monkeypatch.setenv(METRICS_KEY_VARIABLE, "k")
     assert problems(use_prometheus=True) == []

@@ -14,10 +14,8 @@ from miles_async.errors import ConfigurationError
 from miles_async.observability.trackers import open_trackers
 from miles_async.observability.wandb_tracker import (
     INIT_ATTEMPTS,
-    RUN_ID_FILE,
     WandbOptions,
     WandbTracker,
-    earlier_run_id,
     wandb_mode,
 )
 from miles_async.runtime.processes.restarts import RESTARTS_VARIABLE, RunRestart, restarts_variable
@@ -170,13 +168,13 @@ def test_a_restarted_run_continues_its_wandb_run(monkeypatch: pytest.MonkeyPatch
     first, second = init.calls
     assert first["id"] == second["id"]
     assert (first["resume"], second["resume"]) == (None, "allow")
-    assert earlier_run_id([tmp_path / "latest"]) == first["id"]  # for the next restart
+    assert (tmp_path / "latest" / "wandb_run_id").read_text() == f"{first['id']}\n"  # for the next restart
 
 
 def test_a_run_id_of_the_flags_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     init = FakeInit()
     monkeypatch.setattr(wandb, "init", init)
-    (tmp_path / RUN_ID_FILE).write_text("earlier\n")
+    (tmp_path / "wandb_run_id").write_text("earlier\n")
     monkeypatch.setenv(RESTARTS_VARIABLE, restarts_variable([restart(tmp_path)])[RESTARTS_VARIABLE])
     for mode in ("online", "offline"):
         arguments = ObservabilityArguments(run_dir=tmp_path, use_wandb=True, wandb_mode=mode, wandb_run_id="mine")
@@ -201,7 +199,7 @@ def test_a_run_that_went_offline_is_not_continued_online(monkeypatch: pytest.Mon
     WandbTracker(WandbOptions(directory=tmp_path, mode="online", run_id="mine", resume=True))
     assert init.calls[1]["id"] != "mine"
     assert init.calls[1]["resume"] is None
-    assert earlier_run_id([tmp_path]) is None
+    assert not (tmp_path / "wandb_run_id").exists()
 
 
 def test_samples_on_disk_become_tables_at_their_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
