@@ -91,6 +91,14 @@ class ObservabilityArguments:
         metavar="ID",
         needs=("use_mlflow",),
     )
+    use_trackio: bool = flag(False, "log to Trackio, on this machine unless it is given a Space (the extra trackio)")
+    trackio_project: str = flag("miles_async", "Trackio project", needs=("use_trackio",))
+    trackio_space_id: str | None = flag(
+        None,
+        "Hugging Face Space that shows the project to others; none: TRACKIO_SPACE_ID, else this machine alone",
+        metavar="OWNER/NAME",
+        needs=("use_trackio",),
+    )
     custom_tracker_path: str | None = flag(
         None, "module:attr of your own Tracker, which also receives all metrics", metavar="MODULE:ATTR"
     )

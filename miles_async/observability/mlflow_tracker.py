@@ -13,13 +13,11 @@ from pathlib import Path
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
 from miles_async.observability.run_ids import save_run_id
+from miles_async.observability.settings_table import Settings, flat_settings
 
 NAME = "mlflow"
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # in one request
-
-Settings = Mapping[str, object]
-"""Flags by group."""
 
 
 def tracking_uri(arguments: ObservabilityArguments, environment: Mapping[str, str] = os.environ) -> str:
@@ -63,7 +61,7 @@ class MlflowTracker:
         else:
             experiment = self._experiment(options.experiment)
             self._run_id = self._client.create_run(experiment, run_name=options.run_name).info.run_id
-            parameters = [Param(name, value) for name, value in parameters_of(options.settings).items()]
+            parameters = [Param(name, value) for name, value in flat_settings(options.settings).items()]
             for some in batched(parameters, _MOST_PARAMETERS):
                 self._client.log_batch(self._run_id, params=some)
         save_run_id(options.run_dir, NAME, self._run_id)
@@ -93,13 +91,3 @@ def mlflow_name(metric: str) -> str:
     'eval/gsm8k/pass_4'
     """
     return re.sub(r"[^\w./: -]", "_", metric, flags=re.ASCII)
-
-
-def parameters_of(settings: Settings) -> dict[str, str]:
-    """Flags by their names, as MLflow's parameters.
-
-    >>> parameters_of({"optimizer": {"lr": 1e-6}})
-    {'lr': '1e-06'}
-    """
-    groups = [group for group in settings.values() if isinstance(group, Mapping)]
-    return {str(name): str(value) for group in groups for name, value in group.items()}

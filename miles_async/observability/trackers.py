@@ -14,7 +14,9 @@ from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
 from miles_async.observability.mlflow_tracker import MlflowOptions, MlflowTracker, tracking_uri
 from miles_async.observability.prometheus_tracker import PATH, PrometheusOptions, PrometheusTracker, metrics_key
 from miles_async.observability.run_ids import earlier_run_id
+from miles_async.observability.settings_table import Settings
 from miles_async.observability.tensorboard_tracker import TensorBoardTracker, tensorboard_directory
+from miles_async.observability.trackio_tracker import TrackioOptions, TrackioTracker
 from miles_async.observability.wandb_tracker import (
     WandbOptions,
     new_run_id,
@@ -25,9 +27,6 @@ from miles_async.runtime.hooks import check_object, load_object
 from miles_async.runtime.network.addresses import LOCAL, Network
 
 log = structlog.get_logger(__name__)
-
-Settings = Mapping[str, object]
-"""The run's flags by group, for trackers that keep them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +112,20 @@ def _mlflow(run: TrackedRun) -> Tracker | None:
     return BackgroundTracker("mlflow", lambda: MlflowTracker(options))
 
 
+def _trackio(run: TrackedRun) -> Tracker | None:
+    arguments = run.arguments
+    if not arguments.use_trackio:
+        return None
+    options = TrackioOptions(
+        run_dir=arguments.run_dir,
+        project=arguments.trackio_project,
+        space_id=arguments.trackio_space_id,
+        continued=earlier_run_id("trackio"),
+        settings=run.settings,
+    )
+    return BackgroundTracker("trackio", lambda: TrackioTracker(options))
+
+
 def _custom(run: TrackedRun) -> Tracker | None:
     if (tracker := load_tracker(run.arguments)) is None:
         return None
@@ -139,6 +152,7 @@ TRACKERS: Mapping[str, Open] = {
     "tensorboard": _tensorboard,
     "prometheus": _prometheus,
     "mlflow": _mlflow,
+    "trackio": _trackio,
 }
 
 

@@ -63,6 +63,7 @@ MADE_LATER = {
         "wandb/",
         "wandb_run_id",
         "mlflow_run_id",
+        "trackio_run_id",
         "tensorboard/",
         "hf/",
         "runs/",
@@ -96,7 +97,7 @@ DOCKER_FLAGS = {
 PIP_FLAGS = {"--no-deps", "--no-index", "--target"}
 HYDRA_FLAGS = {"--config-path", "--config-name"}
 OTHER_TOOLS_FLAGS = (
-    {"--help", "--version", "--X", "--logdir"} | HYDRA_FLAGS | DOCKER_FLAGS | PIP_FLAGS | RAY_START_FLAGS
+    {"--help", "--version", "--X", "--logdir", "--project"} | HYDRA_FLAGS | DOCKER_FLAGS | PIP_FLAGS | RAY_START_FLAGS
 )  # --X: a placeholder
 
 
