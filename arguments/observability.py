@@ -43,6 +43,12 @@ class ObservabilityArguments:
     )
     wandb_project: str = flag("miles_async", "W&B project", needs=("use_wandb",))
     wandb_group: str | None = flag(None, "W&B group", needs=("use_wandb",))
+    wandb_shared: bool = flag(
+        False,
+        "online: W&B measures the machine of every trainer node for the same run (its shared mode), not the driver's "
+        "alone",
+        needs=("use_wandb",),
+    )
     wandb_run_id: str | None = flag(
         None,
         "continue the W&B run with this id, or begin one; none: a new run, and after a restart (--max-run-restarts) "

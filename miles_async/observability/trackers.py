@@ -68,6 +68,7 @@ def _wandb(run: TrackedRun) -> Tracker | None:
             run_id=continued or new_run_id(),
             resume=continued is not None,
             sample_steps=arguments.wandb_sample_steps,
+            shared=arguments.wandb_shared,
         )
     )
 

@@ -92,7 +92,7 @@ class WandbTracker:
         try:
             self._run = _open(options, mode)
         except wandb.errors.Error as error:
-            if mode == "offline":
+            if mode == "offline" or not options.primary:  # a secondary by itself would be another run
                 raise
             log.warning(
                 "wandb cannot be used online; the run writes its files, and `wandb sync` sends them",
@@ -101,7 +101,8 @@ class WandbTracker:
             )
             self._run = _open(replace(options, run_id=new_run_id(), resume=False), "offline")
         else:
-            save_run_id(options.directory, NAME, self._run.id)
+            if options.primary:
+                save_run_id(options.directory, NAME, self._run.id)
         # shared mode orders by arrival, so the step is a metric and every chart's x-axis
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

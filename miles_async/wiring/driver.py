@@ -44,6 +44,7 @@ from miles_async.observability.progress import Progress, open_progress
 from miles_async.observability.recorder import RunRecorder
 from miles_async.observability.summary import Ending
 from miles_async.observability.trackers import open_trackers
+from miles_async.observability.wandb_shared import with_shared_id
 from miles_async.rollout.actor import RolloutActor, RolloutProcess
 from miles_async.runtime.cluster.node_files import marked
 from miles_async.runtime.cluster.own_ray import OwnRay
@@ -115,6 +116,7 @@ def run(arguments: Arguments, imports: ForkServers) -> int:
                 log.warning("--save was locked by a run that is over", owner=str(lock.taken_from))
             write_config(arguments, run_dir)
             _note_restarts(run_dir)
+            arguments = replace(arguments, observability=with_shared_id(arguments.observability))
             return _to_the_end(Run(arguments, imports, run_dir, temporary.path, lock), claim)
     finally:
         temporary.remove()

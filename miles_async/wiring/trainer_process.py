@@ -12,6 +12,7 @@ from miles_async.arguments.cluster import Device
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import count_elements
 from miles_async.backends import create_backend
+from miles_async.observability.wandb_shared import report_machine
 from miles_async.runtime.cluster.node_files import NodeFiles
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets, secret_environment
 from miles_async.runtime.files.run_directory import PROFILES
@@ -116,15 +117,25 @@ def _version_bytes(model: ModelArguments) -> int | None:
 
 
 def _backend_on_node(
-    files: NodeFiles, arguments: Arguments, device: Device, secrets: SecretEnvironment, **rank: object
+    files: NodeFiles, arguments: Arguments, device: Device, secrets: SecretEnvironment, *, rank: int, **others: object
 ) -> TrainBackend:
     files.check()
-    return make_backend(arguments, device, secrets, **rank)
+    return make_backend(arguments, device, secrets, rank=rank, **others)
 
 
-def make_backend(arguments: Arguments, device: Device, secrets: SecretEnvironment, **rank: object) -> TrainBackend:
-    """The training backend of one rank, in its process; ``rank``: who it is among the others."""
+def report_node(arguments: Arguments, rank: int) -> None:
+    """Let the first rank of each node report its machine (``--wandb-shared``)."""
+    node, local = divmod(rank, arguments.cluster.actor_num_gpus_per_node)
+    if local == 0:
+        report_machine(arguments.observability, f"trainer node {node}")
+
+
+def make_backend(
+    arguments: Arguments, device: Device, secrets: SecretEnvironment, *, rank: int, **others: object
+) -> TrainBackend:
+    """The training backend of one rank, in its process; ``others``: who the other ranks are."""
     apply_secrets(secrets)
+    report_node(arguments, rank)
     from miles_async.algorithms.objective import make_objective  # torch, which the driver does without
 
     return create_backend(
@@ -137,5 +148,6 @@ def make_backend(arguments: Arguments, device: Device, secrets: SecretEnvironmen
         objective=partial(make_objective, arguments.algorithm, kept_versions=arguments.staleness.versions),
         device=device,
         ref_hf_checkpoint=arguments.algorithm.ref_hf_checkpoint,
-        **rank,
+        rank=rank,
+        **others,
     )
