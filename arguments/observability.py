@@ -9,6 +9,7 @@ from typing import Literal
 from miles_async.arguments.flag import flag
 
 WandbMode = Literal["online", "offline", "disabled"]
+SwanlabMode = Literal["online", "offline", "disabled"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -104,6 +105,16 @@ class ObservabilityArguments:
         "Hugging Face Space that shows the project to others; none: TRACKIO_SPACE_ID, else this machine alone",
         metavar="OWNER/NAME",
         needs=("use_trackio",),
+    )
+    use_swanlab: bool = flag(False, "log to SwanLab (the extra swanlab)")
+    swanlab_mode: SwanlabMode | None = flag(
+        None,
+        "offline: files in the run directory, no network (`swanlab sync` sends them); none: SWANLAB_MODE, else online",
+        needs=("use_swanlab",),
+    )
+    swanlab_project: str = flag("miles_async", "SwanLab project", needs=("use_swanlab",))
+    swanlab_workspace: str | None = flag(
+        None, "SwanLab workspace; none: that of the API key's user", needs=("use_swanlab",)
     )
     custom_tracker_path: str | None = flag(
         None, "module:attr of your own Tracker, which also receives all metrics", metavar="MODULE:ATTR"

@@ -76,12 +76,15 @@ def tracker_problems(arguments: Arguments) -> Iterator[str]:
     from miles_async.observability.mlflow_tracker import tracking_uri
     from miles_async.observability.packages import missing_packages
     from miles_async.observability.prometheus_tracker import metrics_key
+    from miles_async.observability.swanlab_tracker import swanlab_mode
 
     yield from missing_packages(arguments.observability)
     if arguments.observability.use_prometheus:
         yield from refusal(metrics_key)
     if arguments.observability.use_mlflow:
         yield from refusal(lambda: tracking_uri(arguments.observability))
+    if arguments.observability.use_swanlab:
+        yield from refusal(lambda: swanlab_mode(arguments.observability))
 
 
 def model_problems(arguments: Arguments) -> Iterator[str]:

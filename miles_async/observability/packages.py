@@ -7,7 +7,12 @@ from importlib.util import find_spec
 
 from miles_async.arguments.observability import ObservabilityArguments
 
-EXTRAS: Mapping[str, str] = {"use_tensorboard": "tensorboard", "use_mlflow": "mlflow", "use_trackio": "trackio"}
+EXTRAS: Mapping[str, str] = {
+    "use_tensorboard": "tensorboard",
+    "use_mlflow": "mlflow",
+    "use_trackio": "trackio",
+    "use_swanlab": "swanlab",
+}
 """Field of ObservabilityArguments → the extra that it needs, which has the name of its module."""
 
 

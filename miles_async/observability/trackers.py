@@ -15,6 +15,7 @@ from miles_async.observability.mlflow_tracker import MlflowOptions, MlflowTracke
 from miles_async.observability.prometheus_tracker import PATH, PrometheusOptions, PrometheusTracker, metrics_key
 from miles_async.observability.run_ids import earlier_run_id
 from miles_async.observability.settings_table import Settings
+from miles_async.observability.swanlab_tracker import SwanlabOptions, SwanlabTracker, swanlab_mode
 from miles_async.observability.tensorboard_tracker import TensorBoardTracker, tensorboard_directory
 from miles_async.observability.trackio_tracker import TrackioOptions, TrackioTracker
 from miles_async.observability.wandb_tracker import (
@@ -127,6 +128,21 @@ def _trackio(run: TrackedRun) -> Tracker | None:
     return BackgroundTracker("trackio", lambda: TrackioTracker(options))
 
 
+def _swanlab(run: TrackedRun) -> Tracker | None:
+    arguments = run.arguments
+    if not arguments.use_swanlab or (mode := swanlab_mode(arguments)) == "disabled":
+        return None
+    options = SwanlabOptions(
+        run_dir=arguments.run_dir,
+        mode=mode,
+        project=arguments.swanlab_project,
+        workspace=arguments.swanlab_workspace,
+        run_id=earlier_run_id("swanlab"),
+        settings=run.settings,
+    )
+    return BackgroundTracker("swanlab", lambda: SwanlabTracker(options))
+
+
 def _custom(run: TrackedRun) -> Tracker | None:
     if (tracker := load_tracker(run.arguments)) is None:
         return None
@@ -154,6 +170,7 @@ TRACKERS: Mapping[str, Open] = {
     "prometheus": _prometheus,
     "mlflow": _mlflow,
     "trackio": _trackio,
+    "swanlab": _swanlab,
 }
 
 

@@ -64,6 +64,8 @@ MADE_LATER = {
         "wandb_run_id",
         "mlflow_run_id",
         "trackio_run_id",
+        "swanlab_run_id",
+        "swanlog/",
         "tensorboard/",
         "hf/",
         "runs/",
