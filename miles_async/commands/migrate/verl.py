@@ -14,6 +14,9 @@ PROGRAMS = (
     "verl.experimental.fully_async_policy.fully_async_main",
     "verl.experimental.one_step_off_policy.main_ppo",
 )
+TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
+"""verl's names of trackers that are ours, too."""
+
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs", "low_var_kl": "low_var_kl", "k3": "k3"}
 _OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
@@ -96,8 +99,8 @@ def _several(values: Mapping[str, str], done: FromVerl) -> None:
     done.words += ["--adam-beta1", beta1, "--adam-beta2", beta2]
     if (seconds := values.get("actor_rollout_ref.nccl_timeout")) is not None:
         done.words += ["--distributed-timeout-minutes", f"{float(seconds) / 60:g}"]
-    if "wandb" in _items(values.get("trainer.logger", "")):
-        done.words.append("--use-wandb")
+    loggers = _items(values.get("trainer.logger", ""))
+    done.words += [f"--use-{tracker}" for tracker in TRACKERS if tracker in loggers]
     if values.get("trainer.save_freq", "-1") != "-1":
         names = values.get("trainer.project_name", "verl"), values.get("trainer.experiment_name", "run")
         place = values.get("trainer.default_local_dir", f"checkpoints/{'/'.join(names)}")

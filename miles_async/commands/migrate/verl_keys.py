@@ -273,7 +273,8 @@ KEYS: tuple[VerlKey, ...] = (
     _together("trainer.default_local_dir", "is `--save`"),
     _is("trainer.test_freq", "--eval-interval", unset="-1"),
     _is("trainer.max_actor_ckpt_to_keep", "--save-keep-last", unset="None"),
-    _together("trainer.logger", "with wandb in it `--use-wandb`; metrics.jsonl is always written"),
+    _together("trainer.logger", "with wandb, tensorboard, mlflow, trackio or swanlab in it `--use-wandb` and the like; "
+              "metrics.jsonl is always written"),
     _is("trainer.project_name", "--wandb-project"),
     _is("trainer.experiment_name", "--wandb-group"),
     _noted("trainer.resume_mode", "auto is --load with the directory of --save; --max-run-restarts restarts a run"),

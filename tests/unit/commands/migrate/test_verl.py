@@ -80,6 +80,7 @@ def test_no_row_hides_a_later_one() -> None:
         (f"{ACTOR}.optim.betas=[0.9,0.95]", "--adam-beta1 0.9 --adam-beta2 0.95"),
         ("trainer.save_freq=5 trainer.default_local_dir=/c", "--save /c --save-interval 5"),
         ("trainer.logger=[console,wandb]", "--use-wandb"),
+        ("trainer.logger=['swanlab','tensorboard']", "--use-tensorboard --use-swanlab"),
         ("actor_rollout_ref.nccl_timeout=1200", "--distributed-timeout-minutes 20"),
     ],
 )  # fmt: skip
