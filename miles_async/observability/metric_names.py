@@ -1,4 +1,4 @@
-"""Registry of metric names and meanings: source of docs/metrics.md, of hovers in `miles-async watch` and of Prometheus' HELP."""
+"""Registry of metric names: source of docs/metrics.md, of hovers in `miles-async watch` and of Prometheus' HELP."""
 
 from __future__ import annotations
 

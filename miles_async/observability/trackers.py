@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import structlog
@@ -189,10 +190,11 @@ class CompositeTracker:
                 self._failed(tracker, error)
 
     def finish(self) -> None:
-        for tracker in self._trackers:
-            try:
-                tracker.finish()
-            except Exception as error:  # supervision point: as above
+        """Finish all at the same time, so that the end waits for the slowest one, not for each in turn."""
+        with ThreadPoolExecutor(max_workers=max(1, len(self._trackers)), thread_name_prefix="finish") as threads:
+            finishing = [(tracker, threads.submit(tracker.finish)) for tracker in self._trackers]
+        for tracker, finished in finishing:
+            if isinstance(error := finished.exception(), Exception):  # supervision point: as above
                 self._failed(tracker, error)
 
     def _failed(self, tracker: Tracker, error: Exception) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
@@ -11,8 +12,10 @@ import pytest
 import stamina
 
 from examples.quickstart.prepare import main as prepare_quickstart
+from miles_async.observability.sample_tables import COLUMNS
 from miles_async.observability.wandb_tracker import INIT_TIMEOUT, WandbOptions, open_wandb
 from tests.integration.real_run import REVERSE, ROOT
+from tests.unit.observability.sample_files import write_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -25,6 +28,16 @@ def test_offline_run_writes_its_files_into_the_run_directory(tmp_path: Path) -> 
     tracker.finish()
     assert (tracker.errors, tracker.dropped) == (0, 0)
     _require_files(tmp_path)
+
+
+def test_samples_are_tables_of_the_run(tmp_path: Path) -> None:
+    write_samples(tmp_path, "train", 10)
+    tracker = open_wandb(WandbOptions(directory=tmp_path, sample_steps=5))
+    tracker.log({"reward/mean": 0.5}, step=10)
+    tracker.finish()
+    assert (tracker.errors, tracker.dropped) == (0, 0)
+    [table] = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples/train_*.table.json")
+    assert json.loads(table.read_text())["columns"] == list(COLUMNS)
 
 
 def _require_files(run_dir: Path) -> None:

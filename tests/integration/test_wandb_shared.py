@@ -1,4 +1,4 @@
-"""wandb's shared mode: a primary and a secondary, in two processes, log to one run of a (stub) server."""
+"""One run of a (stub) wandb server: a primary and a secondary of the shared mode, and a run that is continued."""
 
 from __future__ import annotations
 
@@ -31,6 +31,19 @@ for step in range(3):
     tracker.log({f"{label}/value": step / 10}, step=step)
 while f"/l:{label}" not in urllib.request.urlopen(server).read().decode():  # in wandb's metrics of the machine
     time.sleep(0.1)
+tracker.finish()
+sys.exit(tracker.errors + tracker.dropped)
+"""
+CONTINUED = """
+import sys
+from pathlib import Path
+from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
+
+directory, resume = sys.argv[1:]
+tracker = open_wandb(
+    WandbOptions(directory=Path(directory), mode="online", run_id="run1", resume=resume == "resume")
+)
+tracker.log({f"{resume}/value": 0.5}, step=1)
 tracker.finish()
 sys.exit(tracker.errors + tracker.dropped)
 """
@@ -111,3 +124,16 @@ def test_primary_and_secondary_reach_the_same_run_under_their_own_labels(server:
     for label in ("driver", "worker"):
         assert f"{label}/value" in bodies
         assert f"/l:{label}" in bodies
+
+
+def test_a_run_that_is_continued_logs_to_the_same_run(server: StubServer, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{server.server_port}"
+    environment = {**os.environ, "WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40}
+    for resume in ("first", "resume"):
+        command = [sys.executable, "-c", CONTINUED, str(tmp_path / resume), resume]
+        subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=80)
+        assert (tmp_path / resume / "wandb_run_id").read_text() == "run1\n"  # it did not go offline
+    assert {path for path, _ in server.streamed} == {"/files/someone/miles_async/run1/file_stream"}
+    bodies = "".join(body for _, body in server.streamed)
+    assert "first/value" in bodies
+    assert "resume/value" in bodies

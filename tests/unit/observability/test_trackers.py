@@ -50,6 +50,22 @@ def test_composite_isolates_a_broken_tracker() -> None:
     assert both.errors == 3
 
 
+def test_the_end_waits_for_slow_trackers_together() -> None:
+    # covers: M12
+    together = threading.Barrier(3)
+
+    class WaitingTracker(RecordingTracker):
+        def finish(self) -> None:
+            together.wait(10)  # for the others to finish, too
+            super().finish()
+
+    waiting = [WaitingTracker() for _ in range(3)]
+    all_of_them = CompositeTracker(waiting)
+    all_of_them.finish()
+    assert [tracker.finished for tracker in waiting] == [1, 1, 1]
+    assert all_of_them.errors == 0
+
+
 def test_background_passes_everything_in_order_and_finishes_once() -> None:
     inner = RecordingTracker()
     tracker = BackgroundTracker("test", lambda: inner)
