@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from miles_async.errors import LedgerError
+from miles_async.ledger.connection import connected
 from miles_async.ledger.store import SCHEMA_VERSION, Counts, count_attempts, read_balance, read_carried
 from miles_async.staleness.attempts import DeadLetter
 from miles_async.staleness.events import Restored
@@ -263,16 +264,12 @@ def open_ledger(path: Path) -> Iterator[LedgerReader]:
     Raises:
         LedgerError: the file cannot be read, or another version of this project wrote it; also inside the block.
     """
-    connection = None
     try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        row = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
-        version = int(row[0]) if row else None
-        if version not in (STEPS_FROM_ZERO, SCHEMA_VERSION):
-            raise LedgerError(f"{path}: expected a ledger of format {SCHEMA_VERSION}, found {version}")
-        yield LedgerReader(connection, version)
-    except (sqlite3.Error, _MalformedRowError) as error:
+        with connected(path) as connection:
+            row = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+            version = int(row[0]) if row else None
+            if version not in (STEPS_FROM_ZERO, SCHEMA_VERSION):
+                raise LedgerError(f"{path}: expected a ledger of format {SCHEMA_VERSION}, found {version}")
+            yield LedgerReader(connection, version)
+    except (sqlite3.Error, OSError, _MalformedRowError) as error:
         raise LedgerError(f"{path}: cannot read this ledger: {error}") from error
-    finally:
-        if connection is not None:
-            connection.close()

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sqlite3
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
@@ -19,6 +23,8 @@ from miles_async.staleness.attempts import DeadLetter
 from miles_async.staleness.events import Cut, Ended, Finished, Issued
 from miles_async.staleness.ledger import Outcome
 from tests.property.builders import make_attempt, make_group
+
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -178,3 +184,36 @@ def test_times_for_a_timeline(store: LedgerStore, reader: LedgerReader) -> None:
     assert [record.attempt_id for record in reader.alive_since(31.5)] == [2, 3, 4]
     assert [record.attempt_id for record in reader.alive_since(99.0)] == [3, 4]
     assert [reader.newest_issued_at(count) for count in (1, 3, 4, 9)] == [14.0, 12.0, 0.0, 0.0]
+
+
+@contextmanager
+def read_only(directory: Path) -> Iterator[None]:
+    """Nothing can be written into the directory, by root neither, who becomes another user."""
+    directory.chmod(0o555)
+    user = os.geteuid()
+    os.seteuid(NOBODY if user == 0 else user)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        directory.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "files", [("ledger.sqlite",), ("ledger.sqlite", "ledger.sqlite-wal")], ids=["closed", "killed"]
+)
+def test_a_ledger_in_a_read_only_directory_is_read_to_its_last_row(
+    store: LedgerStore, tmp_path: Path, files: tuple[str, ...]
+) -> None:
+    store.write([(1.0, Issued(attempt=make_attempt(4)))])
+    if len(files) == 1:
+        store.close()  # which merges the log into the file
+    with TemporaryDirectory() as copied:  # tmp_path is closed to other users
+        for name in files:
+            shutil.copy(tmp_path / name, copied)
+        with read_only(Path(copied)):
+            with open_ledger(Path(copied) / "ledger.sqlite") as reader:
+                assert reader.attempt_range() == (4, 4)
+            with pytest.raises(LedgerError), open_ledger(Path(copied) / "absent.sqlite"):
+                pass
+        assert sorted(os.listdir(copied)) == sorted(files)
