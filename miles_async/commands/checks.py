@@ -129,17 +129,19 @@ def checkpoint_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def passed_on_problems(arguments: Arguments) -> Iterator[str]:
-    """Yield flags that the installed SGLang or smg does not know."""
-    from miles_async.engines.sglang.known_flags import sglang_flags, smg_flags, unknown_flags
+    """Yield flags that the installed SGLang or smg does not know, and those of SGLang that a run cannot have."""
+    from miles_async.engines.sglang.known_flags import refused_flags, sglang_flags, smg_flags, unknown_flags
 
     engines = arguments.engines
     groups = [group for group in server_groups(arguments) if group.sglang]
     if engines.sglang_extra or groups:
         known = sglang_flags()
         yield from unknown_flags(engines.sglang_extra, known, "--sglang-")
+        yield from refused_flags(engines.sglang_extra, "--sglang-")
         for group in groups:
             where = f"--server-groups {engines.server_groups}: [groups.{group.name}.sglang] "
             yield from unknown_flags(group.sglang_extra, known, where)
+            yield from refused_flags(group.sglang_extra, where)
     if engines.router_extra:
         yield from unknown_flags(engines.router_extra, smg_flags(), "--router-")
 

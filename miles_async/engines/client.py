@@ -6,6 +6,9 @@ answer given between the arrival of new weights and their verification counts on
 is fenced instead, the request is repeated. It is also repeated if it began with older weights than those of its
 dispatch, on an engine that was out and still listed by the router. A repeated request goes straight to an engine that
 the registry knows to serve, whatever the router lists.
+
+A streamed request goes the same way; the last event of its stream is the answer. Tokens are passed on before that, but
+only while their engine is verified, and a repeated request takes them back.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -25,13 +29,15 @@ import structlog
 
 from miles_async.arguments.routing import RouterShape
 from miles_async.engines.answer_guard import check_answer, experts_of
-from miles_async.engines.http import ERROR_TEXT, Http
+from miles_async.engines.event_stream import event_data
+from miles_async.engines.http import Http, http_error
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.traffic import Traffic
-from miles_async.errors import EngineError, RequestRejectedError, StalledError, TransientEngineError
+from miles_async.errors import EngineError, StalledError, TransientEngineError
 from miles_async.runtime.clock import now
 from miles_async.runtime.loop_turns import LoopTurns
 from miles_async.seams import InferenceServer
+from miles_async.seams.streams import OnTokens, StreamingServer
 from miles_async.staleness.versions import token_versions
 from miles_async.types import GenerateRequest, Generation
 
@@ -46,10 +52,18 @@ _ABORTS = 100  # of one request whose tokens are thrown away: publications come 
 _LONGEST_BACKOFF_SECONDS = 10.0
 _WARNING_SECONDS = 10.0  # between warnings that requests fail
 _READ_AT_ONCE = 3  # answers of hundreds of tokens per turn of the event loop
+_EVENTS = "text/event-stream"
+
+
+class _Answer(NamedTuple):
+    status: int
+    body: bytes
+    content_type: str
+    url: str  # of the engine that answered
 
 
 class RouterClient:
-    """Implements ``api.EngineClient``. One per run, on one event loop."""
+    """Implements ``api.EngineClient`` and ``seams.streams.StreamingClient``. One per run, on one event loop."""
 
     def __init__(
         self,
@@ -102,15 +116,24 @@ class RouterClient:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See ``api.EngineClient``. Raises StalledError when no engine serves within the gate's deadline."""
+        return await self._generate(request, None)
+
+    async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> Generation:
+        """See ``seams.streams.StreamingClient``. Servers of a kind that cannot stream pass on no tokens."""
+        return await self._generate(request, on_tokens)
+
+    async def _generate(self, request: GenerateRequest, on_tokens: OnTokens | None) -> Generation:
         tried, backoff = 0, self._backoff_seconds
         while True:
             try:
-                return await self._try(request, tried)
+                return await self._try(request, tried, on_tokens)
             except EngineError as error:
                 self._traffic.failed += 1
                 if not isinstance(error, TransientEngineError) or tried == self._retries:
                     raise
                 self._tell(error)
+                if on_tokens is not None:
+                    on_tokens(0, ())
             await asyncio.sleep(backoff * random.uniform(1.0, 2.0))
             tried, backoff = tried + 1, min(2 * backoff, _LONGEST_BACKOFF_SECONDS)
 
@@ -120,16 +143,18 @@ class RouterClient:
             self._next_warning = now() + _WARNING_SECONDS
             log.warning("requests fail and are tried again", failed_tries=self._traffic.failed, last_error=str(error))
 
-    async def _try(self, request: GenerateRequest, tried: int) -> Generation:
+    async def _try(self, request: GenerateRequest, tried: int, on_tokens: OnTokens | None) -> Generation:
         for _ in range(_ABORTS):
             await self._wait_until(self._registry.may_dispatch, "requests waited {} for engines")
             version, started_at = self._registry.version, time.time()
-            body, content_type, url = await self._request(request, version, tried)
+            answer = await self._request(request, version, tried, on_tokens)
             await self._answers_read.turn()  # a publication that aborts makes all engines answer at once
-            await self._verified(url)
-            generation = self._read(body, content_type, url, request, version, started_at)
+            await self._verified(answer.url)
+            generation = self._read(answer, request, version, started_at)
             if self._keep_aborted or generation.finish_reason != "abort":
                 return generation
+            if on_tokens is not None:
+                on_tokens(0, ())
         raise TransientEngineError(f"{generation.engines[0]} aborted a request {_ABORTS} times in a row")
 
     async def _wait_until(self, condition: Callable[[], bool], complaint: str) -> None:
@@ -143,40 +168,63 @@ class RouterClient:
             waited = complaint.format(f"{self._gate_timeout:g} s")
             raise StalledError(f"{waited}: {self._registry.describe()}") from None
 
-    async def _request(self, request: GenerateRequest, version: int, tried: int) -> tuple[bytes, str, str]:
-        """Return (body, content type, URL of the engine that answered)."""
+    async def _request(self, request: GenerateRequest, version: int, tried: int, on_tokens: OnTokens | None) -> _Answer:
         request_id = uuid.uuid4().hex
         experts = self._routers is not None
-        body = self._server.encode(request, request_id=request_id, version=version, experts=experts)
+        server, streams = self._server, on_tokens is not None
+        encode = server.encode_stream if streams and isinstance(server, StreamingServer) else server.encode
+        body = encode(request, request_id=request_id, version=version, experts=experts)
         url = self._router_url()
         if tried:  # each time at another engine, where there is one; the prefix cache is a small loss then
             url = self._registry.pick_serving(zlib.crc32(request.routing_key.encode()) + tried)
         try:
             with self._traffic.request(request_id, request.routing_key, version):
                 async with asyncio.timeout(self._request_timeout):
-                    response, answer = await self._post(url, request.routing_key, body)
+                    answer = await self._post(url, request.routing_key, body, on_tokens)
         except TimeoutError:
             await self._abort(request_id)
             raise TransientEngineError(
                 f"no answer within {self._request_timeout:g} s (--request-timeout): {self._registry.describe()}"
             ) from None
-        except (TransientEngineError, asyncio.CancelledError):
+        except (EngineError, asyncio.CancelledError):
             await self._abort(request_id)
             raise
-        if response.status != 200:
-            raise http_error(response.status, answer.decode(errors="replace"))
-        return answer, response.headers.get("Content-Type", ""), response.headers.get(ROUTED_WORKER, url)
+        if answer.status != 200:
+            raise http_error(answer.status, answer.body.decode(errors="replace"))
+        return answer
 
-    async def _post(self, url: str, routing_key: str, body: bytes) -> tuple[aiohttp.ClientResponse, bytes]:
+    async def _post(self, url: str, routing_key: str, body: bytes, on_tokens: OnTokens | None) -> _Answer:
         """Has no deadline of its own; cancellation closes the connection."""
         headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key, **self._http.as_client}
         try:
             async with self._http.session.post(
                 url + self._server.generate_path, data=body, headers=headers
             ) as response:
-                return response, await response.read()
+                engine_url = response.headers.get(ROUTED_WORKER, url)
+                if on_tokens is not None and response.status == 200 and response.content_type == _EVENTS:
+                    return await self._follow(response, engine_url, on_tokens)
+                content_type = response.headers.get("Content-Type", "")
+                return _Answer(response.status, await response.read(), content_type, engine_url)
         except aiohttp.ClientError as error:
             raise TransientEngineError(f"connection to {url} failed: {error!r}") from error
+
+    async def _follow(self, response: aiohttp.ClientResponse, url: str, on_tokens: OnTokens) -> _Answer:
+        """Pass on the tokens of a stream, and return the answer at its end."""
+        assert isinstance(self._server, StreamingServer)
+        token_ids: list[int] = []
+        passed_on = 0
+        async for data in event_data(response.content.iter_any()):
+            event = self._server.read_event(data, len(token_ids), url)
+            if event.answer is not None:
+                with suppress(aiohttp.ClientError):  # to its end, so that the connection can be used again
+                    await response.content.read()
+                return _Answer(response.status, *event.answer, url)
+            token_ids += event.token_ids
+            engine = self._registry.answering_at(url)
+            if engine is not None and engine.verified and len(token_ids) > passed_on:  # else they wait (C8)
+                on_tokens(passed_on, token_ids[passed_on:])
+                passed_on = len(token_ids)
+        raise TransientEngineError(f"{url}: the stream ended without an answer, after {len(token_ids)} tokens")
 
     async def _abort(self, request_id: str) -> None:
         """Abort a request that is no longer awaited, since engines notice closed connections late.
@@ -211,15 +259,14 @@ class RouterClient:
         if self._registry.answering_at(engine_url) is None:
             raise TransientEngineError(f"engine at {engine_url} was fenced while it answered")
 
-    def _read(
-        self, body: bytes, content_type: str, url: str, request: GenerateRequest, dispatched: int, started_at: float
-    ) -> Generation:
+    def _read(self, answer: _Answer, request: GenerateRequest, dispatched: int, started_at: float) -> Generation:
         """Read and check an answer. ``dispatched``: version under which the request was sent; ``started_at``: when."""
+        url = answer.url
         engine = self._registry.answering_at(url)
         assert engine is not None
         versions = partial(token_versions, dispatch_version=dispatched, tokens_in_flight=engine.tokens_in_flight)
         try:
-            generation = self._server.decode(body, content_type, url, versions)
+            generation = self._server.decode(answer.body, answer.content_type, url, versions)
             check_answer(generation, request, self._vocabulary, url)
             experts = None if self._routers is None else experts_of(generation, request, self._routers, url)
         except TransientEngineError as error:
@@ -238,11 +285,3 @@ class RouterClient:
             started_at=started_at,
             finished_at=time.time(),
         )
-
-
-def http_error(status: int, text: str) -> EngineError:
-    """Classify an answer other than 200: the request's own fault, or worth another try."""
-    shown = f"HTTP {status}: {text[:ERROR_TEXT]}"
-    if status >= 500 or status in (408, 429) or (status == 404 and "model_not_found" in text):
-        return TransientEngineError(shown)
-    return RequestRejectedError(shown)

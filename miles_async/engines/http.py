@@ -8,7 +8,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from miles_async.errors import EngineError
+from miles_async.errors import EngineError, RequestRejectedError, TransientEngineError
 from miles_async.runtime.network.keys import EngineKeys
 from miles_async.runtime.network.tls import Tls
 
@@ -56,3 +56,11 @@ def decode_json(body: bytes, kind: type[Result], source: str) -> Result:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise EngineError(f"{source}: unexpected answer ({error}): {body[:ERROR_TEXT]!r}") from error
+
+
+def http_error(status: int, text: str) -> EngineError:
+    """Classify an answer other than 200: the request's own fault, or worth another try."""
+    shown = f"HTTP {status}: {text[:ERROR_TEXT]}"
+    if status >= 500 or status in (408, 429) or (status == 404 and "model_not_found" in text):
+        return TransientEngineError(shown)
+    return RequestRejectedError(shown)

@@ -47,7 +47,8 @@ from miles_async.simulation.run import Simulation, quiet_logs
 from miles_async.simulation.settings import SimulationSettings
 from tests.benchmarks.report import Row
 from tests.benchmarks.vocabulary import SIZE, chat, tokenizer
-from tests.fakes.fake_engine import FakeEngine, FakeRouter
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.fake_fleet import FakeRouter
 
 GOAL_MS = 20.0  # at the 99th percentile
 IN_FLIGHT = 1024
@@ -101,7 +102,7 @@ class LeanEngine(FakeEngine):
         self._ids = [same.randrange(SIZE) for _ in range(self.workload.most_tokens)]
         self._logprobs = [(float(np.float32(-same.expovariate(1.0))), token, None) for token in self._ids]
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = msgspec.json.decode(await request.read())
         if "logprob_start_len" in body:
             self.canary_shift = canary_logprobs(int(self.weight_version), 2)[0] + 1.0

@@ -30,7 +30,7 @@ from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
 from tests.benchmarks.loop_lag import Turns
 from tests.benchmarks.report import Row
-from tests.fakes.fake_engine import FakeRouter
+from tests.fakes.fake_fleet import FakeRouter
 from tests.fakes.fake_sides import CANARY_LOGPROBS, DIGEST, FakeTrainer
 
 ENGINES, BUCKETS = 512, 3900

@@ -7,16 +7,13 @@ output token of a request has id ``n % 50 + 3`` and log-prob ``-0.5``.
 from __future__ import annotations
 
 import asyncio
-from base64 import b64encode
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.sglang.answers import DECODER, MEDIA_TYPE, PACK, TEXT_FROM, pack
 from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, REPORT_ACTION, fingerprint, write_report
 from miles_async.engines.sglang.names import STREAM
@@ -24,20 +21,10 @@ from miles_async.engines.sglang.scores import PACK_SCORES, pack_scores
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.tls import Tls
 from miles_async.types import HeldWeights
+from tests.fakes.fake_answers import Running, event_writer
 from tests.json_dict import JsonDict
 
 KV_TOKENS = 16_384  # that fit into the cache
-
-
-@dataclass
-class _Running:
-    """One request in flight."""
-
-    prompt: list[int]
-    spans: list[JsonDict]
-    output: list[int] = field(default_factory=list)
-    aborted: bool = False
-    retractions: int = 0
 
 
 @dataclass
@@ -55,6 +42,7 @@ class FakeEngine:
     server_info: JsonDict = field(default_factory=lambda: {"speculative_algorithm": None})
     requests: list[JsonDict] = field(default_factory=list)  # bodies of /generate
     headers: list[dict[str, str]] = field(default_factory=list)  # and their headers
+    peers: set[object] = field(default_factory=set)  # and the connections that they came over
     calls: list[str] = field(default_factory=list)  # paths of everything else, in order
     aborted_ids: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)  # names of the files of the last update from disk
@@ -68,7 +56,7 @@ class FakeEngine:
         self.stuck = False  # it generates nothing
         self.silent: set[str] = set()  # paths that it never answers
         self.canary_shift = 0.0  # added to the log-probs of /generate with logprob_start_len
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._waiting = 0  # requests that came during a pause
         self._paused: str | None = None
         self._released: list[str] = []  # kinds of memory
@@ -76,7 +64,7 @@ class FakeEngine:
         self._resumed.set()
         self._updating = False
         self._groups: set[str] = set()
-        self._cache: set[tuple[str | None, tuple[int, ...]]] = set()
+        self._cache: set[tuple[object, ...]] = set()
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> FakeEngine:
@@ -134,6 +122,7 @@ class FakeEngine:
     async def _record(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path == "/generate":
             self.headers.append(dict(request.headers))
+            self.peers.add(request.transport and request.transport.get_extra_info("peername"))
         elif request.method == "POST":
             self.calls.append(request.path)
         if request.path in self.silent:
@@ -181,45 +170,87 @@ class FakeEngine:
         return web.Response()
 
     # -------------------------------------------------------------------------------------- generation
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
         if (response := self.respond(body)) is not None:
             return response
         if not body.get("input_ids"):
-            return web.json_response({"error": {"message": "no input"}}, status=400)
+            return self._refusal("no input", body)
         if len(body["input_ids"]) > KV_TOKENS:
-            return web.json_response({"error": {"message": "the input is longer than the context"}}, status=400)
+            return self._refusal("the input is longer than the context", body)
         self._waiting += 1
         await self._resumed.wait()
         self._waiting -= 1
-        running = _Running(prompt=body["input_ids"], spans=[])
-        request_id = body.get("rid") or f"fake-{len(self.requests)}"
-        self._running[request_id] = running
+        running = self._begin_request(body)
         try:
-            await self._run(running, body["sampling_params"].get("max_new_tokens", 128))
+            if body.get("stream"):
+                return await self._stream(request, running)
+            await self._run(running, running.room)
         finally:
-            del self._running[request_id]
-        return self._response(self.transform(self._reply(request_id, running, body)), body)
+            del self._running[running.request_id]
+        return self._response(self.transform(self._reply(running)), body)
+
+    def _begin_request(self, body: JsonDict) -> Running:
+        request_id = body.get("rid") or f"fake-{len(self.requests)}"
+        running = self._running[request_id] = Running(body, request_id)
+        if running.cache_key in self._cache:
+            running.cached_tokens = len(running.prompt) - 1
+        return running
+
+    async def _stream(self, request: web.Request, running: Running) -> web.StreamResponse:
+        """One event per token, each with the whole answer so far."""
+        response = web.StreamResponse(headers={**self._names(), "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        packed = self.packs and running.body.get(PACK)
+        write = event_writer((lambda reply: self._packed(reply, running.body)) if packed else None)
+        while not running.finished:
+            reply = self._reply(running)
+            reply["meta_info"]["finish_reason"] = None
+            await response.write(write(reply))
+            await self._run(running, len(running.output) + 1)
+        if self._runner is None and request.transport is not None:  # it died
+            request.transport.abort()
+            return response
+        await response.write(write(self.transform(self._reply(running))))
+        await asyncio.sleep(self.token_seconds)
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     def _response(self, reply: JsonDict, body: JsonDict) -> web.Response:
-        headers = {"x-smg-routed-worker-id": self.url} if self.name_worker else {}
         packed = None
         if body.get(PACK):
-            aborted = reply["meta_info"]["finish_reason"]["type"] == "abort"
-            packed = pack(reply, None if aborted or DECODER not in body else self._text(body, reply))
+            packed = self._packed(reply, body)
         elif body.get(PACK_SCORES):
             packed = pack_scores(reply)
         if self.packs and packed is not None:
-            return web.Response(body=packed, content_type=MEDIA_TYPE, headers=headers)
-        return web.json_response(reply, headers=headers)
+            return web.Response(body=packed, content_type=MEDIA_TYPE, headers=self._names())
+        return web.json_response(reply, headers=self._names())
+
+    def _refusal(self, message: str, body: JsonDict) -> web.Response:
+        error = {"error": {"message": message, "code": 400}}
+        if not body.get("stream"):
+            return web.json_response(error, status=400)
+        events = event_writer(None)(error) + b"data: [DONE]\n\n"
+        return web.Response(body=events, content_type="text/event-stream", headers=self._names())
+
+    def _packed(self, reply: JsonDict, body: JsonDict) -> bytes | None:
+        aborted = reply["meta_info"]["finish_reason"]["type"] == "abort"
+        return pack(reply, None if aborted or DECODER not in body else self._text(body, reply))
 
     def _text(self, body: JsonDict, reply: JsonDict) -> str | None:
         """Every token in brackets."""
         tokens = [*body["input_ids"][body[TEXT_FROM] :], *reply["output_ids"]]
         return "".join(f"<{token}>" for token in tokens) if body[DECODER] == self.decoder else None
 
-    async def _run(self, running: _Running, max_new_tokens: int) -> None:
+    def _names(self) -> dict[str, str]:
+        return {"x-smg-routed-worker-id": self.url} if self.name_worker else {}
+
+    def _reply(self, running: Running) -> JsonDict:
+        self._cache.add(running.cache_key)
+        return running.reply(self.weight_version, canary_shift=self.canary_shift, tells_experts=self.tells_experts)
+
+    async def _run(self, running: Running, max_new_tokens: int) -> None:
         while len(running.output) < max_new_tokens and not running.aborted:
             await asyncio.sleep(self.token_seconds)
             if self._paused in ("retract", "in_place"):
@@ -227,37 +258,7 @@ class FakeEngine:
             if running.aborted:
                 return
             assert not self._released, "it generates without memory"
-            position = len(running.output)
-            running.output.append(position % 50 + 3)
-            if running.spans and running.spans[-1]["version"] == self.weight_version:
-                running.spans[-1]["end"] = position + 1
-            else:
-                span = {"version": self.weight_version, "start": position, "end": position + 1}
-                running.spans.append(span)
-
-    def _reply(self, request_id: str, running: _Running, body: JsonDict) -> JsonDict:
-        key = (body.get("extra_key"), tuple(running.prompt))
-        cached = len(running.prompt) - 1 if key in self._cache else 0
-        self._cache.add(key)
-        meta: JsonDict = {
-            "id": request_id,
-            "finish_reason": {"type": "abort" if running.aborted else "length", "length": len(running.output)},
-            "prompt_tokens": len(running.prompt),
-            "completion_tokens": len(running.output),
-            "cached_tokens": cached,
-            "weight_version": self.weight_version,
-            "weight_versions": running.spans or [{"version": self.weight_version, "start": 0, "end": 0}],
-            "num_retractions": running.retractions,
-        }
-        if body.get("return_logprob"):
-            meta["output_token_logprobs"] = [[-0.5, token, None] for token in running.output]
-        if body.get("return_routed_experts") and self.tells_experts:
-            read = [*running.prompt, *running.output][body["routed_experts_start_len"] : -1]
-            meta["routed_experts"] = b64encode(np.repeat(np.array(read, np.int32), 2)).decode()
-        if (start := body.get("logprob_start_len", -1)) >= 0:
-            shifted = [[-1.0 + self.canary_shift, token, None] for token in running.prompt[start + 1 :]]
-            meta["input_token_logprobs"] = [[None, running.prompt[start], None], *shifted]
-        return {"text": "", "output_ids": running.output, "meta_info": meta}
+            running.say(len(running.output) % 50 + 3, self.weight_version)
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -365,67 +366,3 @@ def _files_in(directory: str) -> Iterable[Path]:
 
 def _outcome(failure: str | None) -> web.Response:
     return web.json_response({"success": failure is None, "message": failure or "ok"}, status=400 if failure else 200)
-
-
-class FakeServer:
-    """A ``ServerHandle`` on a FakeEngine: what ``Fleet`` is tested with."""
-
-    def __init__(self, engine: FakeEngine, *, start_error: Exception | None = None) -> None:
-        self.engine = engine
-        self.stopped = False
-        self.host_directory = Path("/nonexistent")
-        self._start_error = start_error
-        self._exited = asyncio.Event()
-        self._why = ""
-
-    async def start(self) -> str:
-        if self._start_error is not None:
-            raise self._start_error
-        await self.engine.__aenter__()
-        return self.engine.url
-
-    async def wait_exit(self) -> str:
-        await self._exited.wait()
-        return self._why
-
-    async def on_host(self, function: Callable[..., object], room: int, *arguments: object) -> object:
-        return function(self.host_directory, *arguments)
-
-    async def stop(self) -> None:
-        self.stopped = True
-        await self.crash("stopped")
-
-    async def crash(self, why: str = "ended with status -9") -> None:
-        self._why = why
-        await self.engine.die()
-        self._exited.set()
-
-
-class FakeRouter:
-    """As ``Router``, without smg: remembers who is registered, and spreads nothing."""
-
-    def __init__(self, registry: EngineRegistry) -> None:
-        self._registry = registry
-        self.url = ""
-        self.registered: list[str] = []
-        self.events: list[tuple[str, str]] = []
-
-    async def start(self) -> None:
-        self._registry.router_up = True
-        self._registry.notify()
-
-    async def supervise(self) -> None:
-        await asyncio.Event().wait()
-
-    async def add(self, url: str, timeout: float = 0.0) -> None:
-        self.url = self.url or url  # requests go straight to the first engine
-        self.registered.append(url)
-        self.events.append(("add", url))
-
-    async def remove(self, url: str) -> None:
-        if url in self.registered:
-            self.registered.remove(url)
-        self.events.append(("remove", url))
-
-    async def stop(self) -> None:
-        self._registry.router_up = False

@@ -25,7 +25,7 @@ from miles_async.errors import EngineError
 from miles_async.simulation.network import Network, Response, SimulatedHttp
 from miles_async.types import JsonObject, StagedWeights
 from miles_async.weights.staging_options import KEPT_VERSIONS
-from tests.fakes.fake_engine import FakeRouter
+from tests.fakes.fake_fleet import FakeRouter
 from tests.fakes.fake_sides import CANARY_LOGPROBS, Answer, FakeTrainer, InProcess
 
 OK = Response(msgspec.json.encode({"success": True}))

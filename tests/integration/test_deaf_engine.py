@@ -22,7 +22,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.weights.verify import canary_tolerance
-from tests.fakes.fake_engine import FakeRouter
+from tests.fakes.fake_fleet import FakeRouter
 from tests.integration.deaf_engine import DEAF
 from tests.integration.publishing import Trainer, publishing
 from tests.integration.served_models import save_served

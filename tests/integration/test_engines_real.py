@@ -23,6 +23,7 @@ import pytest_asyncio
 from msgspec import structs
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
+from miles_async.engines.event_stream import event_data
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.placement import RayServers
@@ -194,6 +195,67 @@ async def test_an_answer_is_packed_on_request_with_the_same_log_probs_to_the_las
     assert packed.output_ids.tolist() == plain.output_ids.tolist()
     assert (packed.finish_reason, packed.prompt_tokens) == ("length", 4)
     assert reported == 2 * [[{"version": "1", "start": 0, "end": 64}]]
+
+
+async def _events(engine: Engine, body: dict[str, object]) -> AsyncIterator[bytes]:
+    async with engine.http.session.post(f"{engine.url}/generate", json=body | {"stream": True}) as response:
+        assert (response.status, response.content_type) == (200, "text/event-stream")
+        async for data in event_data(response.content.iter_any()):
+            yield data
+
+
+@pytest.mark.parametrize("packs", [False, True])
+async def test_a_stream_has_tokens_while_they_are_sampled_and_the_answer_at_its_end(
+    engine: Engine, packs: bool
+) -> None:
+    # covers: C12
+    """Fails when ``packed_answers.py`` no longer fits SGLang."""
+    await engine.name_version("1")
+    sampling = {"max_new_tokens": 64, "temperature": 0.0, "ignore_eos": True}
+    body = {"input_ids": [5, 6, 7, 8], "sampling_params": sampling, "return_logprob": True, PACK: packs}
+    came: list[tuple[int, float]] = []
+    answers = []
+    versions = partial(token_versions, dispatch_version=1, tokens_in_flight=1)
+    last = b""
+    async for last in _events(engine, body | {"extra_key": f"streamed {packs}"}):
+        assert not answers or last == b"[DONE]"
+        event = engine.api.read_event(last, len(came), engine.url)
+        came += [(token, asyncio.get_running_loop().time()) for token in event.token_ids]
+        answers += [] if event.answer is None else [read_answer(*event.answer, engine.url, versions)]
+    assert last == b"[DONE]"
+    [streamed] = answers
+    assert [token for token, _ in came] == streamed.output_ids.tolist()[: len(came)]
+    assert came[-1][1] > came[0][1]
+    assert len(came) >= 32
+    whole = await engine.generate(64, sampling_params=sampling, extra_key=f"whole {packs}")
+    assert streamed.output_ids.tolist() == whole["output_ids"]
+    whole_logprobs = [entry[0] for entry in whole["meta_info"]["output_token_logprobs"]]
+    assert streamed.logprobs.tolist() == np.array(whole_logprobs, np.float32).tolist()
+    assert (streamed.finish_reason, streamed.prompt_tokens) == ("length", 4)
+
+
+async def test_an_aborted_stream_ends_with_the_tokens_that_there_are(engine: Engine) -> None:
+    sampling = {"max_new_tokens": LONG, "temperature": 1.0, "ignore_eos": True}
+    body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True, "rid": "streamed", PACK: True}
+    tokens, answers = 0, []
+    versions = partial(token_versions, dispatch_version=1, tokens_in_flight=1)
+    async for data in _events(engine, body):
+        event = engine.api.read_event(data, tokens, engine.url)
+        tokens += len(event.token_ids)
+        answers += [] if event.answer is None else [read_answer(*event.answer, engine.url, versions)]
+        if tokens == 3:
+            await engine.api.abort(engine.url, "streamed", DEADLINE)
+    [answer] = answers
+    assert answer.finish_reason == "abort"
+    assert tokens <= len(answer.output_ids) < LONG
+
+
+async def test_a_refusal_is_an_event_of_a_stream(engine: Engine) -> None:  # covers: A5
+    body: dict[str, object] = {"input_ids": [3] * 100_000, "sampling_params": {"max_new_tokens": 1}, PACK: True}
+    events = [data async for data in _events(engine, body)]
+    with pytest.raises(RequestRejectedError, match=r"HTTP 400: .*longer than"):
+        engine.api.read_event(events[0], 0, engine.url)
+    assert events[1:] == [b"[DONE]"]
 
 
 async def test_an_engine_without_speculative_decoding_has_one_token_in_flight(engine: Engine) -> None:

@@ -18,7 +18,7 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
-from tests.fakes.fake_engine import FakeRouter
+from tests.fakes.fake_fleet import FakeRouter
 from tests.integration.family_table import SERVED, SERVED_AT_NIGHT
 from tests.integration.publishing import Trainer, publishing
 from tests.integration.served_models import save_served

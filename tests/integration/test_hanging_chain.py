@@ -38,7 +38,7 @@ from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.transports.distributed.rank import DistributedSender
 from miles_async.weights.transports.spec import RankSide
 from miles_async.weights.update import FleetUpdater
-from tests.fakes.fake_engine import FakeRouter
+from tests.fakes.fake_fleet import FakeRouter
 from tests.fakes.fake_sides import FakeTrainer, InProcess
 from tests.integration.weight_receiver import init_custom_process_group, stream_manager
 

@@ -27,7 +27,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.types import TensorShare
-from tests.fakes.fake_engine import FakeRouter
+from tests.fakes.fake_fleet import FakeRouter
 from tests.integration.publishing import CANARY, TRANSPORTS, Trainer, publishing
 from tests.integration.served_models import reference_logprobs, save_served
 

@@ -32,7 +32,7 @@ from miles_async.engines.traffic import Traffic
 from miles_async.errors import PublicationError
 from miles_async.seams import InferenceServer
 from miles_async.types import CanaryScore, FleetMembers, Incarnation, JsonObject
-from tests.fakes.fake_engine import FakeRouter
+from tests.fakes.fake_fleet import FakeRouter
 from tests.integration.publishing import (
     TRANSPORTS,
     Corrupt,

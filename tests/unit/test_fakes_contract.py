@@ -23,7 +23,8 @@ from miles_async.rollout.manager import RolloutManager
 from miles_async.seams import EngineErrors, EngineFleet, InferenceServer, RolloutSide, TrainerSide
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.types import Incarnation, TensorMeta
-from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.fake_fleet import FakeRouter, FakeServer
 from tests.fakes.fake_sides import FakeEngineLoads, FakeFleet, FakeRollout, FakeTrainer
 
 

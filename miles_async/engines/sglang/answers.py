@@ -5,22 +5,32 @@ They come in two forms. *Plain* is the JSON that every SGLang server writes, som
 them, and the text if it was asked for; engines that we launch send it (``packed_answers.py``) to requests with the
 field ``PACK``. Other servers ignore the field. Both forms give the same float32 log-probs, bit for bit, and the same
 experts, where requests ask for them: plain as int32 in base64, packed in one or two bytes each.
+
+Each event of a plain stream is a plain answer with everything sampled so far, which takes quadratic time. Where the
+packed form is asked for, an event has the new token ids (``NEW_IDS``), and the last one the packed answer in base64
+(``PACK``).
 """
 
 from __future__ import annotations
 
-from base64 import b64decode
+from base64 import b64decode, b64encode
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
+from miles_async.engines.http import ERROR_TEXT, http_error
 from miles_async.errors import TransientEngineError
 from miles_async.seams import TokenVersions
+from miles_async.seams.streams import StreamEvent
 from miles_async.types import FinishReason, Float32, Generation, Int32, RoutedExperts
 
 PACK = "packed_answer"  # field of a request: true asks for the packed form
 DECODER, TEXT_FROM = "packed_decoder", "packed_text_from"  # fields of a request, see ``GenerateRequest``
 MEDIA_TYPE = "application/msgpack"  # of a packed answer
+NEW_IDS = "packed_new_ids"  # field of an event
+_PLAIN_TYPE = "application/json"
+_DONE = b"[DONE]"
 
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _EXPERTS: dict[int, np.dtype[np.integer]] = {1: np.dtype("u1"), 2: np.dtype("<i2")}  # bytes of each → form when packed
@@ -32,6 +42,7 @@ class Finish(msgspec.Struct):
 
     type: str
     message: str | None = None
+    status_code: int | None = None  # of an abort through the request's or the server's fault, in a stream
 
 
 class Meta(msgspec.Struct):
@@ -85,6 +96,7 @@ def read_answer(body: bytes, content_type: str, source: str, versions: TokenVers
     Raises:
         TransientEngineError: the answer is cut or malformed, has an unknown finish reason, a log-prob that is not
             finite, other than one log-prob per token, or another number of tokens than it says.
+        EngineError: a streamed answer is an error (``http.http_error``).
         VersionUnknownError: from ``versions``.
     """
     try:
@@ -92,6 +104,8 @@ def read_answer(body: bytes, content_type: str, source: str, versions: TokenVers
     except (ValueError, OverflowError) as error:  # a token id above int32; msgspec.DecodeError is a ValueError
         raise TransientEngineError(f"cut or malformed answer of {source}: {error}") from error
     meta, output_ids, logprobs, text, experts = read
+    if (status := meta.finish_reason.status_code) is not None:
+        raise http_error(status, meta.finish_reason.message or "")
     finish_reason = _FINISH_REASONS.get(meta.finish_reason.type)
     if finish_reason is None:
         raise TransientEngineError(f"{source}: finish reason {meta.finish_reason}")
@@ -132,6 +146,75 @@ def pack(reply: object, text: str | None = None) -> bytes | None:
         experts = _compact(encoded)
         packed.expert_bytes, packed.routed_experts = experts.itemsize, experts.tobytes()
     return msgspec.msgpack.encode(packed)
+
+
+class _SoFar(msgspec.Struct):
+    """The part of an event's ``meta_info`` that we read."""
+
+    finish_reason: Finish | None = None  # None before the last event
+    completion_tokens: int | None = None
+
+
+class _EventError(msgspec.Struct):
+    message: str = ""
+    code: int = 500
+
+
+class _Event(msgspec.Struct):
+    new_ids: list[int] | None = msgspec.field(default=None, name=NEW_IDS)
+    packed: str | None = msgspec.field(default=None, name=PACK)
+    output_ids: list[int] = []
+    meta_info: _SoFar | None = None
+    error: _EventError | None = None
+
+
+_event_decoder = msgspec.json.Decoder(_Event)
+
+
+def read_event(data: bytes, before: int, source: str) -> StreamEvent:
+    """See ``seams.streams.StreamingServer``. Reads events of either form."""
+    if data == _DONE:
+        return StreamEvent()
+    try:
+        event = _event_decoder.decode(data)
+        if event.packed is not None:
+            return StreamEvent(answer=(b64decode(event.packed, validate=True), MEDIA_TYPE))
+    except ValueError as error:
+        raise TransientEngineError(f"malformed event of {source}: {error}") from error
+    if event.error is not None:
+        raise http_error(event.error.code, event.error.message)
+    if event.new_ids is not None:
+        return StreamEvent(event.new_ids)
+    if event.meta_info is None:
+        raise TransientEngineError(f"malformed event of {source}: expected meta_info, found {data[:ERROR_TEXT]!r}")
+    if (count := event.meta_info.completion_tokens) is not None and count > len(event.output_ids):
+        raise TransientEngineError(
+            f"{source}: an event has {len(event.output_ids)} of {count} tokens: expected an engine that sends all of "
+            "them each time; start it without --incremental-streaming-output"
+        )
+    if event.meta_info.finish_reason is not None:
+        return StreamEvent(answer=(data, _PLAIN_TYPE))
+    return StreamEvent(event.output_ids[before:])
+
+
+class EventPacker:
+    """Packs the events of one stream. Each has everything sampled so far."""
+
+    def __init__(self, pack_answer: Callable[[object], bytes | None]) -> None:
+        """``pack_answer``: packs the last event; see :func:`pack`."""
+        self._pack_answer = pack_answer
+        self._sent = 0
+
+    def __call__(self, reply: object) -> object:
+        """Return the event to send: ``reply`` itself if it cannot be packed."""
+        if not isinstance(reply, dict) or "output_ids" not in reply:
+            return reply
+        if reply["meta_info"].get("finish_reason") is not None:
+            packed = self._pack_answer(reply)
+            return reply if packed is None else {PACK: b64encode(packed).decode()}
+        new = reply["output_ids"][self._sent :]
+        self._sent += len(new)
+        return {NEW_IDS: new}
 
 
 _Read = tuple[Meta, Int32, Float32, str | None, RoutedExperts | None]

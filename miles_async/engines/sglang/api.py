@@ -11,7 +11,7 @@ import orjson
 
 from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import ERROR_TEXT, Http, decode_json
-from miles_async.engines.sglang.answers import DECODER, PACK, TEXT_FROM, read_answer
+from miles_async.engines.sglang.answers import DECODER, PACK, TEXT_FROM, read_answer, read_event
 from miles_async.engines.sglang.held_report import (
     FINGERPRINT_ACTION,
     REPORT_ACTION,
@@ -23,6 +23,7 @@ from miles_async.engines.sglang.names import STREAM
 from miles_async.engines.sglang.scores import PACK_SCORES, read_scores
 from miles_async.errors import EngineError, EngineTimeoutError, RequestRejectedError
 from miles_async.seams import TokenVersions
+from miles_async.seams.streams import StreamEvent
 from miles_async.types import (
     CanaryScore,
     EngineLoad,
@@ -90,7 +91,7 @@ class _CheckReply(msgspec.Struct):
 
 
 class SGLangServer:
-    """Implements ``seams.InferenceServer``."""
+    """Implements ``seams.InferenceServer`` and ``seams.streams.StreamingServer``."""
 
     generate_path = "/generate"
 
@@ -103,6 +104,13 @@ class SGLangServer:
         with the key of the version before, too. It has flushed its cache, so they find nothing older than itself;
         in_place is refused there.)
         """
+        return msgspec.json.encode(self._body(request, request_id, version, experts))
+
+    def encode_stream(self, request: GenerateRequest, *, request_id: str, version: int, experts: bool) -> bytes:
+        """Like :meth:`encode`, for an answer that is streamed."""
+        return msgspec.json.encode({**self._body(request, request_id, version, experts), "stream": True})
+
+    def _body(self, request: GenerateRequest, request_id: str, version: int, experts: bool) -> dict[str, object]:
         body = {
             **request.multimodal_inputs,
             "rid": request_id,
@@ -116,10 +124,13 @@ class SGLangServer:
             body |= {DECODER: request.decoder_id, TEXT_FROM: request.text_from}
         if experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
-        return msgspec.json.encode(body)
+        return body
 
     def decode(self, body: bytes, content_type: str, url: str, versions: TokenVersions) -> Generation:
         return read_answer(body, content_type, url, versions)
+
+    def read_event(self, data: bytes, before: int, url: str) -> StreamEvent:
+        return read_event(data, before, url)
 
     async def weight_version(self, url: str, timeout: float) -> str:
         """The label of the weights: a number, or "default" before the first publication."""

@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 _FLAG = re.compile(r"--[a-z0-9](?:-?[a-z0-9])*(?![a-z0-9-])")
@@ -35,6 +35,20 @@ def unknown_flags(words: Sequence[str], known: Collection[str], prefix: str) -> 
         near = longer[:_SUGGESTIONS] or difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
         hint = f"; did you mean {' or '.join(prefix + name[2:] for name in near)}?" if near else ""
         yield f"{prefix}{flag[2:]} is passed on as {flag}, which the installed version does not know{hint}"
+
+
+REFUSED: Mapping[str, str] = {
+    "--incremental-streaming-output": "streams of the session server read all tokens so far from each event",
+}
+"""Flags of SGLang's servers that a run cannot have, and why."""
+
+
+def refused_flags(words: Sequence[str], prefix: str) -> Iterator[str]:
+    """Yield one line per flag of ``words`` that is in ``REFUSED``. ``prefix``: as for :func:`unknown_flags`."""
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag in REFUSED:
+            yield f"{prefix}{flag[2:]}: {REFUSED[flag]}; leave it out"
 
 
 def sglang_flags() -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 SGLang (0.5.23) writes its answers as JSON. The request that an answer belongs to is not at hand where that happens, so
 a context variable of the request's task carries there how it is to be packed. An answer that cannot be packed stays as
-it is.
+it is. Events of a stream are packed where they are serialized, in a task that inherits the variable.
 
 The text of a packed answer is decoded here from all tokens. SGLang's own text is not that: it leaves out special tokens
 and the stop token, and was decoded piece by piece.
@@ -15,11 +15,13 @@ from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
-from miles_async.engines.sglang.answers import DECODER, MEDIA_TYPE, PACK, TEXT_FROM, pack
+from miles_async.engines.sglang.answers import DECODER, MEDIA_TYPE, PACK, TEXT_FROM, EventPacker, pack
 from miles_async.engines.sglang.scores import PACK_SCORES, pack_scores
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
 
 _pack: ContextVar[Callable[[object], bytes | None] | None] = ContextVar("pack", default=None)
+
+_pack_event: ContextVar[EventPacker | None] = ContextVar("pack_event", default=None)
 
 _SERVER = "sglang.srt.entrypoints.http_server"
 
@@ -30,11 +32,14 @@ def register() -> None:
 
     HookRegistry.register(f"{_SERVER}.serve_generate_request", _serve, HookType.AROUND)
     HookRegistry.register(f"{_SERVER}.orjson_response", _respond, HookType.AROUND)
+    HookRegistry.register(f"{_SERVER}.dumps_json", _dump, HookType.AROUND)
 
 
 async def _serve(serve: Callable[..., Awaitable[Any]], generate: Any, request: Any) -> Any:
     body = await request.json()  # parsed before, and kept
-    if body.get(PACK) is True:
+    if body.get(PACK) is True and body.get("stream") is True:
+        _pack_event.set(EventPacker(partial(_pack_answer, body)))
+    elif body.get(PACK) is True:
         _pack.set(partial(_pack_answer, body))
     elif body.get(PACK_SCORES) is True:
         _pack.set(pack_scores)
@@ -48,6 +53,11 @@ def _respond(respond: Callable[..., Any], content: Any, *args: Any, **kwargs: An
     from fastapi.responses import Response
 
     return Response(packed, media_type=MEDIA_TYPE)
+
+
+def _dump(dump: Callable[..., Any], content: Any, *args: Any, **kwargs: Any) -> Any:
+    packer = _pack_event.get()
+    return dump(content if packer is None else packer(content), *args, **kwargs)
 
 
 def _pack_answer(body: Mapping[str, Any], content: Any) -> bytes | None:

@@ -13,8 +13,8 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from miles_async.arguments.routing import RouterShape
-from miles_async.engines.client import ROUTING_KEY, RouterClient, http_error
-from miles_async.engines.http import Http
+from miles_async.engines.client import ROUTING_KEY, RouterClient
+from miles_async.engines.http import Http, http_error
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.answers import DECODER, PACK
 from miles_async.engines.sglang.api import SGLangServer
@@ -533,10 +533,10 @@ async def test_a_request_that_is_aborted_before_it_began_has_no_tokens(setup: Se
 async def test_answers_that_come_at_once_are_read_a_few_per_turn_of_the_loop(setup: Setup) -> None:
     """As when a publication aborts all requests."""
     plain, gate = setup.client._post, asyncio.Event()
-    arrived: list[tuple[object, bytes]] = []
+    arrived: list[object] = []
 
-    async def held(url: str, key: str, content: bytes) -> tuple[object, bytes]:
-        answer = await plain(url, key, content)
+    async def held(*request: Any) -> Any:
+        answer = await plain(*request)
         arrived.append(answer)
         await gate.wait()
         return answer

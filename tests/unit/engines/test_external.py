@@ -17,7 +17,8 @@ from miles_async.engines.stack import FrozenEngines
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.network.addresses import LOCAL
-from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.fake_fleet import FakeRouter, FakeServer
 
 
 async def test_an_external_engine_is_attached_and_left_as_it_is() -> None:

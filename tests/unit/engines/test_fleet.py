@@ -24,7 +24,8 @@ from miles_async.errors import ConfigurationError, EngineError, EngineStartError
 from miles_async.seams import InferenceServer, per_engine
 from miles_async.types import GenerateRequest, HeldPart, HeldWeights, Incarnation, TensorMeta, TensorShare
 from miles_async.weights.verify import read_held_weights
-from tests.fakes.fake_engine import FakeEngine, FakeRouter, FakeServer
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.fake_fleet import FakeRouter, FakeServer
 from tests.json_dict import JsonDict
 
 E0, E1 = Incarnation("engine-0", 0), Incarnation("engine-1", 0)

@@ -15,7 +15,7 @@ import pytest
 import structlog
 from aiohttp import web
 
-from miles_async.engines.client import http_error
+from miles_async.engines.http import http_error
 from miles_async.errors import StalledError, TransientEngineError
 from miles_async.runtime.network.ports import HeldPort
 from miles_async.sessions.middleware import as_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_async.engines.sglang.known_flags import sglang_flags, smg_flags, unknown_flags
+from miles_async.engines.sglang.known_flags import refused_flags, sglang_flags, smg_flags, unknown_flags
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,14 @@ def test_an_abbreviation_is_answered_with_the_full_flags():
     assert problem.endswith("did you mean --sglang-mem-fraction-static?")
     [problem] = unknown_flags(["--b=1"], {"--b1", "--b2", "--b3", "--b4", "--c"}, "--sglang-")
     assert problem.endswith("did you mean --sglang-b1 or --sglang-b2 or --sglang-b3?")
+
+
+@pytest.mark.parametrize("word", ["--incremental-streaming-output", "--incremental-streaming-output=true"])
+def test_a_flag_that_changes_what_events_have_is_refused(word: str):
+    assert not list(unknown_flags([word], sglang_flags(), "--sglang-"))
+    [problem] = refused_flags(["--tp-size=2", word], "--sglang-")
+    assert problem.startswith("--sglang-incremental-streaming-output: streams of the session server read all tokens")
+    assert not list(refused_flags(["--stream-interval", "4", "--no-incremental-streaming-output"], "--sglang-"))
 
 
 def test_fields_without_a_flag_are_none():

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from miles_async.engines.sglang import packed_answers
-from miles_async.engines.sglang.answers import DECODER, MEDIA_TYPE, TEXT_FROM, pack, read_answer
+from miles_async.engines.sglang.answers import (
+    DECODER,
+    MEDIA_TYPE,
+    TEXT_FROM,
+    EventPacker,
+    pack,
+    read_answer,
+    read_event,
+)
+from miles_async.errors import TransientEngineError
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
 from tests.unit.runtime.test_detokenize import InPython, fast
 
@@ -62,3 +74,47 @@ def test_there_is_no_text_unless_client_and_engine_decode_alike_and_the_turn_is_
 def test_what_is_no_single_answer_stays_as_it_is(content: Any) -> None:
     assert packed_answers._pack_answer({"input_ids": [5], TEXT_FROM: 1, DECODER: FINGERPRINT}, content) is None
     assert pack(content) is None
+
+
+# --------------------------------------------------------------------------------------------------- streams
+def test_events_have_new_tokens_and_the_last_one_the_packed_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed_answers._fingerprint.cache_clear()
+    monkeypatch.setattr(packed_answers, "_tokenizer", lambda: TOKENIZER)
+    body = {"input_ids": [5], TEXT_FROM: 1, DECODER: FINGERPRINT}
+    packer = EventPacker(partial(packed_answers._pack_answer, body))
+    events = [packer(so_far(LETTERS[:count])) for count in (1, 3)]
+    events.append(packer(reply(LETTERS)))
+    told: list[int] = []
+    for event in events:
+        read = read_event(json.dumps(event).encode(), len(told), "")
+        told += read.token_ids
+    assert told == LETTERS[:3]
+    assert read.answer is not None
+    answer = read_answer(*read.answer, "", lambda spans, label, tokens: np.zeros(tokens, np.int32))
+    assert (answer.output_ids.tolist(), answer.text) == (LETTERS, "éab")
+
+
+def test_events_of_a_server_that_does_not_pack_are_read_too() -> None:
+    events = [so_far(LETTERS[:1]), so_far(LETTERS[:3]), reply(LETTERS)]
+    first, second, last = (
+        read_event(json.dumps(event).encode(), told, "") for event, told in zip(events, (0, 1, 3), strict=True)
+    )
+    assert [*first.token_ids, *second.token_ids] == LETTERS[:3]
+    assert last.answer is not None
+    answer = read_answer(*last.answer, "", lambda spans, label, tokens: np.zeros(tokens, np.int32))
+    assert answer.output_ids.tolist() == LETTERS
+
+
+def test_an_event_that_cannot_be_read_is_the_engines_failure() -> None:
+    with pytest.raises(TransientEngineError, match="malformed event of engine-0"):
+        read_event(b"{", 0, "engine-0")
+
+
+def test_only_streams_of_clients_that_ask_for_it_are_packed() -> None:
+    assert packed_answers._dump(json.dumps, {"output_ids": [1]}) == '{"output_ids": [1]}'
+
+
+def so_far(ids: list[int]) -> dict[str, Any]:
+    answer = reply(ids)
+    answer["meta_info"]["finish_reason"] = None
+    return answer
