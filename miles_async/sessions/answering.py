@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from miles_async.errors import MilesAsyncError, NoRoomError, first_error
+from miles_async.errors import MilesAsyncError, NoRoomError
 from miles_async.runtime.tasks import gathered
 from miles_async.sessions.middleware import failure, read_conversation
 from miles_async.sessions.protocols import messages
 from miles_async.sessions.protocols.exchange import Exchange, Read, Surroundings, Writer
 from miles_async.sessions.session import Session
+from miles_async.sessions.streaming import written_meanwhile
 from miles_async.trajectory.context import Turn
+from miles_async.trajectory.streamed import StreamedTurn
 from miles_async.trajectory.taker import InThread
 
 _SHORT_BYTES = 1 << 16  # of a request: parsed faster than handed to a thread and back
-_KEEP_ALIVE_SECONDS = 15.0  # between comments in a stream whose answer isn't there yet
 
 
 class Answering:
@@ -68,9 +69,12 @@ class Answering:
         asked: Exchange = await self._in_thread(read, body, *arguments)
         return asked
 
-    async def _take(self, session: Session, asked: Exchange) -> list[Turn]:
+    async def _take(
+        self, session: Session, asked: Exchange, streamed: Sequence[StreamedTurn] | None = None
+    ) -> list[Turn]:
+        each: Sequence[StreamedTurn | None] = streamed or [None] * asked.choices
         with session.request():
-            turns = await gathered(*(session.taker.take(asked.turn) for _ in range(asked.choices)))
+            turns = await gathered(*(session.taker.take(asked.turn, one) for one in each))
         self._counts["turns"] += len(turns)
         for turn in turns:
             self._counts["prompt_tokens"] += turn.sampled.prompt_tokens
@@ -86,7 +90,10 @@ class Answering:
         try:
             if opened := writer.opened():
                 await response.write(opened)
-            turns = await _with_comments(response, self._take(session, asked))
+            changed = asyncio.Event()
+            streamed = [StreamedTurn(changed.set) for _ in range(asked.choices)]
+            taking = self._take(session, asked, streamed)
+            turns = await written_meanwhile(response, writer, streamed, changed, taking)
         except MilesAsyncError as error:  # the status has been sent already
             await response.write(writer.failed(failure(error)[1]))
             return response
@@ -100,21 +107,3 @@ async def _body(request: web.Request, session: Session) -> bytes:
     except NoRoomError:
         with session.request():  # the trajectory ends for want of room, as if it had been tokenized
             raise
-
-
-async def _with_comments(response: web.StreamResponse, answer: Awaitable[list[Turn]]) -> list[Turn]:
-    """Await the answer; send comments meanwhile to keep proxies from closing the connection."""
-
-    async def comment() -> None:
-        while True:
-            await asyncio.sleep(_KEEP_ALIVE_SECONDS)
-            await response.write(b": generating\n\n")
-
-    try:
-        async with asyncio.TaskGroup() as scope:
-            comments = scope.create_task(comment())
-            turns = await answer
-            comments.cancel()
-        return turns
-    except BaseExceptionGroup as group:
-        raise first_error(group) from None

@@ -7,13 +7,15 @@ answer may be used (C8), so the session server asks it instead of the router::
     EngineLink.generate ─── ToRollout ───►  serve_engines ──► RouterClient
                         ◄── FromRollout ──
 
+Frames with tokens precede the answer to a streamed call.
+
 All requests share one connection, as numbered frames of msgpack: HTTP would cost more than the rest of a turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ import structlog
 from miles_async.api import EngineClient
 from miles_async.errors import MilesAsyncError, TransientEngineError, by_name
 from miles_async.runtime.serialization import decode, encode
+from miles_async.seams.streams import OnTokens, StreamingClient
 from miles_async.types import GenerateRequest, Generation
 
 log = structlog.get_logger(__name__)
@@ -46,25 +49,29 @@ class ToRollout(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int = 0  # of the call, on its connection
     request: GenerateRequest | None = None
+    streams: bool = False
     alive: Alive | None = None
 
 
 class FromRollout(msgspec.Struct, frozen=True, kw_only=True):
-    """Frame, rollout process → session server: the answer to a call, or the error that it raised."""
+    """Frame, rollout process → session server: the answer to a call, the error that it raised, or tokens so far."""
 
     number: int
+    at: int = 0
+    token_ids: tuple[int, ...] | None = None  # see ``OnTokens``
     generation: Generation | None = None
     error: str = ""  # name of a class of ``errors.py``
     message: str = ""
 
 
 class EngineLink:
-    """EngineClient of the session server."""
+    """EngineClient of the session server, and ``seams.streams.StreamingClient``."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         self._waiting: dict[int, asyncio.Future[Generation]] = {}
+        self._on_tokens: dict[int, OnTokens] = {}  # by number of the call
         self._asked = 0
         self._over = False
 
@@ -78,18 +85,28 @@ class EngineLink:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See ``api.EngineClient``; the deadlines are those of the client on the other side."""
+        return await self._call(request, None)
+
+    async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> Generation:
+        """See ``seams.streams.StreamingClient``."""
+        return await self._call(request, on_tokens)
+
+    async def _call(self, request: GenerateRequest, on_tokens: OnTokens | None) -> Generation:
         self._asked += 1
         number = self._asked
+        if on_tokens is not None:
+            self._on_tokens[number] = on_tokens
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._send(ToRollout(number=number, request=request))
+            await self._send(ToRollout(number=number, request=request, streams=on_tokens is not None))
             return await answer
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, TransientEngineError):  # the latter of ``on_tokens``: the call continues there
             with suppress(TransientEngineError):
                 await self._send(ToRollout(number=number))
             raise
         finally:
             del self._waiting[number]
+            self._on_tokens.pop(number, None)
 
     async def report(self, alive: Alive) -> None:
         """Send a report. Raises TransientEngineError when the rollout process is gone."""
@@ -111,10 +128,18 @@ class EngineLink:
         answer = self._waiting.get(frame.number)
         if answer is None or answer.done():  # cancelled meanwhile
             return
-        if frame.generation is not None:
+        if frame.token_ids is not None:
+            self._pass_on(frame, frame.token_ids, answer)
+        elif frame.generation is not None:
             answer.set_result(frame.generation)
         else:
             answer.set_exception(_raised(frame))
+
+    def _pass_on(self, frame: FromRollout, token_ids: Sequence[int], answer: asyncio.Future[Generation]) -> None:
+        try:
+            self._on_tokens[frame.number](frame.at, token_ids)
+        except TransientEngineError as error:
+            answer.set_exception(error)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -166,9 +191,16 @@ async def _serve_connection(
 ) -> None:
     running: dict[int, asyncio.Task[None]] = {}
 
-    async def answer(number: int, request: GenerateRequest) -> None:
+    async def answer(number: int, request: GenerateRequest, streams: bool) -> None:
+        def on_tokens(at: int, token_ids: Sequence[int]) -> None:
+            _put(writer, FromRollout(number=number, at=at, token_ids=tuple(token_ids)))
+
         try:
-            answered = FromRollout(number=number, generation=await client.generate(request))
+            if streams and isinstance(client, StreamingClient):
+                generation = await client.stream(request, on_tokens)
+            else:
+                generation = await client.generate(request)
+            answered = FromRollout(number=number, generation=generation)
         except MilesAsyncError as error:
             answered = FromRollout(number=number, error=type(error).__name__, message=str(error))
         except Exception as error:  # supervision point: an unforeseen request fails alone
@@ -182,8 +214,8 @@ async def _serve_connection(
             match decode(frame, ToRollout):
                 case ToRollout(alive=Alive() as alive):
                     on_alive(alive)
-                case ToRollout(number=number, request=GenerateRequest() as request):
-                    running[number] = task = scope.create_task(answer(number, request))
+                case ToRollout(number=number, request=GenerateRequest() as request, streams=streams):
+                    running[number] = task = scope.create_task(answer(number, request, streams))
                     task.add_done_callback(partial(_forget, running, number))
                 case ToRollout(number=number) if number in running:
                     # The agent hung up: end its request here, and so at the engine.
@@ -205,9 +237,14 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def _write(writer: asyncio.StreamWriter, record: object) -> None:
+    _put(writer, record)
+    await writer.drain()
+
+
+def _put(writer: asyncio.StreamWriter, record: object) -> None:
+    """Write without waiting for the other side to read."""
     content = encode(record)
     writer.write(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
-    await writer.drain()
 
 
 def _raised(failed: FromRollout) -> MilesAsyncError:

@@ -44,6 +44,9 @@ class ReplyParser:
     split_reasoning: SplitReasoning | None = None
     reasoning_tags: tuple[str, str] | None = None  # what begins and ends reasoning, if texts do
     call_style: str | None = None  # a name of ``constraints.CALL_STYLES``, if calls are written in one of these ways
+    call_begins: Sequence[str] | None = None  # every call begins with one of these; None: unknown, so no content is
+    # certain before the turn is over
+    reasoning_grows: bool = True  # what is read as reasoning in a text stays that when the text goes on
 
     def reply(
         self,
@@ -54,6 +57,7 @@ class ReplyParser:
         *,
         stops: Sequence[str] = (),
         parallel: bool = True,
+        shown: Message | None = None,
     ) -> Message:
         """Build the assistant's message.
 
@@ -64,8 +68,43 @@ class ReplyParser:
             call_ids: what the ids of tool calls begin with.
             stops: texts that end the turn, and are not part of the message.
             parallel: the message may have several calls; else it has the first one.
+            shown: what the agent has seen of the message already. Text that it was shown as content stays content,
+                whatever came after it.
         """
-        text, reasoning = _until(text, stops), None
+        message = self._read(_until(text, stops), before, tools, call_ids, parallel)
+        if shown is not None and not extends(message, shown):
+            plain: Message = {"role": "assistant", "content": _until(text, stops)}
+            return plain if extends(plain, shown) else message
+        return message
+
+    def certain(
+        self, text: str, before: str, tools: Sequence[JsonObject], *, stops: Sequence[str] = (), parallel: bool = True
+    ) -> Message:
+        """What a message has for certain whose ``text`` may go on: reasoning and content, no calls.
+
+        Nothing that may begin a call or a stop, and no white space at the end. Arguments: see :meth:`reply`.
+        """
+        tags = self.reasoning_tags or ()
+        if self.split_reasoning is not None and not (tags and self.reasoning_grows):
+            return {"role": "assistant", "content": ""}
+        reads_calls = bool(tools) and self.parse_calls is not None
+        begins = self.call_begins or () if reads_calls else ()
+        bounds = [self.chat.decode_all([stop]) for stop in self.chat.stop_ids]
+        marks = (*stops, *tags, *bounds, *(self.call_begins or ()))
+        whole = _without_beginning(_until(text, (*stops, *begins)), marks)
+        read = self._read(whole, before, (), "", parallel)
+        content, reasoning = read["content"].rstrip(), read.get("reasoning_content", "")
+        uncertain = reads_calls and (self.call_begins is None or content[:1].isspace())
+        unended = bool(reasoning) and not any(tag in whole for tag in tags[1:])
+        if uncertain or unended or any(tag in content for tag in tags):
+            content = ""
+        message: dict[str, object] = {"role": "assistant", "content": content}
+        if reasoning := reasoning if content else reasoning.rstrip():
+            message["reasoning_content"] = reasoning
+        return message
+
+    def _read(self, text: str, before: str, tools: Sequence[JsonObject], call_ids: str, parallel: bool) -> Message:
+        reasoning = None
         if self.split_reasoning is not None:
             reasoning, text = self.split_reasoning(text, before)
         calls: list[Call] = []
@@ -81,6 +120,23 @@ class ReplyParser:
                 for n, (name, arguments) in enumerate(calls)
             ]
         return message
+
+
+def extends(message: Message, shown: Message) -> bool:
+    """Return whether a message goes on as what was ``shown`` of it begins."""
+    reasoning, begun = message.get("reasoning_content", ""), shown.get("reasoning_content", "")
+    content = shown["content"]
+    same = reasoning == begun if content else reasoning.startswith(begun)  # content comes after all reasoning
+    return same and bool(message["content"].startswith(content))
+
+
+def _without_beginning(text: str, marks: Sequence[str]) -> str:
+    """Leave out the end of the text that may be the beginning of one of ``marks``."""
+    longest = max(map(len, marks), default=0)
+    for at in range(max(0, len(text) - longest + 1), len(text)):
+        if any(mark.startswith(text[at:]) for mark in marks):
+            return text[:at]
+    return text
 
 
 def _until(text: str, stops: Sequence[str]) -> str:

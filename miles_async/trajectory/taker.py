@@ -14,6 +14,7 @@ from miles_async.trajectory.constraints import GRAMMAR, Constraint, grammar
 from miles_async.trajectory.context import Context, Tools, Turn
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import CALL_ENDS, ReplyParser
+from miles_async.trajectory.streamed import StreamedTurn
 from miles_async.trajectory.tree import Trajectory
 from miles_async.trajectory.turn import take_turn
 from miles_async.types import Int32, JsonObject
@@ -75,8 +76,9 @@ class TurnTaker:
         """Decoder that keeps special tokens."""
         return self.trajectory.renderer.chat.decode_all
 
-    async def take(self, request: TurnRequest) -> Turn:
-        """Sample the model's answer to a conversation and keep it in the trajectory.
+    async def take(self, request: TurnRequest, streamed: StreamedTurn | None = None) -> Turn:
+        """Sample the model's answer to a conversation and keep it in the trajectory. ``streamed``: gets its tokens
+        while they are sampled.
 
         Raises:
             TrajectoryError: messages that have no tokens, a constraint that cannot be kept, and NoRoomError.
@@ -97,12 +99,20 @@ class TurnTaker:
         if request.constraint is not None:
             style, tags = parser.call_style, parser.reasoning_tags
             sampling[GRAMMAR] = grammar(request.constraint, context.text, call_style=style, reasoning_tags=tags)
-        key = self.routing_key
-        decoder_id = parser.chat.decoder_id
+        stopped, parallel = request.stops, request.parallel_calls
+        if streamed is not None:
+            streamed.begin(parser, context, stops=stopped, parallel_calls=parallel)
         sampled = await take_turn(
-            self.client, input_ids, sampling, routing_key=key, routed=context.routed, decoder_id=decoder_id
+            self.client,
+            input_ids,
+            sampling,
+            routing_key=self.routing_key,
+            routed=context.routed,
+            decoder_id=parser.chat.decoder_id,
+            on_tokens=streamed,
         )
-        add = partial(self.trajectory.add, context, sampled, stops=request.stops, parallel_calls=request.parallel_calls)
+        shown = None if streamed is None else streamed.end()
+        add = partial(self.trajectory.add, context, sampled, stops=stopped, parallel_calls=parallel, shown=shown)
         turn: Turn = add() if len(sampled.output_ids) <= _FEW_TOKENS else await self.in_thread(add)
         # Neither a stop token, in whose place the template may write another, nor what a grammar dictates carries loss.
         if len(sampled.output_ids) > 1 and not sampled.constrained:

@@ -26,13 +26,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from miles_async.errors import TrajectoryError
+from miles_async.errors import EngineError, TrajectoryError
 from miles_async.trajectory.branches import make_branch, turn_spans
 from miles_async.trajectory.context import Context, Tools, Turn, conversation_to, depth_of, path_to
 from miles_async.trajectory.messages import Message, canonical, is_echo
 from miles_async.trajectory.next_text import check_abridged, next_text, renders_whole
 from miles_async.trajectory.rendering import Renderer
-from miles_async.trajectory.replies import ReplyParser
+from miles_async.trajectory.replies import ReplyParser, extends
 from miles_async.types import Branch, FinishReason, Generation, Int32, JsonObject, Sample, TurnSpan
 
 _LITTLE = 1 << 12  # characters of new messages: rendered and tokenized faster than handed to a thread and back
@@ -117,13 +117,27 @@ class Trajectory:
         return len(str(new)) <= _LITTLE and (not whole or len(messages) <= _FEW)
 
     def add(
-        self, context: Context, sampled: Generation, *, stops: Sequence[str] = (), parallel_calls: bool = True
+        self,
+        context: Context,
+        sampled: Generation,
+        *,
+        stops: Sequence[str] = (),
+        parallel_calls: bool = True,
+        shown: Message | None = None,
     ) -> Turn:
-        """Keep a turn that is over. ``stops``, ``parallel_calls``: what its reply leaves out; see ``ReplyParser``."""
+        """Keep a finished turn. ``stops``, ``parallel_calls``: what its reply leaves out; ``shown``: what was streamed
+        of it. See ``ReplyParser``.
+
+        Raises EngineError, and keeps nothing, if the reply does not continue what was shown.
+        """
         chat = self.parser.chat
         text = chat.decode(sampled.output_ids.tolist()) if sampled.text is None else chat.trim(sampled.text)
         call_ids = f"call{len(self.turns):03d}"
-        reply = self.parser.reply(text, context.text, context.tools, call_ids, stops=stops, parallel=parallel_calls)
+        reply = self.parser.reply(
+            text, context.text, context.tools, call_ids, stops=stops, parallel=parallel_calls, shown=shown
+        )
+        if shown is not None and not extends(reply, shown):
+            raise EngineError(f"{shown} was streamed, but the whole answer is {reply}")
         turn = Turn(context=context, sampled=sampled, reply=reply, text=text)
         self.turns.append(turn)
         return turn

@@ -12,6 +12,7 @@ import numpy as np
 
 from miles_async.api import EngineClient
 from miles_async.errors import TransientEngineError
+from miles_async.seams.streams import OnTokens, StreamingClient
 from miles_async.trajectory.constraints import GRAMMAR
 from miles_async.types import GenerateRequest, Generation, Int32, JsonObject, RoutedExperts
 
@@ -27,12 +28,14 @@ async def take_turn(
     kept: Callable[[int], None] = lambda version: None,
     routed: int = 0,
     decoder_id: int | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> Generation:
     """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there.
 
     ``kept`` receives the version of the first token of every chunk. ``routed``: tokens at the beginning whose experts
     are known; those of the others are asked for. A token keeps the experts of the first pass that read it, since the
     log-probs of what was sampled after it are of that pass. ``decoder_id``: see ``GenerateRequest``; None: no text.
+    ``on_tokens`` is called with the turn's tokens while they are sampled, if the client streams, and after each call.
 
     A turn under a grammar starts again instead of continuing: a grammar applies from the first token of a request.
     Raises what the client raises, and TransientEngineError for an engine that only aborts.
@@ -50,10 +53,13 @@ async def take_turn(
             text_from=begin,
             decoder_id=decoder_id,
         )
-        chunk = await client.generate(request)
+        at = len(input_ids) - begin
+        chunk = await _generate(client, request, at, on_tokens)
         aborted = chunk.finish_reason == "abort"
         thrown_away = aborted and constrained
         keeps = 0 if thrown_away else len(chunk.output_ids)
+        if on_tokens is not None:
+            on_tokens(at, chunk.output_ids[:keeps].tolist())
         if not thrown_away:
             chunks.append(chunk)
             routed += 0 if chunk.routed_experts is None else len(chunk.routed_experts)
@@ -66,6 +72,13 @@ async def take_turn(
         empty = 0 if keeps else empty + 1
         if empty >= MAX_EMPTY_CHUNKS:
             raise TransientEngineError(f"{chunk.engines[0]} aborted {empty} times without a token that can be kept")
+
+
+async def _generate(client: EngineClient, request: GenerateRequest, at: int, on_tokens: OnTokens | None) -> Generation:
+    """``at``: position of the call's first token in the turn."""
+    if on_tokens is None or not isinstance(client, StreamingClient):
+        return await client.generate(request)
+    return await client.stream(request, lambda first, token_ids: on_tokens(at + first, token_ids))
 
 
 def _joined(chunks: Sequence[Generation], constrained: bool) -> Generation:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,6 +20,7 @@ import msgspec
 import numpy as np
 import psutil
 
+from miles_async.api import EngineClient
 from miles_async.runtime.network.keys import make_run_keys
 from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.sessions.service import SessionService
@@ -76,20 +78,6 @@ async def measure(
     others until there were ``rounds``.
     """
     engines = TimedEngines(seconds, answer)
-    settings = ServerSettings(
-        hf_checkpoint=str(model), host="127.0.0.1", session_timeout=600.0, tool_call_parser=None, reasoning_parser=None
-    )
-    children: list[ChildProcess] = []
-    keys = make_run_keys({}).sessions
-    environment = keys.environment()
-
-    def launch(socket: Path, worker: int, starts: int) -> ChildProcess:
-        log_path = log_dir / f"sessions-{worker}.log"
-        children.append(ChildProcess("s", settings.command(socket), log_path=log_path, environment=environment))
-        return children[-1]
-
-    service = SessionService(engines, launch, keys=keys, workers=workers)
-    await service.start()
     added: list[float] = []
 
     async def agents(number: int, http: aiohttp.ClientSession) -> None:
@@ -116,18 +104,12 @@ async def measure(
         assert collected.sample is not None
         assert collected.sample.metadata["turns"] == turns
 
-    try:
-        before, started = _cpu_seconds(children), time.perf_counter()
-        connector = aiohttp.TCPConnector(limit=0)
-        async with (
-            aiohttp.ClientSession(connector=connector, headers=keys.agents.headers()) as http,
-            asyncio.TaskGroup() as scope,
-        ):
+    async with running(engines, log_dir, model=model, workers=workers) as (service, http, cpu_seconds):
+        before, started = cpu_seconds(), time.perf_counter()
+        async with asyncio.TaskGroup() as scope:
             for number in range(concurrency):
                 scope.create_task(agents(number, http))
-        cpu, wall = _cpu_seconds(children) - before, time.perf_counter() - started
-    finally:
-        await service.stop()
+        cpu, wall = cpu_seconds() - before, time.perf_counter() - started
     p50, p99 = np.percentile(added, [50, 99])
     return {
         "p50_ms": 1e3 * p50,
@@ -138,8 +120,34 @@ async def measure(
     }
 
 
-def _cpu_seconds(children: Sequence[ChildProcess]) -> float:
-    return sum(sum(psutil.Process(child.pid).cpu_times()[:2]) for child in children)
+@asynccontextmanager
+async def running(
+    engines: EngineClient, log_dir: Path, *, model: Path = MODEL, workers: int = 1
+) -> AsyncIterator[tuple[SessionService, aiohttp.ClientSession, Callable[[], float]]]:
+    """Yield a service, a client of agents, and what tells the CPU seconds of its processes."""
+    settings = ServerSettings(
+        hf_checkpoint=str(model), host="127.0.0.1", session_timeout=600.0, tool_call_parser=None, reasoning_parser=None
+    )
+    children: list[ChildProcess] = []
+    keys = make_run_keys({}).sessions
+    environment = keys.environment()
+
+    def launch(socket: Path, worker: int, starts: int) -> ChildProcess:
+        log_path = log_dir / f"sessions-{worker}.log"
+        children.append(ChildProcess("s", settings.command(socket), log_path=log_path, environment=environment))
+        return children[-1]
+
+    def cpu_seconds() -> float:
+        return sum(sum(psutil.Process(child.pid).cpu_times()[:2]) for child in children)
+
+    service = SessionService(engines, launch, keys=keys, workers=workers)
+    await service.start()
+    try:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, headers=keys.agents.headers()) as http:
+            yield service, http, cpu_seconds
+    finally:
+        await service.stop()
 
 
 def rows() -> Iterator[Row]:

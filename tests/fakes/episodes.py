@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.trajectory.context import Context, Turn
 from miles_async.trajectory.rendering import Renderer
-from miles_async.trajectory.replies import ReplyParser
+from miles_async.trajectory.replies import THINK_TAGS, ReplyParser
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import Generation, JsonObject
 from tests.fakes.chat_formats import ORDINARY_TOKENS, STOPS, TOOLS, chat_format
-from tests.fakes.reply_parsers import PARSERS, split_think
+from tests.fakes.reply_parsers import BEGINS, PARSERS, split_think
 from tests.json_dict import JsonDict
 
 PARSER_OF = {"qwen3": "qwen", "llama3": "llama3", "glm": "glm"}
@@ -83,12 +83,15 @@ class Episode:
 
     def __post_init__(self) -> None:
         self.chat: ChatTemplate = chat_format(self.style)
-        parser = PARSERS[PARSER_OF[self.style]] if self.style in PARSER_OF else None
-        self.trajectory = Trajectory(
-            Renderer(self.chat),
-            ReplyParser(chat=self.chat, parse_calls=parser, split_reasoning=split_think),
-            as_template_writes=self.as_template_writes,
+        calls = PARSER_OF.get(self.style, "")
+        parser = ReplyParser(
+            chat=self.chat,
+            parse_calls=PARSERS.get(calls),
+            split_reasoning=split_think,
+            reasoning_tags=THINK_TAGS,
+            call_begins=BEGINS.get(calls),
         )
+        self.trajectory = Trajectory(Renderer(self.chat), parser, as_template_writes=self.as_template_writes)
         self.histories: dict[Turn, list[JsonObject]] = {}  # the messages up to each turn's reply
         self.said = 0
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from miles_async.sessions.protocols import chat_completions, messages, responses
 from miles_async.sessions.protocols.exchange import Exchange, Surroundings
 from miles_async.trajectory.context import Turn
+from miles_async.trajectory.messages import Message
+from miles_async.trajectory.replies import extends
+from miles_async.trajectory.streamed import StreamedTurn
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import Generation, JsonObject
 
@@ -22,20 +25,43 @@ class Client:
     items: list[Any] = field(default_factory=list)
     asked: int = 0
     history: dict[str, Any] = field(default_factory=dict)
+    streams: bool = False
 
     def exchange(self, appended: Sequence[JsonObject]) -> Exchange:
         """Append messages, which are those of chat completions, and ask for the model's turn."""
         self.asked += 1
         self.append(appended)
         around = Surroundings(answer_id=f"{self.asked}", decode=str, history=self.history)
-        return self.read(json.dumps(self.body()).encode(), around)
+        return self.read(json.dumps({**self.body(), "stream": self.streams}).encode(), around)
 
-    def take(self, trajectory: Trajectory, exchange: Exchange, sampled: Generation) -> Turn:
+    def take(self, trajectory: Trajectory, exchange: Exchange, sampled: Generation, pieces: Sequence[int] = ()) -> Turn:
+        """``pieces``: numbers of tokens that are streamed at once, one after the other."""
         request = exchange.turn
         context = trajectory.extend(request.messages, request.tools, request.options)
-        turn = trajectory.add(context, sampled, stops=request.stops, parallel_calls=request.parallel_calls)
+        reads = {"stops": request.stops, "parallel_calls": request.parallel_calls}
+        shown, events = None, b""
+        if exchange.writer is not None:
+            streamed = StreamedTurn(lambda: None)
+            streamed.begin(trajectory.parser, context, **reads)
+            for reply in self._shown(streamed, sampled.output_ids.tolist(), pieces):
+                events += exchange.writer.wrote(0, reply)
+            shown = streamed.end()
+        turn = trajectory.add(context, sampled, shown=shown, **reads)
+        if shown is not None:
+            assert extends(turn.reply, shown)
+            check_events(events + exchange.writer.ended([turn]), turn.reply)
         self.receive(json.loads(json.dumps(exchange.answer([turn]))))
         return turn
+
+    def _shown(self, streamed: StreamedTurn, token_ids: Sequence[int], pieces: Sequence[int]) -> Iterator[Message]:
+        at = 0
+        for count in pieces:
+            streamed(at, token_ids[at : at + count])
+            at = min(at + count, len(token_ids))
+            before = streamed.shown
+            if (reply := streamed.advance()) is not None:
+                assert extends(reply, before)
+                yield reply
 
     def read(self, body: bytes, around: Surroundings) -> Exchange:
         raise NotImplementedError
@@ -133,3 +159,42 @@ CLIENTS: dict[str, type[Client]] = {
 
 PATHS = {"chat completions": "chat/completions", "messages": "messages"}
 """Below the base URL; the others' is responses."""
+
+
+def parts_of(event: Any) -> dict[str, str]:
+    """What an event adds to reasoning, content, and arguments of calls, in any protocol."""
+    kind, delta = event.get("type"), event.get("delta")
+    match event:
+        case {"choices": [{"delta": new}]}:
+            call = "".join(call["function"]["arguments"] for call in new.get("tool_calls", ()))
+            found = {"reasoning": new.get("reasoning_content"), "content": new.get("content"), "call": call}
+        case {"delta": {"type": _}}:
+            found = {
+                "reasoning": delta.get("thinking"),
+                "content": delta.get("text"),
+                "call": delta.get("partial_json"),
+            }
+        case {"delta": str()}:
+            names = {"response.reasoning_text.delta": "reasoning", "response.output_text.delta": "content"}
+            found = {names.get(kind, "call"): delta}
+        case _:
+            found = {}
+    return {name: text for name, text in found.items() if text}
+
+
+def joined(events: Iterable[JsonObject]) -> dict[str, str]:
+    """Reasoning, content and arguments of calls that the events of a stream have."""
+    texts: dict[str, str] = {}
+    for event in events:
+        for name, text in parts_of(event).items():
+            texts[name] = texts.get(name, "") + text
+    return texts
+
+
+def check_events(events: bytes, reply: Message) -> None:
+    """Check that a stream has all of a reply, and nothing else."""
+    lines = [line.removeprefix(b"data: ") for line in events.split(b"\n") if line.startswith(b"data: {")]
+    found = joined(map(json.loads, lines))
+    assert found.get("content", "") == reply["content"]
+    assert found.get("reasoning", "") == reply.get("reasoning_content", "")
+    assert bool(found.get("call")) == bool(reply.get("tool_calls"))

@@ -74,6 +74,13 @@ def parse_glm(text: str, tools: Sequence[JsonObject]) -> tuple[str, list[Call]]:
 PARSERS: Mapping[str, ParseCalls] = {"qwen": parse_qwen, "llama3": parse_llama3, "glm": parse_glm}
 """Parsers by style."""
 
+BEGINS: Mapping[str, Sequence[str]] = {
+    "qwen": ("<tool_call>",),
+    "llama3": ("<|python_tag|>", "{"),
+    "glm": ("<tool_call>",),
+}
+"""What calls begin with."""
+
 
 def _json_call(text: str) -> Call | None:
     try:

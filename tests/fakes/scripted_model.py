@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from miles_async.seams.streams import OnTokens
 from miles_async.types import GenerateRequest, Generation
 
 Script = Callable[[int, list[int]], Sequence[int] | Exception]
@@ -15,7 +16,8 @@ Script = Callable[[int, list[int]], Sequence[int] | Exception]
 
 class ScriptedModel:
     """Log-prob of the n-th token of a call: -(n + 1) / 10; "experts" of a token: its id and the number of the call.
-    ``aborts``: calls that end after that many tokens.
+    ``aborts``: calls that end after that many tokens. Streams tell tokens one by one. ``holds``: numbers of
+    tokens after which they wait for an event; ``restarts``: calls that begin again, once, after that many tokens.
     """
 
     def __init__(self, script: Script, *, version: int = 0, seconds: float = 0.0) -> None:
@@ -23,6 +25,9 @@ class ScriptedModel:
         self.version = version
         self.seconds = seconds
         self.aborts: dict[int, int] = {}
+        self.holds: dict[int, asyncio.Event] = {}
+        self.restarts: dict[int, int] = {}
+        self.given_up = 0  # streams that ended before they were over
         self.requests: list[list[int]] = []
         self.sampling: list[dict[str, object]] = []
         self.routing_keys: list[str] = []
@@ -53,3 +58,22 @@ class ScriptedModel:
             prompt_tokens=len(request.input_ids),
             routed_experts=np.array([(token, call) for token in read]).astype(np.int16).reshape(-1, 2),
         )
+
+    async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> Generation:
+        call = len(self.requests)
+        generation = await self.generate(request)
+        try:
+            if call in self.restarts:
+                await self._tell(generation, self.restarts[call], on_tokens)
+                on_tokens(0, ())
+            await self._tell(generation, len(generation.output_ids), on_tokens)
+        except BaseException:
+            self.given_up += 1
+            raise
+        return generation
+
+    async def _tell(self, generation: Generation, count: int, on_tokens: OnTokens) -> None:
+        for at, token in enumerate(generation.output_ids[:count].tolist()):
+            on_tokens(at, [token])
+            if (held := self.holds.get(at + 1)) is not None:
+                await held.wait()

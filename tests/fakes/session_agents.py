@@ -21,7 +21,7 @@ from miles_async.trajectory.tree import Trajectory
 from miles_async.types import CollectedSession, JsonObject, OpenSession
 from tests.fakes.chat_formats import chat_format
 from tests.fakes.keys import KEYS
-from tests.fakes.reply_parsers import parse_qwen, split_think
+from tests.fakes.reply_parsers import BEGINS, parse_qwen, split_think
 from tests.fakes.scripted_model import ScriptedModel
 
 CHAT = chat_format("qwen3")
@@ -31,7 +31,12 @@ QUESTION = {"role": "user", "content": "17*4?"}
 
 
 PARSER = ReplyParser(
-    chat=CHAT, parse_calls=parse_qwen, split_reasoning=split_think, reasoning_tags=THINK_TAGS, call_style="qwen"
+    chat=CHAT,
+    parse_calls=parse_qwen,
+    split_reasoning=split_think,
+    reasoning_tags=THINK_TAGS,
+    call_style="qwen",
+    call_begins=BEGINS["qwen"],
 )
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from miles_async.arguments.sessions import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
-from miles_async.engines.sglang.reply_parsers import SGLangCalls, SGLangReasoning, importable
+from miles_async.engines.sglang.reply_parsers import CALL_BEGINS, SGLangCalls, SGLangReasoning, importable
 from miles_async.errors import ConfigurationError
 from miles_async.trajectory.rendering import Renderer
-from miles_async.trajectory.replies import ReplyParser
+from miles_async.trajectory.replies import ReplyParser, extends
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import Generation, JsonObject
 from miles_async.wiring.reply_parsers import reply_parser
@@ -278,3 +278,44 @@ assert not changed, changed
 """
     environment = {name: text for name, text in os.environ.items() if not name.startswith("SGLANG_")}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+
+
+# --------------------------------------------------------------------------------------------------- streams
+@each_family
+@pytest.mark.parametrize("before", ["", "Let me see. ", "Let me see.\n\n", " hm "])
+@pytest.mark.parametrize("case", CONVERSATIONS)
+def test_what_is_certain_of_a_text_is_a_beginning_of_its_reply(family: str, before: str, case: str) -> None:
+    name, write = FORMATS[family]
+    parser = ReplyParser(chat=chat_format("qwen3"), parse_calls=SGLangCalls(name), call_begins=CALL_BEGINS.get(name))
+    calls = write([("search", value) for value in CONVERSATIONS[case]])
+    for text in (before + calls, before + calls + " after", f"{before}no call", before + calls[: len(calls) // 2]):
+        reply, shown = parser.reply(text, "", [TOOL], "c"), parser.certain("", "", [TOOL])
+        for count in range(len(text) + 1):
+            certain = parser.certain(text[:count], "", [TOOL])
+            if extends(certain, shown):
+                shown = certain
+            assert extends(reply, shown), text[:count]
+    if name in CALL_BEGINS and before.startswith("Let"):
+        assert shown["content"] == before.rstrip()
+
+
+@pytest.mark.parametrize("name", sorted({*REASONING_PARSERS} - {"response_template"}))
+@pytest.mark.parametrize("opened", [True, False])
+def test_what_is_certain_of_reasoning_is_a_beginning_of_it(name: str, opened: bool) -> None:
+    split = SGLangReasoning(name)
+    parser = ReplyParser(
+        chat=chat_format("qwen3"),
+        split_reasoning=split,
+        reasoning_tags=(split.begin, split.end) if split.begin and split.end else None,
+        reasoning_grows=split.grows,
+    )
+    before = split.begin if opened else ""
+    for thought in ("hm", "\nhm, so \n", ""):
+        for rest in ("It is 68.", "\n\nIt is 68.\n", ""):
+            text = f"{'' if opened else split.begin}{thought}{split.end}{rest}"
+            reply, shown = parser.reply(text, before, (), "c"), parser.certain("", before, ())
+            for count in range(len(text) + 1):
+                certain = parser.certain(text[:count], before, ())
+                if extends(certain, shown):
+                    shown = certain
+                assert extends(reply, shown), text[:count]

@@ -52,7 +52,9 @@ def test_every_protocol_gives_the_same_samples(style: str, data: st.DataObject, 
     answers = anything() | canonical_answers(calls=1 if tools else 0) | calls_with(style)
     rounds = [(data.draw(questions()), data.draw(answers))]
     rounds += data.draw(st.lists(st.tuples(follow_ups(), answers), max_size=3))
+    pieces = data.draw(st.lists(st.integers(1, 9), max_size=40))
     samples = {name: [*tree(style, tools, name, rounds)] for name in CLIENTS}
+    samples |= {f"{name}, streamed": [*tree(style, tools, name, rounds, pieces)] for name in CLIENTS}
     expected = samples["chat completions"]
     assert len(expected) == 1  # no branch: each protocol gives back what it was given
     for name, found in samples.items():
@@ -60,17 +62,21 @@ def test_every_protocol_gives_the_same_samples(style: str, data: st.DataObject, 
 
 
 def tree(
-    style: str, tools: Sequence[JsonObject], protocol: str, rounds: Sequence[tuple[Sequence[JsonObject], Say]]
+    style: str,
+    tools: Sequence[JsonObject],
+    protocol: str,
+    rounds: Sequence[tuple[Sequence[JsonObject], Say]],
+    pieces: Sequence[int] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Branches that a client makes of a conversation."""
-    episode, client = Episode(style, tools), CLIENTS[protocol](tools)
+    """Branches that a client makes of a conversation. ``pieces``: it has its answers streamed, by so many tokens."""
+    episode, client = Episode(style, tools), CLIENTS[protocol](tools, streams=pieces is not None)
     turns: list[Turn] = []
     for appended, say in rounds:
         exchange = client.exchange(appended)
         request = exchange.turn
         context = episode.trajectory.extend(request.messages, request.tools, request.options)
         generation = episode.sampled(context, episode.output_ids(say, appended))
-        turns.append(client.take(episode.trajectory, exchange, generation))
+        turns.append(client.take(episode.trajectory, exchange, generation, pieces or ()))
     sample = episode.trajectory.sample()
     assert sample is not None
     kept = [turn.context.kept for turn in turns[1:]] + [len(turns[-1].sampled.output_ids)]

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,18 @@ _NOT_DETECTED = {
     "qwen": ("<tool_call>", '"arguments"'),  # Qwen2.5 and Hermes, which have no reasoning
 }
 """Marks of templates that SGLang does not detect, by parser."""
+
+CALL_BEGINS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("qwen", "qwen25", "hermes", "glm", "glm45"), ("<tool_call>",)),
+    "qwen3_coder": ("<tool_call>", "<function="),
+    "llama3": ("<|python_tag|>", "{"),
+    "mistral": ("[TOOL_CALLS",),
+    **dict.fromkeys(("deepseekv3", "deepseekv31"), ("<｜tool▁calls▁begin｜>",)),
+    "kimi_k2": ("<|tool_calls_section_begin|>",),
+}
+"""Texts one of which begins whatever a parser reads as calls, by parser; not known of others. Text in front of it stays
+as it is but for white space at its ends.
+"""
 
 _HARMONY = "gpt-oss"  # both parsers' name for the format of gpt-oss
 
@@ -101,7 +113,7 @@ class SGLangReasoning:
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """``name``: one of ``REASONING_PARSERS``. Raises ConfigurationError if the tokenizer lacks what it needs."""
         with importable():
-            from sglang.srt.parser.reasoning_parser import ReasoningParser
+            from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector, ReasoningParser
         self.name = name
         self._tokenizer = tokenizer
         self._parser: type[ReasoningParser] = ReasoningParser
@@ -109,6 +121,8 @@ class SGLangReasoning:
             detector = self._made(None).detector
         self.begin: str = getattr(detector, "think_start_token", "") or ""
         self.end: str = getattr(detector, "think_end_token", "") or ""
+        # Others look at the whole text. With this one, what follows the two texts doesn't change what is before.
+        self.grows = type(detector).detect_and_parse is BaseReasoningFormatDetector.detect_and_parse
 
     def __call__(self, text: str, before: str) -> tuple[str | None, str]:
         """See ``SplitReasoning``."""

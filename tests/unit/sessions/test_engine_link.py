@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -143,3 +143,41 @@ async def test_signs_of_life_are_told(tmp_path: Path) -> None:
     async with linked(Hanging(), tmp_path, told.put_nowait) as (link, *_), asyncio.timeout(10):
         await link.report(alive)
         assert await told.get() == alive
+
+
+# --------------------------------------------------------------------------------------------------- streams
+async def test_tokens_cross_the_link_before_the_answer(tmp_path: Path) -> None:  # covers: M13
+    model, came = ScriptedModel(lambda call, input_ids: [7, 8], version=3), asyncio.Queue[tuple[int, list[int]]]()
+    finish = model.holds[1] = asyncio.Event()
+    async with linked(model, tmp_path) as (link, *_), asyncio.timeout(10):
+        asking = asyncio.ensure_future(link.stream(REQUEST, lambda at, ids: came.put_nowait((at, [*ids]))))
+        assert await came.get() == (0, [7])
+        assert not asking.done()
+        finish.set()
+        assert (await asking).output_ids.tolist() == [7, 8]
+        assert await came.get() == (1, [8])
+
+
+async def test_a_stream_that_cannot_go_on_here_ends_there(tmp_path: Path) -> None:  # covers: M13
+    def said(at: int, token_ids: Sequence[int]) -> None:
+        raise TransientEngineError("it was shown")
+
+    model = ScriptedModel(lambda call, input_ids: [7, 8])
+    model.holds[1] = asyncio.Event()
+    async with linked(model, tmp_path) as (link, *_), asyncio.timeout(10):
+        with pytest.raises(TransientEngineError, match="it was shown"):
+            await link.stream(REQUEST, said)
+        while not model.given_up:  # noqa: ASYNC110, the model tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_does_not_stream_answers_as_a_whole(tmp_path: Path) -> None:
+    class Whole:
+        async def generate(self, request: GenerateRequest) -> Generation:
+            return await ScriptedModel(lambda call, input_ids: [7, 8]).generate(request)
+
+    def said(at: int, token_ids: Sequence[int]) -> None:
+        raise AssertionError
+
+    async with linked(Whole(), tmp_path) as (link, *_):
+        assert (await link.stream(REQUEST, said)).output_ids.tolist() == [7, 8]

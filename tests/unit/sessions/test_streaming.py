@@ -1,0 +1,229 @@
+"""Answers are streamed while they are sampled, in every protocol.
+
+# covers: M13
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from miles_async.types import JsonObject
+from tests.fakes.chat_formats import TOOLS
+from tests.fakes.protocol_clients import joined
+from tests.fakes.scripted_model import ScriptedModel
+from tests.fakes.session_agents import CALL, CHAT, END, QUESTION, Agent, agent_of, says
+
+PATHS = {"chat": "chat/completions", "responses": "responses", "messages": "messages"}
+each_protocol = pytest.mark.parametrize("protocol", PATHS)
+
+LONG = "It is sixty-eight, which is four times seventeen."
+THOUGHT = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}"
+
+
+def body_of(protocol: str, **options: object) -> JsonObject:
+    conversation = {"input": [QUESTION]} if protocol == "responses" else {"messages": [QUESTION]}
+    most = {"max_tokens": 400} if protocol == "messages" else {}
+    return {"model": "policy", **conversation, **most, "stream": True, **options}
+
+
+def tools_of(protocol: str) -> list[JsonObject]:
+    functions = [tool["function"] for tool in TOOLS]
+    if protocol == "responses":
+        return [{"type": "function", **function} for function in functions]
+    if protocol == "messages":
+        return [{"name": function["name"], "input_schema": function["parameters"]} for function in functions]
+    return [*TOOLS]
+
+
+@asynccontextmanager
+async def events_of(agent: Agent, protocol: str, **options: object) -> AsyncIterator[AsyncIterator[JsonObject]]:
+    """Data of the events of an answer, as they come."""
+    url = f"{agent.opened.base_url}/{PATHS[protocol]}"
+    headers = {"Authorization": f"Bearer {agent.client.api_key}"}
+    async with agent.http.post(url, json=body_of(protocol, **options), headers=headers) as response:
+        assert response.status == 200, await response.text()
+
+        async def events() -> AsyncIterator[JsonObject]:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
+        yield events()
+
+
+@each_protocol
+async def test_text_is_there_before_the_engine_has_finished(protocol: str) -> None:
+    model = ScriptedModel(says(LONG))
+    finish = model.holds[12] = asyncio.Event()
+    async with asyncio.timeout(30), agent_of(model) as agent, events_of(agent, protocol) as events:
+        first: list[JsonObject] = []
+        while not joined(first):
+            first.append(await anext(events))
+        assert LONG.startswith(joined(first)["content"])
+        finish.set()
+        rest = [event async for event in events]
+        sample = (await agent.collect()).sample
+    assert joined([*first, *rest]) == {"content": LONG}
+    assert sample is not None
+    assert sample.tokens[sample.loss_mask == 1].tolist() == [*CHAT.tokenize(LONG), *END]
+
+
+@each_protocol
+async def test_reasoning_text_and_call_are_those_of_an_answer_that_is_whole(protocol: str) -> None:
+    model = ScriptedModel(says(THOUGHT))
+    model.holds = {at: asyncio.Event() for at in range(1, len(CHAT.tokenize(THOUGHT)))}
+    async with asyncio.timeout(60), agent_of(model) as agent:
+        async with events_of(agent, protocol, tools=tools_of(protocol)) as events:
+            going = asyncio.create_task(_let_go(model))
+            came = [event async for event in events]
+            await going
+    assert joined(came) == {"reasoning": "hm", "content": "Let me see.", "call": '{"query": "17*4"}'}
+
+
+async def _let_go(model: ScriptedModel) -> None:
+    for held in model.holds.values():
+        await asyncio.sleep(0.01)
+        held.set()
+
+
+@each_protocol
+async def test_nothing_of_a_call_is_shown_as_text(protocol: str) -> None:
+    model = ScriptedModel(says(f"So: {CALL}"))
+    finish = model.holds[len(CHAT.tokenize(f"So: {CALL}")) - 2] = asyncio.Event()
+    async with asyncio.timeout(30), agent_of(model) as agent:
+        async with events_of(agent, protocol, tools=tools_of(protocol)) as events:
+            came: list[JsonObject] = []
+            while not joined(came):
+                came.append(await anext(events))
+            assert joined(came) == {"content": "So:"}
+            finish.set()
+            came += [event async for event in events]
+    assert joined(came) == {"content": "So:", "call": '{"query": "17*4"}'}
+
+
+@each_protocol
+async def test_a_publication_that_aborts_goes_unnoticed(protocol: str) -> None:
+    ids = [*CHAT.tokenize(LONG), *END]
+    model = ScriptedModel(lambda call, input_ids: ids if call == 0 else ids[8:])
+    model.aborts = {0: 8}
+    async with asyncio.timeout(30), agent_of(model) as agent:
+        async with events_of(agent, protocol) as events:
+            came = [event async for event in events]
+        sample = (await agent.collect()).sample
+    assert joined(came) == {"content": LONG}
+    assert len(model.requests) == 2
+    assert sample is not None
+    assert sample.tokens[sample.loss_mask == 1].tolist() == ids
+
+
+@each_protocol
+async def test_a_stream_ends_with_an_error_when_what_it_showed_is_thrown_away(protocol: str) -> None:
+    model = ScriptedModel(says(LONG))
+    model.restarts = {0: 12}
+    finish = model.holds[12] = asyncio.Event()
+    async with asyncio.timeout(30), agent_of(model) as agent:
+        async with events_of(agent, protocol) as events:
+            came: list[JsonObject] = []
+            while not joined(came):
+                came.append(await anext(events))
+            finish.set()
+            came += [event async for event in events]
+        assert "threw away" in came[-1]["error"]["message"]
+        assert model.given_up == 1
+        assert (await agent.chat(QUESTION)).choices[0].message.content == LONG
+        sample = (await agent.collect()).sample
+    assert sample is not None
+    assert (sample.metadata["turns"], sample.more_branches) == (1, ())
+    assert sample.tokens[sample.loss_mask == 1].tolist() == [*CHAT.tokenize(LONG), *END]
+
+
+@each_protocol
+async def test_nothing_is_kept_of_a_stream_that_ended_with_an_error(protocol: str) -> None:
+    model = ScriptedModel(says(LONG))
+    model.restarts = {0: 12}
+    finish = model.holds[12] = asyncio.Event()
+    async with asyncio.timeout(30), agent_of(model) as agent:
+        async with events_of(agent, protocol) as events:
+            async for event in events:
+                if joined([event]):
+                    finish.set()
+        collected = await agent.collect()
+    assert collected.sample is None
+    assert "threw away" in (collected.failure or "")
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages"])
+async def test_a_stop_is_in_the_tokens_and_not_in_the_stream(protocol: str) -> None:
+    text = "It is 68.\n### Next"
+    model = ScriptedModel(lambda call, input_ids: CHAT.tokenize(text))
+    model.holds = {at: asyncio.Event() for at in range(1, len(CHAT.tokenize(text)))}
+    stop = {"stop_sequences": ["###"]} if protocol == "messages" else {"stop": ["###"]}
+    async with asyncio.timeout(60), agent_of(model) as agent:
+        async with events_of(agent, protocol, **stop) as events:
+            going = asyncio.create_task(_let_go(model))
+            came = [event async for event in events]
+            await going
+        sample = (await agent.collect()).sample
+    assert joined(came) == {"content": "It is 68.\n"}
+    assert sample is not None
+    assert sample.tokens[sample.loss_mask == 1].tolist() == CHAT.tokenize(text)
+
+
+@each_protocol
+async def test_of_parallel_calls_that_are_not_allowed_the_first_one_is_streamed(protocol: str) -> None:
+    other = CALL.replace("17*4", "x")
+    alone = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    options = alone if protocol == "messages" else {"parallel_tool_calls": False}
+    both = {"query": "17*4"}, {"query": "x"}
+    async with asyncio.timeout(30), agent_of(ScriptedModel(says(f"So: {CALL}\n{other}"))) as agent:
+        for more, calls in (({}, both), (options, both[:1])):
+            async with events_of(agent, protocol, tools=tools_of(protocol), **more) as events:
+                came = [event async for event in events]
+            assert joined(came) == {"content": "So:", "call": "".join(map(json.dumps, calls))}
+
+
+async def test_what_nobody_was_shown_is_sampled_again_unnoticed() -> None:
+    model = ScriptedModel(says(f"{CALL} {LONG}"))
+    model.restarts = {0: 12}  # in the middle of a call
+    async with asyncio.timeout(30), agent_of(model) as agent, events_of(agent, "chat", tools=TOOLS) as events:
+        came = [event async for event in events]
+    assert joined(came)["call"] == '{"query": "17*4"}'
+
+
+@each_protocol
+async def test_an_agent_that_hangs_up_in_the_middle_ends_its_generation(protocol: str) -> None:
+    model = ScriptedModel(says(LONG))
+    model.holds[12] = asyncio.Event()
+    async with asyncio.timeout(30), agent_of(model) as agent:
+        async with events_of(agent, protocol) as events:
+            came: list[JsonObject] = []
+            while not joined(came):
+                came.append(await anext(events))
+        while not model.given_up:  # noqa: ASYNC110, the model tells nobody
+            await asyncio.sleep(0.01)
+        collected = await agent.collect()
+    assert (collected.sample, collected.waiting) == (None, True)
+
+
+async def test_several_answers_are_streamed_side_by_side() -> None:
+    model = ScriptedModel(says("first", "second"))
+    async with asyncio.timeout(30), agent_of(model) as agent, events_of(agent, "chat", n=2) as events:
+        texts = ["", ""]
+        async for event in events:
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["delta"].get("content") or ""
+    assert sorted(texts) == ["first", "second"]
+
+
+async def test_only_requests_that_ask_for_a_stream_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stream(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(ScriptedModel, "stream", stream)
+    async with agent_of(ScriptedModel(says("68"))) as agent:
+        assert (await agent.chat(QUESTION)).choices[0].message.content == "68"
