@@ -66,7 +66,7 @@ class Arguments:
     def has_reward(self) -> bool:
         """True if flags name a reward, or something that may give one."""
         rewards = self.rewards
-        return rewards.rm_type is not None or rewards.custom_rm_path is not None or self.sessions.is_multi_turn
+        return rewards.rm_type is not None or rewards.custom_rm_path is not None or self.sessions.may_reward
 
     @property
     def layout(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Trajectories of several turns: an environment of yours, or an agent that talks to the session server."""
+"""Trajectories of several turns: an environment, tools, or an agent that talks to the session server."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ REASONING_PARSERS = tuple(
 """SGLang's parsers of reasoning (sglang.srt.parser.reasoning_parser_names, 0.5.23)."""
 
 TurnHistory = Literal["sampled", "template"]
+McpSessions = Literal["episode", "run"]
+
+_EPISODES = ("environment_path", "mcp_server")
+_SEVERAL_TURNS = (*_EPISODES, "agent_path", "agent_command", "custom_generate_function_path")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +47,19 @@ class SessionsArguments:
         metavar="MODULE:ATTR",
     )
     environment_timeout: float = flag(
-        60.0, "seconds one step of an environment may take", metavar="SECONDS", needs=("environment_path",), above=0
+        60.0, "seconds one step of an environment may take", metavar="SECONDS", needs=_EPISODES, above=0
+    )
+    mcp_server: tuple[str, ...] = flag(
+        (),
+        "MCP servers whose tools the model may call, in an environment or alone: commands, which speak by standard "
+        "input and output, or URLs (streamable HTTP)",
+        metavar="COMMAND|URL",
+    )
+    mcp_sessions: McpSessions = flag(
+        "episode",
+        "sessions with MCP servers. episode: one per episode (of a command: a process), for servers with state; run: "
+        "one that all episodes share",
+        needs=("mcp_server",),
     )
     agent_path: str | None = flag(
         None, "module:attr of your Agent, a coroutine that is given the URL of its session", metavar="MODULE:ATTR"
@@ -70,14 +86,14 @@ class SessionsArguments:
     max_turns: int = flag(
         16,
         "turns of the model in one trajectory",
-        needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
+        needs=_SEVERAL_TURNS,
         at_least=1,
     )
     max_tokens_per_turn: int | None = flag(
         None,
         "tokens of one turn of the model (default: what is left of --rollout-max-response-len, which counts all turns "
         "and the text between them)",
-        needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
+        needs=_SEVERAL_TURNS,
         at_least=1,
     )
     tool_call_parser: str | None = flag(
@@ -85,21 +101,21 @@ class SessionsArguments:
         "how tool calls are written: a parser of SGLang, such as qwen or llama3; auto: the one that the chat template "
         "needs, if any; module:attr: your own; none: calls stay text",
         metavar="NAME",
-        needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
+        needs=_SEVERAL_TURNS,
     )
     reasoning_parser: str | None = flag(
         AUTO,
         "how reasoning is marked: a parser of SGLang, such as qwen3 (or think) or deepseek-r1; auto: the one that the "
         "chat template needs, if any; none: it stays in the content",
         metavar="NAME",
-        needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
+        needs=_SEVERAL_TURNS,
     )
     turn_history: TurnHistory = flag(
         "sampled",
         "tokens each turn continues. sampled: those of the turns before it; template: the conversation as the chat "
         "template renders it, as in production, which starts a new branch where it differs from what was sampled (such "
         "as without earlier reasoning)",
-        needs=("environment_path", "agent_path", "agent_command", "custom_generate_function_path"),
+        needs=_SEVERAL_TURNS,
     )
 
     @property
@@ -108,6 +124,21 @@ class SessionsArguments:
         return self.agent_path is not None or self.agent_command is not None
 
     @property
+    def plays_episodes(self) -> bool:
+        """True if trajectories are episodes of an environment, or of tools."""
+        return self.environment_path is not None or bool(self.mcp_server)
+
+    @property
+    def may_reward(self) -> bool:
+        """True if trajectories may come with a reward; tools alone give none."""
+        return self.environment_path is not None or self.runs_agent
+
+    @property
     def is_multi_turn(self) -> bool:
         """True if trajectories may have several turns."""
-        return self.environment_path is not None or self.runs_agent
+        return self.plays_episodes or self.runs_agent
+
+
+def is_url(server: str) -> bool:
+    """True for a URL, False for a command of ``--mcp-server``."""
+    return server.startswith(("http://", "https://"))

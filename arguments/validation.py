@@ -25,7 +25,7 @@ from miles_async.arguments.problems import refuse
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
 from miles_async.arguments.routing import check_routing_replay
 from miles_async.arguments.server_groups import check_server_groups
-from miles_async.arguments.sessions import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
+from miles_async.arguments.sessions import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS, is_url
 from miles_async.arguments.specification import MODULE_ATTR, flag_specifications
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
 from miles_async.arguments.supervised_checks import check_supervised
@@ -230,14 +230,26 @@ def check_trajectories(arguments: Arguments) -> Iterator[str]:
     given = [flag for flag, origin in origins.items() if origin is not None]
     if len(given) > 1:
         yield f"{' and '.join(given)} each make trajectories: give one of them"
+    if sessions.mcp_server and given not in ([], ["--environment-path"]):
+        yield f"--mcp-server with {given[0]}, which calls tools itself: connect them there"
+    given = given or ["--mcp-server"]
     if sessions.is_multi_turn and not arguments.data.apply_chat_template:
         yield f"{given[0]} needs the chat template between turns: leave --no-apply-chat-template out"
     if sessions.agent_command is not None:
-        try:
-            if not shlex.split(sessions.agent_command):
-                yield "--agent-command is empty: expected a command"
-        except ValueError as error:  # a quotation that does not end
-            yield f"--agent-command {sessions.agent_command}: expected a command as a shell splits it: {error}"
+        yield from _command_problems("--agent-command", sessions.agent_command)
+    for server in sessions.mcp_server:
+        if not is_url(server):
+            yield from _command_problems("--mcp-server", server)
+    if twice := {server for server in sessions.mcp_server if sessions.mcp_server.count(server) > 1}:
+        yield f"--mcp-server {min(twice)} is given twice: its tools would have one name each twice"
+
+
+def _command_problems(flag: str, command: str) -> Iterator[str]:
+    try:
+        if not shlex.split(command):
+            yield f"{flag} is empty: expected a command"
+    except ValueError as error:  # a quotation that does not end
+        yield f"{flag} {command}: expected a command as a shell splits it: {error}"
 
 
 def check_evaluation(arguments: Arguments) -> Iterator[str]:
@@ -260,7 +272,7 @@ def check_deadlines(arguments: Arguments) -> Iterator[str]:
     }
     if arguments.sessions.runs_agent:
         watched["--agent-timeout"] = arguments.sessions.agent_timeout
-    if arguments.sessions.environment_path is not None:
+    if arguments.sessions.plays_episodes:
         watched["--environment-timeout"] = arguments.sessions.environment_timeout
     for flag, seconds in watched.items():
         if limit < seconds:

@@ -74,14 +74,16 @@ class CommandAgent:
         return None
 
 
-def command_words(command: str) -> list[str]:
-    """Split a command into its program and arguments. Raises ConfigurationError if there is no such program here."""
+def command_words(command: str, flag: str = "--agent-command") -> list[str]:
+    """Split the command of a flag into its program and arguments. Raises ConfigurationError if there is no such program
+    here.
+    """
     program, *arguments = shlex.split(command)
     if program in ("python", "python3"):
         program = sys.executable
     if shutil.which(program) is None:
         raise ConfigurationError(
-            f"--agent-command {command}: there is no program {program!r} in PATH or at that path. No shell reads the "
+            f"{flag} {command}: there is no program {program!r} in PATH or at that path. No shell reads the "
             "command; where it needs one, give sh -c '...'"
         )
     return [program, *arguments]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_async.api import Agent, EngineClient, Environment, Generate, MakeEnvironment
+from miles_async.api import Agent, EngineClient, Generate
 from miles_async.arguments import Arguments
 from miles_async.arguments.prompt_limit import trajectory_limit
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
@@ -17,7 +17,7 @@ from miles_async.rollout.agent import AgentGenerate, RunAgent
 from miles_async.rollout.agent_command import CommandAgent, command_words
 from miles_async.rollout.generate import Began, SingleTurnGenerate
 from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
-from miles_async.runtime.hooks import load_factory, load_object
+from miles_async.runtime.hooks import load_object
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.keys import SessionKeys
 from miles_async.runtime.processes.child_process import ChildProcess
@@ -26,6 +26,8 @@ from miles_async.sessions.service import SessionService
 from miles_async.sessions.session import SessionSettings
 from miles_async.trajectory.taker import Limits, trajectory_factory
 from miles_async.types import CollectedSession, JsonObject, OpenSession, Prompt, Sample
+from miles_async.wiring.engines import Service
+from miles_async.wiring.environments import check_environments, run_environments
 from miles_async.wiring.reply_parsers import call_hook, reply_parser
 from miles_async.wiring.session_process import ServerSettings
 
@@ -33,7 +35,7 @@ Sampling = JsonObject
 
 
 class Episodes:
-    """Generates for training and evaluation, and the session server where agents need one."""
+    """Generates for training and evaluation, and the ``services`` that they need: servers of sessions and of tools."""
 
     def __init__(
         self,
@@ -60,10 +62,15 @@ class Episodes:
                 reply_parser(template, sessions.tool_call_parser, sessions.reasoning_parser),
                 turn_history=sessions.turn_history,
             )
-            if sessions.environment_path is not None
+            if sessions.plays_episodes
             else None
         )
-        self.service = self._session_service(client) if sessions.runs_agent else None
+        self._environments = run_environments(sessions, self._log_dir) if sessions.plays_episodes else None
+        self._agents = self._session_service(client) if sessions.runs_agent else None
+        self.services: list[Service] = [
+            *(self._environments.services if self._environments else ()),
+            *([self._agents] if self._agents else []),
+        ]
 
     def generate(self, sampling: Sampling, *, trained: bool) -> Generate:
         """``sampling``: SGLang's parameters, with ``max_new_tokens`` for all turns together. ``trained``: what is
@@ -73,14 +80,14 @@ class Episodes:
         path = self._arguments.rollout.custom_generate_function_path
         if path is not None:
             return load_object(path, Generate, "--custom-generate-function-path")
-        if self.service is not None:
+        if self._agents is not None:
             may_constrain = not trained or self._arguments.algorithm.heeds_rollout_logprobs
-            opened = SessionsOfRun(self.service, dict(sampling), self._limits(sampling), may_constrain)
+            opened = SessionsOfRun(self._agents, dict(sampling), self._limits(sampling), may_constrain)
             return AgentGenerate(sessions=opened, run_agent=self._agent(), timeout=sessions.agent_timeout)
         if self._make_trajectory is not None:
-            assert sessions.environment_path is not None
+            assert self._environments is not None
             return MultiTurnGenerate(
-                make_environment=_environment_factory(sessions.environment_path),
+                make_environment=self._environments.make,
                 make_trajectory=self._make_trajectory,
                 sampling=sampling,
                 limits=self._limits(sampling),
@@ -167,6 +174,7 @@ def _circuit(arguments: Arguments, services: Services) -> Circuit:
     origins = {
         "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
         "--environment-path": arguments.sessions.environment_path,
+        "--mcp-server": " ".join(arguments.sessions.mcp_server) or None,
         "--agent-path": arguments.sessions.agent_path,
         "--agent-command": arguments.sessions.agent_command,
     }
@@ -179,7 +187,7 @@ def run_template(arguments: Arguments) -> ChatTemplate:
     return ChatTemplate(
         load_tokenizer(arguments.model.directory, arguments.model.trust_remote_code),
         arguments.data.apply_chat_template,
-        continues_answers=arguments.sessions.environment_path is None,
+        continues_answers=not arguments.sessions.plays_episodes,
     )
 
 
@@ -189,10 +197,6 @@ def run_services(arguments: Arguments) -> Services:
     return Services(outage_timeout=rollout.service_outage_timeout, max_failures=rollout.max_sample_failures)
 
 
-def _environment_factory(path: str) -> MakeEnvironment:
-    return load_factory(path, MakeEnvironment, Environment, "--environment-path")
-
-
 def _loaded_agent(path: str) -> RunAgent:
     return load_object(path, Agent, "--agent-path")
 
@@ -200,8 +204,7 @@ def _loaded_agent(path: str) -> RunAgent:
 def check_hooks(arguments: Arguments) -> None:
     """Import what a run would; it loads them again. Raises ConfigurationError."""
     sessions = arguments.sessions
-    if sessions.environment_path is not None:
-        _environment_factory(sessions.environment_path)
+    check_environments(sessions)
     if sessions.agent_path is not None:
         _loaded_agent(sessions.agent_path)
     if sessions.agent_command is not None:

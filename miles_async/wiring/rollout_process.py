@@ -100,8 +100,8 @@ async def build_rollout(
     )
     oldest = _oldest_versions(arguments, engines.train)
     episodes = Episodes(arguments, engines.train.client, template, run_dir, services, oldest.note, keys.sessions)
-    if episodes.service is not None:
-        engines.add(episodes.service)
+    for service in episodes.services:
+        engines.add(service)
     ledger = LedgerWriter(run_dir / LEDGER_FILE)
     schedule = ScheduleWriter(run_dir / SCHEDULE_FILE) if arguments.observability.record else None
     samples = sample_recorder(arguments.observability, template)

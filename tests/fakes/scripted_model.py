@@ -29,6 +29,7 @@ class ScriptedModel:
         self.restarts: dict[int, int] = {}
         self.given_up = 0  # streams that ended before they were over
         self.requests: list[list[int]] = []
+        self.said: list[list[int]] = []
         self.sampling: list[dict[str, object]] = []
         self.routing_keys: list[str] = []
 
@@ -47,6 +48,7 @@ class ScriptedModel:
         output = np.array(said[:room], np.int32)
         if call in self.aborts:
             output, finish = output[: self.aborts[call]], "abort"
+        self.said.append(output.tolist())
         read = [*input_ids, *output.tolist()][request.experts_from : -1]
         return Generation(
             output_ids=output,

@@ -76,6 +76,7 @@ MADE_LATER = {
     ),
     *("logs/driver.log", "logs/rollout.log", "logs/engine-0.0.log", "logs/engine-0.1.log"),
     *(
+        "logs/mcp-servers.log",
         "logs/router.0.log",
         "logs/engine_imports.log",
         "logs/rank_imports.log",

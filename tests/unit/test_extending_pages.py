@@ -1,4 +1,4 @@
-"""The examples of docs/extending work: their files are written as shown, their tests run, their hooks loaded."""
+"""Examples of docs/extending and docs/environments.md work: files as shown, their tests pass, hooks are loaded."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from miles_async.seams import InferenceServer
 from miles_async.weights.transports.spec import TransportSpec
 
 PAGES = Path(__file__).parents[2] / "docs" / "extending"
+WITH_EXAMPLES = [*sorted(PAGES.glob("*.md")), PAGES.parent / "environments.md"]
 FILE = re.compile(r"```python\n# (?P<name>\w+)\.py\n(?P<source>.*?)```", re.DOTALL)
 FLAG = re.compile(r"^    (?:.*\s)?(?P<flag>--[\w-]+) (?P<hook>\w+:\w+)", re.MULTILINE)
 
@@ -56,7 +57,7 @@ def examples() -> list[tuple[Path, str, str]]:
     """Return every test of every page: (page, module, function)."""
     return [
         (page, module, name)
-        for page in sorted(PAGES.glob("*.md"))
+        for page in WITH_EXAMPLES
         for module, source in files(page).items()
         if module.startswith("test_")
         for name in re.findall(r"^(?:async )?def (test_\w+)", source, re.MULTILINE)
@@ -92,7 +93,7 @@ async def test_the_test_of_an_example_passes(
 
 HOOKS = [
     (page, found["flag"], found["hook"])
-    for page in sorted(PAGES.glob("*.md"))
+    for page in WITH_EXAMPLES
     for found in FLAG.finditer(page.read_text(encoding="utf-8"))
 ]
 

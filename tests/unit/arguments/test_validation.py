@@ -490,6 +490,27 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             {"agent_command": "python 'agent.py"},
             "--agent-command python 'agent.py: expected a command as a shell splits it: No closing quotation",
         ),
+        case("empty server", {"mcp_server": ("",)}, "--mcp-server is empty"),
+        case(
+            "open quotation of a server", {"mcp_server": ("a 'b",)}, "--mcp-server a 'b: expected a command as a shell"
+        ),
+        case("server twice", {"mcp_server": ("a", "a")}, "--mcp-server a is given twice"),
+        case(
+            "tools of an agent",
+            {"mcp_server": ("a",), "agent_path": "a:b"},
+            "--mcp-server with --agent-path, which calls tools itself",
+        ),
+        case(
+            "tools without a template",
+            {"mcp_server": ("a",), "apply_chat_template": False},
+            "--mcp-server needs the chat template",
+        ),
+        case("tools without a reward", {"mcp_server": ("a",), "rm_type": None}, "no reward"),
+        case(
+            "impatient watchdog of tools",
+            {"mcp_server": ("a",), "environment_timeout": 5000},
+            "--environment-timeout 5000",
+        ),
         case("malformed environment", {"environment_path": "a.b"}, "--environment-path a.b: expected module:attr"),
         case(
             "unknown calls", {"tool_call_parser": "quen"}, "--tool-call-parser quen: expected one of auto, apertus2509"

@@ -305,6 +305,7 @@ def test_exit_code_tells_how_a_run_ended(
             "--custom-tracker-path no_such_module:Tracker: there is no",
         ),
         (["--agent-command", "no-such-agent --fast"], "there is no program 'no-such-agent'"),
+        (["--mcp-server", "no-such-server"], "--mcp-server no-such-server: there is no program 'no-such-server'"),
         (["--device", "cuda", "--rollout-num-gpus", "1000"], "1001 GPUs are asked for and this machine has"),
         (["--device", "cuda", "--sglang-enable-nccl-nvls"], "export NCCL_NVLS_ENABLE=1"),
     ],

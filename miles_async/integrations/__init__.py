@@ -1,0 +1,1 @@
+"""Environments and tools of other packages (docs/environments.md): a file is imported by runs with its flag alone."""

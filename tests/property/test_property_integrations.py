@@ -1,0 +1,76 @@
+"""Whatever the model says to an environment of another package, the tokens that are trained are those it sampled.
+
+# covers: M14, R3
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles_async.api import MakeEnvironment
+from miles_async.integrations.mcp_session import Answer, McpServer, McpSession
+from miles_async.integrations.mcp_tools import MakeWithTools, McpServers
+from miles_async.types import JsonObject
+from tests.fakes.chat_formats import ORDINARY_TOKENS
+from tests.fakes.episodes import texts, words
+from tests.fakes.faithful import assert_faithful
+from tests.fakes.scripted_model import ScriptedModel
+from tests.unit.rollout.test_multi_turn import ATTEMPT, CHAT, END, generate_with
+
+
+def ended(text: str) -> list[int]:
+    return [*CHAT.tokenize(text), *END]
+
+
+def called(tool: str, argument: str) -> list[int]:
+    return ended(f'<tool_call>\n{{"name": "{tool}", "arguments": {{"text": "{argument}"}}}}\n</tool_call>')
+
+
+anything = st.lists(st.integers(0, ORDINARY_TOKENS - 1), min_size=1, max_size=12).flatmap(
+    lambda ids: st.sampled_from([ids, [*ids, *END]])
+)
+Turns = st.SearchStrategy[list[list[int]]]
+
+
+def turns_of(said: st.SearchStrategy[list[int]]) -> Turns:
+    """Turns as a model means them, among others that no tokenizer would make of their text, ended or cut."""
+    return st.lists(said | anything, min_size=1, max_size=5)
+
+
+def episode_is_faithful(make: MakeEnvironment, turns: list[list[int]]) -> None:
+    model = ScriptedModel(lambda call, input_ids: turns[min(call, len(turns) - 1)], version=3)
+    sample = asyncio.run(generate_with(make, max_turns=len(turns), step_timeout=20.0)(model, ATTEMPT, 0))
+    assert_faithful(sample, model, CHAT)
+
+
+class Saying(McpSession):
+    """A session with a server that says whatever is drawn."""
+
+    def __init__(self, answer: Callable[[], str]) -> None:
+        super().__init__(McpServer("a server", Path()))
+        self._answer = answer
+
+    async def call(self, tool: str, arguments: JsonObject) -> Answer:
+        return Answer(self._answer())
+
+
+class SayingServers(McpServers):
+    def __init__(self, answer: Callable[[], str]) -> None:
+        super().__init__(["a server"], shared=False, start_timeout=1.0, log_path=Path())
+        self._server_of["echo"] = self._servers[0]
+        self.tools = [{"type": "function", "function": {"name": "echo", "description": "", "parameters": {}}}]
+        self._saying = Saying(answer)
+
+    def session_for(self, tool: str, own: dict[McpServer, McpSession]) -> McpSession:
+        return self._saying
+
+
+@settings(max_examples=40)
+@given(data=st.data(), turns=turns_of(st.builds(called, st.sampled_from(["echo", "none"]), words)))
+def test_tools_of_mcp_servers(data: st.DataObject, turns: list[list[int]]) -> None:
+    episode_is_faithful(MakeWithTools(SayingServers(lambda: data.draw(texts)), None), turns)

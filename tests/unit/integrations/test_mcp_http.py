@@ -1,0 +1,88 @@
+"""The SDK's own server at a URL and as a command: the calculator's example."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from miles_async.errors import ServiceUnavailableError
+from miles_async.integrations.mcp_tools import MakeWithTools, McpServers
+from tests.unit.integrations.test_mcp_tools import PROMPT, contents, turn
+
+MODULE = "examples.calculator_tool.mcp_server"
+
+
+@dataclass(frozen=True)
+class Listening:
+    process: asyncio.subprocess.Process
+    url: str
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Listening]:
+    """A server of the SDK, which is killed at the end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", MODULE, str(port))
+    try:
+        await listening(port)
+        yield Listening(process, f"http://127.0.0.1:{port}/mcp")
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def listening(port: int) -> None:
+    for _ in range(600):
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionError:
+            await asyncio.sleep(0.1)
+        else:
+            writer.close()
+            return
+    raise AssertionError("the server did not start within 60 s")
+
+
+async def calculates(server: str, tmp_path: Path) -> None:
+    servers = McpServers([server], shared=False, start_timeout=60.0, log_path=tmp_path / "mcp.log")
+    await servers.start()
+    one, other = (MakeWithTools(servers, None)(PROMPT) for _ in range(2))
+    (tool,) = one.tools()
+    assert tool["function"]["name"] == "calculator"
+    assert list(tool["function"]["parameters"]["properties"]) == ["expression"]
+    told = await asyncio.gather(*(contents(each, ("calculator", {"expression": "17*23"})) for each in (one, other)))
+    assert told == [["391"], ["391"]]
+    wrong = await one.step(turn(("calculator", {"formula": "17*23"})))
+    assert "expression" in wrong.messages[0]["content"]  # which of its arguments is missing
+    assert wrong.metrics["tool_errors"] == 1
+    await asyncio.gather(one.close(), other.close())
+
+
+async def test_a_server_of_the_sdk_is_a_command(tmp_path: Path) -> None:
+    await calculates(f"python -m {MODULE}", tmp_path)
+
+
+async def test_a_server_of_the_sdk_is_a_url(server: Listening, tmp_path: Path) -> None:
+    await calculates(server.url, tmp_path)
+
+
+async def test_a_url_that_stops_answering_is_a_service_that_is_down(server: Listening, tmp_path: Path) -> None:
+    # covers: C6
+    servers = McpServers([server.url], shared=False, start_timeout=60.0, log_path=tmp_path / "mcp.log")
+    await servers.start()
+    environment = MakeWithTools(servers, None)(PROMPT)
+    assert await contents(environment, ("calculator", {"expression": "1+1"})) == ["2"]
+    server.process.kill()
+    await server.process.wait()
+    for each in (environment, MakeWithTools(servers, None)(PROMPT)):  # in a session, and without one
+        with pytest.raises(ServiceUnavailableError, match=f"the MCP server {server.url} failed: ConnectError"):
+            await asyncio.wait_for(each.step(turn(("calculator", {"expression": "1+1"}))), 20)
+        await each.close()
