@@ -19,10 +19,11 @@ from pathlib import Path
 
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.checkpoints.files import Checkpoint, list_checkpoints
-from miles_async.commands.stop import end_leftovers
 from miles_async.errors import ConfigurationError
+from miles_async.runs.ending import end_leftovers
+from miles_async.runs.starting import train_command
 from miles_async.runtime.files.owned_directory import sweep_temporary
-from miles_async.runtime.files.run_directory import move_aside
+from miles_async.runtime.files.run_directory import copy_code, move_aside
 from miles_async.runtime.processes import dies_with_parent
 from miles_async.runtime.processes.restarts import RestartBudget, RunRestart, restarts_variable
 from miles_async.runtime.processes.run_process import read_run_process
@@ -37,7 +38,7 @@ def keep_running(words: Sequence[str], checkpoint: CheckpointArguments, run_dir:
 
     ``staging``: ``--weight-staging-dir``.
     """
-    command = [sys.executable, "-m", "miles_async", "train", *words, "--max-run-restarts", "0"]
+    command = train_command([*words, "--max-run-restarts", "0"])
     return asyncio.run(RunKeeper(command, checkpoint, run_dir, staging).run())
 
 
@@ -113,7 +114,10 @@ class RunKeeper:
         """Record and report a restart. Return the flags that resume from the newest checkpoint."""
         own = [checkpoint for checkpoint in list_checkpoints(self._save) if _mark(checkpoint) not in self._foreign]
         newest = str(own[-1].directory) if own else None
-        aside = move_aside(self._run_dir) if self._run_dir.exists() else self._run_dir
+        aside = self._run_dir
+        if aside.exists():
+            aside = move_aside(self._run_dir)
+            copy_code(aside, self._run_dir)
         restart = RunRestart(at=time.time(), reason=reason, run_dir=str(aside), checkpoint=newest)
         self._restarts.append(restart)
         _say(f"{restart}; restart {len(self._restarts)}, of {self._max_restarts} per hour")

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-import socket
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from miles_async.arguments.config_file import read_config_file
 from miles_async.commands.parser import CommandParser
-from miles_async.errors import ConfigurationError, StalledError
-from miles_async.runtime.files.owned_directory import sweep_temporary
-from miles_async.runtime.files.run_directory import CONFIG_FILE
-from miles_async.runtime.processes.run_process import (
-    RunProcess,
-    find_driver,
-    find_marked,
-    kill_marked,
-    read_run_process,
-)
-
-STOP_SECONDS = 90.0  # for the driver to end by itself: both sides, Ray, the summary
-LEFTOVER_SECONDS = 10.0  # for processes that outlive the driver briefly
-POLL_SECONDS = 0.1
+from miles_async.runs.ending import STOP_SECONDS, end_run
 
 
 def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
-    """Run ``miles-async stop``; return the exit code.
-
-    Raises:
-        ConfigurationError: no such run, or it is on another machine.
-        StalledError: a process cannot be ended.
-    """
+    """Run ``miles-async stop``; return the exit code. Raises what ``runs.ending.end_run`` does."""
     parser = CommandParser(
         prog="miles-async stop",
         description="End a run as Ctrl-C would, in order and with its summary; then clean up what is left.",
@@ -47,43 +24,5 @@ def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
         help="seconds to wait for an orderly shutdown before killing processes (default: %(default)g)",
     )
     parsed = parser.parse_args(words)
-    run = read_run_process(parsed.directory)
-    if run.host != socket.gethostname():
-        raise ConfigurationError(f"{parsed.directory}: the run was started on {run.host}; stop it there")
-    driver = find_driver(run)
-    if driver is None:
-        say(f"the run in {parsed.directory} is over")
-    else:
-        say(f"stopping the run in {parsed.directory} (process {driver.pid})")
-        driver.send_signal(signal.SIGTERM)
-        if not _until(lambda: find_driver(run) is None, parsed.timeout):
-            say(f"it did not end within {parsed.timeout:g} s; killing its processes")
-            driver.kill()
-    end_leftovers(run, say)
-    sweep_temporary(_staging_directory(parsed.directory))
+    end_run(parsed.directory, parsed.timeout, say)
     return 0
-
-
-def _staging_directory(run_dir: Path) -> Path | None:
-    """The run's ``--weight-staging-dir``; None if it has none, or ended before it wrote its flags."""
-    with suppress(ConfigurationError):
-        values, _ = read_config_file(run_dir / CONFIG_FILE)
-        named = values.get("weight_staging_dir")
-        return Path(str(named)) if named is not None else None
-    return None
-
-
-def end_leftovers(run: RunProcess, say: Callable[[str], None]) -> None:
-    """Wait for the end of a run's processes, and kill the remaining ones. Raises StalledError if that fails."""
-    if _until(lambda: not find_marked(run), LEFTOVER_SECONDS):
-        return
-    say(f"killing what is left: {', '.join(kill_marked(run))}")
-    if not _until(lambda: not find_marked(run), LEFTOVER_SECONDS):
-        raise StalledError(f"processes that cannot be killed: {[process.pid for process in find_marked(run)]}")
-
-
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (holds := condition()) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    return holds

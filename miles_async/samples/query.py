@@ -62,12 +62,20 @@ class Query:
         return any(wanted in text.casefold() for text in (row.prompt, row.response, row.messages or ""))
 
 
-def find(run_dir: Path, query: Query, unreadable: Callable[[DataError], None]) -> Iterator[SampleSummary]:
-    """Yield the rows that match, by step. ``unreadable``: called for files that cannot be read, or are gone by then."""
+def find(
+    run_dir: Path,
+    query: Query,
+    unreadable: Callable[[DataError], None],
+    read: Callable[[Path], Sequence[SampleSummary]] = read_summaries,
+) -> Iterator[SampleSummary]:
+    """Yield the rows that match, by step. ``unreadable``: called for files that cannot be read, or are gone by then.
+
+    ``read``: reads the rows of a file.
+    """
     for file in samples_files(run_dir):
         if (query.kind is None or query.kind == file.kind) and (not query.steps or file.step in query.steps):
             try:
-                rows = read_summaries(file.path)
+                rows = read(file.path)
             except DataError as error:
                 unreadable(error)
                 continue

@@ -56,7 +56,7 @@ MADE_LATER = {
     *("summary.json", "metrics.jsonl", "reward.png", "config.toml", "dead_letters.jsonl", "restarts.json"),  # by a run
     *("ledger.sqlite", "readmit.json", "schedule.msgpack", "run.json", "stall.txt", "samples/", "profiles/"),
     *("samples/train-00000010.parquet", "samples/eval-00000010.parquet", "samples/state.json"),
-    *("report.html", "runs/quickstart/report.html"),
+    *("console.log", "carried/", "report.html", "runs/quickstart/report.html"),
     ".venv/docs",  # by make docs
     *(
         "logs/",

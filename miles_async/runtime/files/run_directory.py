@@ -10,6 +10,7 @@ import asyncio
 import difflib
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ CONFIG_FILE = "config.toml"  # every flag in force
 LEDGER_FILE = "ledger.sqlite"
 SCHEDULE_FILE = "schedule.msgpack"  # --record
 PROFILES = "profiles"  # directory: --profile-step
+CODE_DIRECTORY = "carried"  # functions and classes given to miles_async.start, written before the run starts
 
 _WATCH_SECONDS = 1.0
 
@@ -55,7 +57,7 @@ class Claim:
 
 @contextmanager
 def claimed(directory: Path, control: Path) -> Iterator[Claim]:
-    """Claim ``directory`` for this process's run: empty but for ``run.json`` and a ``logs`` folder.
+    """Claim ``directory`` for this process's run: empty but for ``run.json``, carried code and a ``logs`` folder.
 
     An earlier run's directory is renamed to ``<name>.<time>``. ``control``: the socket of this run (control.py).
     Raises ConfigurationError where :func:`check_run_directory` does, and if the directory cannot be made.
@@ -85,6 +87,21 @@ def move_aside(directory: Path) -> Path:
         os.close(lock)
 
 
+def copy_code(earlier: Path, directory: Path) -> None:
+    """Give the run that will start in ``directory`` the code that was carried to an earlier life of it."""
+    if (earlier / CODE_DIRECTORY).is_dir():
+        shutil.copytree(earlier / CODE_DIRECTORY, directory / CODE_DIRECTORY)
+
+
+def owner_of(directory: Path) -> tuple[int, int] | None:
+    """Tell the run that has a directory from all others; None if none has it. Device and inode of ``run.json``."""
+    try:
+        found = (directory / RUN_FILE).stat()
+    except FileNotFoundError:
+        return None
+    return (found.st_dev, found.st_ino) if found.st_size else None
+
+
 def check_run_directory(directory: Path) -> None:
     """Raise ConfigurationError unless a run could claim ``directory`` now. Changes nothing."""
     place = directory.resolve()
@@ -95,7 +112,7 @@ def check_run_directory(directory: Path) -> None:
                 "aside by the next run: choose a separate one, such as runs/latest"
             )
     try:
-        if not directory.is_dir() or not any(directory.iterdir()):
+        if not directory.is_dir() or all(path.name == CODE_DIRECTORY for path in directory.iterdir()):
             return
         if not (directory / RUN_FILE).is_file():
             raise ConfigurationError(

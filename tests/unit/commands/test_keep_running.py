@@ -21,6 +21,7 @@ from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.checkpoints.files import checkpoint_directory
 from miles_async.commands.keep_running import RunKeeper
 from miles_async.commands.ledger import ledger
+from miles_async.runtime.files.run_directory import CODE_DIRECTORY
 from miles_async.runtime.processes.restarts import read_restarts
 
 # A life of a run: writes what a driver would, then ends as the next word of "endings" says.
@@ -36,7 +37,7 @@ ending, *rest = endings.read_text().split()
 endings.write_text(" ".join(rest))
 with endings.with_suffix(".lives").open("a") as lives:
     print(json.dumps(words), file=lives)
-run_dir.mkdir(parents=True)
+run_dir.mkdir(parents=True, exist_ok=True)
 mark_processes()
 note_run_process(run_dir, Path("absent"))
 write_restarts(run_dir, own_restarts())
@@ -108,8 +109,11 @@ def test_a_run_that_lost_a_process_goes_on_from_its_newest_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], ending: str
 ) -> None:
     lives = Lives(tmp_path, f"{ending} done")
+    (lives.run_dir / CODE_DIRECTORY).mkdir(parents=True)
+    (lives.run_dir / CODE_DIRECTORY / "hook.py").touch()
     assert lives.run(1) == 0
     assert lives.words == [[], ["--load", lives.checkpoint(10)]]
+    assert (lives.run_dir / CODE_DIRECTORY / "hook.py").is_file()
     (restart,) = read_restarts(lives.run_dir)
     assert restart.checkpoint == lives.checkpoint(10)
     assert ("the driver was killed by SIGKILL" if ending == "kill" else "trainer rank 1 died") in restart.reason
@@ -166,7 +170,7 @@ def test_a_run_that_never_had_the_directory_is_not_judged_by_what_is_there(tmp_p
 
 
 def test_what_a_lost_driver_left_is_ended_before_the_next_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miles_async.commands.stop.LEFTOVER_SECONDS", 0.5)
+    monkeypatch.setattr("miles_async.runs.ending.LEFTOVER_SECONDS", 0.5)
     lives = Lives(tmp_path, "kill done")
     orphan = tmp_path / "orphan"
     fork = f"import subprocess; Path({str(orphan)!r}).write_text(str(subprocess.Popen(['sleep', '60']).pid)); os.kill("

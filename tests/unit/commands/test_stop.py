@@ -73,7 +73,7 @@ def test_processes_that_the_driver_leaves_are_killed_wherever_they_are(
     tmp_path: Path, drivers: list[Driver], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: C10
-    monkeypatch.setattr("miles_async.commands.stop.LEFTOVER_SECONDS", 0.5)
+    monkeypatch.setattr("miles_async.runs.ending.LEFTOVER_SECONDS", 0.5)
     drivers.append(driver := Driver(tmp_path, "obedient"))
     drivers.append(other := Driver(tmp_path.parent))
     assert main(["stop", str(tmp_path)]) == 0
@@ -89,7 +89,7 @@ def test_a_driver_that_does_not_listen_is_killed(
     tmp_path: Path, drivers: list[Driver], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: C10
-    monkeypatch.setattr("miles_async.commands.stop.LEFTOVER_SECONDS", 0.5)
+    monkeypatch.setattr("miles_async.runs.ending.LEFTOVER_SECONDS", 0.5)
     drivers.append(driver := Driver(tmp_path))
     assert main(["stop", str(tmp_path), "--timeout", "0.3"]) == 0
     assert driver.process.wait(10) == -9

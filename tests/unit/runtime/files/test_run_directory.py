@@ -16,7 +16,13 @@ import pytest
 
 from miles_async.errors import ConfigurationError, RunDirectoryError
 from miles_async.runtime.files import run_directory
-from miles_async.runtime.files.run_directory import check_run_directory, claimed
+from miles_async.runtime.files.run_directory import (
+    CODE_DIRECTORY,
+    check_run_directory,
+    claimed,
+    copy_code,
+    move_aside,
+)
 from miles_async.runtime.processes.run_process import MARK, RUN_FILE, read_run_process
 
 HOLDER = """
@@ -140,6 +146,19 @@ def test_a_directory_that_no_run_made_is_refused(tmp_path: Path, monkeypatch: py
             attempt(precious)
     assert (precious / "thesis.tex").read_text() == "x"
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
+
+
+def test_code_that_was_carried_there_stays_and_an_earlier_runs_is_copied_on_demand(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / CODE_DIRECTORY).mkdir(parents=True)
+    (run / CODE_DIRECTORY / "hook.py").write_text("x")
+    with claimed(run, Path("control")):
+        pass
+    assert (run / CODE_DIRECTORY / "hook.py").read_text() == "x"
+    earlier = move_aside(run)
+    copy_code(earlier, run)
+    assert [path.name for path in run.iterdir()] == [CODE_DIRECTORY]
+    assert (run / CODE_DIRECTORY / "hook.py").read_text() == "x"
 
 
 def test_an_empty_directory_is_taken(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""One run: what it has measured and written, and its end."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from miles_async.errors import MilesAsyncError, StalledError
+from miles_async.observability.metrics_file import FILE_NAME
+from miles_async.observability.summary import Summary
+from miles_async.runs.ending import STOP_SECONDS, end_run
+from miles_async.runs.metrics import POLL_SECONDS, Metrics
+from miles_async.runs.records import Records
+from miles_async.runtime.files.run_directory import check_directory
+from miles_async.runtime.processes.run_process import read_run_process
+from miles_async.samples.query import Query, find
+from miles_async.samples.reader import read_rows, read_summaries
+from miles_async.watch.status import State, Status, read_status, state_of
+from miles_async.watch.status import read_rows as read_metric_rows
+
+
+def attach(run_dir: str | Path) -> Run:
+    """Open the directory of a run that goes on or is over, such as after a restart of the notebook's kernel.
+
+    Raises ConfigurationError: it is no run's.
+    """
+    directory = Path(run_dir).absolute()
+    check_directory(directory)
+    read_run_process(directory)
+    return Run(directory)
+
+
+class Run:
+    """A run that was started or attached to. It goes on without this object; as a context manager it ends with it."""
+
+    def __init__(self, directory: Path, process: subprocess.Popen[bytes] | None = None) -> None:
+        """``process``: the ``miles-async train`` that this program started."""
+        self.directory = directory
+        self._process = process
+
+    def __repr__(self) -> str:
+        return f"<Run {self.directory}: {self.state}>"
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def state(self) -> State:
+        """Whether the run goes on; ``unknown`` if its driver is on another machine and has written no end."""
+        if self._process is not None:
+            return "running" if self._process.poll() is None else "over"
+        return state_of(read_run_process(self.directory), {**self.summary} if self.summary else {})
+
+    @property
+    def status(self) -> Status:
+        """Where the run stands, as ``miles-async status`` shows it."""
+        rows = read_metric_rows(self.directory)
+        return read_status(self.directory, read_run_process(self.directory), rows)
+
+    @property
+    def summary(self) -> Summary | None:
+        """Content of summary.json, which the run writes at its end; None before."""
+        with suppress(FileNotFoundError):
+            return msgspec.json.decode((self.directory / "summary.json").read_bytes(), type=Summary)
+        return None
+
+    def metrics(self, *, follow: bool = True) -> Metrics:
+        """The metrics, line by line; a loop over them, or ``async for``, ends with the run.
+
+        ``follow=False``: the loop ends with the last line that is there.
+        """
+        return Metrics(self.directory, lambda: self.state == "over", follow=follow)
+
+    def samples(self, *, tokens: bool = False, **conditions: Any) -> Records:
+        """Samples that meet all conditions, by step, one record per branch (docs/samples.md has the columns).
+
+        ``conditions``: fields of :class:`miles_async.samples.query.Query`, such as ``kind="eval"``, ``steps=[10]``,
+        ``reward=(0, 0.5)`` or ``text="word"``. ``tokens``: with the columns that have an entry per token.
+        """
+        read = read_rows if tokens else read_summaries
+        rows = find(self.directory, Query(**conditions), lambda error: warnings.warn(str(error), stacklevel=3), read)
+        return Records(msgspec.structs.asdict(row) for row in rows)
+
+    def wait(self, timeout: float | None = None) -> Summary:
+        """Wait for the end of the run and return its summary. An interrupt ends the waiting, not the run.
+
+        Raises:
+            MilesAsyncError: the run failed, or was killed.
+            TimeoutError: it goes on after ``timeout`` seconds.
+        """
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while self.state != "over":
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{self!r} after {timeout:g} s; its metrics are in {self.directory / FILE_NAME}")
+            time.sleep(POLL_SECONDS)
+        summary = self.summary
+        if summary is None:
+            raise MilesAsyncError(f"the run was killed: it wrote no summary; see {self.directory / 'logs'}")
+        if "error" in summary:
+            raise MilesAsyncError(f"the run {summary.get('ending')}: {summary['error']}")
+        return summary
+
+    def stop(self, timeout: float = STOP_SECONDS) -> Summary | None:
+        """End the run in order, or kill it after ``timeout`` seconds. Returns its summary; None if it wrote none.
+
+        Raises StalledError: a process cannot be ended.
+        """
+        end_run(self.directory, timeout)
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()  # --max-run-restarts: between two lives
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                raise StalledError(f"process {self._process.pid} of {self.directory} does not end") from None
+        return self.summary

@@ -1,0 +1,67 @@
+"""Runs from Python: the example of docs/python.md and the notebook, as a user starts them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.quickstart.prepare import ASSETS, prepare
+from examples.quickstart.tasks import TASKS
+from miles_async.runtime.processes.run_process import find_marked, read_run_process
+from tests.integration.real_run import ROOT
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+
+SECONDS = 360
+
+
+@pytest.fixture(autouse=True)
+def _prompts() -> None:
+    prepare(TASKS["reverse"], ASSETS / "reverse")
+
+
+def in_place(source: str, name: str, run_dir: Path) -> str:
+    """The source with a run directory of the test."""
+    assert name in source
+    return source.replace(name, str(run_dir))
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    program = tmp_path / "example.py"
+    program.write_text(in_place(source, "runs/python", tmp_path / "run"))
+    done = subprocess.run(
+        [sys.executable, str(program)], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps, (learned, *wrong) = done.stdout.splitlines()[:5], done.stdout.splitlines()[5:]
+    assert [line.split()[0] for line in steps] == ["1", "2", "3", "4", "5"]
+    assert all(0 < float(line.split()[1]) <= 1 for line in steps)
+    first, last = map(float, learned.split(" → "))
+    assert 0 < first < last
+    assert all(re.fullmatch(r".*rev \d+.* [\d.]+", line) for line in wrong)
+    assert find_marked(read_run_process(tmp_path / "run")) == []
+
+
+@pytest.mark.long  # the example of the page, in a kernel and to the end of the quick start
+def test_the_notebook_trains_the_quick_start(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.reads((ROOT / "examples/notebook/quickstart.ipynb").read_text(), as_version=4)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("runs/notebook", str(tmp_path / "run"))
+    client = NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": ROOT / "examples/notebook"}})
+    client.execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    (plot,) = (output for output in outputs if output.output_type == "display_data")
+    assert "image/png" in plot.data
+    results = [output.data["text/plain"] for output in outputs if output.output_type == "execute_result"]
+    first, last, _ = re.findall(r"[\d.]+", next(text for text in results if text.startswith("(")))[:3]
+    assert float(last) > float(first) + 0.3
+    assert "response" in results[-1]
+    assert find_marked(read_run_process(tmp_path / "run")) == []

@@ -1,0 +1,234 @@
+"""A run from Python: how it starts, what is read of it, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import miles_async
+from miles_async.errors import ConfigurationError, MilesAsyncError
+from miles_async.observability.metrics_file import MetricsFile
+from miles_async.runs import starting
+from miles_async.runs.config import Config
+from miles_async.runs.metrics import Metrics
+from miles_async.runs.run import Run
+from miles_async.runtime.files.run_directory import CODE_DIRECTORY
+from miles_async.runtime.processes.run_process import RUN_FILE
+
+# Claims the directory as a run does, writes metrics and a summary; its last word says how it goes.
+DRIVER = """
+import json, os, sys, time
+from pathlib import Path
+from miles_async.observability.metrics_file import MetricsFile
+from miles_async.runtime.files.run_directory import claimed
+from miles_async.runtime.processes.run_process import mark_processes
+
+run_dir, manner = Path(sys.argv[1]), sys.argv[2]
+print("checking", flush=True)
+if manner == "refused":
+    print("error: --lr: expected error: less")
+    raise SystemExit(2)
+if manner == "broken":
+    raise SystemExit("it broke")
+if manner == "slow":
+    time.sleep(60)
+mark_processes()
+with claimed(run_dir, Path("absent")):
+    metrics = MetricsFile(run_dir / "metrics.jsonl")
+    try:
+        for step in range(1, 4):
+            metrics.log({"reward/mean": step / 10}, step=step)
+            time.sleep(0.2)
+        if manner == "endless":
+            time.sleep(60)
+    except KeyboardInterrupt:
+        manner = "interrupted"
+    endings = {"failed": {"ending": "failed", "error": "an engine is lost"}}
+    summary = SUMMARY | {"steps": 3} | endings.get(manner, {"ending": "finished"})
+    if manner != "killed":
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+"""
+SUMMARY: dict[str, object] = {
+    "steps": 0, "wall_seconds": 1.0, "reward_first": None, "reward_last": None, "eval_reward_first": None,
+    "eval_reward_last": None, "age_max": None, "age_histogram": {}, "groups": {}, "balanced": True,
+    "trainer_idle_fraction": None, "rollout_idle_fraction": None,
+    "publish": {"count": 0, "pause_seconds_mean": None, "prepare_seconds_mean": None},
+    "logprob_diff": {"mean": None, "max": None}, "weight_version": None, "stage_seconds": {},
+}  # fmt: skip
+
+Started = Callable[..., Run]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config.from_args(run_dir=tmp_path / "runs" / "one")
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch, config: Config) -> Iterator[Started]:
+    runs: list[Run] = []
+
+    def begin(manner: str, reward: object = None) -> Run:
+        source = "import signal\nsignal.signal(signal.SIGTERM, signal.default_int_handler)\n" + DRIVER
+        source = source.replace("SUMMARY", repr(SUMMARY))
+        run_dir = str(config.arguments.observability.run_dir)
+        monkeypatch.setattr(starting, "train_command", lambda words: [sys.executable, "-c", source, run_dir, manner])
+        runs.append(miles_async.start(config, reward=reward))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.stop(5)
+
+
+def test_metrics_come_as_they_are_written_and_end_with_the_run(begin: Started) -> None:
+    run = begin("finished")
+    seen = [(row["step"], row["reward/mean"], run.state) for row in run.metrics()]
+    assert [(step, reward) for step, reward, _ in seen] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert seen[0][2] == "running"
+    assert run.wait(10)["steps"] == 3
+    assert (run.directory / "console.log").read_text() == "checking\n"
+    assert [path.name for path in run.directory.parent.iterdir()] == [run.directory.name]
+    assert run.metrics().to_pandas()["reward/mean"].to_dict() == {1: 0.1, 2: 0.2, 3: 0.3}
+    assert "over" in repr(run)
+
+
+async def test_metrics_are_an_asynchronous_iterator_too(begin: Started) -> None:
+    run = await asyncio.to_thread(begin, "finished")
+    turns = 0
+
+    async def other_work() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.01)
+            turns += 1
+
+    other = asyncio.create_task(other_work())
+    assert [row["step"] async for row in run.metrics()] == [1, 2, 3]
+    other.cancel()
+    assert turns > 10
+
+
+def test_without_following_a_loop_ends_with_what_is_there(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.log({"reward/mean": 0.5}, step=1)
+    file.finish()
+    with (tmp_path / "metrics.jsonl").open("a") as torn:
+        torn.write('{"kind": "st')
+    metrics = Run(tmp_path).metrics(follow=False)
+    assert [row["step"] for row in metrics] == [1]
+    assert [row["step"] for row in metrics] == [1]  # each loop begins at the first
+
+
+def test_metrics_of_a_restarted_run_go_on_in_its_new_directory(tmp_path: Path) -> None:
+    over = threading.Event()
+    run = Run(tmp_path / "run")
+    metrics = iter(Metrics(run.directory, over.is_set, follow=True))
+    for name, step in (("first", 1), ("second", 2)):
+        file = MetricsFile(tmp_path / name / "metrics.jsonl")
+        file.log({"reward/mean": 0.5}, step=step)
+        file.finish()
+    (tmp_path / "first").rename(run.directory)
+    assert next(metrics)["step"] == 1
+    run.directory.rename(tmp_path / "aside")
+    (tmp_path / "second").rename(run.directory)
+    assert next(metrics)["step"] == 2
+    over.set()
+    assert list(metrics) == []
+
+
+def test_what_the_command_line_would_print_is_raised_and_nothing_is_left(begin: Started, config: Config) -> None:
+    run_dir = config.arguments.observability.run_dir
+    with pytest.raises(ConfigurationError, match=r"^--lr: expected error: less$"):
+        begin("refused")
+    with pytest.raises(MilesAsyncError, match=r"(?s)with status 1:\nchecking\nit broke"):
+        begin("broken")
+    assert not any(run_dir.parent.iterdir())
+
+
+def test_a_refused_run_leaves_an_earlier_one_as_it_was(begin: Started) -> None:
+    earlier = begin("finished")
+    earlier.wait(10)
+    before = sorted(path.name for path in earlier.directory.iterdir())
+    with pytest.raises(ConfigurationError):
+        begin("refused", reward=lambda: None)
+    assert sorted(path.name for path in earlier.directory.iterdir()) == before
+    assert [path.name for path in earlier.directory.parent.iterdir()] == [earlier.directory.name]
+
+
+def test_carried_code_is_in_the_run_directory_and_an_earlier_run_beside_it(begin: Started) -> None:
+    begin("finished").wait(10)
+    run = begin("finished", reward=lambda: None)
+    run.wait(10)
+    assert sorted(path.name for path in (run.directory / CODE_DIRECTORY).iterdir()) == [
+        "miles_async_carried.pickle",
+        "miles_async_carried.py",
+    ]
+    assert len(list(run.directory.parent.iterdir())) == 2
+
+
+def test_an_interrupted_start_leaves_no_process(begin: Started, config: Config) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    make = subprocess.Popen
+
+    def note(*arguments: object, **named: object) -> subprocess.Popen[bytes]:
+        started.append(make(*arguments, **named))
+        threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        return started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", note)
+        with pytest.raises(KeyboardInterrupt):
+            begin("slow")
+    assert started[0].poll() is not None
+
+
+def test_stop_ends_a_run_in_order(begin: Started) -> None:
+    run = begin("endless")
+    with run:
+        assert next(iter(run.metrics()))["step"] == 1
+        assert run.summary is None
+        with pytest.raises(TimeoutError, match=r"running> after 0\.1 s"):
+            run.wait(0.1)
+    assert run.state == "over"
+    assert run.summary is not None
+
+
+@pytest.mark.parametrize(
+    ("manner", "expected"), [("failed", "the run failed: an engine is lost"), ("killed", "the run was killed")]
+)
+def test_waiting_for_a_run_that_did_not_finish_raises_why(begin: Started, manner: str, expected: str) -> None:
+    with pytest.raises(MilesAsyncError, match=expected):
+        begin(manner).wait(10)
+
+
+def test_a_run_outlives_its_starter_and_can_be_attached_to(begin: Started) -> None:
+    run = begin("endless")
+    assert os.getsid(json.loads((run.directory / RUN_FILE).read_text())["pid"]) != os.getsid(0)
+    attached = miles_async.attach(run.directory)
+    assert attached.state == "running"
+    assert attached.status.pid == json.loads((run.directory / RUN_FILE).read_text())["pid"]
+    deadline = time.monotonic() + 10
+    while len(list(attached.metrics(follow=False))) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    attached.stop()
+    assert attached.state == "over"
+    assert attached.wait(1)["steps"] == 3
+
+
+def test_attaching_to_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="expected a run directory"):
+        miles_async.attach(tmp_path)
+    with pytest.raises(ConfigurationError, match="there is no directory"):
+        miles_async.attach(tmp_path / "absent")
