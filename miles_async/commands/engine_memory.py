@@ -9,11 +9,14 @@ from itertools import pairwise
 from miles_async.arguments import Arguments
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.server_groups import ServerGroup, server_groups
-from miles_async.engines.cache_bytes import cache_bytes_per_token
+from miles_async.engines.cache_bytes import cache_bytes_per_token, state_bytes
 from miles_async.train_data.work import model_work
 
 GIB = 1 << 30
 STATIC_FRACTION = 0.85  # of a GPU, for weights and cache, where no flag says it; SGLang chooses 0.8 to 0.9 by the GPU
+STATE_RATIO = (
+    0.9  # SGLang's default of --mamba-full-memory-ratio: memory of linear attention's states to that of the cache
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +52,8 @@ def engine_bytes(arguments: Arguments, parameters: int) -> Iterator[EngineBytes]
         dtype = flags.cache_dtype or ("bfloat16" if arguments.model.bf16 else "float32")
         per_token, room = (cache_bytes_per_token(config, dtype) or 0) // share, None
         if memory is not None and per_token:
-            room = int(max(0, memory * GIB * flags.static_fraction - weights) // per_token)
+            share_of_cache = 1 / (1 + flags.state_ratio) if state_bytes(config, dtype) else 1.0
+            room = int(max(0, memory * GIB * flags.static_fraction - weights) * share_of_cache // per_token)
         yield EngineBytes(group=group, weights=weights, cache_per_token=per_token, cache_tokens=room, caches=caches)
 
 
@@ -59,6 +63,7 @@ class _Flags:
 
     static_fraction: float
     cache_dtype: str | None  # None: the model's
+    state_ratio: float
     caches: int
 
     @classmethod
@@ -69,5 +74,6 @@ class _Flags:
         return cls(
             static_fraction=float(given.get("--mem-fraction-static", STATIC_FRACTION)),
             cache_dtype=None if dtype == "auto" else dtype,
+            state_ratio=float(given.get("--mamba-full-memory-ratio", STATE_RATIO)),
             caches=int(given.get("--dp-size" if "--enable-dp-attention" in words else "--attn-dp-size", 1)),
         )

@@ -17,7 +17,10 @@ def cache_bytes_per_token(config: JsonObject, dtype: str) -> int | None:
         return None
     layers = attention_layers(config)
     if config.get("kv_lora_rank"):  # latent attention keeps one compressed vector instead
-        return layers * (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)) * item_bytes
+        latent = (int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)) * item_bytes
+        # Sparse attention's indexer keeps a key, too, in fp8 with an fp32 scale (SGLang 0.5, DSATokenToKVPool).
+        indexed = int(config["index_head_dim"]) + 4 if config.get("index_topk") else 0
+        return layers * (latent + indexed)
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from safetensors import safe_open
 
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model import ModelArguments, RecomputeGranularity
@@ -52,6 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "small": save_tiny("qwen3", root / "small"),
         "gemma": save_tiny("gemma", root / "gemma"),
         "latent": save_tiny("deepseek-v3", root / "latent"),
+        "hybrid": save_tiny("qwen3.5", root / "hybrid"),
         "dense": save_tiny("qwen3", root / "dense", **SIZES),
         "mixture": save_tiny("qwen3-moe", root / "mixture", **SIZES, moe_intermediate_size=512, num_experts=8),
     }
@@ -212,6 +216,17 @@ def test_keys_and_values_of_other_ranks_are_counted(models: dict[str, Path], fam
     [stage] = measure_here(request(models[family], 8, **split, bf16=True))
     assert (alone.received, stage.received) == (0, 3 * TOKENS * key_and_value * 2)
     assert stage.activations == alone.activations + stage.received
+
+
+def test_gated_delta_nets_keep_what_their_kernels_keep(models: dict[str, Path]) -> None:
+    """Twice the tokens keep twice as much: no matrix over pairs of tokens, and no state per token."""
+    asked = request(models["hybrid"])
+    [stage], [longer] = measure_here(asked), measure_here(replace(asked, tokens=2 * TOKENS))
+    with safe_open(models["hybrid"] / "model.safetensors", "pt") as weights:
+        sizes = [math.prod(weights.get_slice(name).get_shape()) for name in weights.keys()]
+    assert stage.parameters == sum(sizes)
+    assert longer.kept == pytest.approx(2 * stage.kept, rel=0.01)
+    assert stage.kept < longer.peak < 2.1 * stage.peak
 
 
 def test_adapters_in_bf16_are_counted(models: dict[str, Path]) -> None:

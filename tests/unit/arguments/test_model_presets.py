@@ -31,6 +31,10 @@ MODELS: dict[str, tuple[tuple[str, ...], int]] = {
     "qwen3-32b": (("Qwen3-32B",), 16),
     "qwen3-4b": (("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"), 2),
     "qwen3-8b": (("Qwen3-8B", "Qwen3-14B"), 4),
+    "qwen3-next-80b-a3b": (("Qwen3-Next-80B-A3B",), 32),
+    "qwen3.5-27b": (("Qwen3.5-27B",), 16),
+    "qwen3.5-35b-a3b": (("Qwen3.5-35B-A3B",), 16),
+    "qwen3.5-9b": (("Qwen3.5-4B", "Qwen3.5-9B"), 4),
 }
 """Preset → names of models, and how many GPUs hold one in training."""
 
@@ -60,6 +64,4 @@ def test_a_preset_tells_its_size_and_what_it_was_compared_with(preset: str) -> N
     size, compared = presets()[preset].read_text().splitlines()[:2]
     count = {2: "two", 4: "four"}.get(MODELS[preset][1], MODELS[preset][1])
     assert re.search(rf": {count} GPUs (of 141 GB )?hold it in training, \w+ generates?\. Give --hf-checkpoint", size)
-    assert re.match(
-        "# Compared with (slime, scripts/run-.+.sh|miles, scripts/run_.+.py|that of gpt-oss-20b: )", compared
-    )
+    assert re.match(r"# Compared with ((slime|miles), scripts/run[-_].+\.(sh|py)|that of gpt-oss-20b: )", compared)

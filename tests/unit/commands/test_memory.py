@@ -162,6 +162,21 @@ def test_a_cache_of_unknown_form_is_not_guessed(arguments: Arguments) -> None:
     assert engine_cells(arguments, "--kv-cache-dtype", "nvfp4") == ["4", "0.2", "unknown", "unknown"]
 
 
+@pytest.mark.parametrize(("flags", "ratio"), [((), 0.9), (("--mamba-full-memory-ratio", "0.25"), 0.25)])
+def test_states_of_linear_attention_take_their_share_of_the_cache(
+    arguments: Arguments, flags: tuple[str, ...], ratio: float
+) -> None:
+    hybrid = CONFIG | {"full_attention_interval": 4, "linear_conv_kernel_dim": 4}
+    hybrid |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    hybrid |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    directory = arguments.model.hf_checkpoint
+    assert directory is not None
+    (directory / "config.json").write_text(json.dumps(hybrid))
+    cells = engine_cells(arguments, *flags)
+    assert cells[2] == "256"  # one layer in four has keys and values
+    assert int(cells[3].replace(",", "")) == pytest.approx(67.75 * GIB / 256 / (1 + ratio), abs=1)
+
+
 WHOLE = CONFIG | {"intermediate_size": 2048, "vocab_size": 11264}
 
 

@@ -32,6 +32,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from miles_async.backends.megatron.adapters.attach import ADAPTER, add_adapters
 from miles_async.backends.megatron.families.hf_config import ahead_layers
+from miles_async.backends.megatron.memory import gated_delta
 from miles_async.backends.megatron.memory.live_bytes import LiveBytes
 from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.backends.megatron.model import dtypes
@@ -236,6 +237,7 @@ def _without_values() -> Iterator[None]:
         mock.patch.object(torch.nn.Module, "bfloat16", _in_bfloat16),
         mock.patch.object(megatron_random.CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
         mock.patch.object(SequentialMLP, "forward", by_one_expert),
+        gated_delta.stand_ins(),
     ):
         yield
 

@@ -48,6 +48,8 @@ def test_bytes_of_a_token() -> None:
     assert cache_bytes_per_token({**SMOLLM2, "head_dim": 128}, "float32") == 30 * 2 * 3 * 128 * 4
     latent = {"num_hidden_layers": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     assert cache_bytes_per_token(latent, "bfloat16") == 4 * 576 * 2
+    sparse = latent | {"index_topk": 2048, "index_head_dim": 128}
+    assert cache_bytes_per_token(sparse, "bfloat16") == 4 * (576 * 2 + 128 + 4)
     assert cache_bytes_per_token({}, "float32") is None
 
 
