@@ -7,12 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 
-def own_stream(device: torch.device) -> AbstractContextManager[None]:
-    """Run the block on a separate stream; the context may be entered many times.
+class OwnStream:
+    """A separate stream, made once: what PyTorch caches for one stream is of no use to another.
 
-    On the default stream, which all threads share, it would wait for the kernels that training has queued, and they
-    for it. A no-op on devices other than CUDA.
+    On the default stream, which all threads share, a copy would wait for the kernels that training has queued, and they
+    for it. Does nothing on devices other than CUDA.
     """
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-any-return]
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def used(self) -> AbstractContextManager[None]:
+        """Run the block on the stream, in any thread."""
+        if self._stream is None:
+            return nullcontext()
+        return torch.cuda.stream(self._stream)  # type: ignore[no-any-return]

@@ -31,6 +31,7 @@ from miles_async.backends.megatron.families.hf_config import ahead_layers
 from miles_async.backends.megatron.families.provider_fields import provider_fields
 from miles_async.backends.megatron.model import dtypes
 from miles_async.backends.megatron.model.forward import Pipeline
+from miles_async.backends.megatron.model.fusions import default_fusions, missing_fusions
 from miles_async.backends.megatron.model.mtp import add_ahead_layers, share_embedding
 from miles_async.backends.megatron.model.output import add_value_heads, return_hidden_states
 from miles_async.backends.megatron.packing import shared_prefixes
@@ -253,7 +254,10 @@ def make_provider(
     provider.bf16, provider.fp16 = model.bf16, False
     provider.attention_backend = AttnBackend.auto  # Gemma's choice suits an old Transformer Engine
     settings = megatron_settings(model.megatron_extra).provider
-    for name, value in overrides.config_values(settings, platform).items():
+    values = overrides.config_values(settings, platform)
+    if platform.transformer_engine:
+        values = {**default_fusions(provider), **missing_fusions(), **values}
+    for name, value in values.items():
         setattr(provider, name, value)
     for name, enabled in platform.fusions.items():  # after the user's choice: fusions may be missing
         setattr(provider, name, enabled)

@@ -13,7 +13,7 @@ from miles_async.types import StagedWeights
 from miles_async.weights.staging import Staging
 from miles_async.weights.transports.distributed.driver import process_group_backend
 from miles_async.weights.transports.distributed.weight_group import GroupBrokenError, WeightGroup
-from miles_async.weights.transports.own_stream import own_stream
+from miles_async.weights.transports.own_stream import OwnStream
 from miles_async.weights.transports.spec import RankSide
 
 log = structlog.get_logger(__name__)
@@ -29,6 +29,7 @@ class DistributedSender(Staging):
         super().__init__(side.staging)
         self._side = side
         self._device = torch.device(side.device)
+        self._copying = OwnStream(self._device)
         self._groups: dict[str, WeightGroup] = {}
         self._mapped: dict[int, dict[int, torch.Tensor]] = {}  # buckets of each staged version
 
@@ -100,7 +101,7 @@ class DistributedSender(Staging):
                 pass
 
     def _on_device(self, version: int, index: int) -> torch.Tensor:
-        with own_stream(self._device):
+        with self._copying.used():
             data = self.bucket(version, index).to(self._device)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # it is sent on another stream

@@ -17,19 +17,19 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import (
     Backend,
     PrefixStore,
     _abort_process_group,
     _new_process_group_helper,
-    _set_pg_timeout,
     _world,
 )
 
 from miles_async.runtime.network.process_group_errors import errors_are_raised
 from miles_async.runtime.network.rendezvous import open_store
 from miles_async.types import GroupBackend
-from miles_async.weights.transports.own_stream import own_stream
+from miles_async.weights.transports.own_stream import OwnStream
 
 Result = TypeVar("Result")
 
@@ -66,7 +66,7 @@ class WeightGroup:
         self._world_size = world_size
         self._backend = backend
         self._device = device
-        self._beside_training = own_stream(device)
+        self._beside_training = OwnStream(device)
         self._timeout = timeout_seconds
         self._join_timeout = min(timeout_seconds, JOIN_SECONDS)
         seconds = datetime.timedelta(seconds=self._join_timeout)
@@ -89,7 +89,7 @@ class WeightGroup:
             raise GroupBrokenError("it was never complete, or is broken")
 
         def send() -> None:
-            with self._beside_training:
+            with self._beside_training.used():
                 if relayed:
                     process_group.send([data], _FIRST_RECEIVER, _BUCKET_TAG).wait()
                 else:
@@ -157,5 +157,11 @@ class WeightGroup:
             )
         _world.pg_group_ranks[process_group] = {rank: rank for rank in range(self._world_size)}
         # The timeout of sending: joining has to be quick.
-        _set_pg_timeout(datetime.timedelta(seconds=self._timeout), process_group)
+        set_timeout(self._timeout, process_group)
         return process_group
+
+
+def set_timeout(seconds: float, process_group: dist.ProcessGroup) -> None:
+    """Change the deadline of operations. Public since torch 2.14, which warns about the private name."""
+    change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    change(datetime.timedelta(seconds=seconds), process_group)

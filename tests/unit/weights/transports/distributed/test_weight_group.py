@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -100,7 +101,7 @@ def test_a_member_that_fails_breaks_the_broadcast_by_its_deadline_and_nothing_el
     group = group_of(behaviour)
     group.join()
     group._timeout = SECONDS
-    dist.distributed_c10d._set_pg_timeout(weight_group.datetime.timedelta(seconds=SECONDS), group._process_group)
+    weight_group.set_timeout(SECONDS, group._process_group)
     groups_before = len(dist.distributed_c10d._world.pg_map)
     started = time.monotonic()
     with pytest.raises(GroupBrokenError):
@@ -150,7 +151,7 @@ def test_groups_are_made_so_that_their_errors_are_raised_and_no_other_group_is(
         return dist.ProcessGroup(dist.HashStore(), 0, 1), None
 
     monkeypatch.setattr(weight_group, "_new_process_group_helper", make)
-    monkeypatch.setattr(weight_group, "_set_pg_timeout", lambda *_: None)
+    monkeypatch.setattr(weight_group, "set_timeout", lambda *_: None)
     group_of().join()
     assert found == ["1"]
     assert BLOCKING_WAIT not in os.environ
@@ -165,6 +166,20 @@ def test_groups_are_made_so_that_their_errors_are_raised_and_no_other_group_is(
     with errors_are_raised():
         assert os.environ[BLOCKING_WAIT] == "1"
     assert os.environ[BLOCKING_WAIT] == "0"
+
+
+def test_deadlines_are_changed_by_the_public_name_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.14 warns about the private one."""
+    seconds, group = datetime.timedelta(seconds=2), dist.ProcessGroup(dist.HashStore(), 0, 1)
+    private, public = MagicMock(), MagicMock()
+    monkeypatch.delattr(dist, "set_timeout", raising=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", private)
+    weight_group.set_timeout(2, group)
+    private.assert_called_once_with(seconds, group)
+    monkeypatch.setattr(dist, "set_timeout", public, raising=False)
+    weight_group.set_timeout(2, group)
+    public.assert_called_once_with(seconds, group)
+    private.assert_called_once()
 
 
 # ------------------------------------------------------------------------------------- the engine's end
