@@ -20,7 +20,7 @@ def default_fusions(provider: Any) -> Mapping[str, bool]:
     """Choose fusions for a rank with Transformer Engine on CUDA. ``provider``: megatron's config of the model.
 
     - Rotary embeddings: the plain form reads the lengths of packed samples on the host twice per layer and direction
-      (core/models/common/embeddings/rope_utils.py, ``_apply_rotary_pos_emb_thd``). Transformer Engine's kernel has no
+      (megatron.core.models.common.embeddings.rope_utils). Transformer Engine's kernel has no
       scaling of YaRN (``mscale`` is dropped) and none for latent attention but YaRN's.
     - SwiGLU: bias, gate and product in one kernel, which knows neither clamping nor an offset.
     - Bias, dropout and residual in one kernel, for every model.
