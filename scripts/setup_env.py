@@ -30,10 +30,8 @@ CUDA_TORCH_COSTS = "about 2 minutes and 4 GB more"
 CUDA_TORCH_GIB = 10  # on top of what the lock needs
 CUDA_LIBRARIES = ("cuda-", "nvidia-", "triton")  # beginnings of the names of what a CUDA build of torch declares
 NEEDED_GIB = {"": 4, "gpu": 40}  # half of it installed, the rest for downloads and objects of the compiler on their way
-# What Transformer Engine's extension for torch includes: CUDA's own headers, and by torch's ATen/cudnn those of cuDNN.
+# What Transformer Engine's extension for torch includes of CUDA; cuDNN's headers come with the package of the lock.
 CUDA_HEADERS = ("cuda_runtime_api.h", "cublas_v2.h", "cusparse.h", "cusolverDn.h")
-CUDNN_HEADER = "cudnn.h"
-SYSTEM_INCLUDES = ("/usr/include", "/usr/include/x86_64-linux-gnu", "/usr/include/aarch64-linux-gnu")
 TAIL_LINES = 12
 LINE_LENGTH = 300  # pip names all packages in one line
 OUTPUT = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -152,17 +150,6 @@ def header_problems(nvcc: str, toolkit: str) -> list:
                 where, ", include/".join(missing), toolkit
             )
         )
-    cudnn = next((os.environ[name] for name in ("CUDNN_HOME", "CUDNN_PATH") if os.environ.get(name)), None)
-    places = [Path(cudnn) / "include" if cudnn else includes, includes, *map(Path, SYSTEM_INCLUDES)]
-    if not any((place / CUDNN_HEADER).is_file() for place in places):
-        package = "libcudnn{}-dev-cuda-{}".format(
-            platform_version("CUDNN_VERSION"), platform_version("CUDA_VERSION").split(".")[0]
-        )
-        problems.append(
-            "there is no {}: apt-get install {}, or set CUDNN_PATH to the folder above its include/".format(
-                CUDNN_HEADER, package
-            )
-        )
     return problems
 
 
@@ -195,13 +182,22 @@ def create_environment() -> None:
         fail("`{}` failed:\n{}".format(" ".join(command), done.stdout.strip()))
 
 
-def pip(arguments: list, total: int = 0) -> None:
+def build_environment() -> dict:
+    """
+    Variables for compiling Transformer Engine: the cuDNN of the lock, which torch loads, whatever the system has; and
+    no attempt to download a wheel first, which waits for a network without a limit of time.
+    """
+    cudnn = str(VENV / "lib" / PYTHON / "site-packages" / "nvidia" / "cudnn")
+    return dict(os.environ, CUDNN_HOME=cudnn, CUDNN_PATH=cudnn, NVTE_PYTORCH_FORCE_BUILD="TRUE")
+
+
+def pip(arguments: list, total: int = 0, environment: "dict | None" = None) -> None:
     """Runs the environment's pip, tells how far it is (of ``total`` packages), on failure shows its end."""
     command = [str(VENV_PYTHON), "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
     tail = collections.deque(maxlen=TAIL_LINES)  # type: collections.deque
     compiler = []  # its errors stand far above the end
     seen = 0
-    with subprocess.Popen(command, cwd=str(ROOT), universal_newlines=True, **OUTPUT) as process:
+    with subprocess.Popen(command, cwd=str(ROOT), env=environment, universal_newlines=True, **OUTPUT) as process:
         for line in process.stdout:
             tail.append(line.rstrip()[:LINE_LENGTH])
             if COMPILER_ERROR.search(line) and len(compiler) < TAIL_LINES:
@@ -238,7 +234,7 @@ def install_lock(extras: str) -> None:
         install_torch(pins["torch"])
     for name in sorted(COMPILED & set(pins)):
         say("compiling {}".format(pins[name]))
-        pip(["install", "--no-deps", "--no-build-isolation", pins[name]])
+        pip(["install", "--no-deps", "--no-build-isolation", pins[name]], environment=build_environment())
     remove_unlocked(set(pins))
     say("installing miles_async (editable)")
     pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."])

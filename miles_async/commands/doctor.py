@@ -15,10 +15,12 @@ from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
 from miles_async.machine.checks import Intent, machine_findings, model_findings
 from miles_async.machine.finding import Finding, Verdict
+from miles_async.machine.gpus import cudnn_findings, rank_libraries
 from miles_async.machine.limits import connection_findings
 from miles_async.machine.network import HUB, WANDB, service_findings
 from miles_async.machine.sandbox import sandbox_findings
 from miles_async.runtime.cluster.ray_address import VARIABLE, check_ray_address, with_ray_address
+from miles_async.runtime.device import choose_device
 
 EXIT_FAILURE = 1
 _EPILOG = (
@@ -79,6 +81,8 @@ class Report:
 
 def _here(intent: Intent, model: Path | None) -> Iterator[Finding]:
     yield from machine_findings(intent)
+    if intent.own_gpus and choose_device(intent.device) == "cuda":
+        yield from cudnn_findings(rank_libraries())  # not before every run: it imports for half a minute
     yield from connection_findings()
     yield from sandbox_findings()
     for service in (HUB, WANDB):

@@ -10,6 +10,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.server_groups import ServerGroup, server_groups
 from miles_async.engines.cache_bytes import cache_bytes_per_token, state_bytes
+from miles_async.engines.sglang.server import SHARED_GPU_FRACTION
 from miles_async.train_data.work import model_work
 
 GIB = 1 << 30
@@ -71,8 +72,9 @@ class _Flags:
         words = [part for word in (*arguments.engines.sglang_extra, *group.sglang_extra) for part in word.split("=", 1)]
         given = {name: value for name, value in pairwise(words) if name.startswith("--")}  # the last one wins
         dtype = given.get("--kv-cache-dtype", "auto")
+        fraction = SHARED_GPU_FRACTION if arguments.cluster.colocate else STATIC_FRACTION
         return cls(
-            static_fraction=float(given.get("--mem-fraction-static", STATIC_FRACTION)),
+            static_fraction=float(given.get("--mem-fraction-static", fraction)),
             cache_dtype=None if dtype == "auto" else dtype,
             state_ratio=float(given.get("--mamba-full-memory-ratio", STATE_RATIO)),
             caches=int(given.get("--dp-size" if "--enable-dp-attention" in words else "--attn-dp-size", 1)),

@@ -22,6 +22,8 @@ from miles_async.backends.megatron.memory.plan import (
 from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.commands.engine_memory import GIB, EngineBytes, engine_bytes
 from miles_async.errors import ConfigurationError
+from miles_async.weights.staging_options import KEPT_VERSIONS, StagingOptions
+from miles_async.weights.transports.choice import count_senders
 
 NOTES = """\
 Counted with Megatron's own model on fake tensors: host layers, where Transformer Engine's fuse some; one sequence of
@@ -73,7 +75,28 @@ def memory_report(arguments: Arguments) -> str:
         console.print(_activation_table(arguments, measured, ranks))
         if engines:
             console.print(_engine_table(engines))
-    return capture.get() + NOTES
+    return capture.get() + _publication(arguments, model_parameters(stages, model)) + NOTES
+
+
+def _publication(arguments: Arguments, parameters: int) -> str:
+    """Room on the hosts of sending ranks, and the least speed that ``--publication-timeout`` allows."""
+    weights, model = arguments.weights, arguments.model
+    if arguments.sides != "both":
+        return ""
+    senders = count_senders(weights, model.pipeline_model_parallel_size)
+    share = parameters * (2 if model.bf16 else 4) // senders
+    staging = StagingOptions(
+        version_bytes=share,
+        bucket_bytes=weights.update_weight_buffer_size,
+        keep=KEPT_VERSIONS + weights.debug_publication_lag,
+        delta=weights.delta_encoding,
+    )
+    return (
+        f"Publication: {_gib(share)} GiB from each of {senders} sending ranks, as much host memory for its copy, and "
+        f"up to {_gib(staging.room or 0)} GiB of files for {staging.versions} versions (--weight-staging-dir). Sending "
+        f"may take --publication-timeout {weights.publication_timeout:g} s: "
+        f"{share / weights.publication_timeout / 1e9:.2g} GB/s per rank at least.\n"
+    )
 
 
 def _problems(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequence[EngineBytes]) -> Iterator[str]:

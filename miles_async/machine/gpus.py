@@ -1,8 +1,11 @@
-"""NVIDIA driver, CUDA and NCCL."""
+"""NVIDIA driver, CUDA, NCCL and cuDNN."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +15,14 @@ from miles_async.machine.finding import Finding, Verdict
 from miles_async.machine.packages import platform_version
 
 _DRIVER = Path("/proc/driver/nvidia/version")
+_LOADS_CUDNN = """
+import os
+from miles_async.runtime.cuda_environment import use_installed_cudnn
+use_installed_cudnn(os.environ)
+import torch, transformer_engine.pytorch
+print(open("/proc/self/maps").read())
+"""
+_LOAD_SECONDS = 300
 _PASS_ON = "in a container: docker run --gpus all; else install NVIDIA's driver (nvidia-smi shows it)"
 
 
@@ -64,6 +75,33 @@ def gpu_findings(facts: GpuFacts | None, device: DeviceChoice) -> Iterator[Findi
     else:
         found = f"driver {facts.driver}, and CUDA shows torch no GPU"
         yield Finding(check="GPUs", verdict=verdict, found=found, mend="nvidia-smi; echo $CUDA_VISIBLE_DEVICES")
+
+
+def rank_libraries() -> str | None:
+    """What a trainer rank with Transformer Engine maps into its memory (/proc/self/maps), of a process that imports
+    what a rank does; None without Transformer Engine, or if the import fails.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return None
+    command = [sys.executable, "-c", _LOADS_CUDNN]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LOAD_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def cudnn_findings(libraries: str | None) -> Iterator[Finding]:
+    """Check that a rank loads one cuDNN: two, torch's and a system's, call each other's functions.
+
+    ``libraries``: of :func:`rank_libraries`.
+    """
+    found = sorted(set(re.findall(r"/\S*libcudnn\.so\S*", libraries or "")))
+    if len(found) > 1:
+        mend = f"unset CUDNN_HOME CUDNN_PATH, or export CUDNN_PATH={Path(found[0]).parent.parent}"
+        yield Finding(check="cuDNN", verdict="failure", found=f"a rank loads two: {', '.join(found)}", mend=mend)
+    elif found:
+        yield Finding(check="cuDNN", verdict="ok", found=found[0])
 
 
 def _driver_version(driver_file: Path) -> str | None:

@@ -5,7 +5,9 @@ CUDA, NCCL and Ray read each of them once, when a process starts to use them, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import importlib.util
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
 
 SHARED: Mapping[str, str] = {
     # An engine and a trainer rank that differ here fail in their first common collective (--weight-transport
@@ -36,11 +38,43 @@ RANKS: Mapping[str, str] = {
 """For trainer ranks, beyond ``SHARED``."""
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def cuda_environment(forwarded: Mapping[str, str]) -> dict[str, str]:
     """Return what every process gets; ``forwarded``: variables of the driver that travel."""
     return {name: forwarded.get(name, default) for name, default in SHARED.items()} | _FIXED
+
+
+def rank_environment(environment: Mapping[str, str], *, shares_gpu: bool) -> dict[str, str]:
+    """Return the environment of a trainer rank. ``environment``: what every process gets, which comes first.
+
+    Micro-batches differ in length, and fixed segments of so many sizes fragment memory that NCCL, outside of PyTorch's
+    cache, then lacks; slime's ranks have expandable segments, too. Not where engines share the GPU (``shares_gpu``):
+    the memory saver cannot release them.
+    """
+    chosen = shares_gpu or any(name in environment for name in _ALLOCATOR)
+    return {**RANKS, **({} if chosen else _EXPANDABLE), **environment}
+
+
+def use_installed_cudnn(environment: MutableMapping[str, str]) -> None:
+    """Have Transformer Engine load the cuDNN that torch loads, that of the package, before a system's (its
+    ``_load_cudnn`` takes these variables first). Two versions in one process call each other's functions.
+    """
+    if "CUDNN_HOME" in environment or "CUDNN_PATH" in environment:
+        return
+    if (folder := installed_cudnn()) is not None:
+        environment["CUDNN_PATH"] = str(folder)
+
+
+def installed_cudnn() -> Path | None:
+    """Folder of the package nvidia-cudnn, which torch loads; None where torch has another."""
+    try:
+        found = importlib.util.find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:  # no package of NVIDIA is there
+        return None
+    places = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
+    return next((place for place in places if (place / "lib").is_dir()), None)
 
 
 def nccl_problems(sglang_flags: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from miles_async.arguments.cluster import Device
 from miles_async.errors import TrainerError
 from miles_async.runtime.cluster.nodes import NO_LABELS, describe_nodes
 from miles_async.runtime.cluster.reservation import Reservation
-from miles_async.runtime.cuda_environment import RANKS
+from miles_async.runtime.cuda_environment import rank_environment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +30,12 @@ class RankResources:
         env: Mapping[str, str],
         interpreter: str | None = None,
         labels: Mapping[str, str] = NO_LABELS,
+        *,
+        shares_gpu: bool = False,
     ) -> RankResources:
-        """On a CPU, a rank is one thread that shares cores with all others."""
+        """On a CPU, a rank is one thread that shares cores with all others. ``shares_gpu``: with engines."""
         if device == "cuda":
-            return cls(num_cpus=1, num_gpus=1, env={**RANKS, **env}, labels=labels)
+            return cls(num_cpus=1, num_gpus=1, env=rank_environment(env, shares_gpu=shares_gpu), labels=labels)
         hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # megatron takes CUDA wherever it sees it
         return cls(num_cpus=0.01, num_gpus=0, env={**env, **hidden}, threads=1, interpreter=interpreter, labels=labels)
 

@@ -46,7 +46,13 @@ def trainer_ranks(
         world_size=arguments.cluster.trainer_world_size,
         nodes=arguments.cluster.actor_num_nodes,
         node_ids=node_ids,
-        resources=RankResources.for_device(device, environment, interpreter, arguments.cluster.actor_labels),
+        resources=RankResources.for_device(
+            device,
+            environment,
+            interpreter,
+            arguments.cluster.actor_labels,
+            shares_gpu=arguments.cluster.colocate,
+        ),
         backend=partial(
             _backend_on_node,
             NodeFiles(

@@ -21,6 +21,9 @@ _KEEP_ALIVE_SECONDS = "86400"  # closing a connection of the router's just as a 
 # meant for a batch that hangs: a publication that holds the scheduler up comes on top.
 _BATCH_SECONDS = 300
 
+SHARED_GPU_FRACTION = 0.7
+"""Share of a GPU for weights and cache where trainer ranks are on it, too (``--colocate``), as in slime's recipes."""
+
 _CPU_FLAGS = (
     # Without these SGLang does not run on a CPU.
     "--attention-backend=torch_native",
@@ -73,7 +76,8 @@ def server_command(
     if spec.weight_version is not None:
         command.append(f"--weight-version={spec.weight_version}")
     if spec.gpus:
-        command.append("--enable-memory-saver")
+        # What a rank keeps while engines have the GPU (CUDA's context, NCCL's buffers) is not in SGLang's own choice.
+        command += ["--enable-memory-saver", f"--mem-fraction-static={SHARED_GPU_FRACTION}"]
     if spec.device == "cpu":
         command += _CPU_FLAGS
         command += memory_flags(

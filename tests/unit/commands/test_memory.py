@@ -206,6 +206,27 @@ def test_ranks_that_do_not_fit_are_refused(arguments: Arguments) -> None:
         memory.memory_report(with_memory(arguments, 12.4))
 
 
+def test_hosts_need_room_for_what_is_published_and_links_a_least_speed(arguments: Arguments) -> None:
+    weights = replace(arguments.weights, publication_timeout=100.0)
+    (line,) = (
+        line
+        for line in memory.memory_report(replace(arguments, weights=weights)).splitlines()
+        if line.startswith("Publication: ")
+    )
+    assert "1.0 GiB from each of 1 sending ranks" in line
+    assert "up to 4.0 GiB of files for 4 versions" in line
+    assert line.endswith("--publication-timeout 100 s: 0.011 GB/s per rank at least.")
+
+
+def test_engines_that_share_a_gpu_have_less_of_it(arguments: Arguments) -> None:
+    def tokens(arguments: Arguments) -> int:
+        row = next(line for line in memory.memory_report(arguments).splitlines() if line.startswith("│ engine"))
+        return int(row.split("│")[-2].replace(",", ""))
+
+    shared = replace(arguments, cluster=replace(arguments.cluster, colocate=True))
+    assert tokens(shared) < tokens(arguments)
+
+
 def test_engines_without_room_for_a_sample_are_refused(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     small = StageMemory(stages=range(1), parameters=1000, expert_parameters=0, kept=0, peak=0, under_way=1)
     monkeypatch.setattr(memory, "measure", lambda request: {None: [small]})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments.cluster import DeviceChoice
-from miles_async.machine.gpus import GpuFacts, gpu_facts, gpu_findings
+from miles_async.machine.gpus import GpuFacts, cudnn_findings, gpu_facts, gpu_findings
 
 DRIVER_LINE = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)\nGCC version: 12\n"
@@ -48,3 +48,19 @@ def test_the_drivers_version_is_read_from_the_kernel(tmp_path: Path) -> None:
     (tmp_path / "version").write_text(DRIVER_LINE.format("580.65.06"))
     assert gpu_facts(tmp_path / "version").driver == "580.65.06"
     assert gpu_facts(tmp_path / "absent").driver is None
+
+
+PACKAGE, SYSTEM = "/venv/nvidia/cudnn/lib/libcudnn.so.9", "/usr/lib/x86_64-linux-gnu/libcudnn.so.9.10.2"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "verdict"), [((), None), ((PACKAGE, PACKAGE), "ok"), ((PACKAGE, SYSTEM, PACKAGE), "failure")]
+)
+def test_a_rank_loads_one_cudnn(loaded: tuple[str, ...], verdict: str | None) -> None:
+    maps = "".join(f"7f00-7f01 r-xp 00000000 08:01 1  {path}\n" for path in ("/lib/libc.so.6", *loaded))
+    findings = list(cudnn_findings(maps))
+    assert [finding.verdict for finding in findings] == [verdict] * bool(verdict)
+    if verdict == "failure":
+        assert f"{SYSTEM}, {PACKAGE}" in findings[0].found
+        assert "CUDNN_PATH" in findings[0].mend
+    assert not list(cudnn_findings(None)), "no Transformer Engine: torch's alone"

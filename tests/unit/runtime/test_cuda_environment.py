@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,18 @@ import pytest
 from miles_async.arguments import Arguments, EnginesArguments
 from miles_async.arguments.cluster import ClusterArguments
 from miles_async.commands.checks import device_problems
-from miles_async.runtime import device
-from miles_async.runtime.cuda_environment import SHARED, memory_saver_problems, nccl_problems
+from miles_async.runtime import cuda_environment, device
+from miles_async.runtime.cuda_environment import SHARED, memory_saver_problems, nccl_problems, use_installed_cudnn
 from miles_async.runtime.environment import worker_environment
 from miles_async.trainer.placement import RankResources
 
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*SHARED, NOSET, "CUDA_DEVICE_MAX_CONNECTIONS"):
+    for name in (*SHARED, NOSET, "CUDA_DEVICE_MAX_CONNECTIONS", *ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -69,7 +71,37 @@ def test_what_sglang_overrides_must_be_exported(
     assert all(word in problems[0] for word in named)
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_ranks_with_a_gpu_of_their_own_have_memory_that_does_not_fragment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(*, shares_gpu: bool = False) -> list[str | None]:
+        environment = RankResources.for_device("cuda", workers(), shares_gpu=shares_gpu).env
+        return [environment.get(name) for name in ALLOCATOR]
+
+    assert chosen() == [None, "expandable_segments:True"]
+    assert chosen(shares_gpu=True) == [None, None], "--colocate: the memory saver cannot release such memory"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert chosen() == ["max_split_size_mb:512", None], "the user's choice, under its older name"
+
+
+def test_transformer_engine_takes_the_cudnn_that_torch_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "nvidia/cudnn"
+    (package / "lib").mkdir(parents=True)
+    spec = ModuleSpec("nvidia.cudnn", None, is_package=True)
+    spec.submodule_search_locations = [str(package)]
+    monkeypatch.setattr(cuda_environment.importlib.util, "find_spec", lambda _: spec)
+    environment = {"PATH": "/bin"}
+    use_installed_cudnn(environment)
+    assert environment == {"PATH": "/bin", "CUDNN_PATH": str(package)}
+    for name in ("CUDNN_HOME", "CUDNN_PATH"):
+        environment = {name: "/mine"}
+        use_installed_cudnn(environment)
+        assert environment == {name: "/mine"}
+    monkeypatch.setattr(cuda_environment.importlib.util, "find_spec", lambda _: None)
+    environment = {}
+    use_installed_cudnn(environment)
+    assert environment == {}, "torch has another, which the linker finds"
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
 def test_an_allocator_that_cannot_release_memory_is_refused(name: str) -> None:
     [problem] = memory_saver_problems({name: "max_split_size_mb:512, expandable_segments: True"})
     assert problem.startswith(f"--colocate with {name}=max_split_size_mb:512, expandable_segments: True: ")

@@ -142,6 +142,8 @@ def test_gpu_lock_has_one_cuda_and_one_transformer_engine() -> None:
     major, minor = cuda.split(".")
     runtime = locked["nvidia-cuda-runtime"]  # of torch; Transformer Engine is compiled against it
     assert (str(runtime.major), str(runtime.minor)) == (major, minor)
+    for compiler in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"):  # a newer one refuses the headers
+        assert (locked[compiler].major, locked[compiler].minor) == (int(major), int(minor)), compiler
     parts = {name: version for name, version in locked.items() if name.startswith("transformer-engine")}
     assert set(parts) == {"transformer-engine", f"transformer-engine-cu{major}", "transformer-engine-torch"}
     assert len(set(parts.values())) == 1
@@ -328,7 +330,7 @@ class Toolkit:
         self.home = folder / "cuda"
         self.includes = self.home / "include"
         self.includes.mkdir(parents=True)
-        for header in (*setup_env.CUDA_HEADERS, setup_env.CUDNN_HEADER):
+        for header in setup_env.CUDA_HEADERS:
             (self.includes / header).touch()
         for path in (folder / "bin" / "c++", self.home / "bin" / "nvcc"):
             path.parent.mkdir()
@@ -336,9 +338,8 @@ class Toolkit:
             path.chmod(0o755)
         self.is_of("13.0")
         monkeypatch.setenv("PATH", f"{folder / 'bin'}:{self.home / 'bin'}:/bin")
-        for name in ("CUDA_HOME", "CUDA_PATH", "CUDNN_HOME", "CUDNN_PATH"):
+        for name in ("CUDA_HOME", "CUDA_PATH"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(setup_env, "SYSTEM_INCLUDES", ())
         usage = namedtuple("usage", "total used free")
         monkeypatch.setattr(setup_env.shutil, "disk_usage", lambda _: usage(2**40, 0, 2**40))
 
@@ -379,18 +380,6 @@ def test_a_toolkit_without_headers_is_refused_before_the_download(
         SystemExit, match=r"CUDA_HOME=.*absent has no include/cuda_runtime_api\.h, include/cublas_v2\.h"
     ):
         setup_env.check_machine("gpu")
-
-
-def test_missing_headers_of_cudnn_are_named(
-    setup_env: ModuleType, toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (toolkit.includes / "cudnn.h").unlink()
-    with pytest.raises(SystemExit, match=r"there is no cudnn\.h: apt-get install libcudnn9-dev-cuda-13"):
-        setup_env.check_machine("gpu")
-    (tmp_path / "cudnn" / "include").mkdir(parents=True)
-    (tmp_path / "cudnn" / "include" / "cudnn.h").touch()
-    monkeypatch.setenv("CUDNN_PATH", str(tmp_path / "cudnn"))
-    setup_env.check_machine("gpu")
 
 
 def test_missing_headers_of_python_are_named(
@@ -456,8 +445,15 @@ def test_gpu_packages_are_those_of_their_lock_and_transformer_engine_is_compiled
 ) -> None:
     setup_env.VENV.mkdir()
     calls: list[list[str]] = []
-    monkeypatch.setattr(setup_env, "pip", lambda arguments, total=0: calls.append(arguments))
+    environments: list[dict[str, str] | None] = []
+
+    def pip(arguments: list[str], total: int = 0, environment: dict[str, str] | None = None) -> None:
+        calls.append(arguments)
+        environments.append(environment)
+
+    monkeypatch.setattr(setup_env, "pip", pip)
     monkeypatch.setattr(setup_env, "remove_unlocked", lambda locked: None)
+    monkeypatch.setenv("CUDNN_HOME", "/another")
     setup_env.install_lock("gpu")
     pins = (setup_env.VENV / "pins.txt").read_text().split()
     locked = locked_versions(GPU_LOCK)
@@ -470,6 +466,12 @@ def test_gpu_packages_are_those_of_their_lock_and_transformer_engine_is_compiled
     ]
     assert all("--no-deps" in call for call in calls)
     assert ["--no-build-isolation" in call for call in calls] == [False, True, True]
+    [build] = filter(None, environments)
+    assert build["NVTE_PYTORCH_FORCE_BUILD"] == "TRUE", "no download that waits without an end"
+    cudnn = Path(build["CUDNN_HOME"])
+    assert cudnn == Path(build["CUDNN_PATH"]), "the compiler and Transformer Engine look for the same one"
+    assert cudnn.relative_to(setup_env.VENV) == Path("lib") / setup_env.PYTHON / "site-packages/nvidia/cudnn"
+    assert build["PATH"], "the rest is the machine's"
 
 
 class TorchInstall:

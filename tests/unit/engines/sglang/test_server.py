@@ -8,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from miles_async.engines.kind import ServerSpec
@@ -152,3 +153,16 @@ def test_engines_that_share_gpus_can_release_their_memory() -> None:
     shared = ServerSpec(model_path="m", device="cuda", dtype="bfloat16", gpus=("3", "1"))
     assert "--enable-memory-saver" in server_command(shared, LOOPBACK, 1, RENDEZVOUS, 0, 0)
     assert "--enable-memory-saver" not in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+
+
+def test_engines_that_share_gpus_leave_room_for_what_ranks_keep() -> None:
+    def fractions(spec: ServerSpec) -> list[str]:
+        command = server_command(spec, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+        return [word for word in command if word.startswith("--mem-fraction-static")]
+
+    alone = ServerSpec(model_path="m", device="cuda", dtype="bfloat16")
+    shared = msgspec.structs.replace(alone, gpus=("0",))
+    assert fractions(alone) == [], "SGLang chooses"
+    assert fractions(shared) == ["--mem-fraction-static=0.7"]
+    asked = msgspec.structs.replace(shared, extra=("--mem-fraction-static=0.5",))
+    assert fractions(asked)[-1] == "--mem-fraction-static=0.5", "the user's comes last and wins"
