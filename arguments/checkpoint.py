@@ -54,8 +54,8 @@ class CheckpointArguments:
     )
     load_anyway: tuple[str, ...] = flag(
         (),
-        "what may differ between --hf-checkpoint and the model that was saved: names that the refusal gives, such as "
-        "rope_theta, eos_token_id, tokenizer or chat_template",
+        "what may differ between this run and the one that was saved: names that the refusal gives, such as "
+        "rope_theta, eos_token_id, tokenizer, chat_template or prompt_data",
         metavar="NAME",
         needs=("load",),
     )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from miles_async.arguments.flag import flag
-from miles_async.errors import ConfigurationError
+from miles_async.arguments.prompt_files import named_places, parse_weights
 
-SUFFIXES = (".jsonl", ".parquet")
+INPUT_KEY, LABEL_KEY = "prompt", "label"
 
 BadRows = Literal["refuse", "skip"]
 
@@ -19,15 +17,27 @@ BadRows = Literal["refuse", "skip"]
 class DataArguments:
     """Prompts"""
 
-    prompt_data: Path | None = flag(
-        None, "prompts, .jsonl or .parquet; FILE@[0:100] is its first 100 rows (required)", metavar="FILE"
+    prompt_data: tuple[str, ...] | None = flag(
+        None,
+        "prompts: .jsonl (also .gz, .zst) or .parquet files, folders that datasets saved, or "
+        "hf:NAME[@REVISION][[:CONFIG]:SPLIT] of the Hugging Face hub; FILE@[0:100] is its first 100 rows; a name "
+        "before a file begins the ids of its prompts (required)",
+        metavar="[NAME] FILE",
+    )
+    prompt_data_weights: tuple[str, ...] = flag(
+        (),
+        "shares of the files in what is trained, such as 3 1, one number for each (default: rows of all files are "
+        "shuffled together)",
+        metavar="X",
+        needs=("prompt_data",),
     )
     input_key: str = flag(
-        "prompt",
-        "column with the prompt: a text, or a list of {role, content} messages; a.b is the field b in the column a",
+        INPUT_KEY,
+        "column with the prompt: a text, or a list of {role, content} messages; a.b is the field b in the column a; "
+        "without this flag and --label-key, columns as verl, TRL and ShareGPT have them are recognized",
     )
     label_key: str | None = flag(
-        "label",
+        LABEL_KEY,
         "column with the answer that the reward compares with, or a list of accepted answers; none: no labels",
     )
     metadata_key: str | None = flag(
@@ -49,18 +59,13 @@ class DataArguments:
         None, "prompts with more tokens are skipped and counted (default: the model's limit)", at_least=1
     )
 
+    @property
+    def places(self) -> list[tuple[str | None, str]]:
+        """(name before it, file) of ``--prompt-data``. Raises ConfigurationError."""
+        return named_places(self.prompt_data or (), "--prompt-data")
 
-def split_slice(path: Path) -> tuple[Path, slice | None]:
-    """File and rows of ``FILE@[FIRST:END]``, as Python slices. Raises ConfigurationError for another text after ``@[``.
-
-    >>> split_slice(Path("train.jsonl@[:100]"))
-    (PosixPath('train.jsonl'), slice(None, 100, None))
-    """
-    name, marked, text = path.name.partition("@[")
-    if not marked or path.suffix in SUFFIXES:
-        return path, None
-    found = re.fullmatch(r"(-?\d*):(-?\d*)\]", text)
-    if found is None or "-" in found.groups():
-        raise ConfigurationError(f"{path}: expected FILE@[FIRST:END], such as {name}@[0:100] for the first 100 rows")
-    first, end = (int(number) if number else None for number in found.groups())
-    return path.with_name(name), slice(first, end)
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weights of the files; () without ``--prompt-data-weights``. Raises ConfigurationError."""
+        words = self.prompt_data_weights
+        return parse_weights(words, len(self.places)) if words else ()

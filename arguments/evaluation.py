@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from miles_async.arguments.data import SUFFIXES, split_slice
 from miles_async.arguments.flag import flag
+from miles_async.arguments.prompt_files import default_name, named_places
 from miles_async.errors import ConfigurationError
 
 
@@ -54,31 +53,18 @@ class EvaluationArguments:
         return rollout_temperature if self.n_samples_per_eval_prompt > 1 else 0.0
 
 
-def parse_data_sets(words: Sequence[str]) -> dict[str, Path]:
-    """Name → file. Raises ConfigurationError.
+def parse_data_sets(words: Sequence[str]) -> dict[str, str]:
+    """Name → place. Raises ConfigurationError.
 
     >>> parse_data_sets(["aime", "data/aime-2025.jsonl", "held_out.jsonl"])
-    {'aime': PosixPath('data/aime-2025.jsonl'), 'held_out': PosixPath('held_out.jsonl')}
+    {'aime': 'data/aime-2025.jsonl', 'held_out': 'held_out.jsonl'}
     """
-    data_sets: dict[str, Path] = {}
-    name: str | None = None
-    for word in words:
-        path = Path(word).expanduser()
-        try:
-            file, _ = split_slice(path)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"--eval-prompt-data {error}") from None
-        if file.suffix not in SUFFIXES:
-            if name is not None or "/" in word or not word:
-                raise ConfigurationError(f"--eval-prompt-data: expected a .jsonl or .parquet file, found {word!r}")
-            name = word
-            continue
-        name = name or file.stem
+    data_sets: dict[str, str] = {}
+    for given, place in named_places(words, "--eval-prompt-data"):
+        name = given or default_name(place)
         if name in data_sets:
             raise ConfigurationError(
-                f"--eval-prompt-data: {data_sets[name]} and {path} are both called {name}: give one a name before it"
+                f"--eval-prompt-data: {data_sets[name]} and {place} are both called {name}: give one a name before it"
             )
-        data_sets[name], name = path, None
-    if name is not None:
-        raise ConfigurationError(f"--eval-prompt-data: expected a .jsonl or .parquet file after the name {name!r}")
+        data_sets[name] = place
     return data_sets

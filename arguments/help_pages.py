@@ -25,7 +25,7 @@ MOST_NEEDED: Mapping[str, str] = {
     "tensor_model_parallel_size": "ranks that share each layer (also pipeline-,",
     "pipeline_model_parallel_size": "context- and expert-model-parallel-size)",
     "lora_rank": "train adapters of this rank; 0: all weights",
-    "prompt_data": "prompts: .jsonl or .parquet",
+    "prompt_data": "prompts: .jsonl, .parquet, hf:NAME",
     "input_key": "column with the prompt",
     "label_key": "column with the answer",
     "num_rollout": "rollout steps to train",

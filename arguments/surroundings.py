@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.data import SUFFIXES, split_slice
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.arguments.model import EXPERT_COUNTS
 from miles_async.arguments.model_files import directory_problems, read_config
 from miles_async.arguments.problems import refusal
+from miles_async.arguments.prompt_files import EXPECTED, HUB, SUFFIXES, split_slice
 from miles_async.errors import ConfigurationError
 
 
@@ -68,28 +68,28 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
 
 
 def check_data_sets(arguments: Arguments) -> Iterator[str]:
-    """Check the form of --eval-prompt-data."""
+    """Check the form of --prompt-data, its weights, and --eval-prompt-data."""
+    problems = list(refusal(lambda: arguments.data.places))
+    yield from problems or refusal(lambda: arguments.data.weights)
     yield from refusal(lambda: parse_data_sets(arguments.evaluation.eval_prompt_data or ()))
 
 
 def check_prompt_files(arguments: Arguments) -> Iterator[str]:
     """Check that prompt files exist; ``miles_async.prompts`` checks their rows."""
-    files = [("--prompt-data", arguments.data.prompt_data)]
+    files: list[tuple[str, str]] = []
     with suppress(ConfigurationError):  # check_data_sets reports it
+        files += [("--prompt-data", place) for _, place in arguments.data.places]
+    with suppress(ConfigurationError):
         held_out = parse_data_sets(arguments.evaluation.eval_prompt_data or ())
-        files += [("--eval-prompt-data", path) for path in held_out.values()]
-    for flag, path in files:
-        if path is None:
-            continue
-        try:
-            file, _ = split_slice(path)
-        except ConfigurationError as error:
-            yield f"{flag} {error}"
+        files += [("--eval-prompt-data", place) for place in held_out.values()]
+    for flag, place in files:
+        file, _ = split_slice(place)
+        if file.startswith(HUB):
             continue
         if not os.path.exists(file):
-            yield f"{flag} {path}: there is no such file"
-        elif not file.is_file() or file.suffix not in SUFFIXES:
-            yield f"{flag} {path}: expected a .jsonl or .parquet file"
+            yield f"{flag} {place}: there is no such file"
+        elif os.path.isdir(file) is file.endswith(SUFFIXES):
+            yield f"{flag} {place}: expected {EXPECTED}"
 
 
 def check_outputs(arguments: Arguments) -> Iterator[str]:

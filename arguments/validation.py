@@ -22,6 +22,7 @@ from miles_async.arguments.megatron_settings import check_megatron_fields
 from miles_async.arguments.model import RECOMPUTE_MODULES
 from miles_async.arguments.needs import check_needs
 from miles_async.arguments.problems import refuse
+from miles_async.arguments.prompt_files import EXPECTED
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
 from miles_async.arguments.routing import check_routing_replay
 from miles_async.arguments.server_groups import check_server_groups
@@ -91,7 +92,7 @@ def check_required(arguments: Arguments) -> Iterator[str]:
     if arguments.model.hf_checkpoint is None:
         yield "--hf-checkpoint is required: a Hugging Face directory with the initial weights"
     if arguments.data.prompt_data is None:
-        yield "--prompt-data is required: a .jsonl or .parquet file of prompts"
+        yield f"--prompt-data is required, the prompts: {EXPECTED}"
 
 
 def check_recomputation(arguments: Arguments) -> Iterator[str]:

@@ -220,7 +220,7 @@ def _why_never_issued(run_dir: Path, prompt_id: str, issued: int) -> tuple[str, 
         return f"it is unknown whether it exists: {error}", False
     place = source.find(prompt_id)
     if place is None:
-        return f"it never existed: {source.path} has no such prompt", False
+        return f"it never existed: {source.name} has no such prompt", False
     if limit is not None and place.tokens > limit.tokens:
         return f"it was filtered by length: it has {place.tokens} tokens, and {limit.reason}", True
     where = f"number {place.position} of {len(source)} in the first epoch"
@@ -249,4 +249,4 @@ def _carried_note(reader: LedgerReader) -> str:
 def _show_accepted(carried: Restored | None) -> str:
     if carried is None or not carried.accepted:
         return ""
-    return f"\nresumed with another model than was saved, by --load-anyway: {'; '.join(carried.accepted)}\n"
+    return f"\nresumed although this has changed, by --load-anyway: {'; '.join(carried.accepted)}\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from miles_async.arguments import Arguments
@@ -18,24 +17,28 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
 
     Raises DataError naming file and line, ConfigurationError if ``--load`` would continue among other prompts.
     """
+    from miles_async.prompts.identity import changed_prompts
     from miles_async.prompts.keys import lacking
-    from miles_async.prompts.source import open_prompts, require_same_prompts
+    from miles_async.prompts.rows import open_prompts
     from miles_async.rewards.row_check import RewardOfRow
 
     rewarded = arguments.rewards.rm_type is not None and not arguments.algorithm.supervised
     check = RewardOfRow(arguments.rewards) if rewarded else None
     counts, notes = dict[str, int](), list[str]()
-    for data in _prompt_files(arguments):
+    for data in (arguments.data, *_held_out(arguments)):
         rows = open_prompts(data, check)
-        counts[str(data.prompt_data)] = len(rows)
-        if data.prompt_data == arguments.data.prompt_data and (cursor := _saved_cursor(arguments.checkpoint.load)):
+        if data is arguments.data and (cursor := _saved_cursor(arguments.checkpoint.load)):
             try:
-                require_same_prompts(cursor, rows, data)
+                notes += changed_prompts(cursor, rows, data, arguments.checkpoint.load_anyway)
             except CheckpointError as error:
                 raise ConfigurationError(f"--load {arguments.checkpoint.load}: {error}") from None
-        for flag, key in {"--metadata-key": data.metadata_key, "--tool-key": data.tool_key}.items():
-            if key is not None and (number := lacking(rows, key)):
-                notes.append(f"{data.prompt_data}: {number} of {len(rows)} rows have no {key!r} ({flag})")
+        for (_, place), file in zip(data.places, rows.files, strict=True):
+            counts[place] = len(file)
+            if file.layout is not None:
+                notes.append(f"{place}: has the columns of {file.layout.describe()}")
+            for flag, key in {"--metadata-key": data.metadata_key, "--tool-key": data.tool_key}.items():
+                if key is not None and (number := lacking(file, key)):
+                    notes.append(f"{place}: {number} of {len(file)} rows have no {key!r} ({flag})")
     return counts, notes
 
 
@@ -57,8 +60,8 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
         return []
     template = run_template(arguments)
     notes = list(prompt_notes(arguments, open_source(arguments, template), template))
-    for path in parse_data_sets(arguments.evaluation.eval_prompt_data or ()).values():
-        open_source(arguments, template, held_out=path)
+    for place in parse_data_sets(arguments.evaluation.eval_prompt_data or ()).values():
+        open_source(arguments, template, held_out=place)
     return notes
 
 
@@ -77,8 +80,8 @@ def _saved_cursor(load: Path | None) -> JsonObject | None:
         return None
 
 
-def _prompt_files(arguments: Arguments) -> Iterator[DataArguments]:
-    held_out = parse_data_sets(arguments.evaluation.eval_prompt_data or ())
-    for path in (arguments.data.prompt_data, *held_out.values()):
-        if path is not None:
-            yield replace(arguments.data, prompt_data=path)
+def _held_out(arguments: Arguments) -> Iterator[DataArguments]:
+    from miles_async.wiring.run_prompts import held_out_data
+
+    for place in parse_data_sets(arguments.evaluation.eval_prompt_data or ()).values():
+        yield held_out_data(arguments.data, place)

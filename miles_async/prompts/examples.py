@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -28,12 +29,16 @@ class Example:
 class ExampleSource:
     """An endless stream, as of prompts (``prompts.source``). An example that is too long is skipped and counted."""
 
-    def __init__(self, arguments: DataArguments, template: ChatTemplate, most_tokens: int) -> None:
-        """``most_tokens``: of a sequence. Raises DataError when the file cannot be used."""
+    def __init__(
+        self, arguments: DataArguments, template: ChatTemplate, most_tokens: int, *, anyway: Collection[str] = ()
+    ) -> None:
+        """``most_tokens``: of a sequence. ``anyway``: see :class:`FilePromptSource`. Raises DataError when a file
+        cannot be used.
+        """
         self.template = template
         self._templated = arguments.apply_chat_template
         self._most = most_tokens
-        self._source = FilePromptSource(arguments, lambda content, tools: (0,))  # whole examples are tokenized here
+        self._source = FilePromptSource(arguments, lambda content, tools: (0,), anyway=anyway)  # tokenized here, whole
         self.skipped = 0
 
     def take(self, count: int) -> list[Example]:
@@ -54,7 +59,7 @@ class ExampleSource:
             log.warning("example skipped", prompt_id=prompt.prompt_id, tokens=longest, most=self._most)
             if in_a_row == len(self._source):
                 raise DataError(
-                    f"{self._source.path}: all {in_a_row} examples have more than {self._most} tokens: raise "
+                    f"{self._source.name}: all {in_a_row} examples have more than {self._most} tokens: raise "
                     "--max-tokens-per-gpu, up to the model's positions"
                 )
         return taken
@@ -63,9 +68,9 @@ class ExampleSource:
         """Return the cursor, with the identity of the file it points into."""
         return self._source.state()
 
-    def restore(self, state: JsonObject) -> None:
-        """Continue where :meth:`state` was taken. Raises CheckpointError if the file has changed."""
-        self._source.restore(state)
+    def restore(self, state: JsonObject) -> Sequence[str]:
+        """See :meth:`FilePromptSource.restore`."""
+        return self._source.restore(state)
 
     def _branches(self, prompt: Prompt) -> list[Answered]:
         try:

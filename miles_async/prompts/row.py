@@ -11,6 +11,7 @@ import msgspec
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError, TrajectoryError
 from miles_async.prompts.keys import holder, may_lack
+from miles_async.prompts.layouts import ANSWERS, hint
 from miles_async.trajectory.messages import Message, from_data
 from miles_async.types import JsonObject, Label
 
@@ -57,18 +58,19 @@ def read_row(row: JsonObject, arguments: DataArguments, location: str) -> Prompt
     )
 
 
-def _value(row: JsonObject, key: str, flag: str, location: str) -> object:
+def _value(row: JsonObject, key: str, flag: str, location: str, arguments: DataArguments) -> object:
     try:
         inner, name = holder(row, key)
     except KeyError as error:
         if may_lack(flag, key):
             return None
-        raise DataError(f"{location}: no key {key!r} ({flag}); keys of this row: {error.args[0]}") from None
+        found = f"keys of this row: {error.args[0]}{hint(arguments)}"
+        raise DataError(f"{location}: no key {key!r} ({flag}); {found}") from None
     return inner[name]
 
 
 def _content(row: JsonObject, arguments: DataArguments, location: str) -> Content:
-    value = _value(row, arguments.input_key, "--input-key", location)
+    value = _value(row, arguments.input_key, "--input-key", location, arguments)
     named = f"{location}: {arguments.input_key!r} (--input-key)"
     if isinstance(value, str):
         if not value:
@@ -90,7 +92,9 @@ def _content(row: JsonObject, arguments: DataArguments, location: str) -> Conten
 def _label(row: JsonObject, arguments: DataArguments, location: str) -> Label | None:
     if arguments.label_key is None:
         return None
-    value = _value(row, arguments.label_key, "--label-key; none: no labels", location)
+    value = _value(row, arguments.label_key, "--label-key; none: no labels", location, arguments)
+    if value is None and arguments.label_key in ANSWERS:
+        return None
     answers = value if isinstance(value, list) else [value]
     texts = [text for answer in answers if (text := _answer(answer)) is not None]
     if not answers or len(texts) < len(answers):
@@ -113,7 +117,7 @@ def _answer(value: object) -> str | None:
 def _tools(row: JsonObject, arguments: DataArguments, location: str) -> tuple[JsonObject, ...]:
     if arguments.tool_key is None:
         return ()
-    value = _value(row, arguments.tool_key, "--tool-key", location)
+    value = _value(row, arguments.tool_key, "--tool-key", location, arguments)
     named = f"{location}: {arguments.tool_key!r} (--tool-key)"
     if isinstance(value, str):
         try:
@@ -133,7 +137,7 @@ def _tools(row: JsonObject, arguments: DataArguments, location: str) -> tuple[Js
 def _metadata(row: JsonObject, arguments: DataArguments, location: str) -> JsonObject:
     if arguments.metadata_key is None:
         return {}
-    value = _value(row, arguments.metadata_key, "--metadata-key", location)
+    value = _value(row, arguments.metadata_key, "--metadata-key", location, arguments)
     if value is not None and not isinstance(value, Mapping):
         named = f"{location}: {arguments.metadata_key!r} (--metadata-key)"
         raise DataError(f"{named} must be an object; found {_shown(value)}")
@@ -143,7 +147,7 @@ def _metadata(row: JsonObject, arguments: DataArguments, location: str) -> JsonO
 def _row_id(row: JsonObject, arguments: DataArguments, location: str) -> str | None:
     if arguments.prompt_id_key is None:
         return None
-    value = _value(row, arguments.prompt_id_key, "--prompt-id-key", location)
+    value = _value(row, arguments.prompt_id_key, "--prompt-id-key", location, arguments)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         named = f"{location}: {arguments.prompt_id_key!r} (--prompt-id-key)"
         raise DataError(f"{named} must be a text or a whole number; found {_shown(value)}")

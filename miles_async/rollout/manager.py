@@ -277,7 +277,10 @@ class RolloutManager:
     ) -> None:
         """Restore the checkpoint that was taken after ``step`` steps, with ``version`` visible; before :meth:`run`."""
         snapshot = await asyncio.to_thread(read_snapshot, directory)
-        await asyncio.to_thread(self._source.restore, snapshot.source)
+        changes = await asyncio.to_thread(self._source.restore, snapshot.source)
+        if changes:
+            log.warning("resumed with other prompts than were saved, by --load-anyway", changed=list(changes))
+        accepted = (*accepted, *changes)
         self._dispatcher.restore(
             snapshot.pool, step=step, version=version, readmissions=readmissions, accepted=accepted
         )

@@ -23,7 +23,9 @@ class PromptSource(Protocol):
         """The cursor, JSON-serializable."""
         ...
 
-    def restore(self, state: JsonObject) -> None: ...
+    def restore(self, state: JsonObject) -> Sequence[str]:
+        """Continue where :meth:`state` was taken. Return what has changed since then and was accepted."""
+        ...
 
 
 class SavedSide(Protocol):

@@ -31,8 +31,9 @@ class SimulatedPrompts:
     def state(self) -> JsonObject:
         return {"taken": self._taken}
 
-    def restore(self, state: JsonObject) -> None:
+    def restore(self, state: JsonObject) -> Sequence[str]:
         self._taken = state["taken"]
+        return ()
 
 
 class SimulatedReward:

@@ -22,7 +22,7 @@ class Restored(msgspec.Struct, frozen=True):
 
     balance: Balance  # of the attempts of earlier processes, whose rows are in their run directories
     quarantined: tuple[DeadLetter, ...] = ()
-    accepted: tuple[str, ...] = ()  # changes of the model since the checkpoint, accepted by --load-anyway
+    accepted: tuple[str, ...] = ()  # changes of model and prompts since the checkpoint, accepted by --load-anyway
 
 
 class Issued(msgspec.Struct, frozen=True):

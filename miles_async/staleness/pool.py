@@ -273,7 +273,7 @@ class Pool:
 
         ``version``: the version that the trainer continues from; groups that are too old for it are generated again,
         like those that were in flight. ``readmissions``: request → ids of quarantined prompts to readmit.
-        ``accepted``: changes of the model that ``--load-anyway`` accepted, for the event.
+        ``accepted``: changes of model and prompts that ``--load-anyway`` accepted, for the event.
         """
         state = snapshot.state
         kept: list[Group] = []

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import ray
+import structlog
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.debug import file_of_step
@@ -26,6 +27,8 @@ from miles_async.types import NO_VERSION, Attempt, Branch, Group, JsonObject, Pr
 from miles_async.wiring.decisions import make_batches, quadratic_work_of
 from miles_async.wiring.run_samples import sample_recorder
 
+log = structlog.get_logger(__name__)
+
 CURSOR_FILE = "examples.json"
 VERSION = 0  # nothing is published, and every example is as new as any
 
@@ -37,7 +40,8 @@ def example_source(arguments: Arguments) -> ExampleSource:
     template = ChatTemplate(tokenizer, arguments.data.apply_chat_template)
     positions = read_config(model.directory).get("max_position_embeddings")
     most = arguments.micro_batch_tokens
-    return ExampleSource(arguments.data, template, min(most, positions) if isinstance(positions, int) else most)
+    most = min(most, positions) if isinstance(positions, int) else most
+    return ExampleSource(arguments.data, template, most, anyway=arguments.checkpoint.load_anyway)
 
 
 class SupervisedBatches:
@@ -90,7 +94,8 @@ class SupervisedBatches:
                 f"--load {directory}: expected a checkpoint of --loss-type sft_loss: {error}; to continue from other "
                 "training, give its --save-hf as --hf-checkpoint"
             ) from error
-        self._source.restore(state)
+        if changes := self._source.restore(state):
+            log.warning("resumed with other prompts than were saved, by --load-anyway", changed=list(changes))
 
     def _prepare(self, step: int) -> PreparedBatch:
         examples = self._source.take(self._count)

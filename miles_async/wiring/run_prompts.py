@@ -5,24 +5,29 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from miles_async.arguments import Arguments
+from miles_async.arguments import Arguments, DataArguments
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.prompt_limit import PromptLimit, prompt_limit, response_length
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate
 
 
-def open_source(arguments: Arguments, template: ChatTemplate, *, held_out: Path | None = None) -> FilePromptSource:
-    """The prompts of training, or of a ``held_out`` file. Raises ConfigurationError if the template cannot render
+def open_source(arguments: Arguments, template: ChatTemplate, *, held_out: str | None = None) -> FilePromptSource:
+    """The prompts of training, or of ``held_out`` ones. Raises ConfigurationError if the template cannot render
     them, and DataError if all are too long.
     """
-    data = arguments.data if held_out is None else replace(arguments.data, prompt_data=held_out)
-    source = FilePromptSource(data, template.encode, prompt_limit(arguments, evaluation=held_out is not None))
+    data = arguments.data if held_out is None else held_out_data(arguments.data, held_out)
+    limit = prompt_limit(arguments, evaluation=held_out is not None)
+    source = FilePromptSource(data, template.encode, limit, anyway=arguments.checkpoint.load_anyway)
     source.require_rendered(template.check)
     source.require_usable()
     return source
+
+
+def held_out_data(data: DataArguments, place: str) -> DataArguments:
+    """Flags of the held-out prompts at ``place``, with the columns of the others."""
+    return replace(data, prompt_data=(place,), prompt_data_weights=())
 
 
 def prompt_notes(arguments: Arguments, source: FilePromptSource, template: ChatTemplate) -> Iterator[str]:
@@ -46,7 +51,7 @@ def length_notes(arguments: Arguments, source: FilePromptSource, limit: PromptLi
     skipped = [tokens for tokens in lengths if limit is not None and tokens > limit.tokens]
     if limit is not None and skipped:
         yield (
-            f"{source.path}: {len(skipped)} of {len(source)} prompts are skipped: they have up to {max(skipped)} "
+            f"{source.name}: {len(skipped)} of {len(source)} prompts are skipped: they have up to {max(skipped)} "
             f"tokens, and {limit.reason}"
         )
     if room is None:
@@ -58,7 +63,7 @@ def length_notes(arguments: Arguments, source: FilePromptSource, limit: PromptLi
     long = [tokens for tokens in lengths if tokens > room and (limit is None or tokens <= limit.tokens)]
     if long:
         yield (
-            f"{source.path}: {len(long)} of {len(source)} prompts have up to {max(long)} tokens; with {flag} "
+            f"{source.name}: {len(long)} of {len(source)} prompts have up to {max(long)} tokens; with {flag} "
             f"{response} their samples may {consequence}"
         )
 

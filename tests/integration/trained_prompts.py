@@ -17,7 +17,7 @@ from tests.integration.real_run import QUICKSTART
 def source_order(count: int) -> list[str]:
     """Ids of the first prompts of the quick start, in the order of its source."""
     prompts = QUICKSTART / "assets" / "reverse" / "train.jsonl"
-    source = FilePromptSource(DataArguments(prompt_data=prompts), lambda *_: (1,))
+    source = FilePromptSource(DataArguments(prompt_data=(str(prompts),)), lambda *_: (1,))
     return [prompt.prompt_id for _, prompt in source.take(count)]
 
 

@@ -73,8 +73,6 @@ def _one(row: VerlKey, value: str, done: FromVerl, key: str) -> None:
         done.words += row.values[value]
     elif row.flag is None:
         done.unmapped.append(f"{key}={value}: expected {', '.join(filter(None, row.values))}: {row.note}")
-    elif row.flag == "--prompt-data" and len(items) > 1:
-        done.unmapped.append(f"{key}={value}: {row.note}")
     else:
         done.words += [row.flag, *items]
 

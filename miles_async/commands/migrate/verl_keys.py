@@ -67,7 +67,7 @@ _MEGATRON, _OPTIM = f"{_ACTOR}.megatron", f"{_ACTOR}.optim"
 
 KEYS: tuple[VerlKey, ...] = (
     # Prompts.
-    VerlKey("data.train_files", "works", "one file is `--prompt-data`; join several first", flag="--prompt-data"),
+    VerlKey("data.train_files", "works", "is `--prompt-data`", flag="--prompt-data"),
     VerlKey("data.val_files", "works", "is `--eval-prompt-data`", flag="--eval-prompt-data"),
     _is("data.prompt_key", "--input-key"),
     _is("data.max_prompt_length", "--rollout-max-prompt-len"),
@@ -84,7 +84,7 @@ KEYS: tuple[VerlKey, ...] = (
        "use_shm")),
     _switch("data.trust_remote_code", "--trust-remote-code"),
     _refused("data.apply_chat_template_kwargs.*", "set their defaults in chat_template.jinja of --hf-checkpoint"),
-    _refused("data.custom_cls.*", "write the prompts to a file first: --prompt-data, .jsonl or .parquet"),
+    _refused("data.custom_cls.*", "write the prompts to a file first, or name a data set of the hub: --prompt-data"),
     _refused("data.sampler.*", "prompts come in the order of the file, or shuffled"),
     _refused("data.image_key", "models that read images are not trained"),
     _refused("data.video_key", "models that read images are not trained"),

@@ -169,7 +169,7 @@ class TestArgumentFiles:
         (tmp_path / "inner" / "one.args").write_text("@two.args")
         (tmp_path / "inner" / "two.args").write_text("--prompt-data data/train.jsonl")
         arguments = parse(f"@{tmp_path}/outer.args")
-        assert arguments.data.prompt_data == Path("data/train.jsonl")
+        assert arguments.data.prompt_data == ("data/train.jsonl",)
         assert arguments.rollout.num_rollout == 5
 
     def test_missing_file_is_named_with_its_includer(self, tmp_path: Path):

@@ -95,7 +95,7 @@ def test_notes_tell_how_many_are_skipped_and_how_many_outgrow_a_micro_batch(mode
     lengths = [*range(100, 1000, 100), 1200, 1300]
     data = model / "train.jsonl"
     data.write_text("".join(json.dumps({"prompt": "x" * length, "label": ""}) + "\n" for length in lengths))
-    arguments = assemble({"hf_checkpoint": model, "prompt_data": data, "max_tokens_per_gpu": 1824}, {})
+    arguments = assemble({"hf_checkpoint": model, "prompt_data": (str(data),), "max_tokens_per_gpu": 1824}, {})
     limit = prompt_limit(arguments)
     source = FilePromptSource(arguments.data, lambda content, tools: [7] * len(content), limit)
     assert list(length_notes(arguments, source, limit)) == [
@@ -118,7 +118,7 @@ def test_long_prompts_are_tokenized_once_and_none_where_any_sample_may_outgrow_a
         return [7] * len(content)
 
     def notes(**flags: object) -> list[str]:
-        arguments = assemble({"hf_checkpoint": model, "prompt_data": data} | flags, {})
+        arguments = assemble({"hf_checkpoint": model, "prompt_data": (str(data),)} | flags, {})
         tokenized.clear()
         limit = prompt_limit(arguments)
         return list(length_notes(arguments, FilePromptSource(arguments.data, encode, limit), limit))

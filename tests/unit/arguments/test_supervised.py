@@ -22,7 +22,7 @@ def flags(tmp_path: Path) -> dict[str, object]:
     (model / "config.json").write_text(json.dumps({"num_attention_heads": 4, "max_position_embeddings": 128}))
     save_file({}, model / "model.safetensors")
     prompts.write_text('{"prompt": "rev 12", "label": "21"}\n')
-    return {"hf_checkpoint": model, "prompt_data": prompts, "loss_type": "sft_loss", "n_samples_per_prompt": 1}
+    return {"hf_checkpoint": model, "prompt_data": (str(prompts),), "loss_type": "sft_loss", "n_samples_per_prompt": 1}
 
 
 def test_the_trainer_runs_alone_and_needs_no_reward(flags: dict[str, object]) -> None:

@@ -35,7 +35,7 @@ def valid(tmp_path: Path) -> dict[str, object]:
     prompts.write_text('{"prompt": "rev 12", "label": "21"}\n')
     return {
         "hf_checkpoint": model,
-        "prompt_data": prompts,
+        "prompt_data": (str(prompts),),
         "rm_type": "exact_match",
         "max_weight_staleness": 2,
         "use_rollout_logprobs": True,
@@ -69,7 +69,7 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         case("model missing", {"hf_checkpoint": Path("absent")}, "--hf-checkpoint absent", "no such directory"),
         case(
             "prompts missing",
-            {"prompt_data": Path("absent.jsonl")},
+            {"prompt_data": ("absent.jsonl",)},
             "--prompt-data absent.jsonl",
             "no such file",
         ),
@@ -80,7 +80,11 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         ),
         case("evaluation of nothing", {"eval_interval": 5}, "--eval-interval 5 has no effect without --eval-"),
         case("name without a file", {"eval_prompt_data": ("aime",)}, "--eval-prompt-data", "after the name 'aime'"),
-        case("no prompt file", {"eval_prompt_data": ("data/aime.json",)}, "expected a .jsonl or .parquet file, found"),
+        case(
+            "no prompt file",
+            {"eval_prompt_data": ("data/aime.json",)},
+            "or hf:NAME; found 'data/aime.json'",
+        ),
         case(
             "two data sets of one name",
             {"eval_prompt_data": ("a/test.jsonl", "b/test.parquet")},
@@ -782,7 +786,7 @@ def test_model_directory_without_its_files(valid: dict[str, object]):
     assert "config.json is not a JSON object" in refusal(valid)
     (model / "config.json").unlink()
     assert "has no config.json" in refusal(valid)
-    assert "found a file" in refusal(valid | {"hf_checkpoint": valid["prompt_data"]})
+    assert "found a file" in refusal(valid | {"hf_checkpoint": Path(valid["prompt_data"][0])})
 
 
 MIXTURE = {"n_routed_experts": 12, "moe_intermediate_size": 32}
@@ -892,7 +896,7 @@ def test_a_reference_model_is_there_for_something(valid: dict[str, object], flag
 
 
 def test_run_directory_that_is_a_file(valid: dict[str, object]):
-    assert "expected a directory, found a file" in refusal(valid | {"run_dir": valid["prompt_data"]})
+    assert "expected a directory, found a file" in refusal(valid | {"run_dir": Path(valid["prompt_data"][0])})
 
 
 def test_router_port_that_is_taken(valid: dict[str, object]):

@@ -218,7 +218,7 @@ def test_checkpoints_are_checked_before_anything_starts(
     assert "holds iter_0000003 of the run earlier: resume it with --load" in refusal("--save", str(save))
     assert main([*flags, "--save", str(save), "--load", str(checkpoint), "--dry-run"]) == 0
     assert f"resumes from   {checkpoint}\n" in capsys.readouterr().out
-    data = DataArguments(prompt_data=Path(flags[flags.index("--prompt-data") + 1]))
+    data = DataArguments(prompt_data=(flags[flags.index("--prompt-data") + 1],))
     cursor = FilePromptSource(data, lambda *_: ()).state()
     (checkpoint / "rollout.json").write_text(json.dumps({"source": cursor, "pool": {"steps": 3}}))
     write_manifest(checkpoint, RunIdentity(run="earlier", model=model, ranks={}), 3, {})

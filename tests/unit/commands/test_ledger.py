@@ -269,7 +269,7 @@ async def test_a_change_of_the_model_accepted_at_a_resume_is_shown(
     second = await resume(Story(tmp_path / "second"), save, "rope_theta", rope_theta=500.0)
     second.issue(0)
     await second.writer.flush()
-    shown = "resumed with another model than was saved, by --load-anyway: rope_theta was 10000.0 and is 500.0\n"
+    shown = "resumed although this has changed, by --load-anyway: rope_theta was 10000.0 and is 500.0\n"
     assert shown in printed(capsys, "ledger", tmp_path / "second")
     assert shown in printed(capsys, "explain", tmp_path / "second", "0")
 

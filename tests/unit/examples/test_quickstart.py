@@ -131,7 +131,7 @@ def test_argument_file_is_valid_and_names_the_shipped_assets(task: Task, monkeyp
     monkeypatch.chdir(QUICKSTART.parents[1])
     arguments = parse_arguments([f"@examples/quickstart/{task.name}.args"]).arguments
     assert arguments.model.hf_checkpoint.is_dir()
-    assert arguments.data.prompt_data == Path(f"examples/quickstart/assets/{task.name}/train.jsonl")
+    assert arguments.data.prompt_data == (f"examples/quickstart/assets/{task.name}/train.jsonl",)
     assert arguments.rollout.rollout_max_response_len == task.max_response_length
     assert arguments.staleness.max_weight_staleness == 2
     assert arguments.algorithm.use_rollout_logprobs

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +51,9 @@ class Prompts:
     def state(self) -> JsonObject:
         return {"taken": self.taken}
 
-    def restore(self, state: JsonObject) -> None:
+    def restore(self, state: JsonObject) -> Sequence[str]:
         self.taken = state["taken"]
+        return ()
 
 
 class Engines:

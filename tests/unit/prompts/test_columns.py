@@ -38,7 +38,7 @@ def write(path: Path, rows: Sequence[JsonObject]) -> Path:
 
 def prompts(path: Path, **flags: object) -> list[Prompt]:
     template = chat_format("qwen3")
-    source = FilePromptSource(DataArguments(prompt_data=path, **flags), template.encode)
+    source = FilePromptSource(DataArguments(prompt_data=(str(path),), **flags), template.encode)
     source.require_rendered(template.check)
     return list(source.all_prompts())
 
@@ -71,7 +71,7 @@ class TestTools:
 
     def test_are_what_an_example_is_learned_with(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.jsonl", [{"prompt": QUESTION, "label": "2", "tools": [TOOL]}])
-        arguments = DataArguments(prompt_data=path, tool_key="tools")
+        arguments = DataArguments(prompt_data=(str(path),), tool_key="tools")
         [example] = ExampleSource(arguments, chat_format("qwen3"), 10_000).take(1)
         begin = chat_format("qwen3").encode(QUESTION, [TOOL])
         assert tuple(example.branches[0].tokens[: len(begin)]) == begin
@@ -137,7 +137,7 @@ class TestSeveralAnswers:
     def test_cannot_be_learned(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.jsonl", [{"prompt": QUESTION, "label": ["2", "two"]}])
         with pytest.raises(DataError, match=r"p\.jsonl:1: expected one answer to learn, found 2"):
-            ExampleSource(DataArguments(prompt_data=path), chat_format("qwen3"), 10_000).take(1)
+            ExampleSource(DataArguments(prompt_data=(str(path),)), chat_format("qwen3"), 10_000).take(1)
 
 
 def test_short_floats_are_labels_in_objects_and_lists_too(tmp_path: Path) -> None:
@@ -175,19 +175,19 @@ class TestRowsByNumber:
     def test_a_run_does_not_go_on_with_other_rows(self, file: Path) -> None:
         write(file, [{"prompt": QUESTION, "label": str(number)} for number in range(5)])
         encode = chat_format("qwen3").encode
-        state = FilePromptSource(DataArguments(prompt_data=Path(f"{file}@[0:2]")), encode).state()
+        state = FilePromptSource(DataArguments(prompt_data=(f"{file}@[0:2]",)), encode).state()
         with pytest.raises(CheckpointError, match="Restore --prompt-data"):
-            FilePromptSource(DataArguments(prompt_data=Path(f"{file}@[2:4]")), encode).restore(state)
+            FilePromptSource(DataArguments(prompt_data=(f"{file}@[2:4]",)), encode).restore(state)
 
     def test_of_held_out_files(self) -> None:
-        assert parse_data_sets(["a/t.jsonl@[0:10]"]) == {"t": Path("a/t.jsonl@[0:10]")}
+        assert parse_data_sets(["a/t.jsonl@[0:10]"]) == {"t": "a/t.jsonl@[0:10]"}
         with pytest.raises(ConfigurationError, match=r"--eval-prompt-data t\.parquet@\[1\]: expected FILE@"):
             parse_data_sets(["t.parquet@[1]"])
 
 
 def test_a_dry_run_counts_rows_without_the_columns_they_may_lack(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b", "metadata": {"level": 3}}])
-    data = DataArguments(prompt_data=path, label_key=None, metadata_key="metadata", tool_key="tools")
+    data = DataArguments(prompt_data=(str(path),), label_key=None, metadata_key="metadata", tool_key="tools")
     assert check_prompts(Arguments(data=data)) == (
         {str(path): 2},
         [

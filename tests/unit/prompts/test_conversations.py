@@ -114,7 +114,9 @@ def rows(path: Path, *content: object) -> Path:
 
 
 def source(path: Path, most: int = 1000, **data: object) -> ExampleSource:
-    return ExampleSource(DataArguments(prompt_data=path, rollout_shuffle=False, **data), chat_format("llama3"), most)
+    return ExampleSource(
+        DataArguments(prompt_data=(str(path),), rollout_shuffle=False, **data), chat_format("llama3"), most
+    )
 
 
 def test_rows_are_examples_in_the_order_of_prompts_and_the_cursor_goes_on(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_messages_of_a_row_are_learned(tmp_path: Path) -> None:
 def test_plain_texts_are_answered_without_a_template(tmp_path: Path) -> None:
     path = rows(tmp_path / "a.jsonl", {"prompt": "three and", "label": " four"})
     template = ChatTemplate(chat_format("llama3")._tokenizer, apply_chat_template=False)
-    arguments = DataArguments(prompt_data=path, apply_chat_template=False)
+    arguments = DataArguments(prompt_data=(str(path),), apply_chat_template=False)
     [example] = ExampleSource(arguments, template, 100).take(1)
     assert learned(template, example.branches[0]) == " four<|eot_id|>"
     assert whole(template, example.branches[0]).endswith("three and four<|eot_id|>")

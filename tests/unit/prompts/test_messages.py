@@ -46,12 +46,12 @@ def write(request: pytest.FixtureRequest, tmp_path: Path) -> Write:
 
 def prompts(path: Path, template: ChatTemplate | None = None, **flags: object) -> list[Prompt]:
     encode = (template or chat_format("qwen3")).encode
-    return list(FilePromptSource(DataArguments(prompt_data=path, **flags), encode).all_prompts())
+    return list(FilePromptSource(DataArguments(prompt_data=(str(path),), **flags), encode).all_prompts())
 
 
 def learned(path: Path, style: str = "qwen3") -> list[str]:
     template = chat_format(style)
-    arguments = DataArguments(prompt_data=path, label_key=None, metadata_key="extra", rollout_shuffle=False)
+    arguments = DataArguments(prompt_data=(str(path),), label_key=None, metadata_key="extra", rollout_shuffle=False)
     examples = ExampleSource(arguments, template, 10_000).take(2)
     return [
         "".join(template.decode_all(branch.tokens[branch.loss_mask == 1]) for branch in example.branches)
@@ -127,7 +127,7 @@ def test_calls_may_lack_the_wrapping_of_a_function(write: Write) -> None:
 def test_messages_that_mean_nothing_are_refused_with_their_place(write: Write, message: object, words: str) -> None:
     path = write([{"prompt": [message], "label": "68"}])
     with pytest.raises(DataError, match=rf"rows\.\w+:1: 'prompt' \(--input-key\) must be .*; message 1: .*{words}"):
-        open_prompts(DataArguments(prompt_data=path))
+        open_prompts(DataArguments(prompt_data=(str(path),)))
 
 
 # ------------------------------------------------------------------------------------ the beginning of an answer
@@ -190,4 +190,4 @@ def test_a_gap_is_no_label(tmp_path: Path, gap: float | None) -> None:
     column = pyarrow.array([1.0, gap], pyarrow.float64())
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "label": column}), path)
     with pytest.raises(DataError, match=r"rows\.parquet:2: 'label' \(--label-key\) must be a text or a number"):
-        open_prompts(DataArguments(prompt_data=path))
+        open_prompts(DataArguments(prompt_data=(str(path),)))

@@ -41,12 +41,12 @@ def write_parquet(path: Path, rows: Iterable[JsonObject]) -> Path:
 
 
 def source_of(path: Path, **flags: object) -> FilePromptSource:
-    return FilePromptSource(DataArguments(prompt_data=path, **flags), encode)
+    return FilePromptSource(DataArguments(prompt_data=(str(path),), **flags), encode)
 
 
 def refusal(path: Path, **flags: object) -> str:
     with pytest.raises(DataError) as caught:
-        open_prompts(DataArguments(prompt_data=path, **flags))
+        open_prompts(DataArguments(prompt_data=(str(path),), **flags))
     return str(caught.value)
 
 
@@ -149,7 +149,9 @@ class TestMalformedFiles:
 
     def test_files_that_are_no_prompt_files(self, tmp_path: Path):
         assert "cannot read prompt data: No such file" in refusal(tmp_path / "absent.jsonl")
-        assert "must be .jsonl or .parquet" in refusal(tmp_path / "train.csv")
+        with pytest.raises(ConfigurationError, match=r"expected a \.jsonl \(also \.gz, \.zst\) or \.parquet"):
+            refusal(tmp_path / "train.csv")
+        assert "prompt data must be a .jsonl" in refusal(tmp_path / "absent")
         (tmp_path / "train.parquet").write_text("PAR")
         assert "not a readable Parquet file" in refusal(tmp_path / "train.parquet")
         with pytest.raises(ConfigurationError, match="--prompt-data is required"):
@@ -161,7 +163,7 @@ class TestMalformedFiles:
 
     def test_prompt_without_tokens(self, tmp_path: Path):
         path = write_jsonl(tmp_path / "t.jsonl", ROWS)
-        source = FilePromptSource(DataArguments(prompt_data=path), lambda content, tools: [])
+        source = FilePromptSource(DataArguments(prompt_data=(str(path),)), lambda content, tools: [])
         with pytest.raises(DataError, match=r"t\.jsonl:\d+: the tokenizer makes no tokens"):
             source.take(1)
 
@@ -169,7 +171,7 @@ class TestMalformedFiles:
         rows = [{"prompt": [{"role": "user", "content": f"rev {i}"}], "label": f"{i}", "id": i} for i in range(20_000)]
         path = write_jsonl(tmp_path / "train.jsonl", rows)
         started = time.process_time()
-        assert len(open_prompts(DataArguments(prompt_data=path, prompt_id_key="id"))) == 20_000
+        assert len(open_prompts(DataArguments(prompt_data=(str(path),), prompt_id_key="id"))) == 20_000
         assert time.process_time() - started < 1
 
 
@@ -233,12 +235,12 @@ class TestTooLongPrompts:
 
     def test_another_limit_says_what_it_is(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
         limit = PromptLimit(4, "the model is small", "take a larger one")
-        source = FilePromptSource(DataArguments(prompt_data=self.path(tmp_path)), encode, limit)
+        source = FilePromptSource(DataArguments(prompt_data=(str(self.path(tmp_path)),)), encode, limit)
         with caplog.at_level(logging.WARNING):
             assert sorted(len(prompt.token_ids) for prompt in source.all_prompts()) == [3, 4]
         assert "9 tokens, and the model is small" in caplog.text
         none = FilePromptSource(
-            DataArguments(prompt_data=self.path(tmp_path)), encode, dataclasses.replace(limit, tokens=2)
+            DataArguments(prompt_data=(str(self.path(tmp_path)),)), encode, dataclasses.replace(limit, tokens=2)
         )
         with pytest.raises(
             DataError, match=r"all 5 prompts have more than 2 tokens \(the model is small\): take a larger one"
@@ -258,7 +260,7 @@ class TestTooLongPrompts:
             tokenized.append(len(content))
             return encode(content)
 
-        source = FilePromptSource(DataArguments(prompt_data=write_jsonl(tmp_path / "t.jsonl", rows)), counting)
+        source = FilePromptSource(DataArguments(prompt_data=(str(write_jsonl(tmp_path / "t.jsonl", rows)),)), counting)
         assert sorted(source.lengths_above(1600)) == [2000]
         assert sorted(tokenized) == [5, 2000]  # the first for what a template adds
 
@@ -323,7 +325,7 @@ class TestCursor:
 
 
 def test_arguments_are_not_changed(tmp_path: Path):
-    arguments = DataArguments(prompt_data=write_jsonl(tmp_path / "t.jsonl", ROWS))
+    arguments = DataArguments(prompt_data=(str(write_jsonl(tmp_path / "t.jsonl", ROWS)),))
     copy = dataclasses.replace(arguments)
     FilePromptSource(arguments, encode).take(3)
     assert arguments == copy
@@ -343,7 +345,7 @@ class TestRefusedRows:
     def source(self, tmp_path: Path, rows: Iterable[JsonObject] = ROWS, **flags: object) -> FilePromptSource:
         path = write_jsonl(tmp_path / "train.jsonl", rows)
         return FilePromptSource(
-            DataArguments(prompt_data=path, label_key=None, rollout_shuffle=False, **flags), self.encode
+            DataArguments(prompt_data=(str(path),), label_key=None, rollout_shuffle=False, **flags), self.encode
         )
 
     def test_they_refuse_the_file_before_a_prompt_is_taken(self, tmp_path: Path):

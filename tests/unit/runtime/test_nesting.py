@@ -28,7 +28,7 @@ def _rows(line: str, **keys: str) -> Callable[[Path], object]:
     def read(directory: Path) -> object:
         path = directory / "train.jsonl"
         path.write_text('{"prompt": "a", "t": "[]"}\n' + line + "\n")
-        return open_prompts(DataArguments(prompt_data=path, label_key=None, metadata_key=None, **keys))
+        return open_prompts(DataArguments(prompt_data=(str(path),), label_key=None, metadata_key=None, **keys))
 
     return read
 

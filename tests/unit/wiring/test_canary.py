@@ -18,7 +18,7 @@ def canary(folder: Path, config: dict[str, object], max_tokens: int = 1000) -> t
     rows = [{"prompt": letter * 100, "label": ""} for letter in "abcdefg"]
     path = folder / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = FilePromptSource(DataArguments(prompt_data=path), lambda text, tools: str(text).encode())
+    source = FilePromptSource(DataArguments(prompt_data=(str(path),)), lambda text, tools: str(text).encode())
     return run_canary(source, folder, max_tokens)
 
 

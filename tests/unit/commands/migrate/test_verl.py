@@ -50,6 +50,7 @@ def test_no_row_hides_a_later_one() -> None:
     [
         ("data.max_response_length=8192", "--rollout-max-response-len 8192"),
         ("data.train_files=['/d/a.parquet']", "--prompt-data /d/a.parquet"),
+        ("data.train_files=[a.parquet,b.parquet]", "--prompt-data a.parquet b.parquet"),
         ("data.val_files=[/d/a.parquet,/d/b.parquet]", "--eval-prompt-data /d/a.parquet /d/b.parquet"),
         (f"+{ACTOR}.megatron.override_transformer_config.recompute_granularity=full", "--recompute-granularity full"),
         (f"++{ACTOR}.megatron.override_transformer_config.moe_permute_fusion=true", "--moe-permute-fusion"),
@@ -115,7 +116,6 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
         (f"{ACTOR}.ppo_mini_batch_size=100", "give --num-steps-per-rollout"),
         (f"{ROLLOUT}.multi_turn.tool_config_path=t.yaml", "--environment-path module:attr"),
         ("custom_reward_function.path=r.py", "--custom-rm-path"),
-        ("data.train_files=[a.parquet,b.parquet]", "join several first"),
         ("trainer.total_epochs=15", "give --num-rollout"),
         ("trainer.frobnicate=1", "trainer.frobnicate=1: it is not known here"),
     ],

@@ -1,0 +1,78 @@
+"""What a cursor belongs to: the content of the prompt data and the flags that decide its order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from miles_async.arguments.data import DataArguments
+from miles_async.arguments.prompt_files import HUB, hub_name, split_slice
+from miles_async.errors import CheckpointError
+from miles_async.prompts.rows import PromptRows
+from miles_async.types import JsonObject
+
+CHANGED = "prompt_data"
+"""Name for ``--load-anyway``."""
+
+_FLAGS = {"shuffle": "--rollout-shuffle", "seed": "--rollout-seed", "weights": "--prompt-data-weights"}
+_SOMETIMES = ("revision", "weights")  # keys that a state may lack
+
+
+def identity(rows: PromptRows, arguments: DataArguments) -> JsonObject:
+    """Facts that stay the same in a run that resumes. Of several files each has a list."""
+    facts: dict[str, Sequence[object]] = {
+        "file": [file.label for file in rows.files],
+        "rows": [len(file) for file in rows.files],
+        "digest": [file.digest for file in rows.files],
+        "revision": [file.revision for file in rows.files],
+    }
+    alone = len(rows.files) == 1
+    found = {name: values[0] if alone else values for name, values in facts.items() if any(values)}
+    found |= {"shuffle": arguments.rollout_shuffle, "seed": arguments.rollout_seed}
+    return {**found, "weights": list(arguments.weights)} if arguments.weights else found
+
+
+def changed_prompts(
+    state: JsonObject, rows: PromptRows, arguments: DataArguments, anyway: Collection[str] = ()
+) -> Sequence[str]:
+    """What differs between ``state``, a cursor, and these rows in this order.
+
+    Raises CheckpointError unless nothing does, or ``anyway`` (``--load-anyway``) accepts it.
+    """
+    found = identity(rows, arguments)
+    names = [name for name in (*found, *_SOMETIMES) if state.get(name) != found.get(name)]
+    if not names:
+        return ()
+    names = list(dict.fromkeys(names))
+    if CHANGED in anyway:
+        return [f"{CHANGED}: {name} was {state.get(name)!r} and is {found.get(name)!r}" for name in names]
+    changes = "; ".join(
+        f"{name} was {state.get(name)!r} when the checkpoint was written and is {found.get(name)!r} now"
+        for name in names
+    )
+    flags = dict.fromkeys(_FLAGS.get(name, "--prompt-data") for name in names)
+    raise CheckpointError(
+        f"{_changed_files(state, rows)}: cannot continue in the middle of other prompts: {changes}. Restore "
+        f"{' and '.join(flags)}{_pinned(state, rows, arguments)}, or if the change is meant, add --load-anyway "
+        f"{CHANGED}: the run then goes on with the next epoch of the new ones"
+    )
+
+
+def _changed_files(state: JsonObject, rows: PromptRows) -> str:
+    """Files that differ from those of the cursor, or all."""
+    saved = state.get("digest")
+    digests = saved if isinstance(saved, list) else [saved]
+    changed = [file.place for file in rows.files if file.digest not in digests]
+    return ", ".join(changed) or rows.name
+
+
+def _pinned(state: JsonObject, rows: PromptRows, arguments: DataArguments) -> str:
+    """How to name the commits of the cursor."""
+    saved = state.get("revision")
+    commits = saved if isinstance(saved, list) else [saved] * len(rows.files)
+    places = [split_slice(place)[0] for _, place in arguments.places]
+    pinned = [
+        hub_name(place).at(commit)
+        for place, commit in zip(places, commits, strict=False)
+        if place.startswith(HUB) and commit is not None
+    ]
+    return f" ({' '.join(pinned)})" if pinned else ""

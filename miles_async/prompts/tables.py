@@ -1,0 +1,143 @@
+"""Tables as prompt files: Parquet, and what ``datasets`` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from miles_async.arguments.data import DataArguments
+from miles_async.errors import DataError
+from miles_async.prompts.files import RowFile, file_digest
+from miles_async.prompts.keys import holder, may_lack, root
+from miles_async.prompts.layouts import Layout, hint, recognize
+from miles_async.types import JsonObject
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+class TableRows(RowFile):
+    """The needed columns of a table, as Arrow arrays.
+
+    An object in it has the fields of all objects of its column, null where the row had none. In what a chat template
+    renders, messages and tools, null fields are left out.
+    """
+
+    def __init__(self, place: str, label: str, digest: str, tables: Sequence[pyarrow.Table], columns: Columns) -> None:
+        """``tables``: with the columns of ``columns``, one after another."""
+        self.place, self.label, self.digest = place, label, digest
+        self.use(columns.layout, columns.arguments)
+        rendered = (self.keys.input_key, self.keys.tool_key, f"{self.keys.metadata_key}.tools")
+        more = columns.layout.rendered if columns.layout else ()
+        self._rendered = [key for key in (*rendered, *more) if key is not None]
+        if self.keys.label_key is not None:
+            tables = [_with_short_floats(table, self.keys.label_key) for table in tables]
+        self._batches = [batch for table in tables for batch in table.to_batches()]
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def raw(self, index: int) -> JsonObject:
+        batch = int(np.searchsorted(self._ends, index, side="right"))
+        first = int(self._ends[batch]) - self._batches[batch].num_rows
+        return self._row(self._batches[batch].slice(index - first, 1).to_pylist()[0])
+
+    def raws(self) -> Iterator[JsonObject]:
+        for batch in self._batches:
+            for start in range(0, batch.num_rows, 1024):
+                yield from map(self._row, batch.slice(start, 1024).to_pylist())
+
+    def _row(self, row: dict[str, Any]) -> JsonObject:
+        for key in self._rendered:
+            with suppress(KeyError):
+                inner, name = holder(row, key)
+                inner[name] = _without_nulls(inner[name])
+        return row
+
+
+class Columns:
+    """The columns of a table that are needed, and whose layout they have."""
+
+    def __init__(self, schema: pyarrow.Schema, arguments: DataArguments, place: str) -> None:
+        """Raises DataError beginning with ``place``: a column is missing."""
+        self.arguments = arguments
+        self.layout: Layout | None = recognize(schema.names, arguments)
+        named = _named_keys(arguments)
+        found = set[str]()
+        if self.layout is not None:
+            found |= {name for name in (*self.layout.columns, *self.layout.more) if name in schema.names}
+            named = {flag: key for flag, key in named.items() if flag not in ("--input-key", "--label-key")}
+        try:
+            found |= {
+                root(schema, key, f"{place}: no column {key!r} ({flag})")
+                for flag, key in named.items()
+                if key in schema.names or not may_lack(flag, key)
+            }
+        except DataError as error:
+            raise DataError(f"{error}{hint(arguments)}") from None
+        self.names = sorted(found)
+
+
+def parquet_rows(path: Path, arguments: DataArguments) -> RowFile:
+    """Read row group by row group. Raises DataError, OSError."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    digest = file_digest(path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = Columns(file.schema_arrow, arguments, str(path))
+            groups = [file.read_row_group(i, columns=columns.names) for i in range(file.num_row_groups)]
+    except arrow.ArrowException as error:
+        raise DataError(f"{path}: not a readable Parquet file: {error}") from None
+    return TableRows(str(path), path.name, digest, groups, columns)
+
+
+def _named_keys(arguments: DataArguments) -> dict[str, str]:
+    """Flag → the key that it names."""
+    keys = {
+        "--input-key": arguments.input_key,
+        "--label-key": arguments.label_key,
+        "--metadata-key": arguments.metadata_key,
+        "--tool-key": arguments.tool_key,
+        "--prompt-id-key": arguments.prompt_id_key,
+    }
+    return {flag: key for flag, key in keys.items() if key is not None}
+
+
+def _without_nulls(value: object) -> object:
+    """Drop null fields of objects, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _with_short_floats(table: pyarrow.Table, key: str) -> pyarrow.Table:
+    """Turn float32, in lists and objects too, to the float64 with the same shortest text: 0.1, not 0.10000000149."""
+    import pyarrow as arrow
+
+    column = key if key in table.schema.names else key.partition(".")[0]
+    if column not in table.schema.names:
+        return table  # the answer of a conversation, which is text
+    index = table.schema.get_field_index(column)
+    texts, floats = (_without_float32(table.schema.field(index).type, to) for to in (arrow.string(), arrow.float64()))
+    if floats == table.schema.field(index).type:
+        return table
+    return table.set_column(index, column, table.column(index).cast(texts).cast(floats))
+
+
+def _without_float32(kind: pyarrow.DataType, replacement: pyarrow.DataType) -> pyarrow.DataType:
+    import pyarrow as arrow
+
+    if kind == arrow.float32():
+        return replacement
+    if arrow.types.is_struct(kind):
+        return arrow.struct([field.with_type(_without_float32(field.type, replacement)) for field in kind])
+    if arrow.types.is_list(kind):
+        return arrow.list_(kind.value_field.with_type(_without_float32(kind.value_type, replacement)))
+    return kind
