@@ -14,8 +14,8 @@ def page() -> str:
     found = registry()
     parts = ["# Metrics", found.introduction.strip()]
     for section in found.sections:
-        rows = "\n".join(f"| {names} | {meaning} |" for names, meaning in section.rows)
-        table = f"| metric | meaning |\n|---|---|\n{rows}"
+        rows = "\n".join(f"| {row.names} | {row.unit} | {row.meaning} | {row.worries} |" for row in section.rows)
+        table = f"| metric | unit | meaning | worries when |\n|---|---|---|---|\n{rows}"
         parts += [
             part for part in (f"## {section.title}", section.before.strip(), table, section.after.strip()) if part
         ]

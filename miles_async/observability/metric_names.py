@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -17,14 +18,30 @@ _CODE = re.compile(r"`([^`]+)`")
 _ANY = re.compile(r"\.\.\.|\b[A-Z]+\b|(?<=_)N\b")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
 
+Unit = Literal[
+    "reward", "share", "percent", "ratio", "nats", "number", "seconds", "bytes", "times",
+    "tokens", "sequences", "samples", "groups", "turns", "calls", "requests", "versions", "steps",
+    "engines", "services", "tensors",
+]  # fmt: skip
+"""``reward``: whatever the reward is measured in; ``number``: without a unit, or with one that users choose."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Metrics that have unit and meaning in common. All cells but the unit are Markdown."""
+
+    names: str
+    unit: Unit
+    meaning: str
+    worries: str  # when to look closer; empty: no value worries by itself
+
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """A section of docs/metrics.md. A row is (names, meaning), both Markdown."""
+    """A section of docs/metrics.md."""
 
     title: str
     before: str = ""
     after: str = ""
-    rows: tuple[tuple[str, str], ...]
+    rows: tuple[Row, ...]
 
 
 class Registry(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,12 +53,14 @@ class Registry(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
-    """Section, position and meaning of one metric."""
+    """Section, position and meaning of one metric; texts are plain, and empty for a metric that no row describes."""
 
     section: str
     section_rank: int
     rank: int  # in its section
-    meaning: str  # plain text; empty for a metric that no row describes
+    unit: Unit
+    meaning: str
+    worries: str
 
 
 @cache
@@ -61,7 +80,9 @@ def describe(name: str) -> Description:
     if name in exact:
         return exact[name]
     fitting = (found for pattern, found in patterns if pattern.fullmatch(name))
-    nothing = Description(section=OTHER, section_rank=len(registry().sections), rank=0, meaning="")
+    nothing = Description(
+        section=OTHER, section_rank=len(registry().sections), rank=0, unit="number", meaning="", worries=""
+    )
     return next(fitting, nothing)
 
 
@@ -70,16 +91,26 @@ def _rows() -> tuple[dict[str, Description], list[tuple[re.Pattern[str], Descrip
     exact: dict[str, Description] = {}
     patterns: list[tuple[re.Pattern[str], Description]] = []
     for section_rank, section in enumerate(registry().sections):
-        for rank, (names, meaning) in enumerate(section.rows):
-            plain = _LINK.sub(r"\1", meaning).replace("`", "").replace("*", "")
-            found = Description(section=section.title, section_rank=section_rank, rank=rank, meaning=plain)
-            for name in names_in(names):
+        for rank, row in enumerate(section.rows):
+            found = Description(
+                section=section.title,
+                section_rank=section_rank,
+                rank=rank,
+                unit=row.unit,
+                meaning=_plain(row.meaning),
+                worries=_plain(row.worries),
+            )
+            for name in names_in(row.names):
                 if _ANY.search(name):
                     patterns.append((_pattern(name), found))
                 else:
                     exact.setdefault(name, found)
     patterns.sort(key=lambda pair: -len(pair[0].pattern))  # the most specific one first
     return exact, patterns
+
+
+def _plain(cell: str) -> str:
+    return _LINK.sub(r"\1", cell).replace("`", "").replace("*", "")
 
 
 def names_in(cell: str) -> Iterator[str]:

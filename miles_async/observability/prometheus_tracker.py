@@ -1,7 +1,7 @@
 """Prometheus: the latest value of every metric at ``/metrics``, on a port that opens with a key only.
 
 A name like ``reward/mean`` becomes ``miles_async_reward_mean``; its label ``metric`` is the name in docs/metrics.md,
-and its label ``run`` tells runs apart. HELP is the meaning in the registry of metrics.
+and its label ``run`` tells runs apart. HELP is what the registry of metrics says.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ class PrometheusTracker(Collector):
         for metric, value in latest.items():
             name = prometheus_name(metric)
             if name not in families:
-                meaning = _HELP.get(metric) or describe(metric).meaning
-                families[name] = GaugeMetricFamily(name, meaning, labels=("run", "metric"))
+                families[name] = GaugeMetricFamily(name, _HELP.get(metric) or _help(metric), labels=("run", "metric"))
             families[name].add_metric((self._run, metric), value)
         yield from families.values()
 
@@ -104,6 +103,13 @@ def prometheus_name(metric: str) -> str:
     'miles_async_train_logprob_diff_age_8_15_p99'
     """
     return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+
+
+def _help(metric: str) -> str:
+    """Meaning, unit, and when the metric worries, as the registry has them; empty for a metric that it lacks."""
+    found = describe(metric)
+    worries = f"; worries when: {found.worries}" if found.worries else ""
+    return f"{found.meaning} ({found.unit}){worries}" if found.meaning else ""
 
 
 class _Server(socketserver.ThreadingTCPServer):

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from miles_async.observability.metric_names import describe
 from miles_async.samples.reader import read_note, read_rows, samples_files
 from miles_async.wiring.replay import Replay
 from tests.integration.real_run import (
@@ -31,6 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 RUN_SECONDS = 300.0  # for a run of a few steps, start included, on a busy machine
 ONE_EACH = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1")
+NOT_METRICS = {"kind", "step", "time"}
 NO_EVALUATION = ("--eval-prompt-data", "none", "--eval-interval", "none")
 
 
@@ -69,6 +71,7 @@ def test_asynchronous_run_learns_survives_an_engine_and_accounts_for_everything(
     assert summary["logprob_diff"]["max"] < 1e-4
     assert summary["publish"]["count"] == 13
     assert all(step["publish/canary_difference"] < 1e-3 for step in steps)
+    assert not [name for step in steps for name in step.keys() - NOT_METRICS if not describe(name).meaning]
     # what generation noted, and the router
     assert 0 < steps[-1]["rollout/prefix_cache_hit_rate"] < 1
     # the dead engine was noticed, and nobody else

@@ -15,7 +15,9 @@ MOST_NAMES = 500  # of one request
 
 
 def names(runs: Sequence[Run]) -> JsonObject:
-    """{"sections": [{"title", "metrics": [{"name", "meaning", "last": [one per run]}]}]}, as docs/metrics.md orders."""
+    """{"sections": [{"title", "metrics": [{"name", "unit", "meaning", "worries", "last": [one per run]}]}]}, as
+    docs/metrics.md orders.
+    """
     for run in runs:
         run.metrics.refresh()
     known = sorted({name for run in runs for name in run.metrics.names})
@@ -25,9 +27,8 @@ def names(runs: Sequence[Run]) -> JsonObject:
         found = describe(name)
         ranks.setdefault(found.section, found.section_rank)
         last = [run.metrics.last(name) for run in runs]
-        sections.setdefault(found.section, []).append(
-            (found.rank, {"name": name, "meaning": found.meaning, "last": last})
-        )
+        entry = {"name": name, "unit": found.unit, "meaning": found.meaning, "worries": found.worries, "last": last}
+        sections.setdefault(found.section, []).append((found.rank, entry))
     return {
         "sections": [
             {"title": title, "metrics": [entry for _, entry in sorted(sections[title], key=lambda pair: pair[0])]}

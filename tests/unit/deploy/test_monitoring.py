@@ -65,8 +65,8 @@ def test_the_dashboard_asks_the_source_that_is_set_up() -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_metrics_of_runs_are_in_the_registry(name: str) -> None:
-    rows = [cell for section in registry().sections for cell, _ in section.rows]
-    known = {prometheus_name(metric) for cell in rows for metric in names_in(cell)}
+    rows = [row for section in registry().sections for row in section.rows]
+    known = {prometheus_name(metric) for row in rows for metric in names_in(row.names)}
     assert name in known | {f"{PREFIX}step", f"{PREFIX}last_step_timestamp_seconds"}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from miles_async.observability.metric_names import OTHER, describe, registry
+from miles_async.observability.metric_names import OTHER, describe, names_in, registry
 from scripts.metrics_page import PAGE, page
 
 
@@ -16,13 +18,14 @@ def test_the_page_is_of_the_registry() -> None:
     ("name", "section", "words"),
     [
         ("reward/mean", "Samples", "mean reward"),
-        ("rollout/finish_reason/length", "Samples", "shares of samples"),
+        ("rollout/finish_reason/length", "Samples", "ended this way"),
         ("rollout/tool_errors/mean", "Samples", "environments"),
         ("age/count/7", "Age and accounting", "age N"),
         ("train/logprob_diff/age_8-15/p99", "Training", "tokens of age N"),
         ("train/logprob_diff_max", "Training", "numerical noise"),
         ("eval/gsm8k/pass@4", "Samples", "one of K"),
         ("publish/flush_seconds", "Publication", "other stages"),
+        ("eval/gsm8k/response_length/max", "Samples", "length of answers"),
     ],
 )
 def test_a_metric_has_the_meaning_of_its_row(name: str, section: str, words: str) -> None:
@@ -31,7 +34,33 @@ def test_a_metric_has_the_meaning_of_its_row(name: str, section: str, words: str
     assert words in found.meaning
 
 
+def test_units_agree_with_names() -> None:
+    """A row that mixes units would tell a page or an alert the wrong one."""
+    units = {name: row.unit for section in registry().sections for row in section.rows for name in names_in(row.names)}
+    expected = {
+        "_seconds": "seconds",
+        "_fraction": "share",
+        "_ratio": "share",
+        "bytes": "bytes",
+        "_percentage": "percent",
+    }
+    expected |= {"/tokens": "tokens", "_tokens": "tokens", "_tensors": "tensors", "_requests": "requests"}
+    found = {name: unit for name, unit in units.items() for end in expected if name.endswith(end)}
+    assert len(found) > 30
+    assert found == {name: unit for name in found for end, unit in expected.items() if name.endswith(end)}
+
+
+def test_what_worries_names_metrics_that_exist() -> None:
+    named = {name for section in registry().sections for row in section.rows for name in _metrics_in(row.worries)}
+    assert "train/rollout_kl_k3" in named
+    assert not [name for name in named if not describe(name).meaning]
+
+
+def _metrics_in(text: str) -> list[str]:
+    return [word for word in re.findall(r"`([^`]+)`", text) if re.fullmatch(r"[a-z_]+(/\w+)+", word)]
+
+
 def test_an_unknown_metric_is_shown_last() -> None:
     found = describe("my/own")
-    assert (found.section, found.meaning) == (OTHER, "")
+    assert (found.section, found.meaning, found.worries) == (OTHER, "", "")
     assert found.section_rank == len(registry().sections)

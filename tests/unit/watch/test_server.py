@@ -176,7 +176,8 @@ def test_idle_time_of_the_rollout_side(spans: list[tuple[float, float | None]], 
 def test_metrics_have_sections_and_meanings(client: TestClient) -> None:
     sections = {each["title"]: each["metrics"] for each in client.get("/api/metrics").json()["sections"]}
     reward = next(entry for entry in sections["Samples"] if entry["name"] == "reward/mean")
-    assert reward["meaning"] == "mean reward of the batch"
+    assert (reward["unit"], reward["meaning"]) == ("reward", "mean reward of the batch")
+    assert reward["worries"].startswith("falls for tens of steps")
     assert reward["last"] == [rewards(STEPS)]
     assert [entry["name"] for entry in sections["Other"]] == ["my/own"]
 

@@ -60,7 +60,7 @@ function rangeText(state, all) {
 
 function sections(found, search, add) {
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
-  const fits = (entry) => words.every((word) => `${entry.name} ${entry.meaning}`.toLowerCase().includes(word));
+  const fits = (entry) => words.every((word) => `${entry.name} ${entry.meaning} ${entry.worries}`.toLowerCase().includes(word));
   const shown = found.sections.map((each) => ({ ...each, metrics: each.metrics.filter(fits) })).filter((each) => each.metrics.length);
   if (!shown.length) return empty(found.sections.length ? "no metric fits" : "no metric was written yet");
   return shown.map((each) => h("details", { open: true, class: "metrics-section" }, h("summary", null, h("h2", null, each.title), h("small", null, ` ${each.metrics.length}`)), h("div", { class: "grid" }, each.metrics.map((entry) => panelOf(entry, add)))));
@@ -69,7 +69,9 @@ function sections(found, search, add) {
 function panelOf(entry, add) {
   const canvas = h("div", { class: "slot" });
   const last = entry.last.map((value) => number(value, 4)).join("  ·  ");
-  const root = h("figure", { class: "card metric", title: entry.meaning || null, "data-metric": entry.name }, h("figcaption", null, h("b", null, entry.name), h("span", { class: "last" }, last)), entry.meaning && h("p", { class: "meaning muted" }, entry.meaning), canvas);
+  const unit = entry.unit === "number" ? "" : ` (${entry.unit})`;
+  const meaning = entry.meaning && `${entry.meaning}${unit}${entry.worries && `. Worries when: ${entry.worries}`}`;
+  const root = h("figure", { class: "card metric", title: meaning || null, "data-metric": entry.name }, h("figcaption", null, h("b", null, entry.name), h("span", { class: "last" }, last)), meaning && h("p", { class: "meaning muted" }, meaning), canvas);
   const panel = { entry, root, canvas, drawn: null, loaded: false, destroy: () => panel.drawn?.destroy() };
   add(panel);
   return root;
