@@ -35,6 +35,7 @@ Commands:
   samples        show text and tokens of samples, by step, reward or words; `miles-async samples --help`
   stop           end a run and clean up what is left of it; `miles-async stop --help`
   scale          add or remove engines of a running run; `miles-async scale --help`
+  set            change settings of a live run; `miles-async set --help`
   replay         repeat the decisions of a run with --record and compare; `miles-async replay --help`
   plan           predict step time, idle time and ages of settings; `miles-async plan --help`
   migrate        translate a slime, miles or verl recipe into flags; `miles-async migrate --help`
@@ -150,6 +151,7 @@ COMMANDS: Mapping[str, Command] = {
     "samples": _printing("samples", "samples"),
     "stop": _stop,
     "scale": _printing("scale", "scale"),
+    "set": _printing("live_set", "set_live"),
     "replay": _printing("replay", "replay"),
     "plan": _printing("plan", "plan"),
     "migrate": _migrate,

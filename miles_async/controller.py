@@ -43,7 +43,7 @@ from miles_async.bad_steps import BadSteps
 from miles_async.errors import ContractViolation
 from miles_async.runtime.clock import Stopwatch
 from miles_async.seams import RolloutSide, TrainerSide
-from miles_async.types import PreparedBatch, Publication
+from miles_async.types import Changes, PreparedBatch, Publication, SettingValue
 
 log = structlog.get_logger(__name__)
 
@@ -83,6 +83,29 @@ class Checkpoints(Protocol):
         ...
 
 
+class LiveSettings(Protocol):
+    """Receives requests of ``miles-async set`` and hands them over at the boundaries of steps."""
+
+    def begin(self, step: int) -> None:
+        """The loop continues after ``step`` trained steps."""
+        ...
+
+    def take(self, step: int, *, last: bool) -> Changes | None:
+        """What was asked for since the last call: it takes effect after ``step``. ``last``: nothing follows that step,
+        so later requests are refused.
+        """
+        ...
+
+
+class NoChanges:
+    """Implements LiveSettings where nothing can be asked for."""
+
+    def begin(self, step: int) -> None: ...
+
+    def take(self, step: int, *, last: bool) -> Changes | None:
+        return None
+
+
 class Gpus(Protocol):
     """Turns of trainer and engines on GPUs that they share."""
 
@@ -112,6 +135,7 @@ class NoTurns:
 
 
 NO_TURNS = NoTurns()
+NO_CHANGES = NoChanges()
 
 
 class Recorder(Protocol):
@@ -155,6 +179,7 @@ class Controller:
         checkpoints: Checkpoints,
         recorder: Recorder,
         gpus: Gpus = NO_TURNS,
+        live: LiveSettings = NO_CHANGES,
         rollout_arguments: RolloutArguments,
         staleness: StalenessArguments,
         optimizer: OptimizerArguments,
@@ -168,6 +193,9 @@ class Controller:
         self._checkpoints = checkpoints
         self._recorder = recorder
         self._gpus = gpus
+        self._live = live
+        self._asked: Mapping[str, SettingValue] = {}  # what takes effect after the step that is being trained
+        self._evaluations_asked: set[int] = set()  # steps
         self._num_steps = rollout_arguments.num_rollout
         self._bound = staleness.bound
         self._waits = staleness.stale_group_action == "wait"
@@ -201,6 +229,7 @@ class Controller:
     # ------------------------------------------------------------------------------------------ the loop
     async def _train(self, scope: asyncio.TaskGroup) -> None:
         first = self.position.step
+        self._live.begin(first)
         self._start_evaluation(scope, first)
         if first < self._num_steps:
             batch = self._start_cut(scope, first + 1, self.position.version)
@@ -210,6 +239,7 @@ class Controller:
                 with watch.timed("wait"):
                     prepared = await batch
                 self._check_age(prepared, version)
+                await self._take_changes(step)  # no cut is under way
                 publishes = await self._publishes_after(step, watch)
                 if step < self._num_steps:
                     batch = self._start_cut(scope, step + 1, version + 1 if publishes else version)
@@ -229,14 +259,35 @@ class Controller:
             }
             rest = self._publish(scope, step, prepared.ages, metrics, delivers=publishes)
             self._publishing = scope.create_task(rest, name=f"publication of step {step}")
+            if self._asked:
+                await self._trainer.change(self._asked)
             if self._checkpoint_at(step):
                 await self._checkpoints.save(self.position)
                 scope.create_task(self._complete_checkpoint(step), name=f"checkpoint of step {step}")
             self._gpus.training_is_over()
+            if step == self._num_steps:  # which `miles-async set` may have lowered
+                break
         await self._published(Stopwatch())
         if self._evaluating is not None:
             await self._evaluating
         await self._complete_checkpoint(self._num_steps)
+
+    async def _take_changes(self, step: int) -> None:
+        """Between two cuts, apply what was asked for: the batch of ``step`` keeps the bound that it was cut under, all
+        later ones obey the new one (C1).
+        """
+        self._asked = {}
+        changes = self._live.take(step, last=step == self._num_steps)
+        if changes is None:
+            return
+        self._asked = changes.values
+        self._bound = changes.bound(self._bound)
+        if "evaluation" in self._asked:
+            self._evaluations_asked.add(step)
+        if "stop" in self._asked:
+            self._num_steps = step
+        await self._rollout.change(changes)
+        log.info("settings change", after_step=step, **self._asked)
 
     async def _complete_checkpoint(self, step: int) -> None:
         """Write the checkpoint of ``step`` while training continues."""
@@ -313,10 +364,11 @@ class Controller:
         if self._evaluation.eval_prompt_data is None:
             return False
         interval = self._evaluation.eval_interval
-        return step in (0, self._num_steps) or (interval is not None and step % interval == 0)
+        due = step in (0, self._num_steps) or (interval is not None and step % interval == 0)
+        return due or step in self._evaluations_asked
 
     def _checkpoint_at(self, step: int) -> bool:
-        return self._checkpoint.due(step, last=step == self._num_steps)
+        return "checkpoint" in self._asked or self._checkpoint.due(step, last=step == self._num_steps)
 
     def _comparable(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Drop engine-against-trainer differences if the trainer is ahead of the published weights.

@@ -117,6 +117,20 @@ class Objective:
         """True if a transform needs the norm of each trajectory's gradient."""
         return any(transform.weighs_trajectories for transform in self.transforms)
 
+    def changed(
+        self, *, entropy: float | None = None, kl_loss: float | None = None, kl: float | None = None
+    ) -> Objective:
+        """With other constant coefficients: of the entropy bonus, of the KL loss, of the KL in the reward."""
+        if kl_loss is not None:
+            assert self.kl_coefficient is not None, "a KL loss has a coefficient"
+            self.kl_coefficient.value = kl_loss
+        if kl is not None:
+            assert self.kl_in_advantages is not None, "no KL is in the reward"
+            self.kl_in_advantages.coefficient.value = kl
+        if entropy is None:
+            return self
+        return replace(self, entropy_bonus=EntropyBonus(begin=entropy, end=entropy) if entropy else None)
+
     @property
     def needs_of_transforms(self) -> frozenset[Need]:
         """Arrays that are needed before the first optimizer step."""

@@ -27,6 +27,7 @@ from miles_async.api.tracker import (
     Tracker,
 )
 from miles_async.api.trainer import (
+    ChangesSettings,
     LeavesDevice,
     SavesInBackground,
     TrainBackend,
@@ -36,6 +37,7 @@ __all__ = [
     "AdvantageEstimator",
     "Agent",
     "Aggregation",
+    "ChangesSettings",
     "Correction",
     "EngineClient",
     "Environment",

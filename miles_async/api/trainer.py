@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from miles_async.types import TrainShard
+from miles_async.types import SettingValue, TrainShard
 
 
 class TrainBackend(Protocol):
@@ -123,6 +123,28 @@ class SavesInBackground(Protocol):
         """Make the checkpoint loadable: on rank 0, in the same thread, once all ranks have written. ``parts``: what
         each rank returned, in rank order. May return digests as :meth:`TrainBackend.save` does, of all ranks.
         Raises CheckpointError.
+        """
+        ...
+
+
+@runtime_checkable
+class ChangesSettings(Protocol):
+    """A training backend whose settings change during the run (``miles-async set``).
+
+    >>> class OneRate:
+    ...     rate = 1e-6
+    ...
+    ...     def change(self, values):
+    ...         self.rate = values.get("lr", self.rate)
+    >>> backend = OneRate()
+    >>> backend.change({"lr": 2e-6, "max_rollout_lead": 2})
+    >>> backend.rate
+    2e-06
+    """
+
+    def change(self, values: Mapping[str, SettingValue]) -> None:
+        """Train later steps with other settings, by the flags' fields: ``lr``, ``entropy_coef``, ``kl_loss_coef`` and
+        ``kl_coef``. Others are not the trainer's. Called on all ranks, between two steps.
         """
         ...
 

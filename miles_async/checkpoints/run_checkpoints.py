@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from miles_async.ledger.readmission import read_readmissions
 from miles_async.runtime.clock import Stopwatch
 from miles_async.runtime.files.digests import write_digested
 from miles_async.seams import SavedSide, TrainerSide
+from miles_async.types import KeptSetting
 
 log = structlog.get_logger(__name__)
 
@@ -47,6 +48,7 @@ class SavedPosition(Position, frozen=True, kw_only=True):
     """Contents of position.json."""
 
     run: str
+    settings: Mapping[str, KeptSetting] = {}  # changed by `miles-async set`
 
 
 class RunCheckpoints:
@@ -59,17 +61,21 @@ class RunCheckpoints:
         arguments: CheckpointArguments,
         identity: RunIdentity,
         lock: SaveLock | None = None,
+        settings: Callable[[], Mapping[str, KeptSetting]] = dict,
     ) -> None:
         """``rollout``: the rollout side, or what stands for it; None if nothing is saved.
 
         ``identity``: of this run, unless it continues in the directory that it resumes from. ``lock``: of ``--save``,
-        without which nothing is written there; None where no other run can be.
+        without which nothing is written there; None where no other run can be. ``settings``: those in force that
+        are not what flags say.
         """
         self._trainer = trainer
         self._rollout = rollout
         self._arguments = arguments
         self._identity = identity
         self._lock = lock
+        self._settings = settings
+        self._saved_settings: Mapping[str, KeptSetting] = {}  # of the last save
         self._finishing = asyncio.Lock()
         self._position: Position | None = None  # of the last save, until it is whole
         self._watch = Stopwatch()  # of the last save
@@ -100,7 +106,7 @@ class RunCheckpoints:
                     self._digests = _below(TRAINER, await self._trainer.save(partial / TRAINER))
             except (OSError, CheckpointError) as error:
                 raise await self._failure(final, error) from error
-        self._position, self._watch = position, watch
+        self._position, self._watch, self._saved_settings = position, watch, self._settings()
 
     async def finish(self) -> Mapping[str, float]:
         """Complete the last save. Returns its metrics, none if it was complete. Raises CheckpointError."""
@@ -184,7 +190,7 @@ class RunCheckpoints:
     def _complete(self, position: Position, final: Path) -> None:
         """Write the last files, rename, and remove what is no longer kept."""
         run, partial = self._identity.run, final.with_suffix(".partial")
-        saved = SavedPosition(**msgspec.structs.asdict(position), run=run)
+        saved = SavedPosition(**msgspec.structs.asdict(position), run=run, settings=self._saved_settings)
         digests = self._digests | {POSITION_FILE: write_digested(partial / POSITION_FILE, msgspec.json.encode(saved))}
         if problems := list(position_problems(Checkpoint(position.step, partial, run), None)):
             raise CheckpointError("; ".join(problems))

@@ -68,7 +68,8 @@ def ledger(words: Sequence[str]) -> str:
         carried = reader.carried()
         shown = _show_balance(reader.balance(), carried.balance.issued if carried else 0)
         restarts = "".join(f"{restart}\n" for restart in read_restarts(parsed.directory))
-        return shown + _show_lengths(reader) + _show_accepted(carried) + restarts
+        changes = "".join(f"set {change}\n" for change in reader.changes())
+        return shown + _show_lengths(reader) + changes + _show_accepted(carried) + restarts
 
 
 def explain(words: Sequence[str]) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles_async.commands.live_run import control_of
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.network.control import call
-from miles_async.runtime.processes.run_process import find_driver, read_run_process
 
 
 def scale(words: Sequence[str]) -> str:
@@ -29,12 +28,7 @@ def scale(words: Sequence[str]) -> str:
     parsed = parser.parse_args(words)
     if (parsed.group is None) != (parsed.engines is None):
         raise ConfigurationError(f"expected GROUP and N, or neither; see {parser.prog} --help")
-    run = read_run_process(parsed.directory)
-    if run.host != socket.gethostname():
-        raise ConfigurationError(f"{parsed.directory}: the run was started on {run.host}; call this there")
-    if find_driver(run) is None:
-        raise ConfigurationError(f"the run in {parsed.directory} is over")
-    path = Path(run.control)
+    path = control_of(parsed.directory)
     if parsed.group is None:
         return call(path, "engines") + "\n"
     return call(path, "scale", group=parsed.group, engines=parsed.engines) + "\n"

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.config_file import to_toml
+from miles_async.arguments.live import with_kept
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.server_groups import ServerGroup, server_groups
 from miles_async.arguments.validation import validate
 from miles_async.checkpoints.files import find_checkpoint
+from miles_async.checkpoints.kept_settings import kept_settings
 from miles_async.checkpoints.start import where_to_resume
 from miles_async.commands.checks import check_hooks, check_surroundings, run_notes
 from miles_async.commands.keep_running import keep_running
@@ -38,7 +40,9 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
     load = where_to_resume(checkpoint.save, checkpoint.load)
     arguments = replace(parsed.arguments, cluster=cluster, checkpoint=replace(checkpoint, load=load))
     begins = load != checkpoint.load
-    beginning = [f"--load {checkpoint.load}: no checkpoint there yet, the run begins"] if begins else []
+    arguments, beginning = with_kept(arguments, kept_settings(load))
+    if begins:
+        beginning.append(f"--load {checkpoint.load}: no checkpoint there yet, the run begins")
     validate(arguments, parsed.checks)
     arguments = replace(arguments, model=with_precision(arguments.model, cluster))  # may load torch
     if (here := str(Path.cwd())) not in sys.path:

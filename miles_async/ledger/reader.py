@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from miles_async.ledger.store import SCHEMA_VERSION, Counts, count_attempts, rea
 from miles_async.staleness.attempts import DeadLetter
 from miles_async.staleness.events import Restored
 from miles_async.staleness.ledger import Balance, Outcome, Stage
+from miles_async.types import SettingValue
 
 STEPS_FROM_ZERO = 2
 """Format of ledgers that count steps from 0, and are otherwise alike."""
@@ -59,6 +61,29 @@ class CutRecord(msgspec.Struct, frozen=True, kw_only=True):
     target_version: int
     groups: int
     oldest_version: int | None
+
+
+class ChangeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting that was changed, or one request, while the run was live."""
+
+    at: float  # seconds since 1970
+    step: int  # rollout step after which it took effect
+    name: str
+    before: SettingValue
+    value: SettingValue
+
+    def __str__(self) -> str:
+        before = "" if self.is_request else f"{_shown(self.before)} → "
+        return f"after step {self.step}: {self.name} {before}{_shown(self.value)}"
+
+    @property
+    def is_request(self) -> bool:
+        """True if it was asked for once, and replaced no value."""
+        return isinstance(self.value, str) and self.before is None
+
+
+def _shown(value: SettingValue) -> str:
+    return "none" if value is None else str(value)
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +206,16 @@ class LedgerReader:
         )
         for at, version, groups, oldest in rows:
             yield CutRecord(at=at, target_version=version, groups=groups, oldest_version=oldest)
+
+    def changes(self) -> tuple[ChangeRecord, ...]:
+        """What was changed by ``miles-async set``, in order."""
+        if not self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'changes'").fetchone():
+            return ()  # of an earlier version
+        rows = self._connection.execute("SELECT at, step, name, before, value FROM changes ORDER BY rowid")
+        return tuple(
+            ChangeRecord(at=at, step=step, name=name, before=json.loads(before), value=json.loads(value))
+            for at, step, name, before, value in rows
+        )
 
     def trained_at(self) -> dict[int, float]:
         """Step → when its batch had been trained."""

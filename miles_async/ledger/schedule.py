@@ -23,7 +23,7 @@ from miles_async.staleness.ledger import Balance, Outcome
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.train_data.digests import digests
-from miles_async.types import Attempt, Group, Prompt, TrainShard
+from miles_async.types import Attempt, Changes, Group, Prompt, TrainShard
 
 
 # ------------------------------------------------------------------------------------------------ calls
@@ -82,11 +82,28 @@ class Restored(Call, frozen=True, kw_only=True):
     readmissions: Mapping[str, tuple[str, ...]]
 
 
+class Changed(Call, frozen=True, kw_only=True):
+    changes: Changes
+
+
 class Cancelled(Call, frozen=True, kw_only=True):
     pass
 
 
-AnyCall = Offered | Issued | Finished | Failed | Filtered | Reviewed | Cut | Trained | Committed | Restored | Cancelled
+AnyCall = (
+    Offered
+    | Issued
+    | Finished
+    | Failed
+    | Filtered
+    | Reviewed
+    | Cut
+    | Trained
+    | Committed
+    | Restored
+    | Changed
+    | Cancelled
+)
 
 
 # ----------------------------------------------------------------------------------------------- decisions
@@ -211,6 +228,10 @@ class RecordedPool(Pool):
     def commit(self, version: int) -> None:
         with self._recorded(Committed(version=version)):
             super().commit(version)
+
+    def change(self, changes: Changes) -> None:
+        with self._recorded(Changed(changes=changes)):
+            super().change(changes)
 
     def cancel_all(self) -> None:
         with self._recorded(Cancelled()):

@@ -22,10 +22,10 @@ import msgspec
 
 from miles_async.errors import ContractViolation
 from miles_async.runtime.texts import shortened
-from miles_async.staleness.events import Checked, Cut, Ended, Finished, Issued, PoolEvent, Restored, Trimmed
+from miles_async.staleness.events import Changed, Checked, Cut, Ended, Finished, Issued, PoolEvent, Restored, Trimmed
 from miles_async.staleness.ledger import ENDS_FROM, STALE, Balance, Outcome, Stage
 from miles_async.staleness.versions import is_mixed
-from miles_async.types import Group, JsonObject
+from miles_async.types import Changes, Group, JsonObject
 
 SCHEMA_VERSION = 3
 SCHEMA = """
@@ -53,6 +53,13 @@ CREATE TABLE attempts (
     finished_at REAL,
     cut_at REAL,
     ended_at REAL
+);
+CREATE TABLE changes (                -- by `miles-async set`; a ledger of an earlier version lacks the table
+    step INTEGER NOT NULL,            -- rollout step after which it took effect
+    name TEXT NOT NULL,               -- of the flag, without dashes, or of a request such as evaluation
+    before TEXT NOT NULL,             -- JSON
+    value TEXT NOT NULL,              -- JSON
+    at REAL NOT NULL
 );
 CREATE INDEX attempts_of_prompt ON attempts (prompt_id);
 CREATE INDEX live_attempts ON attempts (attempt_id, stage) WHERE outcome IS NULL;
@@ -138,6 +145,8 @@ class LedgerStore:
                 self._end(at, event)
             case Checked():
                 self._check(event)
+            case Changed(changes):
+                self._note_changes(at, changes)
 
     def _end(self, at: float, event: Ended) -> None:
         stages = {*ENDS_FROM[event.outcome]}
@@ -152,6 +161,12 @@ class LedgerStore:
             ended_at=at,
             **{column: value for column, value in known.items() if value is not None},
         )
+
+    def _note_changes(self, at: float, changes: Changes) -> None:
+        for name, value in changes.values.items():
+            before = json.dumps(changes.before.get(name))
+            row = changes.after, name.replace("_", "-"), before, json.dumps(value), at
+            self._connection.execute("INSERT INTO changes VALUES (?, ?, ?, ?, ?)", row)
 
     def _check(self, event: Checked) -> None:
         rows = self._connection.execute("SELECT attempt_id, stage FROM attempts WHERE outcome IS NULL")

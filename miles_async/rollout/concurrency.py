@@ -96,6 +96,11 @@ class AdaptiveConcurrency:
         self._kv_use_target = kv_use_target
         self._before: Mapping[str, EngineLoad] = {}
 
+    def limit_to(self, cap: int) -> None:
+        """Stay between 1 and another cap."""
+        self._cap = cap
+        self.per_engine = min(self.per_engine, float(cap))
+
     def observe(self, loads: Mapping[str, EngineLoad], *, limit: int, in_use: int, finished: int) -> float:
         """The new limit per engine.
 
@@ -141,6 +146,14 @@ class Concurrency:
             scope.create_task(self._follow_engines())
             if self._adaptive is not None:
                 scope.create_task(self._adapt(self._adaptive))
+
+    def change(self, per_engine: int) -> None:
+        """Another ``--rollout-concurrency-per-engine``; nothing under way is ended."""
+        self._per_engine = float(per_engine)
+        if self._adaptive is not None:
+            self._adaptive.limit_to(per_engine)
+            self._per_engine = self._adaptive.per_engine
+        self.slots.resize(self._total())
 
     def _total(self) -> int:
         # Without engines as much as for one: the client's deadline for engines only runs for who is let in.

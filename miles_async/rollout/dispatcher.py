@@ -45,7 +45,7 @@ from miles_async.runtime.user_code import call_user_code, expect, raised, run_us
 from miles_async.seams import PromptSource
 from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.pool import Pool, PoolSnapshot
-from miles_async.types import Attempt, Group, Sample
+from miles_async.types import Attempt, Changes, Group, Sample
 
 log = structlog.get_logger(__name__)
 
@@ -103,6 +103,8 @@ class Dispatcher:
         self._dead_letters = dead_letters
         self._in_flight: dict[int, GroupInFlight] = {}  # by attempt id
         self._changed = asyncio.Condition()
+        self._per_engine = arguments.rollout_concurrency_per_engine
+        self._paused = False  # by `miles-async set`: what is in flight is finished, nothing is admitted
         self._progressed = -math.inf  # when a group finished or a version was committed, on the loop's clock
         self._taking = asyncio.Lock()  # the cursor has passed a prompt that the pool hasn't got yet
 
@@ -114,7 +116,7 @@ class Dispatcher:
                 scope.create_task(self.concurrency.run())
                 while True:
                     async with self._changed:
-                        await self._changed.wait_for(lambda: self.pool.room() > 0)
+                        await self._changed.wait_for(lambda: self.pool.room() > 0 and not self._paused)
                     scope.create_task(self._run_attempt(await self._next_attempt()))
         finally:
             self.pool.cancel_all()
@@ -231,7 +233,7 @@ class Dispatcher:
             self._abort_too_old(target_version)
             while (groups := self.pool.cut(target_version)) is None:
                 self._changed.notify_all()  # what was swept left room
-                if not self.pool.can_move():
+                if self._paused or not self.pool.can_move():
                     waits_since = now()
                 waits_since = max(waits_since, self._progressed, self.services.paused_until())
                 if now() >= (deadline := waits_since + self._stall_timeout):
@@ -258,6 +260,16 @@ class Dispatcher:
                 flight.abort()
             else:
                 flight.abort_samples(aborted)
+
+    async def change(self, changes: Changes) -> None:
+        """Hold other settings from now on. Call it between two cuts; a pause of generation may come at any time."""
+        self.pool.change(changes)
+        self._per_engine = changes.concurrency(self._per_engine)
+        self.concurrency.change(self._per_engine)
+        if (generation := changes.values.get("generation")) is not None:
+            self._paused = generation == "paused"
+            self._progressed = now()
+        await self._notify()
 
     async def snapshot(self) -> RolloutSnapshot:
         """Prompt cursor and pool, of one moment: no prompt is on its way from one to the other."""

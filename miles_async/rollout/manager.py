@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +29,7 @@ from miles_async.runtime.tasks import afterwards
 from miles_async.seams import PromptSource
 from miles_async.staleness.ledger import Balance, Ledger
 from miles_async.train_data.batch_maker import BatchMaker
-from miles_async.types import EngineStats, Group, PreparedBatch, RolloutStats, TrainShard
+from miles_async.types import Changes, EngineStats, Group, PreparedBatch, RolloutStats, TrainShard
 
 log = structlog.get_logger(__name__)
 
@@ -162,8 +163,16 @@ class RolloutManager:
             **{f"groups/{name}": count for name, count in ended.items()},
             **{f"rollout/{name}": value for name, value in stats.gauges.items()},
             **{f"router/{name}": value for name, value in stats.router.items()},
+            **({} if self._batches.bound is None else {"age/bound": self._batches.bound}),
         }
         return msgspec.structs.replace(prepared, metrics=metrics)
+
+    async def change(self, changes: Changes) -> None:
+        """Hold other settings from now on, and note all changes in ledger and schedule. Call it between two cuts; a
+        pause of generation may come at any time.
+        """
+        self._batches = replace(self._batches, bound=changes.bound(self._batches.bound))
+        await self._dispatcher.change(changes)
 
     async def trained(self, batch_id: int) -> None:
         """Record that the optimizer has stepped with this batch."""
@@ -209,6 +218,7 @@ class RolloutManager:
                 "requests": engines.in_flight,
                 "concurrency_limit": self._dispatcher.concurrency.slots.limit,
                 "lead": pool.lead(),
+                "lead_limit": pool.capacity,
                 **self._dispatcher.services.gauges(),
             },
             router=engines.router,

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from miles_async.api import Metrics
 from miles_async.seams.weights import WeightSenders
-from miles_async.types import JsonObject, PreparedBatch, Prompt, RolloutStats, StagedWeights
+from miles_async.types import Changes, JsonObject, PreparedBatch, Prompt, RolloutStats, SettingValue, StagedWeights
 
 
 @runtime_checkable
@@ -64,6 +64,12 @@ class RolloutSide(SavedSide, Protocol):
 
     async def next_batch(self, target_version: int) -> PreparedBatch:
         """Cut one batch for the version the optimizer will step from (C1). Waits until there is one."""
+        ...
+
+    async def change(self, changes: Changes) -> None:
+        """Hold other settings from now on, and note all changes in ledger and schedule. Between two cuts; a pause of
+        generation at any time.
+        """
         ...
 
     async def trained(self, batch_id: int) -> None:
@@ -122,6 +128,10 @@ class TrainerSide(WeightSenders, Protocol):
 
     async def train(self, shards: Sequence[object]) -> Metrics:
         """Train one rollout step: all its optimizer steps on all ranks."""
+        ...
+
+    async def change(self, values: Mapping[str, SettingValue]) -> None:
+        """Train later steps with other settings; those that are not the trainer's are ignored."""
         ...
 
     async def copy_weights(self, version: int) -> None:

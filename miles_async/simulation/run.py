@@ -16,7 +16,7 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.checkpoints.manifest import RunIdentity
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
-from miles_async.controller import Controller
+from miles_async.controller import NO_CHANGES, Controller, LiveSettings
 from miles_async.errors import first_error
 from miles_async.ledger.schedule import ScheduleWriter
 from miles_async.ledger.writer import LedgerWriter
@@ -77,6 +77,7 @@ class Simulation:
         settings: SimulationSettings,
         make_engines: Callable[[SimulationSettings, EventLog], SimulatedEngines] = SimulatedEngines,
         decoder: Decoder | None = None,
+        live: LiveSettings = NO_CHANGES,
     ) -> None:
         rollout, staleness = settings.rollout, settings.staleness
         clock = asyncio.get_running_loop().time
@@ -140,6 +141,7 @@ class Simulation:
                 self.trainer, self.manager, settings.checkpoint, RunIdentity(run="simulation", model={}, ranks={})
             ),
             recorder=self.recording,
+            live=live,
             rollout_arguments=rollout,
             staleness=staleness,
             optimizer=OptimizerArguments(),

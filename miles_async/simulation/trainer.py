@@ -16,7 +16,7 @@ from miles_async.runtime.files.digests import digest_pieces, split, write_digest
 from miles_async.simulation.engine import TENSORS, canary_logprobs, simulated_digest
 from miles_async.simulation.recording import EventLog
 from miles_async.simulation.settings import SimulationSettings
-from miles_async.types import StagedWeights, TensorMeta, TrainShard
+from miles_async.types import SettingValue, StagedWeights, TensorMeta, TrainShard
 from miles_async.weights.transports.distributed.driver import Broadcasts
 
 CANARY = (1, 2, 3)
@@ -52,6 +52,8 @@ class SimulatedTrainer:
         self.busy_seconds += seconds
         self._steps = step
         return {"loss": 0.0}
+
+    async def change(self, values: Mapping[str, SettingValue]) -> None: ...
 
     async def copy_weights(self, version: int) -> None:
         if self._settings.faults.publication_hangs_at_version == version:

@@ -76,6 +76,10 @@ class StalenessBuffer:
         heapq.heappush(self._order, (self._place(group), attempt_id))
         self._note_version(attempt_id, version)
 
+    def rebound(self, bound: int | None) -> None:
+        """Judge later cuts by another bound."""
+        self._bound = bound
+
     def count_stale(self, target_version: int) -> int:
         """Groups that a cut for this version would find a stale sample in."""
         stale = (ids for version, ids in self._by_version.items() if is_stale(version, target_version, self._bound))

@@ -11,7 +11,7 @@ import msgspec
 
 from miles_async.staleness.attempts import DeadLetter
 from miles_async.staleness.ledger import Balance, Outcome, Stage
-from miles_async.types import Attempt, Group
+from miles_async.types import Attempt, Changes, Group
 
 
 class Restored(msgspec.Struct, frozen=True):
@@ -68,7 +68,13 @@ class Checked(msgspec.Struct, frozen=True):
     live: Mapping[int, Stage]  # those that have not ended
 
 
-PoolEvent = Restored | Issued | Finished | Trimmed | Cut | Ended | Checked
+class Changed(msgspec.Struct, frozen=True):
+    """The run continues with other settings."""
+
+    changes: Changes
+
+
+PoolEvent = Restored | Issued | Finished | Trimmed | Cut | Ended | Checked | Changed
 
 PoolObserver = Callable[[PoolEvent], None]
 """Receives every event on the pool's thread, after the change. It must not wait or raise."""

@@ -43,6 +43,15 @@ def is_stale(oldest_version: int, target_version: int, bound: int | None) -> boo
     return bound is not None and versions_old > bound
 
 
+def is_tighter(bound: int | None, than: int | None) -> bool:
+    """Return whether something may be too old by ``bound`` that is not by ``than``. None: not bounded.
+
+    >>> is_tighter(1, 2), is_tighter(2, None), is_tighter(2, 2), is_tighter(None, 2)
+    (True, True, False, False)
+    """
+    return bound is not None and (than is None or bound < than)
+
+
 def check_ages(oldest_versions: Iterable[int], target_version: int, bound: int | None) -> None:
     """Check C1 at run time, on per-sample versions recomputed from the tokens about to be trained.
 

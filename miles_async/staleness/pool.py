@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -19,8 +20,8 @@ from miles_async.staleness.attempts import AttemptBook, BookState, Cause, DeadLe
 from miles_async.staleness.buffer import StalenessBuffer
 from miles_async.staleness.events import PoolEvent, PoolObserver
 from miles_async.staleness.ledger import Balance, Ledger, LedgerState, Outcome, Row, Stage
-from miles_async.staleness.policy import StalenessPolicy, is_stale
-from miles_async.types import Attempt, Group, Prompt
+from miles_async.staleness.policy import StalenessPolicy, is_stale, is_tighter
+from miles_async.types import Attempt, Changes, Group, Prompt
 
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,6 +193,22 @@ class Pool:
             self._admission.commit(version)
             self._visible_version = version
 
+    def change(self, changes: Changes) -> None:
+        """Hold another bound and lead from now on, if the changes have them. Call it between two cuts: each batch obeys
+        the bound under which it was cut (C1).
+
+        A lower bound makes buffered groups too old for the next cut, which sweeps them; with ``--stale-group-action
+        wait``, which promises that nothing is swept, it cannot be lowered. Admission follows with the capacity (C4).
+        """
+        policy = self._policy
+        bound, lead = changes.bound(policy.bound), changes.lead(policy.lead_batches)
+        if policy.action == "wait" and is_tighter(bound, policy.bound):
+            raise ContractViolation(f"--stale-group-action wait: the bound changes from {policy.bound} to {bound}")
+        self._policy = replace(policy, bound=bound, lead_batches=lead)
+        self._buffer.rebound(bound)
+        self._admission.resize(self._policy.capacity)
+        self._emit(events.Changed(changes))
+
     def count_stale(self, version: int) -> int:
         """Count attempts outside a batch that are too old for ``version``, or may be when they finish."""
         return self._buffer.count_stale(version) + len(self.in_doubt(version))
@@ -233,6 +250,11 @@ class Pool:
     def lead(self) -> int:
         """Attempts admitted and not yet trained (C4)."""
         return self._admission.occupied
+
+    @property
+    def capacity(self) -> int:
+        """Attempts that may be admitted and not yet trained."""
+        return self._admission.capacity
 
     def can_move(self) -> bool:
         """Return whether anything can happen without the trainer: an attempt is in flight or may be admitted."""

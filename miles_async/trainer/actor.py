@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 import msgspec
 import ray
 
-from miles_async.api import LeavesDevice, SavesInBackground, TrainBackend
+from miles_async.api import ChangesSettings, LeavesDevice, SavesInBackground, TrainBackend
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.runtime.cluster.call_once import CallId, CallOnce
 from miles_async.runtime.files.digests import Piece, read_pieces, write_digested
 from miles_async.runtime.network.addresses import Network
 from miles_async.seams import WeightSender
 from miles_async.trainer.profiling import Profiling, RankProfiler
-from miles_async.types import StagedWeights, TrainShard
+from miles_async.types import SettingValue, StagedWeights, TrainShard
 
 if TYPE_CHECKING:  # the driver imports this module, and has no use for torch
     import torch.distributed as dist
@@ -59,6 +59,7 @@ class RankInfo:
     data_parallel_rank: int
     sender: int | None  # its index among the weight senders
     pid: int
+    changes_settings: bool = False  # its backend's settings may change
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,7 @@ class TrainerActor:
             data_parallel_rank=self._backend.data_parallel_rank,
             sender=stage if self._sender is not None else None,
             pid=os.getpid(),
+            changes_settings=isinstance(self._backend, ChangesSettings),
         )
 
     def train(self, shard: TrainShard) -> dict[str, float]:
@@ -150,6 +152,11 @@ class TrainerActor:
             metrics = self._ready.train(shard)
         self._steps += 1
         return metrics
+
+    def change(self, values: Mapping[str, SettingValue]) -> None:
+        """Train with other settings from now on; without effect if the backend's cannot change."""
+        if isinstance(self._ready, ChangesSettings):
+            self._ready.change(values)
 
     def copy_weights(self, version: int, canary_tokens: tuple[int, ...]) -> None:
         """Copy a sending rank's share of the weights to host memory, and score the canary."""

@@ -39,7 +39,7 @@ from miles_async.trainer.actor import (
 )
 from miles_async.trainer.placement import Placement, RankResources
 from miles_async.trainer.profiling import Profiling
-from miles_async.types import StagedWeights, WeightDelta
+from miles_async.types import SettingValue, StagedWeights, WeightDelta
 
 log = structlog.get_logger(__name__)
 
@@ -135,6 +135,14 @@ class TrainerRanks:
     @property
     def ranks(self) -> Sequence[RankInfo]:
         return tuple(self._ranks)
+
+    @property
+    def changes_settings(self) -> bool:
+        """True if the backend's settings may change (:meth:`change`); known once started."""
+        return all(info.changes_settings for info in self._ranks)
+
+    async def change(self, values: Mapping[str, SettingValue]) -> None:
+        await self._on_all(TrainerActor.change, dict(values))
 
     async def train(self, shards: Sequence[Any]) -> Metrics:
         """``shards``: a TrainShard, or a reference to one, per data-parallel rank. Metrics are over all ranks."""

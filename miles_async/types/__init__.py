@@ -42,6 +42,7 @@ from miles_async.types.samples import (
     UInt8,
     columns_of,
 )
+from miles_async.types.settings import Changes, KeptSetting, SettingValue
 from miles_async.types.weights import (
     CanaryScore,
     GroupBackend,
@@ -60,6 +61,7 @@ __all__ = [
     "Attempt",
     "Branch",
     "CanaryScore",
+    "Changes",
     "CollectedSession",
     "EngineLoad",
     "EngineStats",
@@ -76,6 +78,7 @@ __all__ = [
     "Int32",
     "Int64",
     "JsonObject",
+    "KeptSetting",
     "Label",
     "Observation",
     "OpenSession",
@@ -86,6 +89,7 @@ __all__ = [
     "RoutedExperts",
     "Sample",
     "SessionEnding",
+    "SettingValue",
     "StagedWeights",
     "TensorMeta",
     "TensorShare",

@@ -27,6 +27,7 @@ from miles_async.arguments.debug import Sides
 from miles_async.arguments.paths import with_absolute_paths
 from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.bad_steps import BadSteps
+from miles_async.checkpoints.kept_settings import kept_settings
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, new_run_name
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.checkpoints.save_lock import SaveLock, save_lock
@@ -62,7 +63,7 @@ from miles_async.runtime.processes.restarts import own_restarts, write_restarts
 from miles_async.runtime.processes.run_process import kill_marked, read_run_process
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards, first_of
-from miles_async.seams import EngineFleet, RolloutSide
+from miles_async.seams import EngineFleet
 from miles_async.single_side import rollouts_alone, training_alone
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.weights.publisher import WeightPublisher
@@ -71,6 +72,7 @@ from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import canary_tolerance
 from miles_async.wiring.fork_servers import RunForkServers, fork_servers
 from miles_async.wiring.gpus import RunGpus, gpus_of, shared_places
+from miles_async.wiring.live_settings import LiveSettings
 from miles_async.wiring.placement import RunPlacement, place_run
 from miles_async.wiring.prepared_batches import DumpedBatches, SupervisedBatches
 from miles_async.wiring.report import RunReport
@@ -223,9 +225,11 @@ class Run:
                         await stopping.enter_async_context(afterwards(trainer.stop))
                     await gpus.start(*(side.start for side in (rollout, trainer) if side is not None))
                     all_is_up()
-                    commands = _commands(rollout.manager) if rollout is not None else {}
-                    async with ControlServer(self._sockets / "control", commands):
-                        await self._control(progress, rollout, trainer, gpus)
+                    live = None
+                    if rollout is not None and trainer is not None:
+                        live = self._live_settings(rollout, trainer)
+                    async with ControlServer(self._sockets / "control", _commands(rollout, live)):
+                        await self._control(progress, rollout, trainer, gpus, live)
 
     def _rollout(self, servers: RunForkServers, marks: Mapping[str, Path], placement: RunPlacement) -> RolloutProcess:
         arguments = self._arguments
@@ -245,8 +249,21 @@ class Run:
             patience=arguments.observability.stall_timeout,
         )
 
+    def _live_settings(self, rollout: RolloutProcess, trainer: TrainerRanks) -> LiveSettings:
+        return LiveSettings(
+            self._arguments,
+            kept_settings(self._arguments.checkpoint.load),
+            rollout.manager.change,
+            trainer_changes=trainer.changes_settings,
+        )
+
     async def _control(
-        self, progress: Progress, rollout: RolloutProcess | None, trainer: TrainerRanks | None, gpus: RunGpus
+        self,
+        progress: Progress,
+        rollout: RolloutProcess | None,
+        trainer: TrainerRanks | None,
+        gpus: RunGpus,
+        live: LiveSettings | None,
     ) -> None:
         """Run the loop of the configured sides."""
         arguments = self._arguments
@@ -263,7 +280,8 @@ class Run:
                 await rollouts_alone(rollout.manager, rollout.fleet, recorder, arguments.rollout.num_rollout)
             else:
                 progress.phase("the first publication")
-                await self._both(rollout, trainer, recorder, gpus)
+                assert live is not None
+                await self._both(rollout, trainer, recorder, gpus, live)
             if trainer is not None and arguments.checkpoint.save_hf is not None:
                 await gpus.for_training(None)
                 await trainer.save_hf(arguments.checkpoint.save_hf)
@@ -272,7 +290,14 @@ class Run:
                 await self.report.collect_stats(rollout.manager)
             await asyncio.to_thread(tracker.finish)
 
-    async def _both(self, rollout: RolloutProcess, trainer: TrainerRanks, recorder: RunRecorder, gpus: RunGpus) -> None:
+    async def _both(
+        self,
+        rollout: RolloutProcess,
+        trainer: TrainerRanks,
+        recorder: RunRecorder,
+        gpus: RunGpus,
+        live: LiveSettings,
+    ) -> None:
         arguments, manager = self._arguments, rollout.manager
         if arguments.weights.verify_weights != "off":
             trainer.canary_tokens = await manager.canary()
@@ -281,9 +306,12 @@ class Run:
             rollout=manager,
             trainer=trainer,
             publisher=publisher,
-            checkpoints=RunCheckpoints(trainer, manager, arguments.checkpoint, self._identity(), self._lock),
+            checkpoints=RunCheckpoints(
+                trainer, manager, arguments.checkpoint, self._identity(), self._lock, settings=live.kept
+            ),
             recorder=recorder,
             gpus=gpus,
+            live=live,
             rollout_arguments=arguments.rollout,
             staleness=arguments.staleness,
             optimizer=arguments.optimizer,
@@ -374,11 +402,15 @@ class Run:
             os._exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILED)
 
 
-def _commands(rollout: RolloutSide) -> Mapping[str, Handler]:
+def _commands(rollout: RolloutProcess | None, live: LiveSettings | None) -> Mapping[str, Handler]:
     """Commands that the control socket accepts."""
+    if rollout is None:
+        return {}
+    manager = rollout.manager
 
     async def scale(group: str, engines: int) -> str:
-        await rollout.scale(group, engines)
-        return await rollout.engines()
+        await manager.scale(group, engines)
+        return await manager.engines()
 
-    return {"scale": scale, "engines": rollout.engines}
+    of_engines: Mapping[str, Handler] = {"scale": scale, "engines": manager.engines}
+    return of_engines if live is None else {**of_engines, "set": live.set, "settings": live.settings}

@@ -22,6 +22,7 @@ from miles_async.ledger.schedule import (
     AnyCall,
     BatchFrame,
     Cancelled,
+    Changed,
     Committed,
     Cut,
     Decisions,
@@ -161,6 +162,9 @@ class Replay:
                     total_groups=call.total_groups,
                     readmissions=call.readmissions,
                 )
+            case Changed():
+                pool.change(call.changes)
+                self._batches = replace(self._batches, bound=call.changes.bound(self._batches.bound))
             case Cancelled():
                 self.complete = True
                 pool.cancel_all()

@@ -19,6 +19,7 @@ from miles_async.runtime.files.digests import digest_pieces, split
 from miles_async.seams import arguments_of
 from miles_async.types import (
     CanaryScore,
+    Changes,
     EngineLoad,
     FleetMembers,
     HeldPart,
@@ -26,6 +27,7 @@ from miles_async.types import (
     Incarnation,
     PreparedBatch,
     RolloutStats,
+    SettingValue,
     StagedWeights,
     TensorMeta,
     TensorShare,
@@ -90,6 +92,9 @@ class FakeTrainer:
         self.events.append("train")
         await asyncio.sleep(self.train_seconds)
         return {"loss": 0.0}
+
+    async def change(self, values: Mapping[str, SettingValue]) -> None:
+        self.events.append(f"change {dict(values)}")
 
     async def copy_weights(self, version: int) -> None:
         self.events.append(f"copy {version}")
@@ -377,6 +382,9 @@ class FakeRollout:
             metrics={"reward/mean": 0.5},
             ages={self.age: 8},
         )
+
+    async def change(self, changes: Changes) -> None:
+        self.events.append(f"change {dict(changes.values)} after {changes.after}")
 
     async def trained(self, batch_id: int) -> None:
         self.events.append("trained")

@@ -23,7 +23,7 @@ from miles_async.runtime.files.run_directory import CONFIG_FILE, SCHEDULE_FILE
 from miles_async.runtime.serialization import read_frames, write_frames
 from miles_async.staleness.pool import PoolSnapshot
 from miles_async.staleness.versions import group_of
-from miles_async.types import Attempt, Group, TrainShard
+from miles_async.types import Attempt, Changes, Group, TrainShard
 from miles_async.wiring.decisions import make_batches, make_pool
 from tests.property.builders import make_prompt, make_sample
 
@@ -64,6 +64,7 @@ class RecordedRun:
         self.pool = make_pool(arguments.rollout, arguments.staleness, record=self.writer.pool)
         self.batches = make_batches(arguments, quadratic_work=0.1, record=self.writer.batch)
         self.prompts, self.version, self.over = 0, 0, False
+        self.bound, self.change_share = arguments.staleness.bound, chance.choice([0.0, 0.05])
         self.flying: list[Attempt] = []
         self.reviewed: dict[int, int] = {}  # attempt → samples that it goes on without
         self.cut: list[tuple[tuple[Group, ...], int]] = []
@@ -138,9 +139,22 @@ class RecordedRun:
             self.version = following
         self.pool.commit(self.version)
 
+    def change(self) -> None:
+        """Another bound and lead, between two cuts; with ``wait`` the bound is not lowered."""
+        bound, now = self.chance.choice([None, 0, 1, 2, 3]), self.bound
+        lower = bound is not None and (now is None or bound < now)
+        if self.cut or (lower and self.arguments.staleness.stale_group_action == "wait"):
+            return
+        values = {"max_weight_staleness": bound, "max_rollout_lead": self.chance.randint(1, 4), "lr": 1e-6}
+        before = {"max_weight_staleness": now, "max_rollout_lead": None, "lr": 2e-6}
+        self.pool.change(Changes(after=1, before=before, values=values))
+        self.bound, self.batches = bound, replace(self.batches, bound=bound)
+
     def live(self, events: int) -> None:
         for _ in range(events):
-            if not self.over:
+            if not self.over and self.chance.random() < self.change_share:
+                self.change()
+            elif not self.over:
                 self.chance.choice([self.issue, self.end_one, self.end_one, self.end_one, self.step])()
 
     def end(self) -> None:

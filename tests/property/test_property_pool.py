@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
-from miles_async.types import Attempt, Group
+from miles_async.types import Attempt, Changes, Group
 from tests.property.builders import make_group, make_prompt
 
 SAMPLES = 3  # of a group that is whole
@@ -77,7 +77,8 @@ class World:
             min_samples=min_samples,
         )
         retries = RetryPolicy(max_prompt_attempts=2, max_quarantined_prompts=10**6, recycle_stale=action == "recycle")
-        self.capacity = policy.capacity
+        self.policy, self.capacity = policy, policy.capacity
+        self.cut_under = bound  # of the newest batch
         self.pool = Pool(policy, retries)
         self.pool.commit(0)
         self.trainer = Trainer(interval)
@@ -136,8 +137,18 @@ class World:
                     assert version is not None
                     assert target - version > self.bound
 
+    def change(self, bound: int | None, lead: int) -> None:
+        """As `miles-async set` does, between two cuts. With ``wait`` the bound is not lowered: nothing may be swept."""
+        if self.action == "wait" and bound is not None and (self.bound is None or bound < self.bound):
+            return
+        values = {"max_weight_staleness": bound, "max_rollout_lead": lead}
+        self.pool.change(Changes(after=self.trainer.steps + 1, before={}, values=values))
+        self.bound, self.policy = bound, replace(self.policy, bound=bound, lead_batches=lead)
+        self.capacity = max(self.policy.capacity, self.pool.lead())  # what is under way continues
+
     def cut(self) -> None:
         self.review()
+        self.cut_under = self.bound
         waiting = self.pool.balance().buffered
         groups = self.pool.cut(self.trainer.version_of_next_batch)
         self.swept += waiting - self.pool.balance().buffered - len(groups or ())
@@ -149,7 +160,7 @@ class World:
         for group in trainer.training:  # C1, for every loss token, when the optimizer is about to step
             age = trainer.version - oldest_loss_token(group)
             assert age >= 0
-            assert self.bound is None or age <= self.bound
+            assert self.cut_under is None or age <= self.cut_under
             assert self.fewest <= len(group.samples) <= SAMPLES  # C7
         due = trainer.since + 1 >= trainer.interval
         waits = due and self.action == "wait" and self.pool.count_stale(trainer.version + 1) > 0
@@ -244,7 +255,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.world.pool.filtered(attempt, "zero spread")
         else:
             self.world.pool.failed(attempt, "boom", infrastructure=why == "infrastructure")
-        assert self.world.pool.room() >= 1  # C3, O2: whatever ends untrained is replaced at once
+        # C3, O2: whatever ends untrained is replaced at once, unless the capacity was lowered.
+        assert self.world.pool.room() >= 1 or self.world.pool.lead() >= self.world.policy.capacity
 
     @precondition(lambda self: not self.world.trainer.prepared)
     @rule()
@@ -254,6 +266,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def step_trainer(self) -> None:
         self.world.step_trainer()
+
+    @precondition(lambda self: not self.world.trainer.prepared)
+    @rule(bound=st.none() | st.integers(0, 3), lead=st.integers(1, 4))
+    def change(self, bound: int | None, lead: int) -> None:
+        self.world.change(bound, lead)
 
     @invariant()
     def conservation(self) -> None:
@@ -274,6 +291,7 @@ class PoolMachine(RuleBasedStateMachine):
         """C4, P1: what is under way never exceeds the capacity. C6: nor do a prompt's attempts."""
         if not hasattr(self, "world"):
             return
+        self.world.capacity = max(self.world.policy.capacity, min(self.world.capacity, self.world.pool.lead()))
         assert self.world.pool.lead() <= self.world.capacity
         for attempt in self.world.issued[-3:]:
             assert max(attempt.data_failures, attempt.infra_failures, attempt.stale_count) < 2
@@ -328,6 +346,32 @@ def test_long_runs_with_stragglers(world: World, seed: int) -> None:
     if world.action == "wait":  # C5: never discards, and still publishes
         assert world.swept == 0
         assert world.trainer.visible > 0 or world.trainer.steps < world.capacity + world.trainer.interval
+
+
+@settings(max_examples=60)
+@given(WORLDS | LOSSY, st.integers(0, 2**32 - 1))
+def test_each_batch_obeys_the_bound_that_it_was_cut_under(world: World, seed: int) -> None:
+    """C1 while bound and lead change between cuts, up and down: ``start_training`` judges every token. C3: the loop
+    goes on under each of them.
+    """
+    chance = random.Random(seed)
+    for _ in range(400):
+        if not world.trainer.prepared and chance.random() < 0.05:
+            world.change(chance.choice([None, 0, 1, 2, 3]), chance.randint(1, 4))
+        while world.pool.room():
+            world.admit()
+        for attempt_id, attempt in list(world.in_flight.items()):
+            if chance.random() < 0.4:
+                world.dispatch(attempt_id, chance.randrange(SAMPLES), lost=chance.random() < 0.1)
+            if chance.random() < 0.4:
+                possible = range(attempt.issued_version, world.trainer.may_run_on()[-1] + 1)
+                world.finish(attempt_id, [chance.choice(possible) for _ in range(chance.randint(1, 3))])
+        if not world.trainer.prepared:
+            world.cut()
+        world.step_trainer()
+        assert world.pool.capacity == world.policy.capacity
+    world.pool.check()
+    assert world.trainer.steps > 10
 
 
 @settings(max_examples=60)

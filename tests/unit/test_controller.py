@@ -23,7 +23,7 @@ from miles_async.arguments import (
 from miles_async.arguments.optimizer import BadStepAction
 from miles_async.controller import Controller, Position
 from miles_async.errors import ContractViolation, EngineError, PublicationError, TrainerError, first_error
-from miles_async.types import FleetMembers, PreparedBatch, Publication, StagedWeights
+from miles_async.types import Changes, FleetMembers, PreparedBatch, Publication, SettingValue, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
@@ -79,6 +79,22 @@ class BadTrainer(FakeTrainer):
         return {**made, "bad_steps/grad_norm": 1.0, "bad_grad_norm": 7.0} if step in self.bad else made
 
 
+class Asked:
+    """LiveSettings: what is asked for before the boundary of each step."""
+
+    def __init__(self, asked: Mapping[int, Mapping[str, SettingValue]]) -> None:
+        self.asked = asked
+        self.begun: list[int] = []
+        self.last: list[int] = []
+
+    def begin(self, step: int) -> None:
+        self.begun.append(step)
+
+    def take(self, step: int, *, last: bool) -> Changes | None:
+        self.last += [step] if last else []
+        return Changes(after=step, before={}, values=self.asked[step]) if step in self.asked else None
+
+
 class Bench(msgspec.Struct):
     events: list[str]
     rollout: FakeRollout
@@ -102,6 +118,7 @@ def bench(
     resume: Position | None = None,
     bad: AbstractSet[int] = frozenset(),
     bad_steps: BadStepAction = "stop",
+    asked: Mapping[int, Mapping[str, SettingValue]] | None = None,
     tmp: Path | None = None,
 ) -> Bench:
     events: list[str] = []
@@ -122,6 +139,7 @@ def bench(
         publisher=publisher,
         checkpoints=NoCheckpoints(events, resume),
         recorder=records,
+        live=Asked(asked or {}),
         rollout_arguments=RolloutArguments(num_rollout=steps),
         staleness=StalenessArguments(max_weight_staleness=bound, stale_group_action=action),
         optimizer=OptimizerArguments(bad_step_action=bad_steps, max_bad_steps=2),
@@ -475,3 +493,61 @@ async def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         await b.controller.run()
     assert "in 2 rollout steps in a row (--max-bad-steps)" in str(first_error(caught.value))
+
+
+async def test_changes_are_made_between_two_cuts_and_by_the_trainer_between_two_steps() -> None:
+    # covers: C1
+    b = bench(steps=3, asked={2: {"max_weight_staleness": 1, "lr": 1e-5}})
+    await b.controller.run()
+    of_rollout = "change {'max_weight_staleness': 1, 'lr': 1e-05} after 2"
+    of_trainer = "change {'max_weight_staleness': 1, 'lr': 1e-05}"
+    events = only(b.events, "cut", "train", "change")
+    assert [event for event in events if event.startswith("cut") or event == of_rollout] == [
+        "cut for 0", "cut for 1", of_rollout, "cut for 2",
+    ]  # fmt: skip
+    assert [event for event in events if event in ("train", of_trainer)] == ["train", "train", of_trainer, "train"]
+
+
+@pytest.mark.parametrize(("bound", "lowered", "steps"), [(2, 1, 2), (1, 2, None)])
+async def test_a_batch_is_judged_by_the_bound_that_it_was_cut_under(
+    bound: int, lowered: int, steps: int | None
+) -> None:
+    """Batches of age 2 from step 3 on: cut for version 2 and later."""
+    # covers: C1
+    b = bench(steps=5, bound=bound, age=2, asked={2: {"max_weight_staleness": lowered}})
+    if steps is None:
+        await b.controller.run()  # raised in time
+        return
+    with pytest.raises(ExceptionGroup) as caught:
+        await b.controller.run()
+    assert "above --max-weight-staleness 1" in str(first_error(caught.value))
+    assert only(b.events, "train") == ["train", "trained"] * steps  # step 3 was cut under the lower one
+
+
+async def test_an_evaluation_that_is_asked_for_follows_its_step() -> None:
+    b = bench(steps=4, evaluate=True, asked={2: {"evaluation": "now"}})
+    await b.controller.run()
+    assert b.records.evaluations == [0, 2, 4]
+
+
+async def test_a_checkpoint_that_is_asked_for_follows_its_step() -> None:
+    b = bench(steps=4, asked={2: {"checkpoint": "now"}})
+    await b.controller.run()
+    assert only(b.events, "save") == ["save 2/2"]
+
+
+async def test_a_stop_makes_its_step_the_last_one() -> None:
+    # covers: C9
+    b = bench(steps=9, evaluate=True, save_interval=9, asked={2: {"stop": "after-step"}})
+    await b.controller.run()
+    assert only(b.events, "cut", "save") == ["cut for 0", "cut for 1", "save 2/2"]
+    assert b.records.evaluations == [0, 2]
+    assert [step for step, _, _ in b.records.steps] == [1, 2]
+
+
+async def test_the_last_step_is_announced_and_a_resumed_run_says_where_it_is() -> None:
+    b = bench(steps=5, resume=Position(step=3, version=3))
+    await b.controller.run()
+    live = b.controller._live
+    assert isinstance(live, Asked)
+    assert (live.begun, live.last) == ([3], [5])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from miles_async.backends.megatron.families import hf_config
 from miles_async.backends.megatron.platform import Platform
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.runtime.serialization import decode, encode
-from miles_async.types import TrainShard
+from miles_async.types import SettingValue, TrainShard
 
 if TYPE_CHECKING:
     from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer, StagedSave
@@ -122,6 +122,7 @@ class MegatronBackend:
             layout=self._model.pack_layout,
             device=self.device,
         )
+        self._critic_follows = critic.critic_lr is None  # the policy's learning rate
         self._stepped_from: int | None = None  # the version of the last shard
         self._on_host: HostStorages | None = None
         self._host_buffers: dict[str, HostBuffer] = {}  # of staged saves
@@ -157,6 +158,20 @@ class MegatronBackend:
         for learner in self._learners.values():
             complete_parameters(learner.model.modules)
         return metrics | self._per_rollout.update(metrics)
+
+    def change(self, values: Mapping[str, SettingValue]) -> None:
+        """Train later steps with other settings."""
+        from miles_async.backends.megatron.optimizer import change_peak
+
+        found = {name: value for name, value in values.items() if isinstance(value, float)}
+        if (lr := found.get("lr")) is not None:
+            for name, learner in self._learners.items():
+                if name == POLICY or self._critic_follows:
+                    change_peak(learner.scheduler, lr)
+        objective = self._runner.objective.changed(
+            entropy=found.get("entropy_coef"), kl_loss=found.get("kl_loss_coef"), kl=found.get("kl_coef")
+        )
+        self._runner = dataclasses.replace(self._runner, objective=objective)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[list[float]]:
         """Log-probs of tokens[1:] of each sequence, on every rank; at the rollout temperature unless given."""

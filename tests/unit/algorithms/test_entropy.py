@@ -56,3 +56,15 @@ def test_nobody_computes_an_entropy_that_nobody_asks_for() -> None:
     assert EntropyBonus.of(AlgorithmArguments()) is None
     for flags in ({"log_entropy": True}, {"entropy_coef": 0.01}, {"entropy_coef_end": 0.01}):
         assert "entropy" in make_objective(AlgorithmArguments(**flags)).needs
+
+
+def test_a_bonus_begins_changes_and_ends_during_the_run() -> None:
+    objective = make_objective(AlgorithmArguments())
+    batch = token_batch(old=[-1.0], advantages=[0.0])
+    entropy = torch.tensor([2.0])
+    for coefficient in (0.25, 0.5):
+        objective = objective.changed(entropy=coefficient)
+        assert "entropy" in objective.needs
+        for progress in (0.0, 0.9):
+            assert objective(batch.old_logprobs, batch, entropy=entropy, progress=progress).loss == -coefficient * 2
+    assert "entropy" not in objective.changed(entropy=0.0).needs

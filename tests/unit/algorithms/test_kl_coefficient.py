@@ -75,3 +75,13 @@ def test_it_is_the_weight_of_the_kl_in_the_reward() -> None:
     adapted(objective)
     assert objective.advantages(batch) == 1 - 1.0 * 2
     assert objective(batch.old_logprobs, batch).metrics[objective.adapts_to] == 2
+
+
+def test_a_constant_weight_changes_in_the_loss_and_in_the_reward() -> None:
+    in_loss = make_objective(AlgorithmArguments(use_kl_loss=True, kl_loss_type="k2"))  # 0 at first
+    batch = token_batch(old=[-1.0], ref_logprobs=[-3.0], advantages=[0.0])
+    assert in_loss(torch.tensor([-1.0]), batch).loss == 0
+    assert in_loss.changed(kl_loss=0.5)(torch.tensor([-1.0]), batch).loss == 0.5 * 2
+    in_reward = make_objective(AlgorithmArguments(token_advantages="kl_in_reward", kl_coef=0.5))
+    batch = token_batch(old=[-1.0], ref_logprobs=[-3.0], advantages=[1.0])
+    assert in_reward.changed(kl=0.25).advantages(batch) == 1 - 0.25 * 2

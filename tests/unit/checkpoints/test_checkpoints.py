@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.checkpoints.files import expendable, find_checkpoint, list_checkpoints
+from miles_async.checkpoints.kept_settings import kept_settings
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, least_bytes, new_run_name, write_manifest
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.checkpoints.start import checkpoint_problems
@@ -27,6 +28,7 @@ from miles_async.controller import Position
 from miles_async.errors import CheckpointError
 from miles_async.runtime import clock
 from miles_async.runtime.files.digests import digest_pieces, split, write_digested
+from miles_async.types import KeptSetting
 
 MODEL = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2}
 RANKS = {"DP": 2, "TP": 1, "PP": 1, "EP": 1}
@@ -434,3 +436,36 @@ async def test_another_layout_of_ranks_is_said(tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "checkpoint of another layout of ranks" in said
     assert "seeded again" in said
+
+
+async def test_settings_that_were_changed_are_in_the_checkpoint_as_of_its_step(tmp_path: Path) -> None:
+    settings = {"lr": KeptSetting(flag=1e-6, value=2e-6), "max_weight_staleness": KeptSetting(flag=2, value=None)}
+    side = Side()
+    checkpoints = RunCheckpoints(
+        side,  # type: ignore[arg-type]
+        side,  # type: ignore[arg-type]
+        CheckpointArguments(save=tmp_path),
+        RunIdentity(run="mine", model=MODEL, ranks=RANKS),
+        settings=lambda: dict(settings),
+    )
+    expected = dict(settings)
+    await checkpoints.save(Position(step=1, version=1))
+    settings.clear()  # changed again before the checkpoint is written
+    await checkpoints.finish()
+    assert kept_settings(tmp_path) == expected
+    assert kept_settings(None) == kept_settings(tmp_path / "elsewhere") == {}
+
+
+async def test_a_checkpoint_of_an_earlier_version_has_no_settings_and_of_a_later_one_only_known_ones(
+    tmp_path: Path,
+) -> None:
+    await save("mine", 1, save=tmp_path)
+    path = tmp_path / "iter_0000001" / "position.json"
+    position = json.loads(path.read_bytes())
+    assert position.pop("settings") == {}
+    path.write_text(json.dumps(position))
+    assert kept_settings(tmp_path) == {}
+    path.write_text(json.dumps(position | {"settings": {name: {"flag": 1, "value": 2} for name in ("lr", "magic")}}))
+    assert kept_settings(tmp_path) == {"lr": KeptSetting(flag=1, value=2)}
+    path.write_text("{")
+    assert kept_settings(tmp_path) == {}

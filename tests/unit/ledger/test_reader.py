@@ -20,8 +20,9 @@ from miles_async.errors import LedgerError
 from miles_async.ledger.reader import LedgerReader, Lengths, Settled, open_ledger
 from miles_async.ledger.store import LedgerStore
 from miles_async.staleness.attempts import DeadLetter
-from miles_async.staleness.events import Cut, Ended, Finished, Issued
+from miles_async.staleness.events import Changed, Cut, Ended, Finished, Issued
 from miles_async.staleness.ledger import Outcome
+from miles_async.types import Changes
 from tests.property.builders import make_attempt, make_group
 
 NOBODY = 65534
@@ -71,6 +72,25 @@ def test_a_row_that_no_run_wrote_is_named(store: LedgerStore, tmp_path: Path, co
         open_ledger(tmp_path / "ledger.sqlite") as reader,
     ):
         reader.find("5")
+
+
+def test_changes_of_settings_are_kept_in_order(store: LedgerStore, reader: LedgerReader) -> None:
+    before = {"max_weight_staleness": 2, "lr": 1e-6}
+    changes = Changes(after=7, before=before, values={"max_weight_staleness": None, "lr": 2e-6, "evaluation": "now"})
+    store.write([(5.0, Changed(changes))])
+    assert [str(change) for change in reader.changes()] == [
+        "after step 7: max-weight-staleness 2 → none",
+        "after step 7: lr 1e-06 → 2e-06",
+        "after step 7: evaluation now",
+    ]
+    assert {change.at for change in reader.changes()} == {5.0}
+
+
+def test_a_ledger_of_an_earlier_version_has_no_changes(store: LedgerStore, tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as connection:
+        connection.execute("DROP TABLE changes")
+    with open_ledger(tmp_path / "ledger.sqlite") as reader:
+        assert reader.changes() == ()
 
 
 def test_a_number_that_no_attempt_can_have_is_looked_for_as_a_prompt(store: LedgerStore, reader: LedgerReader) -> None:

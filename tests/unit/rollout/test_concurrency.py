@@ -84,6 +84,16 @@ def test_it_starts_at_the_cap_and_never_passes_it() -> None:
     assert controller.per_engine == CAP
 
 
+def test_it_stays_below_another_cap(adaptive: AdaptiveConcurrency) -> None:
+    adaptive.limit_to(8)
+    assert adaptive.per_engine == 8.0
+    observe(adaptive, IDLE)
+    assert adaptive.per_engine == 8.0
+    adaptive.limit_to(CAP)  # it grows again by itself
+    assert adaptive.per_engine == 8.0
+    assert observe(adaptive, IDLE) == STEP
+
+
 def test_room_raises_it_by_a_constant_in_a_round(adaptive: AdaptiveConcurrency) -> None:
     assert observe(adaptive, IDLE) == STEP
     assert observe(adaptive, IDLE, rounds=0.5) == STEP / 2

@@ -8,6 +8,7 @@ from miles_async.errors import ContractViolation, DataError
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
+from miles_async.types import Changes
 from tests.property.builders import make_group, make_prompt
 
 
@@ -95,3 +96,45 @@ def test_an_attempt_that_the_pool_has_lost_is_noticed(pool: Pool) -> None:
     del pool._live[attempt.attempt_id]
     with pytest.raises(ContractViolation, match=rf"the ledger and the pool disagree about \[{attempt.attempt_id}\]"):
         pool.check()
+
+
+def changed(**values: int | None) -> Changes:
+    return Changes(after=1, before={}, values=values)
+
+
+def test_slots_follow_the_bound_and_the_lead_and_nothing_under_way_is_ended(pool: Pool) -> None:
+    # covers: C4
+    for number in range(4):
+        pool.offer(0, make_prompt(f"p{number}"))
+        pool.issue(0)
+    assert (pool.capacity, pool.room()) == (4, 0)
+    pool.change(changed(max_weight_staleness=2))  # the lead stays: two batches
+    assert (pool.capacity, pool.room()) == (4, 0)
+    pool.change(changed(max_rollout_lead=3))
+    assert (pool.capacity, pool.room()) == (6, 2)
+    pool.change(changed(max_weight_staleness=0))
+    assert (pool.capacity, pool.room(), pool.lead()) == (2, 0, 4)
+    pool.change(changed(max_weight_staleness=None, max_rollout_lead=9))
+    assert (pool.capacity, pool.room()) == (18, 14)
+
+
+def test_a_lower_bound_sweeps_at_the_next_cut(pool: Pool) -> None:
+    # covers: C1, C5
+    for number in range(2):
+        pool.offer(0, make_prompt(f"p{number}"))
+        pool.finished(make_group(pool.issue(0), [[0]]))
+    pool.change(changed(max_weight_staleness=0))
+    assert pool.balance().buffered == 2
+    assert pool.count_stale(1) == 2
+    assert pool.cut(1) is None
+    summary = pool.balance().summary()
+    assert (summary["buffered"], summary["dropped"]) == (0, 2)  # of one attempt each
+
+
+def test_a_bound_is_not_lowered_where_nothing_may_be_swept() -> None:
+    # covers: C5
+    policy = StalenessPolicy(bound=None, lead_batches=2, batch_size=2, action="wait")
+    pool = Pool(policy, RetryPolicy(max_prompt_attempts=1, max_quarantined_prompts=9, recycle_stale=False))
+    pool.change(changed(max_rollout_lead=3))
+    with pytest.raises(ContractViolation, match="--stale-group-action wait: the bound changes from None to 5"):
+        pool.change(changed(max_weight_staleness=5))
