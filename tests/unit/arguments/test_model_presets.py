@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments.argument_files import presets
+from miles_async.arguments.cluster_checks import check_colocation
 from miles_async.arguments.parser import parse_arguments
 from miles_async.backends.megatron.families.hf_config import check_layout, check_model, read_config
+from miles_async.weights.transports.choice import transport_problems
 
 CONFIGS = Path(__file__).parents[2] / "recipes/configs"
 KIMI = Path(__file__).parents[3] / "examples/one_trillion/config.json"
@@ -28,6 +30,7 @@ MODELS: dict[str, tuple[tuple[str, ...], int]] = {
     "minimax-m2": (("MiniMax-M2",), 64),
     "qwen3-235b-a22b": (("Qwen3-235B-A22B",), 64),
     "qwen3-30b-a3b": (("Qwen3-30B-A3B",), 16),
+    "qwen3-30b-a3b-offload": (("Qwen3-30B-A3B",), 8),
     "qwen3-32b": (("Qwen3-32B",), 16),
     "qwen3-4b": (("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"), 2),
     "qwen3-8b": (("Qwen3-8B", "Qwen3-14B"), 4),
@@ -57,6 +60,18 @@ def test_a_preset_splits_the_models_that_it_is_for(preset: str, model: str, tmp_
     config = read_config(tmp_path)
     check_model(config, tmp_path)
     check_layout(config, parse_arguments([f"@preset:{preset}"], prog="test").arguments.model, MODELS[preset][1])
+
+
+def test_a_node_whose_gpus_take_turns_trains_a_mixture_of_30b(tmp_path: Path) -> None:
+    """As slime's recipe: nothing of the two presets contradicts the other."""
+    (tmp_path / "config.json").write_bytes(config_of("Qwen3-30B-A3B").read_bytes())
+    words = ["@preset:1x8-colocate", "@preset:qwen3-30b-a3b-offload", "--hf-checkpoint", str(tmp_path)]
+    arguments = parse_arguments(words, prog="test").arguments
+    assert not list(check_colocation(arguments))
+    assert not list(transport_problems(arguments.weights, "cuda", external_engines=False))
+    assert (
+        arguments.cluster.trainer_world_size == arguments.cluster.rollout_num_gpus == MODELS["qwen3-30b-a3b-offload"][1]
+    )
 
 
 @pytest.mark.parametrize("preset", MODELS)
