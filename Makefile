@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test test-long test-gpu test-image lint typecheck screenshots docs mutate lock check-lock bench study clean
+.PHONY: help setup quickstart smollm test test-long test-gpu gpu-hour test-image lint typecheck screenshots docs mutate lock check-lock bench study clean
 
 BIN := .venv/bin
 EXTRAS ?=
@@ -33,6 +33,9 @@ test-long: setup ## variants, campaigns and examples to their end, which `test` 
 
 test-gpu: setup ## what needs one CUDA device: log-prob chunks, one rank, export, IPC; figures in runs/gpu/
 	$(BIN)/pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)
+
+gpu-hour: setup ## the first hour on GPUs: a ladder of checks and measurements; report in runs/gpu_hour/ (without GPUs: a rehearsal)
+	$(BIN)/python -m scripts.gpu_hour $(GPU_HOUR_ARGS)
 
 test-image: ## build the image for CPU with buildah, and run the quick start in it: needs root, buildah and debootstrap
 	$$(PYTHON="$(PYTHON)" scripts/find_python.sh) scripts/try_image.py

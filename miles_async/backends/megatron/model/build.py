@@ -264,7 +264,8 @@ def make_provider(
     # The loss is a sum over tokens; finalize_model_grads divides by all ranks' loss tokens (token mean).
     provider.calculate_per_token_loss = True
     provider.variable_seq_lengths = True  # packed micro-batches differ in length
-    provider.moe_token_dispatcher_type = "alltoall"  # the only one for packed sequences
+    # Micro-batches differ in length, which "allgather" does not take; "flex" (DeepEP) was never run here.
+    provider.moe_token_dispatcher_type = "alltoall"
     provider.moe_router_dtype = "fp32"  # engines route in fp32 too, and rounding would choose other experts
     if provider.moe_router_enable_expert_bias:
         provider.moe_router_score_function = "sigmoid"  # in transformers by definition, so config.json may omit it

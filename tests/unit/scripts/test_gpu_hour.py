@@ -1,0 +1,99 @@
+"""The ladder of ``make gpu-hour``: verdicts, and that it goes on; its runs have flags that fit 1, 2 and 8 GPUs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from examples.quickstart.prepare import main as prepare_quickstart
+from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.validation import validate
+from scripts import gpu_hour
+from scripts.gpu_hour import Report, climb
+from scripts.gpu_steps import LAYOUTS, STEPS, Bench, Figures, Skipped, Step, StepError
+from tests.integration.real_run import SHORT_RUN, TRAIN_REVERSE
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench("cpu", 0, tmp_path)
+
+
+def step(key: str, take: object, *, limit: float = 60.0, needs_cuda: bool = False) -> Step:
+    return Step(key=key, name=key, limit=limit, take=take, needs_cuda=needs_cuda)  # type: ignore[arg-type]
+
+
+def waits(bench: Bench) -> Figures:
+    """As a run that is waited for until the deadline."""
+    bench.execute("waits", "timeit", "-n", "1", "import time; time.sleep(60)")
+    return {}
+
+
+def fails(_: Bench) -> Figures:
+    raise StepError("expected 1, found\n2 | 3")
+
+
+def skips(_: Bench) -> Figures:
+    raise Skipped("expected 2 GPUs, found 1")
+
+
+def test_every_step_gets_a_verdict_whatever_became_of_those_before(bench: Bench) -> None:
+    steps = [
+        step("fails", fails),
+        step("hangs", waits, limit=0.5),
+        step("cuda", fails, needs_cuda=True),
+        step("skips", skips),
+        step("ends badly", lambda bench: {"text": bench.execute("bad", "no_such_module")}),
+        step("passes", lambda bench: {"GB/s": 12.3456789, "measured": [{"a": 1}]}),
+    ]
+    shown: list[str] = []
+    started = time.monotonic()
+    outcomes = list(climb(steps, bench, shown.append))
+    assert time.monotonic() - started < 30
+    assert [outcome.verdict for outcome in outcomes] == ["failed", "too slow", "skipped", "skipped", "failed", "passed"]
+    assert [outcome.reason for outcome in outcomes[2:4]] == ["no CUDA device", "expected 2 GPUs, found 1"]
+    assert "No module named no_such_module" in outcomes[4].reason
+    report = Report(machine={"device": "CPU", "date": "2026-11-26", "commit": "abc"}, outcomes=outcomes)
+    assert report.failed
+    text = report.markdown()
+    assert "| fails | failed | 0 | 60 | StepError: expected 1, found 2 / 3 |" in text
+    assert "| passes | passed | 0 | 60 | GB/s 12.35 |" in text, "the JSON has what is no number"
+    assert not Report(machine=report.machine, outcomes=outcomes[2:4]).failed
+
+
+def test_a_report_is_written_after_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def count(_: Bench) -> Figures:
+        path = tmp_path / "report.json"
+        seen.append(len(json.loads(path.read_text())["outcomes"]) if path.exists() else 0)
+        return {}
+
+    monkeypatch.setattr(gpu_hour, "STEPS", (step("a", count), step("b", count), step("c", fails)))
+    assert gpu_hour.main(["--output", str(tmp_path), "--only", "a", "b"]) == 0
+    assert seen == [0, 1]
+    assert gpu_hour.main(["--output", str(tmp_path / "all")]) == 1
+    assert "torch" in json.loads((tmp_path / "report.json").read_text())["machine"]
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+def test_runs_fit_the_machine(gpus: int, tmp_path: Path) -> None:
+    prepare_quickstart(["--task", "reverse"])  # makes what is absent
+    layout = Bench("cuda" if gpus else "cpu", gpus, tmp_path).layout
+    parsed = parse_arguments([*TRAIN_REVERSE[1:], *SHORT_RUN, *layout, "--run-dir", str(tmp_path / "run")])
+    validate(parsed.arguments, parsed.checks)
+    cluster = parsed.arguments.cluster
+    if gpus > 1:
+        assert cluster.trainer_world_size + cluster.rollout_num_gpus <= gpus
+    if gpus == 1:
+        assert (cluster.colocate, cluster.trainer_world_size, cluster.rollout_num_gpus) == (True, 1, 1)
+
+
+def test_steps_have_distinct_names_and_layouts_split_two_ranks() -> None:
+    assert len({each.key for each in STEPS}) == len(STEPS)
+    for flags in LAYOUTS.values():
+        parsed = parse_arguments([*TRAIN_REVERSE[1:], *SHORT_RUN, "--actor-num-gpus-per-node", "2", *flags])
+        assert parsed.arguments.cluster.trainer_world_size == 2
