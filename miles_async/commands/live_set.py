@@ -8,9 +8,9 @@ from pathlib import Path
 
 from miles_async.arguments.live import IN_FORCE, REQUESTS
 from miles_async.arguments.specification import flag_specifications
-from miles_async.commands.live_run import control_of
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
+from miles_async.runs.live_run import control_of
 from miles_async.runtime.network.control import call
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles_async.commands.live_run import control_of
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
+from miles_async.runs.live_run import control_of
 from miles_async.runtime.network.control import call
 
 

@@ -16,9 +16,11 @@ from miles_async.errors import MilesAsyncError, StalledError
 from miles_async.observability.metrics_file import FILE_NAME
 from miles_async.observability.summary import Summary
 from miles_async.runs.ending import STOP_SECONDS, end_run
+from miles_async.runs.live_run import control_of
 from miles_async.runs.metrics import POLL_SECONDS, Metrics
 from miles_async.runs.records import Records
 from miles_async.runtime.files.run_directory import check_directory
+from miles_async.runtime.network.control import call
 from miles_async.runtime.processes.run_process import read_run_process
 from miles_async.samples.query import Query, find
 from miles_async.samples.reader import read_rows, read_summaries
@@ -111,6 +113,16 @@ class Run:
         if "error" in summary:
             raise MilesAsyncError(f"the run {summary.get('ending')}: {summary['error']}")
         return summary
+
+    def set(self, **changes: float | str | None) -> str:
+        """Change settings while the run goes on, all of them or none, as ``miles-async set`` does: flags such as
+        ``lr=1e-6``, or requests such as ``checkpoint="now"``. Without changes, list the settings.
+
+        Returns the run's answer. Raises ConfigurationError: it refuses a change, is over, or on another machine.
+        """
+        control = control_of(self.directory)
+        texts = {name: "none" if value is None else str(value) for name, value in changes.items()}
+        return call(control, "set", changes=texts) if changes else call(control, "settings")
 
     def stop(self, timeout: float = STOP_SECONDS) -> Summary | None:
         """End the run in order, or kill it after ``timeout`` seconds. Returns its summary; None if it wrote none.

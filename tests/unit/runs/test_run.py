@@ -23,7 +23,8 @@ from miles_async.runs.config import Config
 from miles_async.runs.metrics import Metrics
 from miles_async.runs.run import Run
 from miles_async.runtime.files.run_directory import CODE_DIRECTORY
-from miles_async.runtime.processes.run_process import RUN_FILE
+from miles_async.runtime.network.control import ControlServer
+from miles_async.runtime.processes.run_process import MARK, RUN_FILE, note_run_process
 
 # Claims the directory as a run does, writes metrics and a summary; its last word says how it goes.
 DRIVER = """
@@ -225,6 +226,29 @@ def test_a_run_outlives_its_starter_and_can_be_attached_to(begin: Started) -> No
     attached.stop()
     assert attached.state == "over"
     assert attached.wait(1)["steps"] == 3
+
+
+async def test_settings_of_a_live_run_are_changed_through_its_control_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MARK, "mark")
+    note_run_process(tmp_path, tmp_path / "control")
+
+    async def change(changes: dict[str, str]) -> str:
+        if "seed" in changes:
+            raise ConfigurationError("seed cannot change")
+        return f"{changes}"
+
+    async def settings() -> str:
+        return "lr 1e-06"
+
+    run = miles_async.attach(tmp_path)
+    async with ControlServer(tmp_path / "control", {"set": change, "settings": settings}):
+        changed = await asyncio.to_thread(run.set, lr=1e-05, max_weight_staleness=None, checkpoint="now")
+        assert changed == "{'lr': '1e-05', 'max_weight_staleness': 'none', 'checkpoint': 'now'}"
+        assert await asyncio.to_thread(run.set) == "lr 1e-06"
+        with pytest.raises(ConfigurationError, match="seed cannot change"):
+            await asyncio.to_thread(run.set, seed=1)
 
 
 def test_attaching_to_what_is_no_run_is_refused(tmp_path: Path) -> None:
