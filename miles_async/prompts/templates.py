@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from miles_async.arguments.model_files import read_json
 from miles_async.errors import ConfigurationError, TrajectoryError
+from miles_async.prompts.template_forms import needs_text_arguments, with_text_arguments, writes_developer
 from miles_async.prompts.tokenizer_code import check_code, refusal
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
 from miles_async.runtime.texts import shortened
@@ -272,7 +273,7 @@ class ChatTemplate:
         deadline = time.monotonic() + CONVERSATION_SECONDS
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [_TimedMessage(message, deadline) for message in self._in_known_roles(messages)],
+                [_TimedMessage(message, deadline) for message in self._as_expected(messages)],
                 tools=list(tools) or None,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
@@ -311,21 +312,30 @@ class ChatTemplate:
             return ""
         return text.partition(answer)[2].partition(question)[0]
 
-    def _in_known_roles(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
-        """Map the role developer to system if the template doesn't know it."""
-        if all(message["role"] != "developer" for message in messages) or self._writes_developer:
-            return list(messages)
-        return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+    def _as_expected(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
+        """Map the role developer to system if the template doesn't know it, and arguments to texts if it needs them."""
+        messages = list(messages)
+        if any(message["role"] == "developer" for message in messages) and not self._writes_developer:
+            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        if any(message.get("tool_calls") for message in messages) and self._needs_text_arguments:
+            messages = [with_text_arguments(m) if m.get("tool_calls") else m for m in messages]
+        return messages
+
+    @cached_property
+    def _needs_text_arguments(self) -> bool:
+        return needs_text_arguments(self._renders)
 
     @cached_property
     def _writes_developer(self) -> bool:
-        """Return whether the template renders the role developer; many silently skip roles that they don't know."""
-        probe = [{"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}]
+        return writes_developer(self._renders)
+
+    def _renders(self, messages: Sequence[JsonObject]) -> str | None:
+        """Render a short conversation; None if the template refuses it."""
         try:
-            text: str = self._tokenizer.apply_chat_template(probe, tokenize=False, **self._clock)
+            text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **self._clock)
         except Exception:  # supervision point: as in ``render``
-            return False
-        return _PROBE in text
+            return None
+        return text
 
     def tokenize(self, text: str) -> list[int]:
         """Tokenize rendered text; nothing is added to it."""

@@ -65,7 +65,7 @@ def _whole_text(
     positions = [turn.context.position for turn in path]
     *earlier, text = renderer.pieces([*conversation_to(parent), *new], positions, tools, options)
     for turn, now in zip(path, earlier, strict=True):
-        check_unchanged(turn.context.text, now)
+        check_unchanged(turn.context.text, now, renderer.opening(options))
     return text
 
 
@@ -86,7 +86,7 @@ def _abridged_text(
     try:
         *earlier, text = renderer.pieces([*opening, parent.reply, *new], positions, tools, options)
         for context, now in zip((first.context, last), earlier, strict=True):
-            check_unchanged(context.text, now)
+            check_unchanged(context.text, now, renderer.opening(options))
     except TrajectoryError:
         return None
     return text

@@ -77,6 +77,7 @@ class Renderer:
         self.abridges = True  # what is new may be rendered without turns long before
         self._stops = {chat.decode_all([token]): token for token in chat.stop_ids}  # by their text
         self._keeps_calls = not self._renders_without_calls()  # tool messages need the calls that they answer
+        self._openings: dict[str, str] = {}  # by options
 
     def _renders_without_calls(self) -> bool:
         turn = {"role": "assistant", "content": "a"}
@@ -86,6 +87,22 @@ class Renderer:
         except TrajectoryError:
             return False
         return True
+
+    def opening(self, options: JsonObject) -> str:
+        """Return what the template writes to open the next turn; empty if that depends on the conversation."""
+        key = repr(sorted(options.items()))
+        if key not in self._openings:
+            self._openings[key] = self._written_opening(options)
+        return self._openings[key]
+
+    def _written_opening(self, options: JsonObject) -> str:
+        question = {"role": "user", "content": "a"}
+        try:
+            closed = self.chat.render([question], (), options, generation_prompt=False)
+            opened = self.chat.render([question], (), options, generation_prompt=True)
+        except TrajectoryError:
+            return ""
+        return opened.removeprefix(closed) if opened.startswith(closed) else ""
 
     def pieces(
         self,
@@ -145,10 +162,13 @@ class Renderer:
         return text[begin:end], self._stops[stop], text[end:]
 
 
-def check_unchanged(before: str, now: str) -> None:
-    """Check that pieces that are in the tokens already are rendered the same ``now``. Raises TrajectoryError."""
-    # They end with the opening of a turn, which may differ between past turns and the next one by a think block.
-    if now.startswith(before) or before.startswith(now):
+def check_unchanged(before: str, now: str, opening: str = "") -> None:
+    """Check that pieces that are in the tokens already are rendered the same ``now``. Raises TrajectoryError.
+
+    ``opening``: of a turn (``Renderer.opening``), with which ``before`` may end. Past turns may be opened otherwise:
+    some templates open reasoning for the next turn, and close it in past turns without any.
+    """
+    if now.startswith(before.removesuffix(opening)) or before.startswith(now):
         return
     raise TrajectoryError(
         "the chat template renders earlier messages differently now, so that appended tokens would not be what it "

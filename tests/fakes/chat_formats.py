@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,8 +50,8 @@ TOOLS = [
 ]
 
 
-@lru_cache(maxsize=1)
-def _tokenizer() -> Tokenizer:
+@lru_cache
+def _tokenizer(special: tuple[str, ...] = SPECIAL) -> Tokenizer:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -58,7 +59,7 @@ def _tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=ORDINARY_TOKENS, initial_alphabet=alphabet))
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens(list(special))
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in VISIBLE])
     return tokenizer
 
@@ -66,19 +67,25 @@ def _tokenizer() -> Tokenizer:
 @lru_cache
 def chat_format(style: str) -> ChatTemplate:
     """One of the styles in ``STOPS``."""
+    template = (TEMPLATES / f"{style}.jinja").read_text()
+    return chat_template(template, STOPS[style], "<|begin_of_text|>" if style == "llama3" else "<s>")
+
+
+def chat_template(template: str, stops: Sequence[str], bos: str, special: tuple[str, ...] = SPECIAL) -> ChatTemplate:
+    """Make a tokenizer with a template. ``special``: tokens that it has, ``stops`` and ``bos`` among them."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=_tokenizer(),
-        eos_token=STOPS[style][0],
-        bos_token="<|begin_of_text|>" if style == "llama3" else "<s>",
+        tokenizer_object=_tokenizer(special),
+        eos_token=stops[0],
+        bos_token=bos,
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = (TEMPLATES / f"{style}.jinja").read_text()
-    stops = fast.convert_tokens_to_ids(list(STOPS[style]))
+    fast.chat_template = template
+    stop_ids = fast.convert_tokens_to_ids(list(stops))
     with tempfile.TemporaryDirectory() as directory:
         fast.save_pretrained(directory)
-        (Path(directory) / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+        (Path(directory) / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_ids}))
         chat = ChatTemplate(AutoTokenizer.from_pretrained(directory), apply_chat_template=True)
-        assert chat.stop_ids == set(stops)
+        assert chat.stop_ids == set(stop_ids)
     return chat

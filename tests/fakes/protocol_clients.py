@@ -109,9 +109,8 @@ class MessagesClient(Client):
                 self.items.append({"role": "user", "content": [block]})
 
     def body(self) -> JsonObject:
-        tools = [
-            {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in self.tools
-        ]
+        functions = [dict(tool["function"]) for tool in self.tools]
+        tools = [{"input_schema": function.pop("parameters"), **function} for function in functions]
         return {"messages": self.items, "tools": tools, "max_tokens": 500}
 
     def receive(self, answer: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ _NOT_DETECTED = {
 CALL_BEGINS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("qwen", "qwen25", "hermes", "glm", "glm45"), ("<tool_call>",)),
     "qwen3_coder": ("<tool_call>", "<function="),
+    "glm47": ("<tool_call>",),
+    "minimax-m2": ("<minimax:tool_call>",),
     "llama3": ("<|python_tag|>", "{"),
     "mistral": ("[TOOL_CALLS",),
     **dict.fromkeys(("deepseekv3", "deepseekv31"), ("<｜tool▁calls▁begin｜>",)),
@@ -50,7 +53,12 @@ CALL_BEGINS: Mapping[str, Sequence[str]] = {
 as it is but for white space at its ends.
 """
 
+_DEEPSEEK_V3 = "```json"  # around arguments; otherwise the marks of its calls are those of 3.1
 _HARMONY = "gpt-oss"  # both parsers' name for the format of gpt-oss
+_TO_ROLE = re.compile(  # recipient in front of the channel, as gpt-oss's template writes it
+    r"(\A|<\|start\|>assistant) *to=(\S+?) *<\|channel\|>commentary *(?:<\|constrain\|>)?json<\|message\|>"
+)
+_MISTRAL = re.compile(r"\[TOOL_CALLS\](?=[\[{])")  # tokenizers differ in the space behind it, which SGLang expects
 
 
 def detected_call_parser(template: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -58,6 +66,8 @@ def detected_call_parser(template: str, tokenizer: PreTrainedTokenizerBase) -> s
     if "tool" not in template:
         return None
     found = _detected("detect_tool_call_parser", template, tokenizer)
+    if found == "deepseekv31" and _DEEPSEEK_V3 in template:
+        return "deepseekv3"
     marked = (name for name, marks in _NOT_DETECTED.items() if all(mark in template for mark in marks))
     return found or next(marked, None)
 
@@ -96,6 +106,7 @@ class SGLangCalls:
         """See ``ParseCalls``. A text without a readable call stays whole."""
         try:
             whole = _harmony(text) if self.name == _HARMONY else text
+            whole = _MISTRAL.sub("[TOOL_CALLS] ", whole) if self.name == "mistral" else whole
             rest, found = self._made(tools).parse_non_stream(whole)
         except Exception as error:  # supervision point: a model writes what it likes, and detectors raise
             log.debug("a detector of SGLang failed", parser=self.name, error=repr(error))
@@ -130,8 +141,12 @@ class SGLangReasoning:
         if self.end and written.endswith(self.end):
             return None, text  # the template has begun and ended it
         begun = bool(self.begin) and written.endswith(self.begin)
+        if not begun and self.begin and self.end and self.begin not in text and self.end not in text:
+            return None, text  # some parsers take all text for reasoning that was begun
         try:
             whole = _harmony(text) if self.name == _HARMONY else text
+            if self.begin and whole.lstrip().startswith(self.begin):  # GLM writes a line feed in front of it
+                whole = whole.lstrip()
             reasoning, rest = self._made(True if begun else None).parse_non_stream(whole)
         except Exception as error:  # supervision point: as above
             log.debug("a detector of SGLang failed", parser=self.name, error=repr(error))
@@ -182,7 +197,10 @@ def importable() -> Iterator[None]:
 
 
 def _harmony(text: str) -> str:
-    """Messages of gpt-oss with what bounds them: the template opens the first, and a stop token closes a call."""
+    """Messages of gpt-oss with what bounds them: the template opens the first, and a stop token closes a call.
+    Recipients stand behind the channel, where SGLang expects them.
+    """
+    text = _TO_ROLE.sub(r"\1<|channel|>commentary to=\2 <|constrain|>json<|message|>", text)
     opened = f"<|start|>assistant{text}" if text.startswith("<|channel|>") else text
     last = opened.rpartition("<|channel|>")[2]
     return f"{opened}<|call|>" if last.startswith("commentary to=") and "<|call|>" not in last else opened

@@ -17,6 +17,7 @@ from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import Generation
+from tests.fakes.chat_formats import chat_template
 from tests.fakes.reply_parsers import split_think
 
 if TYPE_CHECKING:
@@ -182,6 +183,26 @@ def test_rewards_see_thoughts_as_thoughts(thinking: ChatTemplate) -> None:
     text = thinking.decode(thinking.tokenize(r"<think>or \boxed{3}?</think>It is 7.<eos>"))
     assert matches("<think>.*</think>.*", text)
     assert find_answer(text).text == "It is 7."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ("call.function.arguments | tojson", ['{"q": "größer", "n": [1]}', '"{cut"']),
+        ("'' + call.function.arguments", ['{"q": "größer", "n": [1]}', "{cut"]),  # as DeepSeek-V3 has it
+    ],
+)
+def test_arguments_of_calls_are_what_the_template_takes(arguments: str, written: list[str]) -> None:
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}[{{ "
+        + arguments
+        + " }}]{% endfor %}{% endfor %}"
+    )
+    chat = chat_template(source, ("</s>",), "<s>")
+    for given, text in zip(({"q": "größer", "n": [1]}, "{cut"), written, strict=True):
+        call = {"id": "call00000", "type": "function", "function": {"name": "a", "arguments": given}}
+        messages = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        assert chat.render(messages, (), {}, generation_prompt=False) == f"b[{text}]"
 
 
 @pytest.mark.parametrize("splits", [True, False])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from miles_async.prompts.templates import ChatTemplate
 from miles_async.trajectory import tree
 from miles_async.trajectory.messages import canonical, is_echo
 from miles_async.trajectory.rendering import Renderer
+from miles_async.trajectory.tree import Trajectory
 from miles_async.types import JsonObject, TurnSpan
-from tests.fakes.chat_formats import TOOLS, chat_format
+from tests.fakes.chat_formats import TOOLS, chat_format, chat_template
 from tests.fakes.episodes import Episode, Say
 from tests.fakes.reply_parsers import parse_glm, parse_llama3, parse_qwen, split_think
 
@@ -175,6 +177,38 @@ def looking_back(at: str, turns: int) -> tuple[Episode, list[str]]:
 def talk(episode: Episode, number: int) -> str:
     turn = episode.turn([user(f"question {number}")], Say(text="a"))
     return episode.chat.decode_all(turn.context.appended)
+
+
+OPENS_REASONING = """
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == "assistant" and not m.reasoning_content %}</think>{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>{% endif %}"""
+
+
+def test_past_turns_may_be_opened_otherwise_than_the_next_one() -> None:
+    """As templates of GLM-4.7 and MiniMax-M2 do, whose next turn begins with reasoning."""
+    episode = Episode("qwen3", TOOLS)
+    chat = chat_template(OPENS_REASONING, ("<|im_end|>",), "<s>")
+    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    assert episode.trajectory.renderer.opening({}) == "<|im_start|>assistant\n<think>"
+    call = 'hm</think><tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
+    new = [user("a")]
+    for _ in range(3):
+        turn = episode.turn(new, Say(text=call))
+        new = [result("y")]
+    assert turn.reply["tool_calls"]
+    sample = episode.trajectory.sample()
+    assert sample is not None
+    assert not sample.more_branches
+    asked = "<|im_start|>assistant\n<think>"
+    assert chat.decode_all(sample.tokens.tolist()) == (
+        f"<|im_start|>user\na<|im_end|>\n{asked}{call}<|im_end|>\n"
+        + 2 * f"<|im_start|>tool\ny<|im_end|>\n{asked}{call}<|im_end|>\n"
+    ).removesuffix("\n")
 
 
 def test_a_template_that_numbers_messages_is_rendered_as_a_whole() -> None:

@@ -1,0 +1,43 @@
+"""Forms of messages in which chat templates differ, found by rendering short conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from miles_async.types import JsonObject
+
+Renders = Callable[[Sequence[JsonObject]], str | None]
+"""Renders a conversation; None if the template refuses it."""
+
+_PROBE = "a message that no template has"
+
+
+def writes_developer(renders: Renders) -> bool:
+    """Return whether a template renders the role developer; many silently skip roles that they don't know."""
+    text = renders([{"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}])
+    return text is not None and _PROBE in text
+
+
+def needs_text_arguments(renders: Renders) -> bool:
+    """Return whether a template renders arguments of calls only if they are JSON texts, as that of DeepSeek-V3 does."""
+
+    def refuses(arguments: object) -> bool:
+        call = {"id": "call00000", "type": "function", "function": {"name": "a", "arguments": arguments}}
+        asked = {"role": "user", "content": "b"}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answered = {"role": "tool", "content": "c", "tool_call_id": "call00000", "name": "a"}
+        return renders([asked, called, answered]) is None
+
+    return refuses({"d": "e"}) and not refuses('{"d": "e"}')
+
+
+def with_text_arguments(message: JsonObject) -> JsonObject:
+    """Write arguments of a message's calls as JSON texts; those that are texts stay."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls}
