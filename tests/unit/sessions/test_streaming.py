@@ -210,6 +210,24 @@ async def test_an_agent_that_hangs_up_in_the_middle_ends_its_generation(protocol
     assert (collected.sample, collected.waiting) == (None, True)
 
 
+async def test_an_answer_to_a_result_of_a_megabyte_is_streamed() -> None:
+    model = ScriptedModel(says(CALL, LONG))
+    result = "".join(f"line {number} of the page\n" for number in range(45_000))
+    assert len(result) > 1_000_000
+    async with asyncio.timeout(120), agent_of(model, max_response=1_000_000, max_total=1_000_000) as agent:
+        reply = (await agent.chat(QUESTION, tools=TOOLS)).choices[0].message
+        asked = [QUESTION, reply.model_dump(), {"role": "tool", "tool_call_id": "call00000", "content": result}]
+        async with events_of(agent, "chat", messages=asked, tools=TOOLS) as events:
+            came = [event async for event in events]
+        sample = (await agent.collect()).sample
+    assert joined(came) == {"content": LONG}
+    assert sample is not None
+    assert not sample.more_branches
+    assert result in CHAT.decode_all(sample.tokens.tolist())
+    trained = [*CHAT.tokenize(CALL), *END, *CHAT.tokenize(LONG), *END]
+    assert sample.tokens[sample.loss_mask == 1].tolist() == trained
+
+
 async def test_several_answers_are_streamed_side_by_side() -> None:
     model = ScriptedModel(says("first", "second"))
     async with asyncio.timeout(30), agent_of(model) as agent, events_of(agent, "chat", n=2) as events:
