@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from miles_async.arguments.flag import flag
 from miles_async.arguments.prompt_files import default_name, named_places
@@ -20,37 +21,48 @@ class EvaluationArguments:
         "aime data/aime-2025.jsonl gsm8k data/test.parquet (default: no evaluation)",
         metavar="[NAME] PATH",
     )
+    eval_config: Path | None = flag(
+        None,
+        "YAML or JSON file of held-out data sets with settings of their own: reward, samples, temperature, limits, "
+        "interval, columns and engines (docs/evaluation.md)",
+        metavar="FILE",
+    )
     eval_interval: int | None = flag(
         None,
         "rollout steps between evaluations (default: only first and last)",
-        needs=("eval_prompt_data",),
+        needs=("eval_prompt_data", "eval_config"),
         at_least=1,
     )
-    n_samples_per_eval_prompt: int = flag(1, "samples per held-out prompt", needs=("eval_prompt_data",), at_least=1)
+    n_samples_per_eval_prompt: int = flag(
+        1, "samples per held-out prompt", needs=("eval_prompt_data", "eval_config"), at_least=1
+    )
     eval_temperature: float | None = flag(
         None,
         "temperature of evaluation; 0: greedy (default: greedy, and with several samples per held-out prompt "
         "--rollout-temperature)",
-        needs=("eval_prompt_data",),
+        needs=("eval_prompt_data", "eval_config"),
         at_least=0,
     )
-    eval_top_p: float = flag(1.0, "nucleus sampling of evaluation", needs=("eval_prompt_data",), above=0, at_most=1)
-    eval_top_k: int = flag(-1, "evaluation samples from the k likeliest tokens; -1: all", needs=("eval_prompt_data",))
+    eval_top_p: float = flag(
+        1.0, "nucleus sampling of evaluation", needs=("eval_prompt_data", "eval_config"), above=0, at_most=1
+    )
+    eval_top_k: int = flag(
+        -1, "evaluation samples from the k likeliest tokens; -1: all", needs=("eval_prompt_data", "eval_config")
+    )
     eval_max_response_len: int | None = flag(
         None,
         "tokens an evaluation response may have (default: as in training)",
-        needs=("eval_prompt_data",),
+        needs=("eval_prompt_data", "eval_config"),
         at_least=1,
     )
     eval_concurrency: int = flag(
-        128, "maximum number of evaluation samples in flight", needs=("eval_prompt_data",), at_least=1
+        128, "maximum number of evaluation samples in flight", needs=("eval_prompt_data", "eval_config"), at_least=1
     )
 
-    def temperature(self, rollout_temperature: float) -> float:
-        """``--eval-temperature`` in force; ``rollout_temperature``: ``--rollout-temperature``."""
-        if self.eval_temperature is not None:
-            return self.eval_temperature
-        return rollout_temperature if self.n_samples_per_eval_prompt > 1 else 0.0
+    @property
+    def evaluates(self) -> bool:
+        """True if there are held-out prompts."""
+        return self.eval_prompt_data is not None or self.eval_config is not None
 
 
 def parse_data_sets(words: Sequence[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.data import DataArguments
+from miles_async.arguments.evaluation_sets import EvaluationSet
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.server_groups import context_lengths
 
@@ -27,14 +28,14 @@ def asked_limit(data: DataArguments) -> PromptLimit | None:
     return PromptLimit(tokens, f"--rollout-max-prompt-len is {tokens}", "raise --rollout-max-prompt-len")
 
 
-def prompt_limit(arguments: Arguments, *, evaluation: bool = False) -> PromptLimit | None:
-    """The lowest limit of training prompts, or of held-out ones: what is asked for, and what can be generated at all.
+def prompt_limit(arguments: Arguments, held_out: EvaluationSet | None = None) -> PromptLimit | None:
+    """The lowest limit of prompts of training, or of ``held_out`` ones: what is asked for, and what can be generated.
 
     Engines refuse a request whose prompt and response exceed their context. Trajectories of several turns have a limit
     of their own; in one turn, a sample may exceed ``--max-tokens-per-gpu``. Raises ConfigurationError for a file of
     ``--server-groups`` that cannot be read.
     """
-    limits = [asked] if (asked := asked_limit(arguments.data)) else []
+    limits = [asked] if (asked := _asked_limit(arguments.data, held_out)) else []
     if arguments.sessions.is_multi_turn:
         most = trajectory_limit(arguments)
         reason = f"trajectories have at most {most} tokens (--max-tokens-per-gpu, or the context of model and engines)"
@@ -44,10 +45,17 @@ def prompt_limit(arguments: Arguments, *, evaluation: bool = False) -> PromptLim
             reason = f"more than {context.tokens - 1} leave no room for a response in {context.name}"
             limits.append(PromptLimit(context.tokens - 1, reason, "leave them out"))
         else:
-            flag, response = response_length(arguments, evaluation=evaluation)
+            flag, response = response_length(arguments, held_out)
             room = context.tokens - response
             limits.append(PromptLimit(room, f"{flag} {response} leaves {room} of {context.name}", f"lower {flag}"))
     return min(limits, key=lambda limit: limit.tokens, default=None)
+
+
+def _asked_limit(data: DataArguments, held_out: EvaluationSet | None) -> PromptLimit | None:
+    if held_out is None or held_out.max_prompt_len is None:
+        return asked_limit(data)
+    reason = f"max_prompt_len of {held_out.name} in --eval-config is {held_out.max_prompt_len}"
+    return PromptLimit(held_out.max_prompt_len, reason, "raise it")
 
 
 def trajectory_limit(arguments: Arguments) -> int:
@@ -56,11 +64,10 @@ def trajectory_limit(arguments: Arguments) -> int:
     return most if context is None else min(most, context.tokens)
 
 
-def response_length(arguments: Arguments, *, evaluation: bool = False) -> tuple[str, int]:
+def response_length(arguments: Arguments, held_out: EvaluationSet | None = None) -> tuple[str, int]:
     """(Flag, tokens that a response may have)."""
-    held_out = arguments.evaluation.eval_max_response_len
-    if evaluation and held_out is not None:
-        return "--eval-max-response-len", held_out
+    if held_out is not None:
+        return held_out.response_length(arguments.evaluation, arguments.rollout)
     return "--rollout-max-response-len", arguments.rollout.rollout_max_response_len
 
 

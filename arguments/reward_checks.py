@@ -5,17 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from miles_async.arguments import Arguments
+from miles_async.arguments import Arguments, DataArguments
+from miles_async.arguments.evaluation_sets import EvaluationSet, evaluation_sets
 from miles_async.arguments.problems import refusal
-from miles_async.arguments.rewards import COMPARING_REWARDS, parse_group_filters, parse_judge_scale, parse_rm_type
+from miles_async.arguments.rewards import (
+    COMPARING_REWARDS,
+    RewardArguments,
+    parse_group_filters,
+    parse_judge_scale,
+    parse_rm_type,
+)
 from miles_async.errors import ConfigurationError
 
 
 def check_rewards(arguments: Arguments) -> Iterator[str]:
     """Check that there is one reward and that it has its settings."""
     rewards = arguments.rewards
-    if not arguments.has_reward and arguments.evaluation.eval_prompt_data is not None:
-        yield "--eval-prompt-data without a reward, which evaluation is about: give --rm-type or --custom-rm-path"
+    held_out = _held_out(arguments)
+    own = [each for each in held_out if each.rm_type is not None or each.custom_rm_path is not None]
+    if not arguments.has_reward and len(own) < len(held_out):
+        flag = "--eval-prompt-data" if arguments.evaluation.eval_prompt_data else "--eval-config"
+        yield f"{flag} without a reward, which evaluation is about: give --rm-type or --custom-rm-path"
     elif not arguments.has_reward and arguments.algorithm.advantage_estimator != "on_policy_distillation":
         yield (
             "no reward: give --rm-type (math, for instance) or --custom-rm-path module:attr (or learn from a teacher "
@@ -25,27 +35,43 @@ def check_rewards(arguments: Arguments) -> Iterator[str]:
         yield "--batch-order reward_variance without a reward to compare: give --rm-type or --custom-rm-path"
     if rewards.rm_type is not None and rewards.custom_rm_path is not None:
         yield f"--rm-type {rewards.rm_type} and --custom-rm-path {rewards.custom_rm_path}: give one of them"
-    try:
-        names = {name for name, _ in parse_rm_type(rewards.rm_type or "")}
-    except ConfigurationError as error:
-        yield str(error)
-        return
-    if (comparing := sorted(names & {*COMPARING_REWARDS})) and arguments.data.label_key is None:
-        yield f"--rm-type {' and '.join(comparing)} compares with a label: --label-key none leaves it without"
-    if "reasoning_gym" in names and arguments.data.metadata_key is None:
-        yield "--rm-type reasoning_gym finds its task in the row's metadata: give --metadata-key"
-    if "code" in names and arguments.data.metadata_key is None and arguments.data.label_key is None:
-        yield "--rm-type code finds its tests in the row's metadata or label: give --metadata-key or --label-key"
-    if "remote_rm" in names and rewards.rm_url is None:
-        yield "--rm-type remote_rm asks a server: give --rm-url"
-    if "judge" in names and None in (rewards.judge_url, rewards.judge_template, rewards.judge_scale):
-        yield "--rm-type judge asks a model: give --judge-url, --judge-template and --judge-scale"
+    yield from _named_problems(rewards, arguments.data)
+    for each in own:
+        where = f"--eval-config {arguments.evaluation.eval_config}: {each.name}: "
+        problems = _named_problems(each.rewards(rewards), each.data(arguments.data))
+        yield from (where + problem for problem in problems)
     if (scale := rewards.judge_scale) is not None:
         yield from refusal(lambda: parse_judge_scale(scale))
     try:
         re.compile(rewards.rm_format)
     except re.error as error:
         yield f"--rm-format {rewards.rm_format}: expected a regular expression: {error}"
+
+
+def _held_out(arguments: Arguments) -> tuple[EvaluationSet, ...]:
+    try:
+        return evaluation_sets(arguments.evaluation)
+    except ConfigurationError:  # check_data_sets reports it
+        return ()
+
+
+def _named_problems(rewards: RewardArguments, data: DataArguments) -> Iterator[str]:
+    """Check that a reward by name has what it needs."""
+    try:
+        names = {name for name, _ in parse_rm_type(rewards.rm_type or "")}
+    except ConfigurationError as error:
+        yield str(error)
+        return
+    if (comparing := sorted(names & {*COMPARING_REWARDS})) and data.label_key is None:
+        yield f"--rm-type {' and '.join(comparing)} compares with a label: --label-key none leaves it without"
+    if "reasoning_gym" in names and data.metadata_key is None:
+        yield "--rm-type reasoning_gym finds its task in the row's metadata: give --metadata-key"
+    if "code" in names and data.metadata_key is None and data.label_key is None:
+        yield "--rm-type code finds its tests in the row's metadata or label: give --metadata-key or --label-key"
+    if "remote_rm" in names and rewards.rm_url is None:
+        yield "--rm-type remote_rm asks a server: give --rm-url"
+    if "judge" in names and None in (rewards.judge_url, rewards.judge_template, rewards.judge_scale):
+        yield "--rm-type judge asks a model: give --judge-url, --judge-template and --judge-scale"
 
 
 def check_group_filters(arguments: Arguments) -> Iterator[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ from typing import Literal
 import msgspec
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.foreign import FOREIGN_FLAGS
 from miles_async.errors import ConfigurationError
 
@@ -141,6 +143,7 @@ def check_server_groups(arguments: Arguments) -> Iterator[str]:
     except ConfigurationError as error:
         yield str(error)
         return
+    yield from _asked_groups(arguments, groups)
     if engines.server_groups is None and not engines.rollout_external:
         return  # the one group of flags that other checks look at
     where = f"--server-groups {engines.server_groups}: " if engines.server_groups else ""
@@ -149,12 +152,22 @@ def check_server_groups(arguments: Arguments) -> Iterator[str]:
     if not of_role(groups, "train"):
         yield f'{where}expected at least one group with role = "train", which generates for training'
     if of_role(groups, "evaluation"):
-        if arguments.evaluation.eval_prompt_data is None:
-            yield f"{where}a group for evaluation, and no --eval-prompt-data"
+        if not arguments.evaluation.evaluates:
+            yield f"{where}a group for evaluation, and no --eval-prompt-data or --eval-config"
         if arguments.sessions.runs_agent:
             yield f"{where}a group for evaluation: agents always talk to the engines of training; leave it out"
     if any(group.external for group in groups):
         yield from _external_problems(arguments)
+
+
+def _asked_groups(arguments: Arguments, groups: Sequence[ServerGroup]) -> Iterator[str]:
+    with suppress(ConfigurationError):  # check_data_sets reports it
+        asked = [each.name for each in evaluation_sets(arguments.evaluation) if each.engines == "evaluation"]
+        if asked and not of_role(groups, "evaluation"):
+            yield (
+                f"--eval-config {arguments.evaluation.eval_config}: {asked[0]}: engines: evaluation, and no group in "
+                '--server-groups has role = "evaluation"'
+            )
 
 
 def _group_problems(group: ServerGroup) -> Iterator[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation import parse_data_sets
+from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.model import EXPERT_COUNTS
 from miles_async.arguments.model_files import directory_problems, read_config
 from miles_async.arguments.problems import refusal
@@ -68,10 +69,10 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
 
 
 def check_data_sets(arguments: Arguments) -> Iterator[str]:
-    """Check the form of --prompt-data, its weights, and --eval-prompt-data."""
+    """Check the form of --prompt-data, its weights, --eval-prompt-data and --eval-config."""
     problems = list(refusal(lambda: arguments.data.places))
     yield from problems or refusal(lambda: arguments.data.weights)
-    yield from refusal(lambda: parse_data_sets(arguments.evaluation.eval_prompt_data or ()))
+    yield from refusal(lambda: evaluation_sets(arguments.evaluation))
 
 
 def check_prompt_files(arguments: Arguments) -> Iterator[str]:
@@ -80,8 +81,9 @@ def check_prompt_files(arguments: Arguments) -> Iterator[str]:
     with suppress(ConfigurationError):  # check_data_sets reports it
         files += [("--prompt-data", place) for _, place in arguments.data.places]
     with suppress(ConfigurationError):
-        held_out = parse_data_sets(arguments.evaluation.eval_prompt_data or ())
-        files += [("--eval-prompt-data", place) for place in held_out.values()]
+        named = parse_data_sets(arguments.evaluation.eval_prompt_data or ())
+        held_out = evaluation_sets(arguments.evaluation)
+        files += [("--eval-prompt-data" if x.name in named else "--eval-config", x.path) for x in held_out]
     for flag, place in files:
         file, _ = split_slice(place)
         if file.startswith(HUB):

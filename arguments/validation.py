@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 
 from miles_async.arguments import Arguments
@@ -16,6 +17,7 @@ from miles_async.arguments.algorithm_checks import check_algorithm, check_critic
 from miles_async.arguments.cluster_checks import check_colocation, check_network, check_ports, check_ranks
 from miles_async.arguments.debug_checks import check_debug, check_profiling
 from miles_async.arguments.distillation_checks import check_distillation
+from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Given
 from miles_async.arguments.megatron_settings import check_megatron_fields
@@ -38,6 +40,7 @@ from miles_async.arguments.surroundings import (
     check_prompt_files,
     check_router_port,
 )
+from miles_async.errors import ConfigurationError
 
 Check = Callable[[Arguments], Iterator[str]]
 
@@ -256,11 +259,16 @@ def _command_problems(flag: str, command: str) -> Iterator[str]:
 def check_evaluation(arguments: Arguments) -> Iterator[str]:
     """Check that several evaluation samples of a prompt can differ."""
     evaluation = arguments.evaluation
+    greedy = "which is greedy: all of them would be equal; raise the temperature, or take 1"
     if evaluation.n_samples_per_eval_prompt > 1 and evaluation.eval_temperature == 0:
-        yield (
-            f"--n-samples-per-eval-prompt {evaluation.n_samples_per_eval_prompt} with --eval-temperature 0, which is "
-            "greedy: all of them would be equal; raise the temperature, or take 1"
-        )
+        yield f"--n-samples-per-eval-prompt {evaluation.n_samples_per_eval_prompt} with --eval-temperature 0, {greedy}"
+        return
+    with suppress(ConfigurationError):  # check_data_sets reports it
+        for held_out in evaluation_sets(evaluation):
+            samples = held_out.samples(evaluation)
+            if samples > 1 and held_out.temperature_in_force(evaluation, arguments.rollout) == 0:
+                where = f"--eval-config {evaluation.eval_config}: {held_out.name}"
+                yield f"{where}: n_samples_per_eval_prompt {samples} with temperature 0, {greedy}"
 
 
 def check_deadlines(arguments: Arguments) -> Iterator[str]:

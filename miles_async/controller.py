@@ -27,7 +27,7 @@ only; ``wiring/driver.py`` decides what stands behind them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -35,6 +35,7 @@ import structlog
 
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.evaluation import EvaluationArguments
+from miles_async.arguments.evaluation_sets import EvaluationSet, evaluation_sets
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.arguments.staleness import StalenessArguments
@@ -202,6 +203,7 @@ class Controller:
         self._interval = weights.update_weights_interval
         self._bad_steps = BadSteps(optimizer)
         self._evaluation = evaluation
+        self._held_out = evaluation_sets(evaluation)
         self._checkpoint = checkpoint
         self._publishing: asyncio.Task[None] | None = None  # publication of the last step
         self._evaluating: asyncio.Task[None] | None = None  # the last evaluation
@@ -349,7 +351,7 @@ class Controller:
         of the engines, and then waits for those attempts.
         """
         if step == self._num_steps:
-            return self._evaluate_at(step)
+            return bool(self._evaluate_at(step))
         if self.position.unpublished + 1 < self._interval:
             return False
         if not self._waits:
@@ -360,12 +362,12 @@ class Controller:
         log.info("publication waits", version=self.position.version + 1, attempts=stale)
         return False
 
-    def _evaluate_at(self, step: int) -> bool:
-        if self._evaluation.eval_prompt_data is None:
-            return False
-        interval = self._evaluation.eval_interval
-        due = step in (0, self._num_steps) or (interval is not None and step % interval == 0)
-        return due or step in self._evaluations_asked
+    def _evaluate_at(self, step: int) -> Sequence[EvaluationSet]:
+        """Data sets that are evaluated after ``step``."""
+        if step in self._evaluations_asked:
+            return self._held_out
+        last = step == self._num_steps
+        return [each for each in self._held_out if each.due(self._evaluation, step, last=last)]
 
     def _checkpoint_at(self, step: int) -> bool:
         return "checkpoint" in self._asked or self._checkpoint.due(step, last=step == self._num_steps)
@@ -394,17 +396,23 @@ class Controller:
         """Start an evaluation if one is due. It uses the version that is visible now: nothing is published until it
         is over, or until its own engines hold that version.
         """
-        if self._evaluate_at(step):
+        if held_out := self._evaluate_at(step):
             self._may_publish = asyncio.Event()
-            work = self._evaluate(step, self._evaluating, self._may_publish)
+            work = self._evaluate(step, held_out, self._evaluating, self._may_publish)
             self._evaluating = scope.create_task(work, name=f"evaluation at step {step}")
 
-    async def _evaluate(self, step: int, before: asyncio.Task[None] | None, may_publish: asyncio.Event) -> None:
+    async def _evaluate(
+        self,
+        step: int,
+        held_out: Sequence[EvaluationSet],
+        before: asyncio.Task[None] | None,
+        may_publish: asyncio.Event,
+    ) -> None:
         try:
             if before is not None:
                 await before  # on the same engines
             await self._publisher.publish_for_evaluation()
-            if self._publisher.evaluates_apart:
+            if self._publisher.evaluates_apart and all(each.engines != "train" for each in held_out):
                 may_publish.set()
             metrics = await self._rollout.evaluate(step)
         except Exception as error:  # supervision point: a failing evaluation never stops training (A9)

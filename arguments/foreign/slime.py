@@ -192,12 +192,13 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("sessions are trained as they were: remove it, docs/agents.md says how",
             one="session-message-matcher session-sample-picker-path session-sample-postprocessor-path"),
     # Evaluation.
-    *_refused("use --eval-prompt-data NAME FILE ... and the other --eval-* flags, for all of them", one="eval-config"),
     *_noted("the first and the last weights are always evaluated", switches="skip-eval-before-train"),
     *_refused("held-out prompts are answered as in training: use --custom-generate-function-path and --custom-rm-path",
             one="eval-function-path"),
+    *_refused("use max_prompt_len in the file of --eval-config: held-out prompts may else be as long as the model "
+            "allows", one="eval-max-prompt-len"),
     *_refused("use --eval-max-response-len: held-out prompts may be as long as the model allows",
-            one="eval-max-prompt-len eval-max-context-len"),
+            one="eval-max-context-len"),
     *_refused("an answer ends where the model ends it: remove it", one="eval-min-new-tokens"),
     *_refused(_EVALUATION, one="eval-num-gpus eval-num-gpus-per-engine eval-hf-dir eval-max-in-flight "
             "eval-overflow-policy eval-keep-snapshots"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.data import DataArguments
-from miles_async.arguments.evaluation import parse_data_sets
+from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.types import JsonObject
 
@@ -22,11 +20,12 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
     from miles_async.prompts.rows import open_prompts
     from miles_async.rewards.row_check import RewardOfRow
 
-    rewarded = arguments.rewards.rm_type is not None and not arguments.algorithm.supervised
-    check = RewardOfRow(arguments.rewards) if rewarded else None
     counts, notes = dict[str, int](), list[str]()
-    for data in (arguments.data, *_held_out(arguments)):
-        rows = open_prompts(data, check)
+    held_out = evaluation_sets(arguments.evaluation)
+    pairs = [(each.data(arguments.data), each.rewards(arguments.rewards)) for each in held_out]
+    for data, rewards in ((arguments.data, arguments.rewards), *pairs):
+        rewarded = rewards.rm_type is not None and not arguments.algorithm.supervised
+        rows = open_prompts(data, RewardOfRow(rewards) if rewarded else None)
         if data is arguments.data and (cursor := _saved_cursor(arguments.checkpoint.load)):
             try:
                 notes += changed_prompts(cursor, rows, data, arguments.checkpoint.load_anyway)
@@ -60,8 +59,8 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
         return []
     template = run_template(arguments)
     notes = list(prompt_notes(arguments, open_source(arguments, template), template))
-    for place in parse_data_sets(arguments.evaluation.eval_prompt_data or ()).values():
-        open_source(arguments, template, held_out=place)
+    for held_out in evaluation_sets(arguments.evaluation):
+        open_source(arguments, template, held_out=held_out)
     return notes
 
 
@@ -78,10 +77,3 @@ def _saved_cursor(load: Path | None) -> JsonObject | None:
         return read_cursor(find_checkpoint(load).directory)
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError):  # the load says what is wrong with it
         return None
-
-
-def _held_out(arguments: Arguments) -> Iterator[DataArguments]:
-    from miles_async.wiring.run_prompts import held_out_data
-
-    for place in parse_data_sets(arguments.evaluation.eval_prompt_data or ()).values():
-        yield held_out_data(arguments.data, place)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import msgspec
@@ -28,8 +30,20 @@ from miles_async.types import Attempt, Prompt, Sample, TokenRewards
 
 log = structlog.get_logger(__name__)
 
-Record = Callable[[int, int], EvaluationSamples]
-"""(rollout steps before the pass, samples per prompt) → what keeps its samples."""
+Record = Callable[[int], EvaluationSamples]
+"""Rollout steps before the pass → what keeps its samples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSet:
+    """Held-out prompts, and how they are answered."""
+
+    prompts: Callable[[], Iterable[Prompt]]  # every prompt once
+    client: EngineClient
+    generate: Generate
+    reward: Reward
+    n_samples: int  # per prompt
+    due: Callable[[int], bool] = lambda step: True  # whether it is evaluated after so many rollout steps
 
 
 class Evaluator:
@@ -37,27 +51,19 @@ class Evaluator:
 
     def __init__(
         self,
-        data_sets: Mapping[str, Callable[[], Iterable[Prompt]]],
-        client: EngineClient,
-        generate: Generate,
-        reward: Reward,
+        data_sets: Mapping[str, DataSet],
         *,
-        n_samples: int,
         concurrency: int,
         service: Circuit,
         services: Services,
         stall_timeout: float,
         record: Record | None = None,
     ) -> None:
-        """``data_sets``: name → every prompt once. ``concurrency``: most samples in flight. ``service``: the circuit of
-        services that ``generate`` needs besides engines. ``services``: whose outages are waited for.
+        """``concurrency``: most samples in flight. ``service``: the circuit of services that ``generate`` needs besides
+        engines. ``services``: whose outages are waited for.
         ``stall_timeout``: seconds that may pass without the end of a sample. ``record``: keeps the samples of a pass.
         """
         self._data_sets = data_sets
-        self._client = client
-        self._generate = generate
-        self._reward = reward
-        self._n_samples = n_samples
         self._concurrency = concurrency
         self._service = service
         self._services = services
@@ -67,44 +73,47 @@ class Evaluator:
         self._last_end = 0.0  # of a sample
 
     async def run(self, step: int) -> dict[str, float]:
-        """Run one pass after ``step`` rollout steps; return ``eval/NAME/...`` and ``eval/reward``, the mean reward
-        averaged over data sets.
+        """Run one pass after ``step`` rollout steps, over the data sets that are due, or all if none is.
+
+        Returns ``eval/NAME/...``, and if all were evaluated ``eval/reward``, the mean reward averaged over them.
 
         A sample that fails is counted and left out of the means; it ends nothing (A9). Raises StalledError when none
         ends for ``--stall-timeout``.
         """
         self._last_end = now()
-        self._recorded = recorded = None if self._record is None else self._record(step, self._n_samples)
+        self._recorded = recorded = None if self._record is None else self._record(step)
         complete = False
         try:
-            metrics = await first_of(self._evaluate(), self._until_stalled())
+            metrics = await first_of(self._evaluate(step), self._until_stalled())
             complete = True
         finally:
             if recorded is not None:
                 recorded.close(complete=complete)
         return metrics
 
-    async def _evaluate(self) -> dict[str, float]:
+    async def _evaluate(self, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         async with asyncio.TaskGroup() as scope:
-            totals = await self._generate_all(scope)
+            totals = await self._generate_all(scope, step)
         for name, data_set_totals in totals.items():
             metrics |= {f"eval/{name}/{key}": value for key, value in data_set_totals.metrics().items()}
         rewards = [value for key, value in metrics.items() if key.endswith("/reward/mean")]
-        return metrics | ({"eval/reward": sum(rewards) / len(rewards)} if rewards else {})
+        of_all = rewards and len(totals) == len(self._data_sets)
+        return metrics | ({"eval/reward": sum(rewards) / len(rewards)} if of_all else {})
 
-    async def _generate_all(self, scope: asyncio.TaskGroup) -> dict[str, Totals]:
+    async def _generate_all(self, scope: asyncio.TaskGroup, step: int) -> dict[str, Totals]:
         """Start each sample as soon as a slot is free; the totals are complete when the scope ends."""
         slots = asyncio.Semaphore(self._concurrency)
         totals: dict[str, Totals] = {}
         attempt_ids = itertools.count(-1, -1)  # negative: never a training attempt
-        for name, prompts in self._data_sets.items():
-            totals[name] = Totals(self._n_samples)
-            remaining = iter(prompts())
+        due = {name: data_set for name, data_set in self._data_sets.items() if data_set.due(step)}
+        for name, data_set in (due or self._data_sets).items():
+            totals[name] = Totals(data_set.n_samples)
+            remaining = iter(data_set.prompts())
             while (prompt := await asyncio.to_thread(next, remaining, None)) is not None:
                 attempt = Attempt(attempt_id=next(attempt_ids), prompt=prompt, epoch=0)
-                done = _whole_prompts(self._n_samples, totals[name])
-                for index in range(self._n_samples):
+                done = _whole_prompts(data_set.n_samples, totals[name])
+                for index in range(data_set.n_samples):
                     await slots.acquire()
                     scope.create_task(self._one_sample(name, attempt, index, done, slots))
         return totals
@@ -124,13 +133,15 @@ class Evaluator:
     async def _one_sample(
         self, name: str, attempt: Attempt, index: int, done: Callable[[Outcome | None], None], slots: asyncio.Semaphore
     ) -> None:
-        outcome = None
+        outcome, data_set = None, self._data_sets[name]
         try:
-            sample = await self._service.call(lambda: run_user_code(self._generate(self._client, attempt, index)))
-            given = await run_user_code(self._reward(attempt.prompt, sample))
+            generate = partial(data_set.generate, data_set.client, attempt, index)
+            sample = await self._service.call(lambda: run_user_code(generate()))
+            given = await run_user_code(data_set.reward(attempt.prompt, sample))
             outcome = _outcome(sample, given.reward if isinstance(given, TokenRewards) else given)
             if self._recorded is not None:
-                self._recorded.add(name, attempt, index, msgspec.structs.replace(sample, reward=outcome.reward))
+                rewarded = msgspec.structs.replace(sample, reward=outcome.reward)
+                self._recorded.add(name, attempt, index, rewarded, samples=data_set.n_samples)
         except Exception as error:  # supervision point: one sample of an evaluation is no reason to end a run
             log.warning("evaluation sample failed", prompt_id=attempt.prompt.prompt_id, error=repr(error))
         finally:

@@ -15,7 +15,7 @@ from miles_async.types import Attempt, Sample
 PART = 64
 """Samples of a part; a part is a row group of the file."""
 
-_Evaluated = tuple[str, Attempt, int, Sample]
+_Evaluated = tuple[str, Attempt, int, Sample, int]
 
 
 class EvaluationSamples:
@@ -28,14 +28,12 @@ class EvaluationSamples:
         queue: Callable[[Callable[[], None]], None],
         *,
         step: int,
-        samples: int,
     ) -> None:
-        """``queue``: does work in the recorder's thread. ``samples``: per prompt."""
+        """``queue``: does work in the recorder's thread."""
         self._store = store
         self._texts = texts
         self._queue = queue
         self._step = step
-        self._samples = samples
         self._waiting: list[_Evaluated] = []
         self._prompts: set[int] = set()  # attempts
         # In the thread:
@@ -43,10 +41,10 @@ class EvaluationSamples:
         self._written: set[int] = set()
         self._skipped = False
 
-    def add(self, data_set: str, attempt: Attempt, index: int, sample: Sample) -> None:
-        """Queue a rewarded sample, number ``index`` of its prompt."""
+    def add(self, data_set: str, attempt: Attempt, index: int, sample: Sample, *, samples: int) -> None:
+        """Queue a rewarded sample, number ``index`` of the ``samples`` of its prompt."""
         self._prompts.add(attempt.attempt_id)
-        self._waiting.append((data_set, attempt, index, sample))
+        self._waiting.append((data_set, attempt, index, sample, samples))
         if len(self._waiting) >= PART:
             self._flush()
 
@@ -71,10 +69,10 @@ class EvaluationSamples:
         if self._file is None or self._skipped:
             return
         rows: list[SampleRow] = []
-        for data_set, attempt, index, sample in part:
+        for data_set, attempt, index, sample, samples in part:
             place = Place(kind="eval", step=self._step, data_set=data_set, written_at=time.time())
             group = group_of(attempt, [sample])
-            rows += rows_of(group, place, self._texts, first=index, samples=self._samples)
+            rows += rows_of(group, place, self._texts, first=index, samples=samples)
             self._written.add(attempt.attempt_id)
         self._file.add(rows)
         self._skipped = self._file.size() > self._store.largest_file

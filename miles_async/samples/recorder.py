@@ -70,9 +70,9 @@ class SampleRecorder:
         written_at = time.time()
         self.queue(lambda: self._write_batch(step, target_version, groups, table, filtered, written_at))
 
-    def evaluation(self, step: int, samples: int) -> EvaluationSamples:
-        """Record the evaluation after ``step`` steps, with ``samples`` per prompt."""
-        return EvaluationSamples(self._store, self._texts, self.queue, step=step, samples=samples)
+    def evaluation(self, step: int) -> EvaluationSamples:
+        """Record the evaluation after ``step`` steps."""
+        return EvaluationSamples(self._store, self._texts, self.queue, step=step)
 
     def queue(self, work: Work) -> None:
         """Do ``work`` in the thread; drop it if the disk is too slow, or nothing is written any more."""

@@ -12,7 +12,9 @@ import msgspec
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
+from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.model_files import read_config
+from miles_async.arguments.prompt_limit import response_length
 from miles_async.arguments.routing import RouterShape, router_shape
 from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
 from miles_async.engines.external import ExternalServers
@@ -228,8 +230,9 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
 
 def longest_sample(arguments: Arguments) -> int:
     """Tokens of the longest prompt with its response, in training or evaluation."""
-    rollout, prompt = arguments.rollout, arguments.data.rollout_max_prompt_len
-    response = max(rollout.rollout_max_response_len, arguments.evaluation.eval_max_response_len or 0)
+    prompt, held_out = arguments.data.rollout_max_prompt_len, evaluation_sets(arguments.evaluation)
+    response = max(response_length(arguments, which)[1] for which in (None, *held_out))
     if prompt is None or arguments.sessions.is_multi_turn:
         return max(arguments.micro_batch_tokens, response)
+    prompt = max(prompt, *(each.max_prompt_len or 0 for each in held_out)) if held_out else prompt
     return prompt + response

@@ -14,18 +14,14 @@ from miles_async.api import Reward
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.debug import file_of_step
-from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.arguments.model_files import read_config
-from miles_async.arguments.prompt_limit import response_length
 from miles_async.arguments.server_groups import context_lengths, of_role, server_groups, teacher_group
 from miles_async.engines.scoring import EngineScorer
 from miles_async.engines.stack import EngineStack
-from miles_async.evaluation.evaluator import Evaluator
 from miles_async.ledger.schedule import ScheduleWriter
 from miles_async.ledger.writer import LedgerWriter
 from miles_async.observability.logs import configure_logging
 from miles_async.prompts.source import FilePromptSource
-from miles_async.prompts.templates import ChatTemplate
 from miles_async.rewards.judge import API_KEY as JUDGE_KEY_VARIABLE
 from miles_async.rollout.actor import RolloutParts
 from miles_async.rollout.concurrency import Concurrency
@@ -42,13 +38,13 @@ from miles_async.runtime.network.keys import API_KEY_VARIABLE, RunKeys
 from miles_async.runtime.network.open_files import allow_open_files
 from miles_async.runtime.network.proxies import without_proxies_for
 from miles_async.runtime.services import Services
-from miles_async.samples.recorder import SampleRecorder
 from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.pool import Pool
 from miles_async.weights.verify import canary_tokens
 from miles_async.wiring.decisions import make_batches, make_pool, quadratic_work_of
 from miles_async.wiring.engines import ForkedEngines, RunEngines, StackMaker
-from miles_async.wiring.generation import Episodes, resolve_run_reward, run_services, run_template
+from miles_async.wiring.generation import Episodes, run_services, run_template
+from miles_async.wiring.held_out import RunRewards, make_evaluator
 from miles_async.wiring.placement import RunPlacement
 from miles_async.wiring.run_prompts import open_source, prompt_notes
 from miles_async.wiring.run_samples import sample_recorder
@@ -86,7 +82,7 @@ async def build_rollout(
     for note in prompt_notes(arguments, source, template):
         log.warning("prompts and turns", note=note)
     services = run_services(arguments)
-    reward = resolve_run_reward(arguments, services)
+    rewards = RunRewards(arguments, services)
     engines = RunEngines(
         StackMaker(
             arguments=arguments,
@@ -114,17 +110,15 @@ async def build_rollout(
     manager = RolloutManager(
         engines=engines,
         source=source,
-        dispatcher=_dispatcher(arguments, engines, source, episodes, reward, run_dir, pool, services, oldest),
+        dispatcher=_dispatcher(arguments, engines, source, episodes, rewards.training, run_dir, pool, services, oldest),
         batches=make_batches(
             arguments,
             quadratic_work=quadratic_work_of(arguments),
             record=schedule.batch if schedule else None,
             show=samples.batch if samples else None,
         ),
-        evaluator=_evaluator(
-            arguments, engines.evaluation or engines.train, template, episodes, reward, services, samples
-        ),
-        close_reward=reward.close,
+        evaluator=make_evaluator(arguments, engines, template, episodes, rewards, services, samples),
+        close_reward=rewards.close,
         put=ray.put,
         writers=(ledger, schedule) if schedule else (ledger,),
         canary=run_canary(source, arguments.model.directory, canary_length(arguments)),
@@ -244,39 +238,3 @@ def _teacher(arguments: Arguments, engines: RunEngines, services: Services) -> T
         at_once=arguments.rollout.rollout_concurrency_per_engine * group.num_engines,
     )
     return Teacher(score, services.circuit(f"the teacher, [groups.{group.name}]"))
-
-
-def _evaluator(
-    arguments: Arguments,
-    engines: EngineStack,
-    template: ChatTemplate,
-    episodes: Episodes,
-    reward: Reward,
-    services: Services,
-    samples: SampleRecorder | None,
-) -> Evaluator | None:
-    evaluation = arguments.evaluation
-    if evaluation.eval_prompt_data is None:
-        return None
-    sources = {
-        name: open_source(arguments, template, held_out=path)
-        for name, path in parse_data_sets(evaluation.eval_prompt_data).items()
-    }
-    sampling = sampling_parameters(arguments.rollout) | {
-        "temperature": evaluation.temperature(arguments.rollout.rollout_temperature),
-        "top_p": evaluation.eval_top_p,
-        "top_k": evaluation.eval_top_k,
-        "max_new_tokens": response_length(arguments, evaluation=True)[1],
-    }
-    return Evaluator(
-        {name: source.all_prompts for name, source in sources.items()},
-        engines.client,
-        episodes.generate(sampling, trained=False),
-        reward,
-        n_samples=evaluation.n_samples_per_eval_prompt,
-        concurrency=evaluation.eval_concurrency,
-        service=episodes.circuit,
-        services=services,
-        stall_timeout=arguments.observability.stall_timeout,
-        record=samples.evaluation if samples else None,
-    )

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 
-from miles_async.arguments import Arguments, DataArguments
+from miles_async.arguments import Arguments
+from miles_async.arguments.evaluation_sets import EvaluationSet
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.prompt_limit import PromptLimit, prompt_limit, response_length
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate
 
 
-def open_source(arguments: Arguments, template: ChatTemplate, *, held_out: str | None = None) -> FilePromptSource:
+def open_source(
+    arguments: Arguments, template: ChatTemplate, *, held_out: EvaluationSet | None = None
+) -> FilePromptSource:
     """The prompts of training, or of ``held_out`` ones. Raises ConfigurationError if the template cannot render
     them, and DataError if all are too long.
     """
-    data = arguments.data if held_out is None else held_out_data(arguments.data, held_out)
-    limit = prompt_limit(arguments, evaluation=held_out is not None)
+    data = arguments.data if held_out is None else held_out.data(arguments.data)
+    limit = prompt_limit(arguments, held_out)
     source = FilePromptSource(data, template.encode, limit, anyway=arguments.checkpoint.load_anyway)
     source.require_rendered(template.check)
     source.require_usable()
     return source
-
-
-def held_out_data(data: DataArguments, place: str) -> DataArguments:
-    """Flags of the held-out prompts at ``place``, with the columns of the others."""
-    return replace(data, prompt_data=(place,), prompt_data_weights=())
 
 
 def prompt_notes(arguments: Arguments, source: FilePromptSource, template: ChatTemplate) -> Iterator[str]:

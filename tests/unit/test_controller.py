@@ -144,7 +144,9 @@ def bench(
         staleness=StalenessArguments(max_weight_staleness=bound, stale_group_action=action),
         optimizer=OptimizerArguments(bad_step_action=bad_steps, max_bad_steps=2),
         weights=weights,
-        evaluation=EvaluationArguments(eval_prompt_data=("x",) if evaluate else None, eval_interval=eval_interval),
+        evaluation=EvaluationArguments(
+            eval_prompt_data=("x.jsonl",) if evaluate else None, eval_interval=eval_interval
+        ),
         checkpoint=CheckpointArguments(save="y" if save_interval else None, save_interval=save_interval),  # type: ignore[arg-type]
     )
     return Bench(events, rollout, trainer, fleet, records, controller)

@@ -9,12 +9,14 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from miles_async.errors import RewardError, StalledError
-from miles_async.evaluation.evaluator import Evaluator, Record
+from miles_async.evaluation.evaluator import DataSet, Evaluator, Record
 from miles_async.evaluation.totals import Outcome, Totals, pass_at_k
 from miles_async.runtime.services import Circuit, Services
 from miles_async.samples.reader import read_note, read_rows, samples_files
@@ -33,6 +35,7 @@ class Bench:
         *,
         sets: Mapping[str, int],
         n_samples: int = 1,
+        due: Callable[[str, int], bool] = lambda name, step: True,
         concurrency: int = 8,
         seconds: float = 0.0,
         record: Record | None = None,
@@ -41,17 +44,28 @@ class Bench:
         self.taken = self.in_flight = self.most_in_flight = self.finished = self.most_ahead = 0
         self.attempt_ids: set[int] = set()
         self.evaluator = Evaluator(
-            {name: lambda count=count: self.prompts(count) for name, count in sets.items()},  # type: ignore[misc]
-            client=None,  # type: ignore[arg-type]
-            generate=self.generate,
-            reward=self.reward,
-            n_samples=n_samples,
+            {
+                name: DataSet(
+                    prompts=partial(self.prompts, count),
+                    client=None,
+                    generate=self.generate,
+                    reward=self.reward,
+                    n_samples=n_samples,
+                    due=partial(due, name),
+                )
+                for name, count in sets.items()
+            },
             concurrency=concurrency,
             service=Circuit("generation"),
             services=self.services,
             stall_timeout=60.0,
             record=record,
         )
+
+    def change(self, **parts: object) -> None:
+        """Give every data set other parts."""
+        data_sets = self.evaluator._data_sets
+        self.evaluator._data_sets = {name: replace(each, **parts) for name, each in data_sets.items()}
 
     def prompts(self, count: int) -> Iterator[Prompt]:
         for number in range(count):
@@ -138,7 +152,7 @@ async def test_an_outage_of_a_service_that_generation_needs_is_waited_for():
             raise error
         return await generate(client, attempt, sample_index)
 
-    bench.evaluator._generate = down_at_first
+    bench.change(generate=down_at_first)
     metrics = await bench.evaluator.run(0)
     assert (metrics["eval/aime/failed_samples"], metrics["eval/aime/samples"]) == (0, 3)
 
@@ -154,7 +168,7 @@ def test_an_evaluation_that_gets_stuck_is_given_up_and_an_outage_is_waited_for(o
         return await generate(client, attempt, sample_index)
 
     async def story() -> float:
-        bench.evaluator._generate = never
+        bench.change(generate=never)
         bench.services.paused_until = lambda: outage
         with pytest.raises(StalledError, match=r"none of its samples ended for 60 s \(--stall-timeout\)"):
             await bench.evaluator.run(0)
@@ -187,8 +201,8 @@ async def test_prompts_that_cannot_be_read_end_the_evaluation_with_their_error()
         yield Prompt(prompt_id="0", token_ids=(1, 2), text="")
         raise OSError("the disk is gone")
 
-    bench = Bench(sets={})
-    bench.evaluator._data_sets = {"a": broken}
+    bench = Bench(sets={"a": 1})
+    bench.change(prompts=broken)
     with pytest.raises(ExceptionGroup) as caught:
         await bench.evaluator.run(0)
     assert caught.group_contains(OSError, match="the disk is gone")
@@ -254,3 +268,14 @@ def test_versions_that_differ_are_seen():
         ]
     )
     assert (totals.metrics()["weight_version/min"], totals.metrics()["weight_version/max"]) == (3, 4)
+
+
+async def test_only_data_sets_that_are_due_are_evaluated_and_the_mean_is_of_all():
+    bench = Bench(sets={"often": 2, "rarely": 3}, due=lambda name, step: name == "often" or step % 4 == 0)
+    rare = await bench.evaluator.run(1)
+    assert {key for key in rare if key.endswith("/samples")} == {"eval/often/samples"}
+    assert "eval/reward" not in rare
+    both = await bench.evaluator.run(4)
+    assert (both["eval/often/samples"], both["eval/rarely/samples"], both["eval/reward"]) == (2, 3, 1.0)
+    bench.change(due=lambda step: False)  # as when an evaluation is asked for
+    assert (await bench.evaluator.run(2)).keys() == both.keys()

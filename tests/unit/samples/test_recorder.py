@@ -77,10 +77,10 @@ def test_groups_that_were_filtered_are_in_the_next_file_with_the_reason(tmp_path
 
 def test_an_evaluation_is_one_file_with_all_data_sets(tmp_path: Path) -> None:
     recorder = start(tmp_path)
-    evaluation = recorder.evaluation(20, 2)
+    evaluation = recorder.evaluation(20)
     for number in range(1, 101):
         for index in (1, 0):
-            evaluation.add("aime" if number % 2 else "gsm", eval_attempt(number), index, sample(f"{number}"))
+            evaluation.add("aime" if number % 2 else "gsm", eval_attempt(number), index, sample(f"{number}"), samples=2)
     evaluation.close(complete=True)
     recorder.finish()
     (file,) = samples_files(tmp_path)
@@ -93,8 +93,8 @@ def test_an_evaluation_is_one_file_with_all_data_sets(tmp_path: Path) -> None:
 
 def test_an_interrupted_evaluation_is_readable_and_says_so(tmp_path: Path) -> None:
     recorder = start(tmp_path)
-    evaluation = recorder.evaluation(20, 1)
-    evaluation.add("aime", eval_attempt(1), 0, sample())
+    evaluation = recorder.evaluation(20)
+    evaluation.add("aime", eval_attempt(1), 0, sample(), samples=1)
     evaluation.close(complete=False)
     recorder.finish()
     assert read_note(samples_files(tmp_path)[0].path).why_fewer == "the evaluation was interrupted"
@@ -102,9 +102,9 @@ def test_an_interrupted_evaluation_is_readable_and_says_so(tmp_path: Path) -> No
 
 def test_an_evaluation_gets_an_eighth_of_the_limit(tmp_path: Path) -> None:
     recorder = start(tmp_path, limit=400_000)
-    evaluation = recorder.evaluation(20, 1)
+    evaluation = recorder.evaluation(20)
     for number in range(1, 1001):
-        evaluation.add("aime", eval_attempt(number), 0, sample())
+        evaluation.add("aime", eval_attempt(number), 0, sample(), samples=1)
     evaluation.close(complete=True)
     recorder.finish()
     note = read_note(samples_files(tmp_path)[0].path)

@@ -188,7 +188,7 @@ class Run:
             optimizer=OptimizerArguments(),
             weights=weights,
             evaluation=EvaluationArguments(
-                eval_prompt_data=("x",) if eval_interval else None, eval_interval=eval_interval
+                eval_prompt_data=("x.jsonl",) if eval_interval else None, eval_interval=eval_interval
             ),
             checkpoint=CheckpointArguments(save=Path("y") if save_interval else None, save_interval=save_interval),
         )
