@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_async.arguments.flag import flag
+from miles_async.arguments.flag import ModuleAttr, flag
 from miles_async.arguments.prompt_files import named_places, parse_weights
 
 INPUT_KEY, LABEL_KEY = "prompt", "label"
 
 BadRows = Literal["refuse", "skip"]
+Sampler = Literal["uniform", "difficulty"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,34 @@ class DataArguments:
     apply_chat_template: bool = flag(True, "render messages with the tokenizer's chat template")
     bad_rows: BadRows = flag(
         "refuse", "rows that the chat template refuses: refuse the file, or skip and count them while the run goes on"
+    )
+    prompt_sampler: Sampler | ModuleAttr = flag(
+        "uniform",
+        "which prompts an epoch has, and in which order: uniform (each once), difficulty (prompts that were always or "
+        "never solved come less often), or module:attr of your own PromptSampler",
+    )
+    difficulty_low: float = flag(
+        0.0,
+        "prompts solved by this share of their last group's samples or fewer rest",
+        needs=("prompt_sampler=difficulty",),
+        at_least=0,
+        below=1,
+    )
+    difficulty_high: float = flag(
+        1.0,
+        "prompts solved by this share or more rest",
+        needs=("prompt_sampler=difficulty",),
+        above=0,
+        at_most=1,
+    )
+    difficulty_rest: int = flag(
+        4, "a prompt that rests comes in one of N epochs", metavar="N", needs=("prompt_sampler=difficulty",), at_least=2
+    )
+    solved_reward: float = flag(
+        1.0,
+        "smallest reward of a sample that solved its prompt, for pass rates of --prompt-sampler",
+        metavar="REWARD",
+        needs=("prompt_sampler=difficulty", "prompt_sampler=own"),
     )
     rollout_shuffle: bool = flag(True, "shuffle prompts, in another order every epoch")
     rollout_seed: int = flag(42, "seed of the shuffle", at_least=0)

@@ -1,6 +1,6 @@
 """Held-out data sets, each with its own settings: of ``--eval-prompt-data``, and of the file of ``--eval-config``.
 
->>> # held_out.yaml, as slime has it; every key but name and path may stand under defaults, too
+>>> # as slime has it; every key but name and path may stand under defaults, too
 >>> # eval:
 >>> #   defaults:
 >>> #     max_response_len: 8192
@@ -95,7 +95,8 @@ class EvaluationSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Flags of its prompts, from those of training."""
         keys = {name: value for name in KEYS if (value := getattr(self, name)) is not None}
         limit = self.max_prompt_len or data.rollout_max_prompt_len
-        return replace(data, prompt_data=(self.path,), prompt_data_weights=(), rollout_max_prompt_len=limit, **keys)
+        alone = replace(data, prompt_data=(self.path,), prompt_data_weights=(), prompt_sampler="uniform")
+        return replace(alone, rollout_max_prompt_len=limit, **keys)
 
     def rewards(self, rewards: RewardArguments) -> RewardArguments:
         """Flags of its reward, from those of training."""

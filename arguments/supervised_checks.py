@@ -34,6 +34,7 @@ def check_supervised(arguments: Arguments) -> Iterator[str]:
         "--server-groups": arguments.engines.server_groups,
         "--colocate": arguments.cluster.colocate,
         "--rollout-max-prompt-len": arguments.data.rollout_max_prompt_len,
+        "--prompt-sampler difficulty": arguments.data.prompt_sampler == "difficulty",
     }
     for flag in (*given, *(flag for flag, value in switches.items() if value)):
         yield f"{flag} has no effect with --loss-type sft_loss, which samples and rewards nothing: leave it out"

@@ -72,6 +72,11 @@ def check_data_sets(arguments: Arguments) -> Iterator[str]:
     """Check the form of --prompt-data, its weights, --eval-prompt-data and --eval-config."""
     problems = list(refusal(lambda: arguments.data.places))
     yield from problems or refusal(lambda: arguments.data.weights)
+    if arguments.data.difficulty_low >= arguments.data.difficulty_high:
+        yield (
+            f"--difficulty-low {arguments.data.difficulty_low:g} is not below --difficulty-high "
+            f"{arguments.data.difficulty_high:g}: all prompts would rest"
+        )
     yield from refusal(lambda: evaluation_sets(arguments.evaluation))
 
 

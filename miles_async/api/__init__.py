@@ -22,6 +22,7 @@ from miles_async.api.rollout import (
     MakeEnvironment,
     Reward,
 )
+from miles_async.api.sampler import EpochRows, PromptSampler
 from miles_async.api.tracker import (
     Metrics,
     Tracker,
@@ -41,6 +42,7 @@ __all__ = [
     "Correction",
     "EngineClient",
     "Environment",
+    "EpochRows",
     "Generate",
     "GroupFilter",
     "KlEstimator",
@@ -49,6 +51,7 @@ __all__ = [
     "Metrics",
     "Need",
     "PolicyLoss",
+    "PromptSampler",
     "Reward",
     "SavesInBackground",
     "TokenAdvantages",

@@ -69,7 +69,7 @@ def ledger(words: Sequence[str]) -> str:
         shown = _show_balance(reader.balance(), carried.balance.issued if carried else 0)
         restarts = "".join(f"{restart}\n" for restart in read_restarts(parsed.directory))
         changes = "".join(f"set {change}\n" for change in reader.changes())
-        return shown + _show_lengths(reader) + changes + _show_accepted(carried) + restarts
+        return shown + _show_lengths(reader) + _show_epochs(reader) + changes + _show_accepted(carried) + restarts
 
 
 def explain(words: Sequence[str]) -> str:
@@ -245,6 +245,17 @@ def _carried_note(reader: LedgerReader) -> str:
     issued = carried.balance.issued
     note = f"\n{issued} earlier attempts are in the ledgers of the runs that this one resumed from.\n" if issued else ""
     return note + _show_accepted(carried)
+
+
+def _show_epochs(reader: LedgerReader) -> str:
+    """Epochs of prompts that left rows out, which uniform sampling never does."""
+    lines = [
+        f"epoch {began.epoch} of prompts ({began.data}): {began.prompts} given, {began.left_out} left out by "
+        f"{began.sampler}\n"
+        for began in reader.epochs()
+        if began.sampler != "uniform"
+    ]
+    return "\n" + "".join(lines) if lines else ""
 
 
 def _show_accepted(carried: Restored | None) -> str:

@@ -17,7 +17,7 @@ from miles_async.errors import LedgerError
 from miles_async.ledger.connection import connected
 from miles_async.ledger.store import SCHEMA_VERSION, Counts, count_attempts, read_balance, read_carried
 from miles_async.staleness.attempts import DeadLetter
-from miles_async.staleness.events import Restored
+from miles_async.staleness.events import EpochBegan, Restored
 from miles_async.staleness.ledger import Balance, Outcome, Stage
 from miles_async.types import SettingValue
 
@@ -133,6 +133,16 @@ class LedgerReader:
     def carried(self) -> Restored | None:
         """State that a resumed run took over; None for one that started fresh."""
         return read_carried(self._connection)
+
+    def epochs(self) -> tuple[EpochBegan, ...]:
+        """Epochs of prompts, in order; none in a ledger of an earlier version."""
+        try:
+            rows = self._connection.execute(
+                "SELECT data, epoch, sampler, prompts, left_out FROM epochs ORDER BY began_at, rowid"
+            ).fetchall()
+        except sqlite3.OperationalError:  # no such table
+            return ()
+        return tuple(EpochBegan(*row) for row in rows)
 
     def response_lengths(self) -> tuple[Lengths, ...]:
         """Response lengths of all generated samples, by the outcome or stage of their attempt (C5)."""

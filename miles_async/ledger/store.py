@@ -22,7 +22,18 @@ import msgspec
 
 from miles_async.errors import ContractViolation
 from miles_async.runtime.texts import shortened
-from miles_async.staleness.events import Changed, Checked, Cut, Ended, Finished, Issued, PoolEvent, Restored, Trimmed
+from miles_async.staleness.events import (
+    Changed,
+    Checked,
+    Cut,
+    Ended,
+    EpochBegan,
+    Finished,
+    Issued,
+    PoolEvent,
+    Restored,
+    Trimmed,
+)
 from miles_async.staleness.ledger import ENDS_FROM, STALE, Balance, Outcome, Stage
 from miles_async.staleness.versions import is_mixed
 from miles_async.types import Changes, Group, JsonObject
@@ -60,6 +71,14 @@ CREATE TABLE changes (                -- by `miles-async set`; a ledger of an ea
     before TEXT NOT NULL,             -- JSON
     value TEXT NOT NULL,              -- JSON
     at REAL NOT NULL
+);
+CREATE TABLE epochs (
+    data TEXT NOT NULL,               -- file of prompts, or all
+    epoch INTEGER NOT NULL,
+    sampler TEXT NOT NULL,            -- --prompt-sampler
+    prompts INTEGER NOT NULL,         -- rows that the epoch gives
+    left_out INTEGER NOT NULL,        -- rows that it does not
+    began_at REAL NOT NULL
 );
 CREATE INDEX attempts_of_prompt ON attempts (prompt_id);
 CREATE INDEX live_attempts ON attempts (attempt_id, stage) WHERE outcome IS NULL;
@@ -147,6 +166,9 @@ class LedgerStore:
                 self._check(event)
             case Changed(changes):
                 self._note_changes(at, changes)
+            case EpochBegan():
+                row = (*msgspec.structs.astuple(event), at)
+                self._connection.execute("INSERT INTO epochs VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def _end(self, at: float, event: Ended) -> None:
         stages = {*ENDS_FROM[event.outcome]}

@@ -53,6 +53,10 @@ class RowFile(ABC):
         """1-based number of the row in the file, for people: its line in JSONL."""
         return index + 1
 
+    def index(self, number: int) -> int | None:
+        """The inverse of :meth:`number`; None if no row has it."""
+        return number - 1 if 1 <= number <= len(self) else None
+
     def location(self, index: int) -> str:
         """``path:number``, the beginning of every message about this row."""
         return f"{self.place}:{self.number(index)}"
@@ -103,6 +107,10 @@ class JsonlFile(RowFile):
 
     def number(self, index: int) -> int:
         return int(self._numbers[index])
+
+    def index(self, number: int) -> int | None:
+        index = int(np.searchsorted(self._numbers, number))
+        return index if index < len(self) and self._numbers[index] == number else None
 
     def raw(self, index: int) -> JsonObject:
         start, end = int(self._starts[index]), int(self._ends[index])
@@ -173,6 +181,10 @@ class RowSlice(RowFile):
 
     def number(self, index: int) -> int:
         return self._rows.number(self._indices[index])
+
+    def index(self, number: int) -> int | None:
+        inside = self._rows.index(number)
+        return self._indices.index(inside) if inside is not None and inside in self._indices else None
 
     def raw(self, index: int) -> JsonObject:
         return self._rows.raw(self._indices[index])

@@ -13,8 +13,13 @@ from miles_async.types import JsonObject
 CHANGED = "prompt_data"
 """Name for ``--load-anyway``."""
 
-_FLAGS = {"shuffle": "--rollout-shuffle", "seed": "--rollout-seed", "weights": "--prompt-data-weights"}
-_SOMETIMES = ("revision", "weights")  # keys that a state may lack
+_FLAGS = {
+    "shuffle": "--rollout-shuffle",
+    "seed": "--rollout-seed",
+    "weights": "--prompt-data-weights",
+    "sampler": "--prompt-sampler",
+}
+_SOMETIMES = ("revision", "weights", "sampler")  # keys that a state may lack
 
 
 def identity(rows: PromptRows, arguments: DataArguments) -> JsonObject:
@@ -28,7 +33,14 @@ def identity(rows: PromptRows, arguments: DataArguments) -> JsonObject:
     alone = len(rows.files) == 1
     found = {name: values[0] if alone else values for name, values in facts.items() if any(values)}
     found |= {"shuffle": arguments.rollout_shuffle, "seed": arguments.rollout_seed}
-    return {**found, "weights": list(arguments.weights)} if arguments.weights else found
+    if arguments.weights:
+        found["weights"] = list(arguments.weights)
+    if arguments.prompt_sampler == "difficulty":
+        window = (arguments.difficulty_low, arguments.difficulty_high, arguments.difficulty_rest)
+        found["sampler"] = f"difficulty, from {window[0]:g} to {window[1]:g}, else in one of {window[2]} epochs"
+    elif arguments.prompt_sampler != "uniform":
+        found["sampler"] = arguments.prompt_sampler
+    return found
 
 
 def changed_prompts(

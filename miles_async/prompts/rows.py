@@ -24,6 +24,8 @@ class PromptRows:
 
     def __init__(self, arguments: DataArguments) -> None:
         """Open all files. Raises ConfigurationError, DataError."""
+        self._arguments = arguments
+        self._ids: dict[str, int] | None = None
         if not arguments.places:
             raise ConfigurationError(f"--prompt-data is required, the prompts: {EXPECTED}")
         self.files = tuple(open_row_file(place, arguments, name) for name, place in arguments.places)
@@ -67,6 +69,17 @@ class PromptRows:
         file, inside = self.place(index)
         return row.row_id if row.row_id is not None else f"{file.label}:{file.number(inside)}"
 
+    def index(self, prompt_id: str) -> int | None:
+        """The row of a prompt; None if no row has this id."""
+        if self._ids is not None:
+            return self._ids.get(prompt_id)
+        label, _, number = prompt_id.rpartition(":")
+        for file, rows in zip(self.files, self.ranges, strict=True):
+            if file.label == label and number.isdecimal():
+                inside = file.index(int(number))
+                return None if inside is None else rows.start + inside
+        return None
+
     def place(self, index: int) -> tuple[RowFile, int]:
         """The file of a row, and its index there."""
         number = int(np.searchsorted(self._ends, index, side="right"))
@@ -74,8 +87,8 @@ class PromptRows:
 
     def check(self, check: CheckRow | None = None) -> None:
         """Check every row. Raises DataError naming file and line: bad JSON, missing key, wrong type, duplicate id."""
-        first_with: dict[str, str] = {}
-        for file in self.files:
+        first_with: dict[str, int] = {}
+        for file, rows in zip(self.files, self.ranges, strict=True):
             for index, row in enumerate(file):
                 location = file.location(index)
                 checked = read_row(row, file.keys, location)
@@ -83,13 +96,16 @@ class PromptRows:
                     check(checked.label, checked.metadata, location)
                 if checked.row_id is None:
                     continue
-                earlier = first_with.setdefault(checked.row_id, location)
-                if earlier != location:
+                first = first_with.setdefault(checked.row_id, rows.start + index)
+                if first != rows.start + index:
+                    earlier = self.location(first)
                     where = f"line {earlier.rpartition(':')[2]}" if earlier.startswith(f"{file.place}:") else earlier
                     raise DataError(
                         f"{location}: duplicate id {checked.row_id!r} in {file.keys.prompt_id_key!r} "
                         f"(--prompt-id-key): {where} has it too"
                     )
+        if first_with and self._arguments.prompt_sampler != "uniform":  # which asks for rows by id
+            self._ids = first_with
 
 
 def open_prompts(arguments: DataArguments, check: CheckRow | None = None) -> PromptRows:

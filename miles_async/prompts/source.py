@@ -18,9 +18,11 @@ from miles_async.arguments.data import DataArguments
 from miles_async.arguments.prompt_limit import PromptLimit, asked_limit
 from miles_async.errors import DataError, TrajectoryError
 from miles_async.prompts.identity import changed_prompts, identity
-from miles_async.prompts.order import Stream, next_stream, uniform
+from miles_async.prompts.order import Stream, next_stream
 from miles_async.prompts.row import Content, PromptRow
 from miles_async.prompts.rows import open_prompts
+from miles_async.prompts.sampling import make_order, rates_from_json, rates_to_json
+from miles_async.staleness.events import EpochBegan, Finished, PoolEvent
 from miles_async.types import JsonObject, Prompt
 
 logger = logging.getLogger(__name__)
@@ -58,9 +60,10 @@ class FilePromptSource:
         limit: PromptLimit | None = None,
         *,
         anyway: Collection[str] = (),
+        began: Callable[[EpochBegan], None] = lambda event: None,
     ) -> None:
         """``limit``: longest prompt; None: ``--rollout-max-prompt-len`` alone decides. ``anyway``: what may have
-        changed since a checkpoint (``--load-anyway``).
+        changed since a checkpoint (``--load-anyway``). ``began``: called when an epoch begins.
         """
         self._arguments = arguments
         self._encode = encode
@@ -68,15 +71,26 @@ class FilePromptSource:
         self._anyway = anyway
         self._rows = open_prompts(arguments)
         self._weights = arguments.weights or (1.0,)
+        self._rates: dict[int, float] = {}  # row → pass rate of its last group; of prompts that were tried
+        self._began = began
         self._streams = self._opened_streams()
         self._skipped: set[str] = set()  # ids of prompts
 
     def _opened_streams(self) -> list[Stream]:
-        seed, shuffled = self._arguments.rollout_seed, self._arguments.rollout_shuffle
+        seed = self._arguments.rollout_seed
         if len(self._weights) == 1:
-            return [Stream(uniform(range(len(self._rows)), [seed], shuffled=shuffled))]
-        ranges = enumerate(self._rows.ranges)
-        return [Stream(uniform(rows, [seed, number], shuffled=shuffled)) for number, rows in ranges]
+            return [self._stream(range(len(self._rows)), [seed], "all")]
+        files = enumerate(zip(self._rows.ranges, self._rows.files, strict=True))
+        return [self._stream(rows, [seed, number], file.label) for number, (rows, file) in files]
+
+    def _stream(self, rows: range, seed: Sequence[int], name: str) -> Stream:
+        sampler = self._arguments.prompt_sampler
+
+        def began(epoch: int, given: int) -> None:
+            self._began(EpochBegan(name, epoch, sampler, prompts=given, left_out=max(0, len(rows) - given)))
+
+        order = make_order(rows, self._arguments, seed, lambda: self._rates, lambda row: self._rows.read(row).metadata)
+        return Stream(order, began)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -101,6 +115,15 @@ class FilePromptSource:
         Raises DataError when a whole epoch holds no prompt that is short enough.
         """
         return [self._take(self._streams[self._next_stream()]) for _ in range(count)]
+
+    def note(self, event: PoolEvent) -> None:
+        """Learn from finished groups how many of their samples solved the prompt; a ``PoolObserver``."""
+        if not isinstance(event, Finished) or self._arguments.prompt_sampler == "uniform":
+            return
+        row = self._rows.index(event.group.attempt.prompt.prompt_id)
+        rewards = [sample.reward for sample in event.group.samples if sample.reward is not None]
+        if row is not None and rewards:
+            self._rates[row] = sum(reward >= self._arguments.solved_reward for reward in rewards) / len(rewards)
 
     def _next_stream(self) -> int:
         return next_stream([stream.given for stream in self._streams], self._weights)
@@ -175,7 +198,9 @@ class FilePromptSource:
     def state(self) -> JsonObject:
         """Return the cursor, with the identity of the files it points into."""
         streams = [stream.state() for stream in self._streams]
-        return {**(streams[0] if len(streams) == 1 else {"streams": streams}), **identity(self._rows, self._arguments)}
+        cursor = streams[0] if len(streams) == 1 else {"streams": streams}
+        known = {"known": rates_to_json(dict(self._rates))} if self._rates else {}
+        return {**cursor, **known, **identity(self._rows, self._arguments)}
 
     def restore(self, state: JsonObject) -> Sequence[str]:
         """Continue where :meth:`state` was taken.
@@ -185,6 +210,7 @@ class FilePromptSource:
         """
         saved = state.get("streams", [state])
         changes = changed_prompts(state, self._rows, self._arguments, self._anyway)
+        self._rates = {} if changes else rates_from_json(state.get("known", []))
         for number, stream in enumerate(self._streams):
             if changes:
                 stream.skip_to(1 + max(int(position["epoch"]) for position in saved))

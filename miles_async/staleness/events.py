@@ -74,7 +74,17 @@ class Changed(msgspec.Struct, frozen=True):
     changes: Changes
 
 
-PoolEvent = Restored | Issued | Finished | Trimmed | Cut | Ended | Checked | Changed
+class EpochBegan(msgspec.Struct, frozen=True):
+    """Prompts come from another epoch now. Of the prompt source, and for the ledger alone."""
+
+    data: str  # file, or all of them
+    epoch: int
+    sampler: str  # --prompt-sampler
+    prompts: int  # rows that the epoch gives
+    left_out: int  # rows that it does not
+
+
+PoolEvent = Restored | Issued | Finished | Trimmed | Cut | Ended | Checked | Changed | EpochBegan
 
 PoolObserver = Callable[[PoolEvent], None]
 """Receives every event on the pool's thread, after the change. It must not wait or raise."""

@@ -5,11 +5,12 @@ A part of the composition root, for the rollout actor's process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from miles_async.api import Agent, EngineClient, Generate
 from miles_async.arguments import Arguments
+from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.prompt_limit import trajectory_limit
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.rewards.hub import resolve_reward
@@ -211,6 +212,9 @@ def check_hooks(arguments: Arguments) -> None:
         command_words(sessions.agent_command)
     call_hook(sessions.tool_call_parser)
     resolve_run_reward(arguments, run_services(arguments))
+    for held_out in evaluation_sets(arguments.evaluation):
+        flags = held_out.rewards(arguments.rewards)
+        resolve_run_reward(replace(arguments, rewards=flags), run_services(arguments))
 
 
 def resolve_run_reward(arguments: Arguments, services: Services) -> GivenReward:

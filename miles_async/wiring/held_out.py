@@ -66,7 +66,9 @@ def make_evaluator(
         each.name: DataSet(
             prompts=_prompts(open_source(arguments, template, held_out=each).all_prompts, each.metadata_overrides),
             client=_stack(each, engines).client,
-            generate=episodes.generate(rollout | each.sampling(arguments.evaluation, arguments.rollout), trained=False),
+            generate=episodes.generate(
+                {**rollout, **each.sampling(arguments.evaluation, arguments.rollout)}, trained=False
+            ),
             reward=rewards.of(each.rewards(arguments.rewards)),
             n_samples=each.samples(arguments.evaluation),
             due=partial(_is_due, each, arguments),

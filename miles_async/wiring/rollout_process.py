@@ -78,7 +78,8 @@ async def build_rollout(
         network.tls.check(network.entrance())
         os.environ.update(network.tls.trusted(run_dir))  # for agents and hooks, which are clients of the run, too
     template = run_template(arguments)
-    source = open_source(arguments, template)
+    ledger = LedgerWriter(run_dir / LEDGER_FILE)
+    source = open_source(arguments, template, began=ledger.note)
     for note in prompt_notes(arguments, source, template):
         log.warning("prompts and turns", note=note)
     services = run_services(arguments)
@@ -98,13 +99,12 @@ async def build_rollout(
     episodes = Episodes(arguments, engines.train.client, template, run_dir, services, oldest.note, keys.sessions)
     for service in episodes.services:
         engines.add(service)
-    ledger = LedgerWriter(run_dir / LEDGER_FILE)
     schedule = ScheduleWriter(run_dir / SCHEDULE_FILE) if arguments.observability.record else None
     samples = sample_recorder(arguments.observability, template)
     pool = make_pool(
         arguments.rollout,
         arguments.staleness,
-        observers=[ledger.note, *([samples.note] if samples else [])],
+        observers=[ledger.note, source.note, *([samples.note] if samples else [])],
         record=schedule.pool if schedule else None,
     )
     manager = RolloutManager(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation_sets import EvaluationSet
@@ -11,17 +11,24 @@ from miles_async.arguments.model_files import read_config
 from miles_async.arguments.prompt_limit import PromptLimit, prompt_limit, response_length
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate
+from miles_async.staleness.events import EpochBegan
 
 
 def open_source(
-    arguments: Arguments, template: ChatTemplate, *, held_out: EvaluationSet | None = None
+    arguments: Arguments,
+    template: ChatTemplate,
+    *,
+    held_out: EvaluationSet | None = None,
+    began: Callable[[EpochBegan], None] = lambda event: None,
 ) -> FilePromptSource:
-    """The prompts of training, or of ``held_out`` ones. Raises ConfigurationError if the template cannot render
-    them, and DataError if all are too long.
+    """The prompts of training, or of ``held_out`` ones. ``began``: called when an epoch begins.
+
+    Raises ConfigurationError if the template cannot render them, and DataError if all are too long.
     """
     data = arguments.data if held_out is None else held_out.data(arguments.data)
     limit = prompt_limit(arguments, held_out)
-    source = FilePromptSource(data, template.encode, limit, anyway=arguments.checkpoint.load_anyway)
+    anyway = arguments.checkpoint.load_anyway
+    source = FilePromptSource(data, template.encode, limit, anyway=anyway, began=began)
     source.require_rendered(template.check)
     source.require_usable()
     return source

@@ -17,6 +17,10 @@ from hypothesis import strategies as some
 from miles_async.arguments import DataArguments
 from miles_async.prompts.order import next_stream
 from miles_async.prompts.source import FilePromptSource
+from miles_async.staleness.events import Finished
+from miles_async.staleness.versions import group_of
+from miles_async.types import Attempt
+from tests.property.builders import make_sample
 
 WEIGHTS = some.lists(some.sampled_from([0.1, 0.3, 1.0, 1.7, 2.0, 5.0, 100.0]), min_size=1, max_size=6)
 
@@ -77,3 +81,38 @@ def test_every_epoch_has_every_row_once_and_resumes_change_nothing(
         assert set(rows.values()) <= {1}
         per_epoch = Counter(epoch for epoch, _ in rows)
         assert all(per_epoch[epoch] == size for epoch in range(max(per_epoch, default=0)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    outside=some.sets(some.integers(0, 7)),
+    rest=some.integers(2, 5),
+    seed=some.integers(0, 5),
+    cut=some.integers(0, 30),
+)
+def test_with_a_window_those_inside_come_in_every_epoch_and_others_in_one_of_a_few(
+    folder: Path, outside: set[int], rest: int, seed: int, cut: int
+) -> None:
+    place = str(folder / "2.jsonl")
+    flags = {"prompt_sampler": "difficulty", "difficulty_rest": rest, "rollout_seed": seed}
+
+    def source() -> FilePromptSource:
+        return FilePromptSource(DataArguments(prompt_data=(place,), **flags), lambda content, tools: (1,))
+
+    def tried(opened: FilePromptSource) -> FilePromptSource:
+        for _, prompt in opened.take(8):
+            rewards = [1.0, 1.0] if int(prompt.text.split()[1]) in outside else [0.0, 1.0]
+            samples = [make_sample([0], reward=reward) for reward in rewards]
+            opened.note(Finished(group_of(Attempt(attempt_id=0, prompt=prompt, epoch=0), samples)))
+        return opened
+
+    count = rest * (8 - len(outside)) + len(outside)  # of ``rest`` epochs
+    whole = tried(source()).take(count)
+    times = Counter(prompt.text for _, prompt in whole)
+    assert times == {f"2 {row}": 1 if row in outside else rest for row in range(8)}
+    assert max(Counter((epoch, prompt.text) for epoch, prompt in whole).values()) == 1
+
+    first, second = tried(source()), source()
+    begin = first.take(min(cut, count))
+    second.restore(json.loads(json.dumps(first.state())))
+    assert begin + second.take(count - len(begin)) == whole

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.algorithms.registry import advantage_estimator, policy_loss, token_advantages
-from miles_async.api import Agent, Environment, Generate, GroupFilter, MakeEnvironment, Reward, Tracker
+from miles_async.api import Agent, Environment, Generate, GroupFilter, MakeEnvironment, PromptSampler, Reward, Tracker
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.engines.kind import ServerCommand
 from miles_async.runtime.hooks import load_factory, load_instance, load_object
@@ -42,6 +42,7 @@ LOADS: dict[str, Callable[[str, str], object]] = {
     "--environment-path": lambda hook, flag: load_factory(hook, MakeEnvironment, Environment, flag),
     "--custom-generate-function-path": lambda hook, flag: load_object(hook, Generate, flag),
     "--weight-transport": lambda hook, flag: load_instance(hook, TransportSpec, flag),
+    "--prompt-sampler": lambda hook, flag: load_object(hook, PromptSampler, flag),
     "--agent-path": lambda hook, flag: load_object(hook, Agent, flag),
     "--custom-tracker-path": lambda hook, flag: load_object(hook, Tracker, flag),
     **dict.fromkeys(CHOOSE, choose),

@@ -85,7 +85,7 @@ KEYS: tuple[VerlKey, ...] = (
     _switch("data.trust_remote_code", "--trust-remote-code"),
     _refused("data.apply_chat_template_kwargs.*", "set their defaults in chat_template.jinja of --hf-checkpoint"),
     _refused("data.custom_cls.*", "write the prompts to a file first, or name a data set of the hub: --prompt-data"),
-    _refused("data.sampler.*", "prompts come in the order of the file, or shuffled"),
+    _refused("data.sampler.*", "a sampler orders the rows of an epoch: --prompt-sampler module:attr"),
     _refused("data.image_key", "models that read images are not trained"),
     _refused("data.video_key", "models that read images are not trained"),
     _refused(f"{_ACTOR}.freeze_vision_tower", "models that read images are not trained"),

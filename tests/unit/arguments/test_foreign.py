@@ -58,7 +58,7 @@ class TestTable:
         texts += [word for row in FOREIGN_FLAGS.values() for word in row.ours]
         named = {flag for text in texts for flag in re.findall(r"--[a-z][\w-]*\w", text)}
         unknown = {flag for flag in named if flag not in OURS and not is_pass_through(flag, OURS)}
-        assert {flag for flag in unknown if next(as_megatron_flags([flag], OURS)) == flag} == {"--eval"}  # --eval-*
+        assert {flag for flag in unknown if next(as_megatron_flags([flag], OURS)) == flag} == set()
 
     @by_flag("refused")
     def test_refused_says_why_and_what_to_do(self, row: ForeignFlag):

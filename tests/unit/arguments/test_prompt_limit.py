@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments import Arguments, DataArguments
+from miles_async.arguments.evaluation_sets import EvaluationSet
 from miles_async.arguments.parser import assemble
 from miles_async.arguments.prompt_limit import asked_limit, prompt_limit, trajectory_limit
 from miles_async.prompts.row import Content
@@ -25,8 +26,8 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def limit_of(arguments: Arguments, *, evaluation: bool = False) -> tuple[int, str, str] | None:
-    limit = prompt_limit(arguments, evaluation=evaluation)
+def limit_of(arguments: Arguments, held_out: EvaluationSet | None = None) -> tuple[int, str, str] | None:
+    limit = prompt_limit(arguments, held_out)
     return None if limit is None else (limit.tokens, limit.reason, limit.change)
 
 
@@ -66,7 +67,7 @@ def test_the_lowest_limit_decides(model: Path, flags: dict[str, object], expecte
 
 def test_held_out_prompts_have_room_beside_their_own_responses(model: Path) -> None:
     arguments = assemble({"hf_checkpoint": model, "eval_max_response_len": 2000}, {})
-    found = limit_of(arguments, evaluation=True)
+    found = limit_of(arguments, EvaluationSet(name="a", path="a.jsonl"))
     assert found is not None
     assert found[0] == 48
     assert "--eval-max-response-len 2000" in found[1]

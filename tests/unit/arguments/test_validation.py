@@ -13,7 +13,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 from safetensors.numpy import save_file
 
-from miles_async.arguments import Arguments, EvaluationArguments
+from miles_async.arguments import Arguments
 from miles_async.arguments.parser import assemble
 from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.validation import validate
@@ -766,12 +766,6 @@ def test_settings_that_can_work_pass(valid: dict[str, object], change: dict[str,
     validate(assemble(valid | change, {}))
 
 
-def test_evaluation_is_greedy_unless_samples_are_to_differ():
-    assert EvaluationArguments().temperature(0.7) == 0.0
-    assert EvaluationArguments(n_samples_per_eval_prompt=4).temperature(0.7) == 0.7
-    assert EvaluationArguments(n_samples_per_eval_prompt=4, eval_temperature=0.2).temperature(0.7) == 0.2
-
-
 @pytest.mark.parametrize(("steps", "samples"), [(None, 256), (4, 64), (512, 1)])
 def test_steps_per_rollout_share_its_samples(steps: int | None, samples: int):
     assert assemble({"num_steps_per_rollout": steps}, {}).global_batch_size == samples
@@ -923,7 +917,7 @@ def test_unusual_numbers_that_have_a_meaning_pass(valid: dict[str, object], flag
 
 
 def test_every_number_has_a_range():
-    any_number = {"rs_lower_bound", "rs_upper_bound"}
+    any_number = {"rs_lower_bound", "rs_upper_bound", "solved_reward"}
     one_by_one = {"rollout_top_p", "rollout_top_k", "eval_top_k"}
     numbers = {name: flag for name, flag in flag_specifications().items() if flag.kind in (int, float)}
     unbounded = {name for name, flag in numbers.items() if set(flag.bounds.values()) == {None}}
