@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -60,6 +61,20 @@ def test_a_preset_splits_the_models_that_it_is_for(preset: str, model: str, tmp_
     config = read_config(tmp_path)
     check_model(config, tmp_path)
     check_layout(config, parse_arguments([f"@preset:{preset}"], prog="test").arguments.model, MODELS[preset][1])
+
+
+@pytest.mark.parametrize(("preset", "model"), CASES)
+def test_engines_of_a_node_or_more_keep_experts_whole(preset: str, model: str) -> None:
+    """As slime's recipes: splitting each expert over 8 GPUs and more leaves products of a few dozen columns."""
+    arguments = parse_arguments([f"@preset:{preset}"], prog="test").arguments
+    config = json.loads(config_of(model).read_text())
+    experts = next(
+        (config[name] for name in ("num_experts", "n_routed_experts", "num_local_experts") if name in config), 0
+    )
+    gpus = arguments.cluster.rollout_num_gpus_per_engine
+    whole = bool(experts) and gpus >= 8 and preset != "qwen3-30b-a3b-offload"  # slime's recipe has none for that
+    assert arguments.engines.sglang_extra == (("--ep-size", str(gpus)) if whole else ())
+    assert not whole or experts % gpus == 0
 
 
 def test_a_node_whose_gpus_take_turns_trains_a_mixture_of_30b(tmp_path: Path) -> None:
