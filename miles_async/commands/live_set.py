@@ -10,8 +10,8 @@ from miles_async.arguments.live import IN_FORCE, REQUESTS
 from miles_async.arguments.specification import flag_specifications
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
-from miles_async.runs.live_run import control_of
 from miles_async.runtime.network.control import call
+from miles_async.runtime.processes.run_process import control_of
 
 
 def set_live(words: Sequence[str]) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
-from miles_async.runs.live_run import control_of
 from miles_async.runtime.network.control import call
+from miles_async.runtime.processes.run_process import control_of
 
 
 def scale(words: Sequence[str]) -> str:

@@ -16,12 +16,11 @@ from miles_async.errors import MilesAsyncError, StalledError
 from miles_async.observability.metrics_file import FILE_NAME
 from miles_async.observability.summary import Summary
 from miles_async.runs.ending import STOP_SECONDS, end_run
-from miles_async.runs.live_run import control_of
 from miles_async.runs.metrics import POLL_SECONDS, Metrics
 from miles_async.runs.records import Records
 from miles_async.runtime.files.run_directory import check_directory
 from miles_async.runtime.network.control import call
-from miles_async.runtime.processes.run_process import read_run_process
+from miles_async.runtime.processes.run_process import control_of, read_run_process
 from miles_async.samples.query import Query, find
 from miles_async.samples.reader import read_rows, read_summaries
 from miles_async.watch.status import State, Status, read_status, state_of

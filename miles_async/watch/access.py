@@ -1,4 +1,4 @@
-"""Who may ask the server what: nobody changes anything, and data needs the read key.
+"""Who may ask the server what: data needs the read key, and one address, which changes settings, the write key.
 
 The page itself has no data, so it opens without the key and asks for it. The key comes in the address after ``#``,
 which browsers send to no server, and then in a header that no other site can make a browser send. Host and Origin are
@@ -19,6 +19,9 @@ HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
 """Names of loopback; a port forwarded by SSH may have any number."""
 
 DATA = "/api/"
+CHANGE = "/api/set"
+"""The only address that is asked by POST."""
+
 PAGE_HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -33,9 +36,10 @@ PAGE_HEADERS: Mapping[str, str] = {
 class Doorkeeper:
     """ASGI middleware that refuses what :func:`refusal` names, and adds PAGE_HEADERS to each answer."""
 
-    def __init__(self, app: ASGIApp, *, key: Secret) -> None:
+    def __init__(self, app: ASGIApp, *, key: Secret, write_key: Secret | None = None) -> None:
+        """``write_key``: opens what ``key`` does, and CHANGE; None: nothing can be changed."""
         self._app = app
-        self._key = key
+        self._key, self._write_key = key, write_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; other kinds of connections, such as WebSockets, are closed."""
@@ -51,7 +55,7 @@ class Doorkeeper:
                 message = {**message, "headers": [*kept, *added]}
             await send(message)
 
-        refused = refusal(scope["method"], scope["path"], Headers(scope=scope), self._key)
+        refused = refusal(scope["method"], scope["path"], Headers(scope=scope), self._key, self._write_key)
         if refused is None:
             await self._app(scope, receive, send_with_headers)
         else:
@@ -59,9 +63,12 @@ class Doorkeeper:
             await JSONResponse({"error": reason}, status_code=status)(scope, receive, send_with_headers)
 
 
-def refusal(method: str, path: str, headers: Mapping[str, str], key: Secret) -> tuple[int, str] | None:
+def refusal(
+    method: str, path: str, headers: Mapping[str, str], key: Secret, write_key: Secret | None = None
+) -> tuple[int, str] | None:
     """(HTTP status, reason) if a request must not be answered. ``headers``: by their lower-case names."""
-    if method not in ("GET", "HEAD"):
+    changes = method == "POST" and path == CHANGE and write_key is not None
+    if method not in ("GET", "HEAD") and not changes:
         return 405, "this server only shows: it answers GET"
     host = headers.get("host", "")
     if _without_port(host) not in HOSTS:
@@ -73,8 +80,10 @@ def refusal(method: str, path: str, headers: Mapping[str, str], key: Secret) -> 
         return None  # links to the page may stand anywhere
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return 403, "this server answers its own page only"
-    if not key.opens_for(headers.get("authorization")):
-        return 401, "expected the key that `miles-async watch` printed"
+    keys = (write_key,) if changes else (key, write_key)
+    if not any(each is not None and each.opens_for(headers.get("authorization")) for each in keys):
+        kind = "write key" if changes else "key"
+        return 401, f"expected the {kind} that `miles-async watch` printed"
     return None
 
 

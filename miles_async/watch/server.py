@@ -15,14 +15,17 @@
     GET /api/log                                   ?run=0&name=driver.log&before=4096, or &search=text
     GET /api/files                                 ?run=0
     GET /api/file                                  ?run=0&name=timeline.json.gz: not JSON, but the file
+    GET /api/settings                              ?run=0: of a live run, for the write key; null for the read key
+    POST /api/set                                  ?run=0, with {"lr": "1e-6"}: for the write key
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 from urllib.parse import quote
@@ -37,9 +40,11 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from miles_async.errors import MilesAsyncError
+from miles_async.runtime.network.control import call
 from miles_async.runtime.network.keys import Secret
+from miles_async.runtime.processes.run_process import control_of
 from miles_async.samples.columns import Kind
-from miles_async.watch.access import Doorkeeper
+from miles_async.watch.access import CHANGE, Doorkeeper
 from miles_async.watch.run import Run
 from miles_async.watch.timeline.build import compressed, trace
 from miles_async.watch.views import attempts, engines, files, flags, logs, metrics, overview, samples
@@ -54,23 +59,25 @@ class BadRequest(Exception):
     """A parameter that is missing or wrong."""
 
 
-def make_app(runs: Sequence[Run], key: Secret) -> Starlette:
-    """The application that shows ``runs`` to whoever has ``key``."""
+def make_app(runs: Sequence[Run], key: Secret, write_key: Secret | None = None) -> Starlette:
+    """The application that shows ``runs`` to whoever has ``key``, and lets who has ``write_key`` change settings."""
     routes: list[BaseRoute] = [
         Route("/", lambda _: FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8")),
         Mount("/static", StaticFiles(directory=STATIC)),
         *(Route(f"/api/{name}", _endpoint(view, runs)) for name, view in VIEWS.items()),
         Route("/api/file", _file_endpoint(runs)),
+        Route("/api/settings", _settings_endpoint(runs, write_key)),
+        Route(CHANGE, _change_endpoint(runs), methods=["POST"]),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(Doorkeeper, key=key)])
+    return Starlette(routes=routes, middleware=[Middleware(Doorkeeper, key=key, write_key=write_key)])
 
 
-def serve(runs: Sequence[Run], key: Secret, door: socket.socket) -> None:
+def serve(runs: Sequence[Run], key: Secret, door: socket.socket, write_key: Secret | None = None) -> None:
     """Serve until interrupted. ``door``: a socket bound to loopback."""
     import uvicorn
 
     threading.Thread(target=_read_ahead, args=(runs,), name="read-ahead", daemon=True).start()
-    config = uvicorn.Config(make_app(runs, key), log_level="warning", access_log=False, server_header=False)
+    config = uvicorn.Config(make_app(runs, key, write_key), log_level="warning", access_log=False, server_header=False)
     uvicorn.Server(config).run(sockets=[door])
 
 
@@ -96,6 +103,35 @@ def _file(run: Run, name: str) -> Response:
     if path is None:
         return _json({"error": f"there is no file {name[:200]!r} to download"}, 404)
     return FileResponse(path, media_type="application/octet-stream", headers=headers)
+
+
+def _settings_endpoint(runs: Sequence[Run], write_key: Secret | None) -> Callable[[Request], Response]:
+    def answer(request: Request) -> Response:
+        if write_key is None or not write_key.opens_for(request.headers.get("authorization")):
+            return _json(None)
+        directory = _chosen(runs, request.query_params)[0].directory
+        try:
+            return _json({"settings": call(control_of(directory), "settings").splitlines(), "over": None})
+        except MilesAsyncError as error:  # which is no failure of the page
+            return _json({"settings": [], "over": str(error)})
+
+    return answer
+
+
+def _change_endpoint(runs: Sequence[Run]) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        try:
+            changes = msgspec.json.decode(await request.body(), type=dict[str, str])
+            directory = _chosen(runs, request.query_params)[0].directory
+            return _json({"said": await asyncio.to_thread(_change, directory, changes)})
+        except (BadRequest, MilesAsyncError, msgspec.MsgspecError) as error:
+            return _json({"error": str(error)}, 400)
+
+    return answer
+
+
+def _change(run_dir: Path, changes: Mapping[str, str]) -> str:
+    return call(control_of(run_dir), "set", changes=dict(changes))
 
 
 def _answering(make: Callable[[QueryParams], Response]) -> Callable[[Request], Response]:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile, read_metrics
+from miles_async.runtime.processes.run_process import MARK
 from miles_async.watch.report import write_report
 from miles_async.watch.run import open_runs
+from tests.fakes.live_run import live_run
 from tests.integration.watch_browser import CHROMIUM, DRIVER, KEY, Page, browser, served
 from tests.unit.watch.run_files import HOSTILE, STEPS, write_finished_run
 from tests.unit.watch.timeline.trace_files import read_trace
@@ -185,6 +187,26 @@ def test_the_timeline_is_saved_from_the_logs(tab: Page, base: str, tmp_path: Pat
     tab.until((tmp_path / "timeline.json.gz").exists)
     assert len(read_trace(tmp_path / "timeline.json.gz").spans("trainer", "steps", "step")) == STEPS
     assert tab.complaints() == []
+
+
+def test_settings_are_changed_from_the_flags_with_the_write_key(
+    tab: Page, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MARK, "mark")
+    run_dir = write_finished_run(tmp_path / "live")
+    with live_run(run_dir) as changes, served([run_dir], "write-key") as address:
+        tab.open(address, "flags?run=0", key="write-key")
+        tab.complaints()  # of earlier tests
+        line = tab.one("input[aria-label='changes, NAME=VALUE']")
+        line.send_keys("lr=1e-5\n")
+        tab.until(lambda: tab.text(".card pre[role=status]") == "lr 1e-06 → 1e-5, after step 7")
+        assert tab.text(".card pre").startswith("lr 1e-5\n")
+        assert tab.complaints() == []
+        line.send_keys("magic=<b>1</b>\n")
+        tab.until(lambda: tab.text(".card pre[role=status]") == "there is no setting magic")
+        tab.open(address, "flags?run=0")
+        assert not tab.all("input[aria-label='changes, NAME=VALUE']")
+    assert changes == [{"lr": "1e-5"}]
 
 
 @pytest.mark.parametrize("view", [*VIEWS, SAMPLE])

@@ -41,10 +41,10 @@ class Page:
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
 
-    def open(self, base: str, view: str = "") -> None:
+    def open(self, base: str, view: str = "", key: str = KEY) -> None:
         """Open the page afresh; ``view`` such as "samples?run=0", by default the address with the key."""
         self.driver.get("about:blank")
-        self.driver.get(f"{base}/#key={KEY}")
+        self.driver.get(f"{base}/#key={key}")
         self.until(lambda: self.shown() == "overview")
         if view:
             self.go(view)
@@ -121,12 +121,15 @@ def browser(profile: Path, width: int = 1400, height: int = 1000) -> Iterator[Pa
 
 
 @contextmanager
-def served(directories: Sequence[Path]) -> Iterator[str]:
+def served(directories: Sequence[Path], write_key: str | None = None) -> Iterator[str]:
     """The server of the page for these runs: its address."""
+    changing = None if write_key is None else Secret(write_key)
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen()
-        config = uvicorn.Config(make_app(open_runs(directories), Secret(KEY)), log_level="error", access_log=False)
+        config = uvicorn.Config(
+            make_app(open_runs(directories), Secret(KEY), changing), log_level="error", access_log=False
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, daemon=True)
         thread.start()

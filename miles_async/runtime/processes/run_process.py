@@ -87,6 +87,18 @@ def find_driver(run: RunProcess) -> psutil.Process | None:
         return None
 
 
+def control_of(run_dir: Path) -> Path:
+    """Return the control socket of a live run. Raises ConfigurationError: there is no such run, it is over, or on
+    another machine.
+    """
+    run = read_run_process(run_dir)
+    if run.host != socket.gethostname():
+        raise ConfigurationError(f"{run_dir}: the run was started on {run.host}; call this there")
+    if find_driver(run) is None:
+        raise ConfigurationError(f"the run in {run_dir} is over")
+    return Path(run.control)
+
+
 def find_marked(run: RunProcess) -> list[psutil.Process]:
     """List the living processes of the run, except this one."""
     return [process for process in psutil.process_iter() if process.pid != os.getpid() and _is_marked(process, run)]

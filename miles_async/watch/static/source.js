@@ -44,9 +44,14 @@ export async function download(parameters) {
   setTimeout(() => URL.revokeObjectURL(content), 60_000);
 }
 
-async function ask(path) {
+// Ask for a change; the answer is what the run says. Needs the write key.
+export async function post(name, parameters, content) {
+  return (await ask(address(name, parameters), { method: "POST", body: JSON.stringify(content) })).json();
+}
+
+async function ask(path, options = {}) {
   const headers = { Authorization: `Bearer ${sessionStorage.getItem(KEY) || ""}` };
-  const answer = await fetch(`/api/${path}`, { headers, cache: "no-store" });
+  const answer = await fetch(`/api/${path}`, { ...options, headers, cache: "no-store" });
   if (answer.status === 401) throw new NeedsKey("this page needs its key");
   if (!answer.ok) throw new Unavailable((await answer.json()).error || `HTTP ${answer.status}`);
   return answer;

@@ -13,9 +13,11 @@ from starlette.testclient import TestClient
 
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
 from miles_async.runtime.network.keys import Secret
+from miles_async.runtime.processes.run_process import MARK
 from miles_async.watch.run import Run, open_runs
 from miles_async.watch.server import STATIC, VIEWS, make_app
 from miles_async.watch.views.overview import idle_share
+from tests.fakes.live_run import live_run
 from tests.unit.watch.run_files import REASON, STEPS, rewards, write_finished_run
 from tests.unit.watch.timeline.trace_files import check_trace
 
@@ -53,6 +55,60 @@ def test_data_needs_the_key(run_dir: Path) -> None:
 def test_nothing_can_be_changed(client: TestClient, method: str) -> None:
     for path in ("/", "/api/runs", "/api/overview"):
         assert client.request(method, path).status_code == 405
+
+
+def writing(run_dir: Path, key: str) -> TestClient:
+    app = make_app(open_runs([run_dir]), Secret(KEY), Secret("write-key"))
+    return TestClient(app, base_url=BASE, headers={"Authorization": f"Bearer {key}"})
+
+
+def test_the_write_key_changes_settings_of_a_live_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, "mark")
+    with live_run(run_dir) as changes, writing(run_dir, "write-key") as client:
+        assert client.get("/api/settings").json() == {"settings": ["lr 1e-06", "generation running"], "over": None}
+        answer = client.post("/api/set?run=0", json={"lr": "1e-5"})
+        assert (answer.status_code, answer.json()) == (200, {"said": "lr 1e-06 → 1e-5, after step 7"})
+        assert changes == [{"lr": "1e-5"}]
+        for content in ({"magic": "1"}, {"lr": 1}, ["lr"]):
+            assert client.post("/api/set?run=0", json=content).status_code == 400
+        assert client.post("/api/set?run=0", json={"magic": "1"}).json() == {"error": "there is no setting magic"}
+        assert client.post("/api/set?run=7", json={"lr": "1"}).status_code == 400
+        assert len(changes) == 1
+        assert {client.get(f"/api/{view}", params=PARAMETERS[view]).status_code for view in VIEWS} == {200}
+
+
+def test_the_read_key_changes_and_asks_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, "mark")
+    with live_run(run_dir) as changes:
+        for key in (KEY, "", "wrong"):
+            with writing(run_dir, key) as client:
+                assert client.post("/api/set?run=0", json={"lr": "1e-5"}).status_code == 401
+        with writing(run_dir, KEY) as client:
+            assert client.get("/api/settings").json() is None
+        with client_of(*open_runs([run_dir]), key="write-key") as client:  # a server without a write key
+            assert client.post("/api/set?run=0", json={"lr": "1e-5"}).status_code == 405
+            assert client.get("/api/settings").status_code == 401
+    assert changes == []
+
+
+def test_the_write_key_is_refused_elsewhere_and_to_others(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, "mark")
+    with live_run(run_dir) as changes, writing(run_dir, "write-key") as client:
+        for path in ("/", "/api/runs", "/api/settings", "/api/set/"):
+            assert client.post(path, json={"lr": "1e-5"}).status_code == 405
+        for header in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+            assert client.post("/api/set?run=0", json={"lr": "1e-5"}, headers=header).status_code == 403
+        assert client.post("/api/set?run=0", json={"lr": "1e-5"}, headers={"Host": "evil.example"}).status_code == 421
+        assert client.get("/api/set?run=0").status_code == 405
+    assert changes == []
+
+
+def test_settings_of_a_run_that_is_over_say_so(run_dir: Path) -> None:
+    with writing(run_dir, "write-key") as client:
+        found = client.get("/api/settings").json()
+        assert found["settings"] == []
+        assert str(run_dir) in found["over"]
+        assert client.post("/api/set", json={"lr": "1e-5"}).json() == {"error": found["over"]}
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8741", "127.0.0.1.evil.example", "", "127.0.0.1@evil"])

@@ -2,6 +2,7 @@
 
 import { empty, h, replace, section, settled, table } from "../dom.js";
 import { get } from "../source.js";
+import { drawSettings } from "./settings.js";
 
 export const title = "Flags";
 
@@ -25,7 +26,7 @@ export async function open(context) {
   const search = h("input", { type: "search", placeholder: "search flags", "aria-label": "search flags", value: state.search, oninput: settled((event) => draw({ search: event.target.value })) });
   const only = h("select", { "aria-label": "which flags", onchange: (event) => draw({ only: event.target.value }) }, [["all", "all flags"], ["set", "not the default"], ["differs", "that differ"]].map(([value, text]) => h("option", { value, selected: value === state.only }, text)));
   const preset = h("select", { "aria-label": "compare with a preset", onchange: (event) => load({ preset: event.target.value, only: event.target.value ? "differs" : state.only }).then(() => (only.value = state.only)) }, h("option", { value: "" }, "no preset"), found.presets.map((each) => h("option", { value: each, selected: each === state.preset }, `preset ${each}`)));
-  root.append(h("div", { class: "controls" }, search, only, h("label", null, "against ", preset), !several() && h("span", { class: "muted" }, "choose a second run above to compare")), body);
+  root.append(h("div", { class: "controls" }, search, only, h("label", null, "against ", preset), !several() && h("span", { class: "muted" }, "choose a second run above to compare")), ...[await drawSettings(context.run)].filter(Boolean), body);
   return { root };
 }
 
