@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from miles_async.arguments.flag import flag
+from miles_async.arguments.words import did_you_mean
+from miles_async.errors import ConfigurationError
 
 AUTO = "auto"
 """Name of the parser that the chat template needs."""
@@ -33,7 +37,11 @@ REASONING_PARSERS = tuple(
 TurnHistory = Literal["sampled", "template"]
 McpSessions = Literal["episode", "run"]
 
-_EPISODES = ("environment_path", "mcp_server")
+ENVIRONMENTS = ("gymnasium", "reasoning_gym", "verifiers")
+"""Kinds of ``--environment``."""
+
+_EPISODES = ("environment", "environment_path", "mcp_server")
+_AGENTS = ("environment=verifiers", "agent_path", "agent_command")
 _SEVERAL_TURNS = (*_EPISODES, "agent_path", "agent_command", "custom_generate_function_path")
 
 
@@ -41,6 +49,27 @@ _SEVERAL_TURNS = (*_EPISODES, "agent_path", "agent_command", "custom_generate_fu
 class SessionsArguments:
     """Trajectories"""
 
+    environment: str | None = flag(
+        None,
+        "environment of another package, with its prompts: gymnasium:ID (text alone), reasoning_gym:TASK or "
+        "verifiers:NAME",
+        metavar="KIND:NAME",
+    )
+    environment_config: str | None = flag(
+        None, "settings of --environment: a JSON object", metavar="JSON", needs=("environment",)
+    )
+    environment_prompts: int = flag(
+        1000, "prompts that --environment generates, unless --prompt-data is given", needs=("environment",), at_least=1
+    )
+    environment_eval_prompts: int = flag(
+        0, "further prompts that it generates, held out for evaluation", needs=("environment",), at_least=0
+    )
+    environment_python: str | None = flag(
+        None,
+        "Python that has the package of --environment verifiers:NAME, which doesn't fit into this one",
+        metavar="PATH",
+        needs=("environment=verifiers",),
+    )
     environment_path: str | None = flag(
         None,
         "module:attr of your Environment: a class, or a function that makes one for a prompt",
@@ -67,20 +96,18 @@ class SessionsArguments:
     agent_command: str | None = flag(
         None, "command that is an agent: OPENAI_BASE_URL is its session, the prompt is on its standard input"
     )
-    agent_timeout: float = flag(
-        600.0, "seconds one agent may run", metavar="SECONDS", needs=("agent_path", "agent_command"), above=0
-    )
+    agent_timeout: float = flag(600.0, "seconds one agent may run", metavar="SECONDS", needs=_AGENTS, above=0)
     session_timeout: float = flag(
         300.0,
         "seconds without a request or heartbeat after which a session expires",
         metavar="SECONDS",
-        needs=("agent_path", "agent_command"),
+        needs=_AGENTS,
         above=0,
     )
     session_server_workers: int = flag(
         1,
         "processes of the session server; one takes 1,500 to 2,000 short turns per second of its core",
-        needs=("agent_path", "agent_command"),
+        needs=_AGENTS,
         at_least=1,
     )
     max_turns: int = flag(
@@ -121,22 +148,55 @@ class SessionsArguments:
     @property
     def runs_agent(self) -> bool:
         """True if trajectories come from an agent, through the session server."""
-        return self.agent_path is not None or self.agent_command is not None
+        return self.plays_verifiers or self.agent_path is not None or self.agent_command is not None
+
+    @property
+    def plays_verifiers(self) -> bool:
+        """True if tasks of verifiers play themselves, as an agent."""
+        return self.environment is not None and self.environment.startswith("verifiers:")
 
     @property
     def plays_episodes(self) -> bool:
         """True if trajectories are episodes of an environment, or of tools."""
-        return self.environment_path is not None or bool(self.mcp_server)
+        acts = self.environment is not None and self.environment.startswith("gymnasium:")
+        return acts or self.environment_path is not None or bool(self.mcp_server)
 
     @property
     def may_reward(self) -> bool:
         """True if trajectories may come with a reward; tools alone give none."""
-        return self.environment_path is not None or self.runs_agent
+        return self.environment is not None or self.environment_path is not None or self.runs_agent
 
     @property
     def is_multi_turn(self) -> bool:
         """True if trajectories may have several turns."""
         return self.plays_episodes or self.runs_agent
+
+
+def parse_environment(text: str) -> tuple[str, str]:
+    """Kind and name of ``--environment``. Raises ConfigurationError.
+
+    >>> parse_environment("gymnasium:my_package:Maze-v0")
+    ('gymnasium', 'my_package:Maze-v0')
+    """
+    kind, _, name = text.partition(":")
+    if kind not in ENVIRONMENTS or not name:
+        hint = did_you_mean(kind, ENVIRONMENTS, close=0.6)
+        raise ConfigurationError(
+            f"--environment {text}: expected KIND:NAME with one of the kinds {', '.join(ENVIRONMENTS)}{hint} (one of "
+            "your own: --environment-path)"
+        )
+    return kind, name
+
+
+def parse_environment_config(text: str | None) -> Mapping[str, object]:
+    """Settings of ``--environment``. Raises ConfigurationError."""
+    try:
+        config = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigurationError(f"--environment-config {text}: expected a JSON object: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"--environment-config {text}: expected a JSON object, found {type(config).__name__}")
+    return config
 
 
 def is_url(server: str) -> bool:

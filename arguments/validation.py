@@ -23,12 +23,19 @@ from miles_async.arguments.foreign.translate import Given
 from miles_async.arguments.megatron_settings import check_megatron_fields
 from miles_async.arguments.model import RECOMPUTE_MODULES
 from miles_async.arguments.needs import check_needs
-from miles_async.arguments.problems import refuse
+from miles_async.arguments.problems import refusal, refuse
 from miles_async.arguments.prompt_files import EXPECTED
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
 from miles_async.arguments.routing import check_routing_replay
 from miles_async.arguments.server_groups import check_server_groups
-from miles_async.arguments.sessions import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS, is_url
+from miles_async.arguments.sessions import (
+    AUTO,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    is_url,
+    parse_environment,
+    parse_environment_config,
+)
 from miles_async.arguments.specification import MODULE_ATTR, flag_specifications
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
 from miles_async.arguments.supervised_checks import check_supervised
@@ -94,7 +101,7 @@ def check_required(arguments: Arguments) -> Iterator[str]:
     """Check that flags without a default are given."""
     if arguments.model.hf_checkpoint is None:
         yield "--hf-checkpoint is required: a Hugging Face directory with the initial weights"
-    if arguments.data.prompt_data is None:
+    if arguments.data.prompt_data is None and arguments.sessions.environment is None:
         yield f"--prompt-data is required, the prompts: {EXPECTED}"
 
 
@@ -225,8 +232,21 @@ def check_reasoning_parser(arguments: Arguments) -> Iterator[str]:
 def check_trajectories(arguments: Arguments) -> Iterator[str]:
     """Check that trajectories have one source, and multi-turn ones a chat template."""
     sessions = arguments.sessions
+    if sessions.environment is not None:
+        environment, config = sessions.environment, sessions.environment_config
+        yield from refusal(lambda: parse_environment(environment))
+        yield from refusal(lambda: parse_environment_config(config))
+        if sessions.plays_verifiers and sessions.environment_python is None:
+            yield (
+                f"--environment {environment}: verifiers and SGLang need different versions of openai. Install it in a "
+                "Python of its own (python3 -m venv verifiers; verifiers/bin/pip install 'verifiers>=0.4,<0.5' uv) and "
+                "give --environment-python verifiers/bin/python"
+            )
+        if sessions.plays_verifiers and sessions.mcp_server:
+            yield "--mcp-server with --environment verifiers:..., which calls tools itself: connect them there"
     origins = {
         "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
+        "--environment": sessions.environment,
         "--environment-path": sessions.environment_path,
         "--agent-path": sessions.agent_path,
         "--agent-command": sessions.agent_command,
@@ -234,7 +254,7 @@ def check_trajectories(arguments: Arguments) -> Iterator[str]:
     given = [flag for flag, origin in origins.items() if origin is not None]
     if len(given) > 1:
         yield f"{' and '.join(given)} each make trajectories: give one of them"
-    if sessions.mcp_server and given not in ([], ["--environment-path"]):
+    if sessions.mcp_server and given not in ([], ["--environment"], ["--environment-path"]):
         yield f"--mcp-server with {given[0]}, which calls tools itself: connect them there"
     given = given or ["--mcp-server"]
     if sessions.is_multi_turn and not arguments.data.apply_chat_template:

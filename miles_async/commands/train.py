@@ -23,6 +23,7 @@ from miles_async.runtime.cluster.ray_address import VARIABLE, with_ray_address
 from miles_async.runtime.device import choose_device, with_precision
 from miles_async.runtime.processes.last_resort import sigterm_interrupts
 from miles_async.wiring.early_imports import early_imports
+from miles_async.wiring.generated_prompts import with_generated_prompts
 
 
 def train(words: Sequence[str], show: Callable[[str], None]) -> int:
@@ -43,10 +44,11 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
     arguments, beginning = with_kept(arguments, kept_settings(load))
     if begins:
         beginning.append(f"--load {checkpoint.load}: no checkpoint there yet, the run begins")
-    validate(arguments, parsed.checks)
-    arguments = replace(arguments, model=with_precision(arguments.model, cluster))  # may load torch
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # where hooks are looked up, here and in the workers
+    arguments = with_generated_prompts(arguments)
+    validate(arguments, parsed.checks)
+    arguments = replace(arguments, model=with_precision(arguments.model, cluster))  # may load torch
     if parsed.dry_run:
         prompts, notes = _check(arguments)
         notes += [*beginning, *check_tokenizer(arguments)]

@@ -28,7 +28,9 @@ class ReasoningGymReward:
 def require_reasoning_gym() -> None:
     """Check that the package is installed. Raises ConfigurationError."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigurationError("--rm-type reasoning_gym: install its package first: pip install reasoning-gym")
+        raise ConfigurationError(
+            "--rm-type reasoning_gym: its package is not installed: pip install 'miles-async[reasoning-gym]'"
+        )
 
 
 def final_answer(response: str) -> str:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miles_async.api import Environment, MakeEnvironment
-from miles_async.arguments.sessions import SessionsArguments, is_url
+from miles_async.arguments.sessions import SessionsArguments, is_url, parse_environment, parse_environment_config
+from miles_async.errors import ConfigurationError
+from miles_async.integrations.generate_rows import generated_rows, rows_of
 from miles_async.integrations.packages import require
+from miles_async.integrations.verifiers_episodes import HOST, VerifiersEpisodes, host_environment
 from miles_async.rollout.agent_command import command_words
 from miles_async.runtime.hooks import load_factory
+from miles_async.runtime.network.keys import Secret
+from miles_async.types import JsonObject
+
+VERIFIERS_LOG = "verifiers.log"
+
+_PACKAGES = {"gymnasium": "gymnasium", "reasoning_gym": "reasoning-gym"}
+"""The package of each kind, which is also the name of its extra."""
 
 if TYPE_CHECKING:
     from miles_async.wiring.engines import Service
@@ -44,13 +56,71 @@ def run_environments(sessions: SessionsArguments, log_dir: Path) -> RunEnvironme
 
 
 def check_environments(sessions: SessionsArguments) -> None:
-    """Check that what the flags name is here, starting nothing. Raises ConfigurationError."""
-    _own_environment(sessions)
+    """Check that what the flags name is here, starting nothing. Raises ConfigurationError.
+
+    Packages of others are not imported: the driver and its fork servers stay as they are.
+    """
+    if sessions.environment is not None:
+        _parsed(sessions)
+    else:
+        _own_environment(sessions)
     if sessions.mcp_server:
         _check_mcp(sessions)
 
 
+def environment_rows(sessions: SessionsArguments, count: int, seed: int) -> list[JsonObject]:
+    """Generate prompts of ``--environment``. Raises ConfigurationError."""
+    kind, name, config = _parsed(sessions)
+    if kind == "verifiers":
+        assert sessions.environment_python is not None
+        python = str(Path(sessions.environment_python).absolute())
+        words = [python, str(HOST), "rows", json.dumps(verifiers_config(sessions)), str(count)]
+        return rows_of(words, f"--environment {sessions.environment}", host_environment(python))
+    return generated_rows(kind, name, config, count, seed)
+
+
+def _parsed(sessions: SessionsArguments) -> tuple[str, str, Mapping[str, object]]:
+    """Kind, name and settings of ``--environment``, whose package is installed. Raises ConfigurationError."""
+    assert sessions.environment is not None
+    kind, name = parse_environment(sessions.environment)
+    if kind == "verifiers":
+        python = sessions.environment_python or ""
+        if shutil.which(python) is None:
+            raise ConfigurationError(f"--environment-python {python}: there is no such program")
+    else:
+        require(_PACKAGES[kind], f"--environment {sessions.environment}")
+    return kind, name, parse_environment_config(sessions.environment_config)
+
+
+def verifiers_config(sessions: SessionsArguments) -> Mapping[str, object]:
+    """Verifiers' configuration of the environment: ``--environment-config`` with the name as its taskset."""
+    _, name, config = _parsed(sessions)
+    given = config.get("taskset", {})
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"--environment-config: expected an object as taskset, found {given!r}")
+    return {**config, "taskset": {**given, "id": name}}
+
+
+def verifiers_agent(sessions: SessionsArguments, api_key: Secret, log_dir: Path) -> VerifiersEpisodes:
+    """The agent of ``--environment verifiers:NAME``, not started yet. Raises ConfigurationError."""
+    assert sessions.environment_python is not None
+    return VerifiersEpisodes(
+        str(Path(sessions.environment_python).absolute()),
+        verifiers_config(sessions),
+        api_key=api_key,
+        log_path=log_dir / VERIFIERS_LOG,
+        start_timeout=sessions.agent_timeout,
+    )
+
+
 def _own_environment(sessions: SessionsArguments) -> MakeEnvironment | None:
+    if sessions.environment is not None:
+        kind, name, config = _parsed(sessions)
+        if kind != "gymnasium":
+            return None
+        from miles_async.integrations.gymnasium_text import GymnasiumText
+
+        return GymnasiumText(name, config)
     if sessions.environment_path is None:
         return None
     return load_factory(sessions.environment_path, MakeEnvironment, Environment, "--environment-path")

@@ -28,7 +28,7 @@ from miles_async.sessions.session import SessionSettings
 from miles_async.trajectory.taker import Limits, trajectory_factory
 from miles_async.types import CollectedSession, JsonObject, OpenSession, Prompt, Sample
 from miles_async.wiring.engines import Service
-from miles_async.wiring.environments import check_environments, run_environments
+from miles_async.wiring.environments import check_environments, run_environments, verifiers_agent
 from miles_async.wiring.reply_parsers import call_hook, reply_parser
 from miles_async.wiring.session_process import ServerSettings
 
@@ -68,9 +68,11 @@ class Episodes:
         )
         self._environments = run_environments(sessions, self._log_dir) if sessions.plays_episodes else None
         self._agents = self._session_service(client) if sessions.runs_agent else None
+        self._verifiers = verifiers_agent(sessions, keys.agents, self._log_dir) if sessions.plays_verifiers else None
+        agents: list[Service | None] = [self._agents, self._verifiers]
         self.services: list[Service] = [
             *(self._environments.services if self._environments else ()),
-            *([self._agents] if self._agents else []),
+            *(service for service in agents if service is not None),
         ]
 
     def generate(self, sampling: Sampling, *, trained: bool) -> Generate:
@@ -108,6 +110,8 @@ class Episodes:
 
     def _agent(self) -> RunAgent:
         sessions = self._arguments.sessions
+        if self._verifiers is not None:
+            return self._verifiers
         if sessions.agent_path is not None:
             return _loaded_agent(sessions.agent_path)
         assert sessions.agent_command is not None
@@ -174,6 +178,7 @@ def _circuit(arguments: Arguments, services: Services) -> Circuit:
     """Circuit of services that trajectories need besides engines; only users' code reports them down."""
     origins = {
         "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
+        "--environment": arguments.sessions.environment,
         "--environment-path": arguments.sessions.environment_path,
         "--mcp-server": " ".join(arguments.sessions.mcp_server) or None,
         "--agent-path": arguments.sessions.agent_path,

@@ -9,10 +9,12 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import gymnasium
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_async.api import MakeEnvironment
+from miles_async.integrations.gymnasium_text import GymnasiumText
 from miles_async.integrations.mcp_session import Answer, McpServer, McpSession
 from miles_async.integrations.mcp_tools import MakeWithTools, McpServers
 from miles_async.types import JsonObject
@@ -20,6 +22,7 @@ from tests.fakes.chat_formats import ORDINARY_TOKENS
 from tests.fakes.episodes import texts, words
 from tests.fakes.faithful import assert_faithful
 from tests.fakes.scripted_model import ScriptedModel
+from tests.unit.integrations.test_gymnasium_text import Echo, prompt
 from tests.unit.rollout.test_multi_turn import ATTEMPT, CHAT, END, generate_with
 
 
@@ -74,3 +77,14 @@ class SayingServers(McpServers):
 @given(data=st.data(), turns=turns_of(st.builds(called, st.sampled_from(["echo", "none"]), words)))
 def test_tools_of_mcp_servers(data: st.DataObject, turns: list[list[int]]) -> None:
     episode_is_faithful(MakeWithTools(SayingServers(lambda: data.draw(texts)), None), turns)
+
+
+@settings(max_examples=40)
+@given(turns=turns_of(st.builds(ended, words | st.just("stop"))))
+def test_environments_of_gymnasium(turns: list[list[int]]) -> None:
+    gymnasium.register("Said-v0", entry_point=Echo)
+    try:
+        make = GymnasiumText("Said-v0", {})
+        episode_is_faithful(lambda given: make(prompt()), turns)
+    finally:
+        del gymnasium.registry["Said-v0"]

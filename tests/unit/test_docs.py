@@ -53,6 +53,7 @@ SUFFIXES = (
     ".yml",
 )
 MADE_LATER = {
+    "environment-prompts/",  # by --environment
     *("summary.json", "metrics.jsonl", "reward.png", "config.toml", "dead_letters.jsonl", "restarts.json"),  # by a run
     *("ledger.sqlite", "readmit.json", "schedule.msgpack", "run.json", "stall.txt", "samples/", "profiles/"),
     *("samples/train-00000010.parquet", "samples/eval-00000010.parquet", "samples/state.json"),
@@ -77,6 +78,7 @@ MADE_LATER = {
     *("logs/driver.log", "logs/rollout.log", "logs/engine-0.0.log", "logs/engine-0.1.log"),
     *(
         "logs/mcp-servers.log",
+        "logs/verifiers.log",
         "logs/router.0.log",
         "logs/engine_imports.log",
         "logs/rank_imports.log",
@@ -99,8 +101,10 @@ DOCKER_FLAGS = {
 }
 PIP_FLAGS = {"--no-deps", "--no-index", "--target"}
 HYDRA_FLAGS = {"--config-path", "--config-name"}
-OTHER_TOOLS_FLAGS = (
-    {"--help", "--version", "--X", "--logdir", "--project"} | HYDRA_FLAGS | DOCKER_FLAGS | PIP_FLAGS | RAY_START_FLAGS
+HARBOR_FLAGS = {"--trials-dir"}
+OTHER_TOOLS_FLAGS = frozenset(
+    {"--help", "--version", "--X", "--logdir", "--project"}
+    | {*HYDRA_FLAGS, *HARBOR_FLAGS, *DOCKER_FLAGS, *PIP_FLAGS, *RAY_START_FLAGS}
 )  # --X: a placeholder
 
 

@@ -14,6 +14,7 @@ import pytest
 from miles_async.algorithms.registry import advantage_estimator, policy_loss, token_advantages
 from miles_async.api import Agent, Environment, Generate, GroupFilter, MakeEnvironment, PromptSampler, Reward, Tracker
 from miles_async.arguments.algorithm import AlgorithmArguments
+from miles_async.arguments.sessions import parse_environment
 from miles_async.engines.kind import ServerCommand
 from miles_async.runtime.hooks import load_factory, load_instance, load_object
 from miles_async.seams import InferenceServer
@@ -37,6 +38,7 @@ def choose(hook: str, flag: str) -> object:
 
 
 LOADS: dict[str, Callable[[str, str], object]] = {
+    "--environment": lambda hook, flag: parse_environment(hook),
     "--custom-rm-path": lambda hook, flag: load_object(hook, Reward, flag),
     "--group-filter-path": lambda hook, flag: load_object(hook, GroupFilter, flag),
     "--environment-path": lambda hook, flag: load_factory(hook, MakeEnvironment, Environment, flag),

@@ -9,6 +9,7 @@ import pytest
 from miles_async.arguments.flag import FlagValue
 from miles_async.arguments.needs import check_needs, need_notes
 from miles_async.arguments.parser import assemble
+from miles_async.arguments.sessions import ENVIRONMENTS
 from miles_async.arguments.specification import FlagSpecification, flag_specifications
 
 # covers: C12
@@ -65,7 +66,8 @@ def test_needs_name_flags_and_values_that_exist() -> None:
     for flag in NEEDING:
         for name, _, value in (need.partition("=") for need in flag.needs):
             needed = flag_specifications()[name]
-            assert not value or value in needed.choices or (value == "own" and needed.or_path) or name == "rm_type"
+            known = {"rm_type": [value], "environment": ENVIRONMENTS}.get(name, needed.choices)
+            assert not value or value in known or (value == "own" and needed.or_path)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +75,8 @@ def test_needs_name_flags_and_values_that_exist() -> None:
     [
         (
             {"max_turns": 4, "reasoning_parser": "think"},
-            "--max-turns 4 and --reasoning-parser think have no effect without --environment-path, --mcp-server, "
-            "--agent-path, --agent-command or --custom-generate-function-path",
+            "--max-turns 4 and --reasoning-parser think have no effect without --environment, --environment-path, "
+            "--mcp-server, --agent-path, --agent-command or --custom-generate-function-path",
         ),
         ({"value_clip": None}, "--value-clip none has no effect without --token-advantages gae"),
         ({"rm_type": "math:1+format", "rm_format": "a.*"}, None),

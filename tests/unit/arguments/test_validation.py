@@ -515,6 +515,19 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             {"mcp_server": ("a",), "environment_timeout": 5000},
             "--environment-timeout 5000",
         ),
+        case("unknown environment", {"environment": "gym:a"}, "--environment gym:a: expected KIND:NAME"),
+        case("malformed settings", {"environment": "gymnasium:a", "environment_config": "a"}, "--environment-config a"),
+        case("verifiers without its Python", {"environment": "verifiers:a"}, "give --environment-python"),
+        case(
+            "a Python for nothing",
+            {"environment": "gymnasium:a", "environment_python": "python"},
+            "--environment-python python has no effect without --environment verifiers",
+        ),
+        case(
+            "tools of verifiers",
+            {"environment": "verifiers:a", "environment_python": "python", "mcp_server": ("a",)},
+            "--mcp-server with --environment verifiers:..., which calls tools itself",
+        ),
         case("malformed environment", {"environment_path": "a.b"}, "--environment-path a.b: expected module:attr"),
         case(
             "unknown calls", {"tool_call_parser": "quen"}, "--tool-call-parser quen: expected one of auto, apertus2509"

@@ -201,7 +201,7 @@ def test_the_answer_is_in_the_last_tags():
 
 def test_without_the_package_the_message_names_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="pip install reasoning-gym"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'miles-async\[reasoning-gym\]'"):
         resolve_reward(RewardArguments(rm_type="format+reasoning_gym"), Services())
 
 

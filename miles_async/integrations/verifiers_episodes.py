@@ -1,0 +1,151 @@
+"""``--environment verifiers:NAME``: tasks of PrimeIntellect's verifiers, whose harnesses talk to the model in sessions.
+
+Verifiers and SGLang need different versions of the same packages, so it runs in a Python of its own: one process
+(``verifiers_host.py``) for all episodes of the run, which is an agent to the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from miles_async.errors import ConfigurationError, RequestRejectedError
+from miles_async.rollout import process_tree
+from miles_async.runtime.network.keys import Secret, without_keys
+from miles_async.types import JsonObject, Prompt
+
+HOST = Path(__file__).with_name("verifiers_host.py")
+_END_SECONDS = 15.0  # for episodes to be cancelled and what they started to be ended
+_LONGEST_LINE = 1 << 26  # bytes
+
+
+def host_environment(python: str) -> dict[str, str]:
+    """Our variables without the run's keys; commands, such as uv, are looked up next to ``python``, and modules in the
+    working directory.
+    """
+    path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
+    modules = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+    return {**without_keys(os.environ), "PATH": path, "PYTHONPATH": modules}
+
+
+class VerifiersEpisodes:
+    """The process that plays, as a service of the run and its agent. The next episode starts it again if it ended."""
+
+    def __init__(
+        self, python: str, config: Mapping[str, object], *, api_key: Secret, log_path: Path, start_timeout: float
+    ) -> None:
+        """``config``: verifiers' configuration of the environment. ``start_timeout``: seconds."""
+        wrapper = (sys.executable, "-I", "-S", process_tree.__file__, str(os.getpid()))
+        self._command = (*wrapper, python, str(HOST), "play", msgspec.json.encode(config).decode())
+        self._environment = {**host_environment(python), "OPENAI_API_KEY": api_key.reveal()}
+        self._log_path = log_path
+        self._start_timeout = start_timeout
+        self._numbers = itertools.count()
+        self._starting = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[JsonObject]] = {}
+
+    async def start(self) -> None:
+        """Raises ConfigurationError if the process does not come up."""
+        try:
+            await self._running()
+        except ConnectionError as error:
+            raise ConfigurationError(f"--environment: {error}") from error
+
+    async def supervise(self) -> None:
+        """Nothing to do: the next episode starts the process again."""
+
+    async def stop(self) -> None:
+        """End the process and all that it started."""
+        if (process := self._process) is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):
+                await process.wait()
+        if process.returncode is None:
+            process.terminate()  # the wrapper kills what is left
+        await process.wait()
+        if self._reader is not None:
+            await self._reader
+
+    async def __call__(self, base_url: str, prompt: Prompt) -> tuple[int, float]:
+        """Play the prompt's task; return turns and reward, as agents do.
+
+        Raises ConnectionError if the process ends meanwhile, RequestRejectedError for what verifiers reports.
+        """
+        if not isinstance(task := prompt.metadata.get("task"), Mapping):
+            raise RequestRejectedError("expected a task of verifiers in the prompt's metadata (--metadata-key)")
+        process, number = await self._running(), next(self._numbers)
+        self._waiting[number] = answer = asyncio.get_running_loop().create_future()
+        try:
+            self._send(process, {"id": number, "task": task, "base_url": base_url})
+            told = await answer
+        except asyncio.CancelledError:
+            self._send(process, {"id": number})
+            raise
+        finally:
+            del self._waiting[number]
+        if "error" in told:
+            raise RequestRejectedError(f"verifiers: {told['error']}")
+        return int(told["turns"]), float(told["reward"])
+
+    def _send(self, process: asyncio.subprocess.Process, message: JsonObject) -> None:
+        assert process.stdin is not None
+        if not process.stdin.is_closing():
+            process.stdin.write(msgspec.json.encode(message) + b"\n")
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        """The process, started if there is none. Raises ConnectionError."""
+        async with self._starting:
+            if self._process is not None and self._process.returncode is None:
+                return self._process
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            with self._log_path.open("ab") as log:
+                self._process = process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    env=self._environment,
+                    limit=_LONGEST_LINE,
+                    start_new_session=True,
+                )
+            assert process.stdout is not None
+            ready = b""
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._start_timeout):
+                    ready = await process.stdout.readline()
+            if not ready:
+                with suppress(ProcessLookupError):
+                    process.terminate()
+                await process.wait()
+                raise ConnectionError(f"the process of verifiers did not come up: {_last_line(self._log_path)}")
+            self._reader = asyncio.create_task(self._read(process, process.stdout))
+            return process
+
+    async def _read(self, process: asyncio.subprocess.Process, answers: asyncio.StreamReader) -> None:
+        while line := await answers.readline():
+            told: dict[str, Any] = msgspec.json.decode(line)
+            if (waiting := self._waiting.get(told["id"])) is not None and not waiting.done():
+                waiting.set_result(told)
+        await process.wait()
+        error = ConnectionError(f"the process of verifiers ended: {_last_line(self._log_path)}")
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+
+
+def _last_line(log: Path) -> str:
+    lines: Sequence[str] = log.read_text(errors="replace").strip().splitlines()
+    return f"{lines[-1][:500] if lines else 'it wrote nothing'} ({log})"

@@ -1,0 +1,53 @@
+"""Small environments of other packages on the real stack: the examples of docs/environments.md are trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from tests.integration.example_runs import assert_observations_carry_no_loss, trained_samples
+from tests.integration.real_run import RealRun, real_run
+from tests.unit.test_extending_pages import PAGES, files
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+
+OTHER_PROMPTS = ("--prompt-data", "none", "--eval-prompt-data", "none", "--eval-interval", "none", "--rm-type", "none")
+
+
+def trained(tmp_path: Path, command: tuple[str, ...], *flags: str) -> RealRun:
+    with real_run(tmp_path / "run", *OTHER_PROMPTS, "--record", *flags, command=command) as run:
+        assert run.wait(390) == 0, run.output
+        run.assert_nothing_left()
+    assert run.summary["balanced"]
+    assert run.summary["groups"]["quarantined"] == run.summary["groups"]["failed"] == 0
+    assert run.summary["logprob_diff"]["max"] < 1e-4
+    return run
+
+
+def test_an_environment_of_gymnasium_is_learned(
+    imported_reverse: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: R2, R3, C2
+    (tmp_path / "my_game.py").write_text(files(PAGES.parent / "environments.md")["my_game"])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    game = ("--environment", "gymnasium:my_game:Reverse-v0", "--environment-eval-prompts", "16")
+    limits = ("--num-rollout", "14", "--rollout-max-response-len", "40", "--max-tokens-per-turn", "7")
+    run = trained(tmp_path, imported_reverse, *game, *limits)
+    for sample in trained_samples(run):
+        assert_observations_carry_no_loss(sample)
+        assert sample.metadata["turns"] <= 2 + sample.metadata["metrics"]["invalid_actions"]
+    rewards = [step["reward/mean"] for step in run.steps]
+    assert mean(rewards[-5:]) > mean(rewards[:3]) + 0.03  # 0.06 when it was written; a mean of a step errs by 0.02
+    assert run.summary["eval_reward_first"] is not None
+
+
+def test_questions_of_reasoning_gym_are_asked_and_scored(imported_reverse: tuple[str, ...], tmp_path: Path) -> None:
+    # covers: R3, C2
+    config = '{"min_terms": 2, "max_terms": 2, "max_digits": 1}'
+    task = ("--environment", "reasoning_gym:chain_sum", "--environment-config", config)
+    run = trained(tmp_path, imported_reverse, *task, "--num-rollout", "3")
+    rewards = {sample.reward for sample in trained_samples(run)}
+    assert len(rewards) > 2  # the task's own scores, not only right or wrong
+    assert all(0 <= reward <= 1 for reward in rewards)
