@@ -38,9 +38,9 @@ class RunRecorder:
         self._tracker.log(metrics, step=step)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a complete evaluation of the weights after ``step`` steps; empty metrics are ignored."""
-        if "eval/reward" not in metrics:
-            return
-        self._tracker.log(metrics, step=step)
-        self._progress.evaluation(step, metrics)
-        self._summary.record_eval(step, metrics["eval/reward"])
+        """Record an evaluation of the weights after ``step`` steps; one of some data sets has no mean over all."""
+        if metrics:
+            self._tracker.log(metrics, step=step)
+        if "eval/reward" in metrics:
+            self._progress.evaluation(step, metrics)
+            self._summary.record_eval(step, metrics["eval/reward"])

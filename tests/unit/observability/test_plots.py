@@ -50,6 +50,19 @@ def test_a_recorded_run_can_be_plotted_and_summarised(tmp_path: Path) -> None:
     assert rows[2]["age/count/1"] == 2
 
 
+def test_an_evaluation_of_some_data_sets_is_kept_and_is_no_mean_over_all(tmp_path: Path) -> None:
+    lines: list[str] = []
+    file, summary = MetricsFile(tmp_path / "metrics.jsonl"), RunSummary()
+    recorder = RunRecorder(file, PlainProgress(ProgressState(3), lines.append), summary)
+    recorder.evaluation(0, {"eval/reward": 0.5})
+    recorder.evaluation(1, {"eval/aime/reward/mean": 1.0})
+    file.finish()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row.get("eval/aime/reward/mean")) for row in rows] == [(0, None), (1, 1.0)]
+    assert summary.finish({}, 0.0, 0.0, 1.0)["eval_reward_last"] == 0.5
+    assert len([line for line in lines if "evaluation after" in line]) == 1
+
+
 def test_the_command_draws_one_run_and_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record_run(tmp_path)
     main([str(tmp_path)])
