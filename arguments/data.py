@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from miles_async.arguments.flag import ModuleAttr, flag
@@ -49,6 +50,12 @@ class DataArguments:
         None,
         "column with tools, which the chat template renders with the prompt; rows may lack it if it is called tools",
     )
+    multimodal_keys: str | None = flag(
+        None,
+        'column with the images of the prompt, as JSON: {"image": "images"}; each stands where the prompt has <image>',
+        metavar="JSON",
+    )
+    image_root: Path | None = flag(None, "folder that paths of images start from", metavar="FOLDER")
     prompt_id_key: str | None = flag(None, "column with a unique id (default: file name and row number)")
     apply_chat_template: bool = flag(True, "render messages with the tokenizer's chat template")
     bad_rows: BadRows = flag(

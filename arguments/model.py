@@ -124,6 +124,9 @@ class ModelArguments:
         "start from this adapter, a directory of the peft library's files (default: from adapters that add nothing)",
         needs=("lora_rank",),
     )
+    freeze_vision_tower: bool = flag(
+        False, "leave the vision tower of a model that reads images as it is, with its projection to the language model"
+    )
     enable_mtp_training: bool = flag(
         False,
         "train the model's layers for multi-token prediction to predict what the policy samples; the policy gets no "

@@ -39,8 +39,21 @@ def directory_problems(path: Path, flag: str) -> Iterator[str]:
 
 
 def read_config(path: Path) -> JsonObject:
-    """Content of config.json in ``path``; empty if it cannot be read."""
-    return read_json(path / "config.json")
+    """Content of config.json in ``path``, as :func:`language_fields` has it; empty if it cannot be read."""
+    return language_fields(read_json(path / "config.json"))
+
+
+def language_fields(config: JsonObject) -> JsonObject:
+    """The config with the fields of the language model at the top, where text models have them.
+
+    Vision-language models are published so, or with these fields in text_config. ``model_type`` is the whole model's.
+    """
+    language = config.get("text_config")
+    if not isinstance(language, dict):
+        return config
+    whole = {name: value for name, value in config.items() if name != "text_config"}
+    kept = {name: whole[name] for name in ("model_type", "tie_word_embeddings") if name in whole}
+    return {**whole, **language, **kept}
 
 
 def read_json(path: Path) -> JsonObject:
@@ -142,10 +155,11 @@ def _expected_shapes(config: JsonObject) -> dict[str, Shape]:
 
 
 def _kind(name: str) -> str:
-    """Last part of a weight's name; empty for experts and linear attention, whose sizes have other names, and for what
-    is no weight.
+    """Last part of a weight's name; empty for what is no weight, and for experts, linear attention and vision towers,
+    whose sizes have other names.
     """
-    return "" if "expert" in name or ".linear_attn." in name or not name.endswith(".weight") else name.split(".")[-2]
+    others = ("expert", ".linear_attn.", "visual.")
+    return "" if any(part in name for part in others) or not name.endswith(".weight") else name.split(".")[-2]
 
 
 def _layer(name: str) -> str | None:

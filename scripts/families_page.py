@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_async.backends.megatron.families.known import FAMILIES, REFUSED
-from tests.integration.family_table import COMPARED, DEEPER, SERVED, SERVED_AT_NIGHT
+from tests.integration.family_table import COMPARED, DEEPER, SERVED, SERVED_AT_NIGHT, WITH_IMAGES
 from tests.integration.tiny_models import FAMILIES as TINY_MODELS
 from tests.integration.tiny_models import model_type
 
@@ -45,6 +45,12 @@ all of the following with transformers and plain PyTorch in this layout, on CPU 
 *Engine*: `tests/integration/test_families_verified.py` publishes what the trainer exports to a real SGLang server with
 so many tensor-parallel ranks, and compares every element that the server holds.
 
+`qwen2_5_vl` reads images. `tests/integration/test_vision_models.py` compares the same for batches with images and texts
+(log-probs within 2e-5, after training within 1e-3), `tests/integration/test_vision_engine.py` what an engine samples
+after images under two versions of the weights. Its vision tower is trained, unless `--freeze-vision-tower` is given.
+Refused for it are layouts other than data-parallel ones, adapters, shared prefixes, a critic, a teacher, environments,
+agents and supervised fine-tuning.
+
 The layers are from `miles_async/backends/megatron/host/spec.py`, on CPU. Transformer Engine's, which GPUs use, were
 not compared. Engines of `deepseek_v32` and `glm_moe_dsa` need GPUs, as SGLang 0.5.23 chooses the tokens of sparse
 attention with kernels for GPUs only; nothing was published to one. Gemma 2 and 3 have the host layers on GPUs too:
@@ -71,7 +77,7 @@ A layout's name is its combination, such as `pp2-virtual2-cp2`: 2 pipeline stage
 virtual ones each, 2 context-parallel ranks.
 
 What else config.json of a family may not say, such as another scaling of positions, is refused at the start with the
-field that is the reason. A checkpoint of a text model only is expected, without quantization.
+field that is the reason. Checkpoints are expected without quantization.
 """
 
 
@@ -89,6 +95,8 @@ def lines() -> Iterator[str]:
             ]
             engines = [f"TP {ranks}" for served, ranks in (*SERVED, *SERVED_AT_NIGHT) if served == name]
             yield f"| `{kind}` | {name} | {' | '.join([*cells, ', '.join(others), ', '.join(engines)])} |"
+    for kind, name in WITH_IMAGES.items():
+        yield f"| `{kind}` | {name} | yes | {' | ' * (len(COLUMNS) - 1)}dp2 | TP 1 |"
     yield from ("", "## Refused", "", "| model_type | why, and what to do |", "|---|---|")
     yield from (f"| `{kind}` | {reason} |" for kind, reason in REFUSED.items())
     yield "| any other | it was not compared with transformers |"

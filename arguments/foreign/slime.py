@@ -104,7 +104,6 @@ SLIME: tuple[ForeignFlag, ...] = (
             "megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules"),
     *_refused("the critic has flags of its own: use --critic-hf-checkpoint, --critic-lr", one="megatron-config-path"),
     *_refused("use --ref-hf-checkpoint, a Hugging Face directory", one="ref-ckpt-step"),
-    *_refused("models that read images are not trained: remove it", one="multimodal-keys"),
     *_refused("put the template into chat_template.jinja of --hf-checkpoint, which engines and trainer share",
             one="chat-template-path"),
     *_noted("samples are packed", one="qkv-format", only=("thd",)),

@@ -100,14 +100,35 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
         config = read_config(model.hf_checkpoint)
         check_model(config, model.hf_checkpoint)
         check_layout(config, model, arguments.cluster.trainer_world_size)
+        if family_of(config).images:
+            yield from _image_problems(arguments, config["model_type"])
         reason = family_of(config).gpu_engines
         if reason and choose_device(arguments.cluster.device) == "cpu":
             yield f"--device cpu: engines cannot serve model_type {config['model_type']!r}: {reason}; use --device cuda"
         for other in others:
             if other is not None:
-                check_model(read_config(other), other)
+                check_model(of_other := read_config(other), other)
+                if family_of(of_other).images != family_of(config).images:
+                    yield f"{other}: it and --hf-checkpoint should both read images, or neither"
     except ConfigurationError as error:
         yield str(error)
+
+
+def _image_problems(arguments: Arguments, kind: str) -> Iterator[str]:
+    """Parts of a run through which the images of its prompts don't pass."""
+    sessions, debug = arguments.sessions, arguments.debug
+    parts = {
+        "--environment-path": sessions.environment_path is not None,
+        "--agent-path or --agent-command": sessions.runs_agent,
+        "--loss-type sft_loss": arguments.algorithm.supervised,
+        "--use-opd": arguments.algorithm.use_opd,
+        "--critic-hf-checkpoint": arguments.critic.critic_hf_checkpoint is not None,
+        "--save-debug-rollout-data": debug.save_debug_rollout_data is not None,
+        "--load-debug-rollout-data": debug.load_debug_rollout_data is not None,
+    }
+    for flag, given in parts.items():
+        if given:
+            yield f"{flag}: images don't pass through it, and model_type {kind!r} reads images; leave it out"
 
 
 def checkpoint_problems(arguments: Arguments) -> Iterator[str]:

@@ -27,7 +27,8 @@ from miles_async.weights.transports.choice import count_senders
 
 NOTES = """\
 Counted with Megatron's own model on fake tensors: host layers, where Transformer Engine's fuse some; one sequence of
---max-tokens-per-gpu tokens; experts that get equal shares. Not counted: CUDA's context, NCCL's buffers, fragmentation.
+--max-tokens-per-gpu tokens; experts that get equal shares. Not counted: CUDA's context, NCCL's buffers, fragmentation,
+what a vision tower makes of images.
 Host copy: host memory from which the first of the data-parallel ranks writes checkpoints (--async-save with --save).
 Kept weights: host memory of every rank for weights of earlier versions (--prox-logp-method snapshots).
 """

@@ -53,15 +53,19 @@ def replay(words: Sequence[str]) -> Iterator[str]:
 
 def write_batch(directory: Path, batch: ReplayedBatch) -> Path:
     """Write all arrays of the batch, in the order of its groups, before the split over ranks (``types.TrainBatch``),
-    and ``attempt_ids`` int64 [S] and ``target_version``. Returns the file. Raises ConfigurationError.
+    ``attempt_ids`` int64 [S] and ``target_version``. Of images it has the digests, a text per branch. Returns the
+    file. Raises ConfigurationError.
     """
     path = directory / f"step-{batch.step:06}.npz"
     ids = [group.attempt.attempt_id for group in batch.groups for s in group.samples for _ in s.branches]
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        arrays = msgspec.structs.asdict(batch.batch)
+        if (pictures := batch.batch.pictures) is not None:
+            arrays["pictures"] = np.array([" ".join(picture.digest for picture in own) for own in pictures])
         np.savez_compressed(
             path,
-            **msgspec.structs.asdict(batch.batch),
+            **arrays,
             attempt_ids=np.array(ids, np.int64),
             target_version=np.array(batch.target_version),
         )

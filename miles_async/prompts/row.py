@@ -10,9 +10,11 @@ import msgspec
 
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError, TrajectoryError
+from miles_async.prompts.image_parts import image_key, separate
 from miles_async.prompts.keys import holder, may_lack
 from miles_async.prompts.layouts import ANSWERS, hint
-from miles_async.trajectory.messages import Message, from_data
+from miles_async.prompts.pictures import PictureSource, picture_source
+from miles_async.trajectory.messages import Message, from_data, text_of
 from miles_async.types import JsonObject, Label
 
 Content = str | list[Message]
@@ -30,13 +32,14 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
     label: Label | None
     metadata: JsonObject  # with the row's tools as "tools", too
     tools: tuple[JsonObject, ...] = ()  # that the chat template renders, of --tool-key
+    images: tuple[PictureSource, ...] = ()  # in the order of the image parts of its messages
 
     @property
     def text(self) -> str:
         """The prompt as a person reads it: the text, or the contents of its messages."""
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(message["content"] for message in self.content)
+        return "\n".join(map(text_of, self.content))
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -49,12 +52,14 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
 def read_row(row: JsonObject, arguments: DataArguments, location: str) -> PromptRow:
     """Check one row. Raises DataError that begins with ``location`` ("train.jsonl:7")."""
     tools, metadata = _tools(row, arguments, location), _metadata(row, arguments, location)
+    content, images = _content(row, arguments, location)
     return PromptRow(
         row_id=_row_id(row, arguments, location),
-        content=_content(row, arguments, location),
+        content=content,
         label=_label(row, arguments, location),
         metadata={**metadata, "tools": list(tools)} if tools else metadata,
         tools=tools,
+        images=images,
     )
 
 
@@ -69,15 +74,38 @@ def _value(row: JsonObject, key: str, flag: str, location: str, arguments: DataA
     return inner[name]
 
 
-def _content(row: JsonObject, arguments: DataArguments, location: str) -> Content:
+def _content(row: JsonObject, arguments: DataArguments, location: str) -> tuple[Content, tuple[PictureSource, ...]]:
     value = _value(row, arguments.input_key, "--input-key", location, arguments)
     named = f"{location}: {arguments.input_key!r} (--input-key)"
-    if isinstance(value, str):
-        if not value:
-            raise DataError(f"{named} is an empty text")
-        return value
+    if value == "":
+        raise DataError(f"{named} is an empty text")
     if not isinstance(value, Sequence) or not value:
         raise DataError(f"{named} must be a text or a list of messages; found {_shown(value)}")
+    try:
+        value, images = separate(value, _images(row, arguments, location))
+    except DataError as error:
+        raise DataError(f"{named}: {error}") from None
+    sources = tuple(
+        picture_source(image, arguments.image_root, f"{location}: image {number}")
+        for number, image in enumerate(images, start=1)
+    )
+    return _messages(value, arguments, named), sources
+
+
+def _images(row: JsonObject, arguments: DataArguments, location: str) -> Sequence[object] | None:
+    """Images of the row's column; None if no column is named. A row without images may have null there."""
+    key = image_key(arguments.multimodal_keys)
+    if key is None:
+        return None
+    value = _value(row, key, "--multimodal-keys", location, arguments)
+    if value is None:
+        return ()
+    return value if isinstance(value, list) else [value]
+
+
+def _messages(value: str | Sequence[object], arguments: DataArguments, named: str) -> Content:
+    if isinstance(value, str):
+        return value
     messages: list[Message] = []
     for number, message in enumerate(value, start=1):
         try:

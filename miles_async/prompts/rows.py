@@ -86,7 +86,9 @@ class PromptRows:
         return self.files[number], index - self.ranges[number].start
 
     def check(self, check: CheckRow | None = None) -> None:
-        """Check every row. Raises DataError naming file and line: bad JSON, missing key, wrong type, duplicate id."""
+        """Check every row. Raises DataError naming file and line: bad JSON, missing key, wrong type, duplicate id,
+        an image whose header is none.
+        """
         first_with: dict[str, int] = {}
         for file, rows in zip(self.files, self.ranges, strict=True):
             for index, row in enumerate(file):
@@ -94,6 +96,8 @@ class PromptRows:
                 checked = read_row(row, file.keys, location)
                 if check is not None:
                     check(checked.label, checked.metadata, location)
+                for image in checked.images:
+                    image.size()
                 if checked.row_id is None:
                     continue
                 first = first_with.setdefault(checked.row_id, rows.start + index)

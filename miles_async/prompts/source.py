@@ -39,6 +39,12 @@ Encode = Callable[[Content, Tools], Sequence[int]]
 """Encoder of a text or messages, and the row's tools, to token ids; usually ``ChatTemplate.encode``."""
 
 
+ExpandImages = Callable[[Sequence[int], Sequence[tuple[int, int]]], Sequence[int]]
+"""(token ids with one token per image, width and height of each image) → token ids as the model reads them; usually
+``PictureProcessor.expand``.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A prompt in its file."""
@@ -61,12 +67,15 @@ class FilePromptSource:
         *,
         anyway: Collection[str] = (),
         began: Callable[[EpochBegan], None] = lambda event: None,
+        expand: ExpandImages | None = None,
     ) -> None:
         """``limit``: longest prompt; None: ``--rollout-max-prompt-len`` alone decides. ``anyway``: what may have
         changed since a checkpoint (``--load-anyway``). ``began``: called when an epoch begins.
+        ``expand``: None for a model that reads no images.
         """
         self._arguments = arguments
         self._encode = encode
+        self._expand = expand
         self._limit = limit or asked_limit(arguments)
         self._anyway = anyway
         self._rows = open_prompts(arguments)
@@ -172,7 +181,8 @@ class FilePromptSource:
         added = self._length(self._rows.read(0), 0)
         for index in range(len(self._rows)):
             row = self._rows.read(index)
-            if len(msgspec.json.encode((row.content, row.tools))) + added * len(row.messages) > tokens:
+            bytes_of_text = len(msgspec.json.encode((row.content, row.tools)))
+            if row.images or bytes_of_text + added * len(row.messages) > tokens:
                 found.append(self._length(row, index))
         return [length for length in found if length > tokens]
 
@@ -235,8 +245,15 @@ class FilePromptSource:
 
     def _tokens(self, row: PromptRow, index: int) -> Sequence[int] | None:
         """Token ids, None if the template refuses the row and ``--bad-rows skip`` allows that. Raises DataError."""
+        if row.images and self._expand is None:
+            raise DataError(
+                f"{self._rows.location(index)}: the prompt has images, and the model (--hf-checkpoint) reads none"
+            )
         try:
-            return self._encode(row.content, row.tools)
+            tokens = self._encode(row.content, row.tools)
+            if self._expand is None:
+                return tokens
+            return self._expand(tokens, [image.size() for image in row.images])
         except TrajectoryError as error:
             if self._arguments.bad_rows == "skip":
                 return None
@@ -266,6 +283,7 @@ class FilePromptSource:
             messages=row.messages,
             label=row.label,
             metadata=row.metadata,
+            pictures=tuple(image.read() for image in row.images),
         )
 
     def _note_skip(self, prompt_id: str, reason: str) -> None:

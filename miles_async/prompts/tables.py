@@ -12,8 +12,10 @@ import numpy as np
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
 from miles_async.prompts.files import RowFile, file_digest
+from miles_async.prompts.image_parts import image_key
 from miles_async.prompts.keys import holder, may_lack, root
 from miles_async.prompts.layouts import Layout, hint, recognize
+from miles_async.prompts.spool import spooled
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ class Columns:
 
 
 def parquet_rows(path: Path, arguments: DataArguments) -> RowFile:
-    """Read row group by row group. Raises DataError, OSError."""
+    """Read row group by row group into memory, with images to disk. Raises DataError, OSError."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
@@ -92,10 +94,12 @@ def parquet_rows(path: Path, arguments: DataArguments) -> RowFile:
     try:
         with parquet.ParquetFile(path) as file:
             columns = Columns(file.schema_arrow, arguments, str(path))
-            groups = [file.read_row_group(i, columns=columns.names) for i in range(file.num_row_groups)]
+            groups = (file.read_row_group(i, columns=columns.names) for i in range(file.num_row_groups))
+            with_images = image_key(arguments.multimodal_keys) is not None and file.num_row_groups > 0
+            tables = [spooled(groups)] if with_images else list(groups)
     except arrow.ArrowException as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from None
-    return TableRows(str(path), path.name, digest, groups, columns)
+    return TableRows(str(path), path.name, digest, tables, columns)
 
 
 def _named_keys(arguments: DataArguments) -> dict[str, str]:
@@ -106,6 +110,7 @@ def _named_keys(arguments: DataArguments) -> dict[str, str]:
         "--metadata-key": arguments.metadata_key,
         "--tool-key": arguments.tool_key,
         "--prompt-id-key": arguments.prompt_id_key,
+        "--multimodal-keys": image_key(arguments.multimodal_keys),
     }
     return {flag: key for flag, key in keys.items() if key is not None}
 

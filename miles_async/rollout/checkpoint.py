@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from miles_async.errors import CheckpointError
+from miles_async.rollout.saved_pictures import restored, slim
 from miles_async.runtime.files.digests import DigestedFile, write_digested
 from miles_async.runtime.serialization import read_frames, write_frames
 from miles_async.staleness.pool import PoolSnapshot, PoolState
@@ -42,7 +43,7 @@ def write_snapshot(directory: Path, snapshot: RolloutSnapshot) -> dict[str, str]
     try:
         digest = write_digested(directory / STATE_FILE, msgspec.json.encode(state))
         with DigestedFile(directory / GROUPS_FILE) as file:
-            write_frames(file, snapshot.pool.groups)
+            write_frames(file, map(slim, snapshot.pool.groups))
             return {STATE_FILE: digest, GROUPS_FILE: file.finish()}
     except OSError as error:
         raise CheckpointError(f"cannot write {directory}: {error}") from error
@@ -57,7 +58,7 @@ def read_snapshot(directory: Path) -> RolloutSnapshot:
     try:
         state = read_state(directory)
         with (directory / GROUPS_FILE).open("rb") as file:
-            groups = tuple(read_frames(file, Group))
+            groups = tuple(map(restored, read_frames(file, Group)))
     except (OSError, EOFError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"--load: {directory} is no whole checkpoint: {error}") from error
     return RolloutSnapshot(source=state.source, pool=PoolSnapshot(state=state.pool, groups=groups))

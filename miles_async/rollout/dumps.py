@@ -110,7 +110,7 @@ def read_dump(path: Path) -> RolloutDump:
         if not rows:
             raise ValueError("there is no sample in it")
         columns = {**PER_TOKEN, **{name: np.float32 for name in (TEACHER, REWARDS) if name in table.column_names}}
-        arrays = {name: _from_lists(table.column(name), dtype) for name, dtype in columns.items()}
+        arrays: dict[str, Any] = {name: _from_lists(table.column(name), dtype) for name, dtype in columns.items()}
         for name, array in arrays.items():
             if list(map(len, array)) != list(map(len, arrays["tokens"])):
                 raise ValueError(f"arrays of {name} don't have the length of tokens")

@@ -37,6 +37,20 @@ class Decoder(Protocol):
         ...
 
 
+class ImageTokens(Protocol):
+    """Tokens in whose place a model reads something else (``runtime.picture_processor.PictureProcessor``)."""
+
+    @property
+    def image_token(self) -> int:
+        """The one that stands for a part of an image."""
+        ...
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """All of them."""
+        ...
+
+
 def routing_key(attempt: Attempt, sample_index: int) -> str:
     """One per sample, the same for all its requests, so that they find their prefix in the cache of one engine.
 
@@ -68,9 +82,14 @@ class SingleTurnGenerate:
         decoder: Decoder,
         *,
         began: Began = lambda key, version: None,
+        images: ImageTokens | None = None,
     ) -> None:
-        """``sampling``: SGLang sampling parameters with ``max_new_tokens``."""
-        self._sampling = dict(sampling)
+        """``sampling``: SGLang sampling parameters with ``max_new_tokens``. ``images``: None for a model that reads
+        none. A response ends at a placeholder: after it, engine and trainer would look for an image.
+        """
+        self._image_token = None if images is None else images.image_token
+        ends = {} if images is None else {"stop_token_ids": sorted(images.placeholders)}
+        self._sampling = {**sampling, **ends}
         self._decoder = decoder
         self._began = began
 
@@ -82,7 +101,14 @@ class SingleTurnGenerate:
         input_ids = np.array(prompt.token_ids, np.int32)
         decoder = self._decoder
         turn = await take_turn(
-            client, input_ids, self._sampling, routing_key=key, kept=kept, decoder_id=decoder.decoder_id
+            client,
+            input_ids,
+            self._sampling,
+            routing_key=key,
+            kept=kept,
+            decoder_id=decoder.decoder_id,
+            pictures=prompt.pictures,
+            image_token=self._image_token,
         )
         return build_sample(prompt, turn, await response_text(turn, decoder))
 
@@ -116,6 +142,7 @@ def build_sample(prompt: Prompt, turn: Generation, text: str) -> Sample:
         rollout_logprobs=logprobs,
         weight_versions=weight_versions,
         routed_experts=with_last_token(turn.routed_experts),
+        pictures=prompt.pictures,
         text=text,
         finish_reason=turn.finish_reason,
         metadata={

@@ -54,7 +54,13 @@ class BranchTable:
             group_ids=self.group_ids[chosen],
             routed_experts=np.concatenate([experts_of(branch) for branch in branches]) if self.with_experts else None,
             teacher_logprobs=np.concatenate([teacher_of(branch) for branch in branches]) if self.with_teacher else None,
+            pictures=tuple(branch.pictures for branch in branches) if self.with_pictures else None,
         )
+
+    @property
+    def with_pictures(self) -> bool:
+        """Return whether any branch has images."""
+        return any(branch.pictures for branch in self.branches)
 
     def _advantages(self, chosen: Int64) -> Float32:
         if len(self.advantages) == len(self.branches):
@@ -161,6 +167,7 @@ def part(batch: TrainBatch, first: int, end: int) -> TrainBatch:
         group_ids=batch.group_ids[branches],
         routed_experts=None if batch.routed_experts is None else batch.routed_experts[tokens],
         teacher_logprobs=None if batch.teacher_logprobs is None else batch.teacher_logprobs[tokens],
+        pictures=None if batch.pictures is None else batch.pictures[branches],
     )
 
 

@@ -147,4 +147,5 @@ def _filler(table: BranchTable, index: int) -> TrainBatch:
         group_ids=np.full(1, FILLER, dtype=np.int64),
         routed_experts=experts_of(branch)[:1].copy() if table.with_experts else None,
         teacher_logprobs=np.zeros(1, dtype=np.float32) if table.with_teacher else None,
+        pictures=((),) if table.with_pictures else None,
     )

@@ -1,4 +1,4 @@
-"""Digests of a batch's arrays, to compare batches to the last bit."""
+"""Digests of a batch's arrays and images, to compare batches to the last bit."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ def digests(shards: Sequence[TrainShard]) -> dict[str, str]:
             continue
         hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for array in arrays:
-            hasher.update(array.data)  # offsets are hashed too, so where one ends is
+            if name == "pictures":
+                hasher.update(msgspec.msgpack.encode([[picture.digest for picture in own] for own in array]))
+            else:
+                hasher.update(array.data)  # offsets are hashed too, so where one ends is
         result[name] = hasher.hexdigest()
     return result

@@ -27,8 +27,9 @@ def canonical(message: object) -> Message:
     return _known_fields(message)
 
 
-def _known_fields(message: JsonObject) -> Message:
-    result: dict[str, object] = {"role": message["role"], "content": _text(message)}
+def _known_fields(message: JsonObject, parts: list[Message] | None = None) -> Message:
+    """``parts``: content with images, see :func:`_parts`."""
+    result: dict[str, object] = {"role": message["role"], "content": _text(message) if parts is None else parts}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(reasoning, str) and reasoning:
         result["reasoning_content"] = reasoning
@@ -52,7 +53,7 @@ def from_data(message: object) -> Message:
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise TrajectoryError(f"expected a message, an object with the texts role and content; found {_shown(message)}")
-    known = _known_fields(message)
+    known = _known_fields(message, _parts(message.get("content")))
     calls = known.get("tool_calls", ())
     if message.get("content") is None and not calls and "reasoning_content" not in known:
         raise TrajectoryError(f"expected content, or tool calls of the assistant; found {_shown(message)}")
@@ -74,6 +75,26 @@ def _echoed(message: Message, sent: Message) -> Message:
     ignored = {"name"} if "reasoning_content" in sent else {"name", "reasoning_content"}
     kept = {key: value for key, value in message.items() if key not in ignored}
     return {**kept, "content": message["content"].strip()}
+
+
+def text_of(message: Message) -> str:
+    """The content as a person reads it, with ``<image>`` where an image is.
+
+    >>> text_of({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]})
+    '<image>How many?'
+    """
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
+
+
+def _parts(content: object) -> list[Message] | None:
+    """Parts of a content with images, each a text or ``{"type": "image"}``; None for a content without images."""
+    if not isinstance(content, list) or {"type": "image"} not in content:
+        return None
+    others = [part for part in content if part != {"type": "image"}]
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in others):
+        raise TrajectoryError(f"expected parts of type text or image as content; found {_shown(content)}")
+    return list(content)
 
 
 def _text(message: JsonObject) -> str:

@@ -14,7 +14,7 @@ from miles_async.api import EngineClient
 from miles_async.errors import TransientEngineError
 from miles_async.seams.streams import OnTokens, StreamingClient
 from miles_async.trajectory.constraints import GRAMMAR
-from miles_async.types import GenerateRequest, Generation, Int32, JsonObject, RoutedExperts
+from miles_async.types import GenerateRequest, Generation, Int32, JsonObject, Picture, RoutedExperts
 
 MAX_EMPTY_CHUNKS = 8  # aborts in a row without a token after which the engine counts as broken
 
@@ -29,12 +29,15 @@ async def take_turn(
     routed: int = 0,
     decoder_id: int | None = None,
     on_tokens: OnTokens | None = None,
+    pictures: tuple[Picture, ...] = (),
+    image_token: int | None = None,
 ) -> Generation:
     """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there.
 
     ``kept`` receives the version of the first token of every chunk. ``routed``: tokens at the beginning whose experts
     are known; those of the others are asked for. A token keeps the experts of the first pass that read it, since the
-    log-probs of what was sampled after it are of that pass. ``decoder_id``: see ``GenerateRequest``; None: no text.
+    log-probs of what was sampled after it are of that pass. ``decoder_id``, ``pictures`` and ``image_token``: see
+    ``GenerateRequest``; no decoder: no text.
     ``on_tokens`` is called with the turn's tokens while they are sampled, if the client streams, and after each call.
 
     A turn under a grammar starts again instead of continuing: a grammar applies from the first token of a request.
@@ -52,6 +55,8 @@ async def take_turn(
             experts_from=routed,
             text_from=begin,
             decoder_id=decoder_id,
+            pictures=pictures,
+            image_token=image_token,
         )
         at = len(input_ids) - begin
         chunk = await _generate(client, request, at, on_tokens)

@@ -19,6 +19,7 @@ from miles_async.types.fleet import (
     RolloutStats,
     SessionEnding,
 )
+from miles_async.types.pictures import Picture
 from miles_async.types.samples import (
     NO_VERSION,
     AssistantTurn,
@@ -82,6 +83,7 @@ __all__ = [
     "Label",
     "Observation",
     "OpenSession",
+    "Picture",
     "PreparedBatch",
     "Prompt",
     "Publication",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from miles_async.types.pictures import Picture
 from miles_async.types.samples import Float32, Int32, Int64, RoutedExperts, UInt8
 
 
@@ -32,6 +33,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     group_ids: Int64  # [S] that of the sample's group
     routed_experts: RoutedExperts | None = None  # [N, ...] as in Branch, if they are replayed
     teacher_logprobs: Float32 | None = None  # [N] as in Branch, if there is a teacher
+    pictures: tuple[tuple[Picture, ...], ...] | None = (
+        None  # [S] as in Branch, if any branch of the whole batch has one
+    )
 
     @property
     def num_branches(self) -> int:

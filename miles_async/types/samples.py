@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from miles_async.errors import VersionUnknownError
+from miles_async.types.pictures import Picture
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -45,11 +46,12 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     prompt_id: str  # unique within the prompt data
-    token_ids: tuple[int, ...]  # rendered by the chat template, ready for the engine
+    token_ids: tuple[int, ...]  # rendered by the chat template, ready for the engine; an image is many tokens
     text: str  # what was rendered, for rewards and logs
     messages: tuple[JsonObject, ...] = ()  # what was rendered, for environments and agents
     label: Label | None = None
     metadata: JsonObject = {}
+    pictures: tuple[Picture, ...] = ()  # in the order of the image parts of its messages
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +63,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     input_ids: Int32  # [P] everything that the model is to continue
     sampling: JsonObject  # the engine's sampling parameters
     routing_key: str  # requests with the same key go to the same engine, whose prefix cache has what they share
-    multimodal_inputs: JsonObject = {}  # fields that the engine's request has for them; opaque to us
+    pictures: tuple[Picture, ...] = ()  # of the prompt, in order; each has a run of ``image_token`` in input_ids
+    image_token: int | None = None  # None: no pictures
+    multimodal_inputs: JsonObject = {}  # further fields that the engine's request has for them; opaque to us
     experts_from: int = 0  # first token whose experts are asked for, by runs that replay them
     text_from: int = 0  # first token of the text that is asked for: the beginning of the model's turn
     decoder_id: int | None = None  # ``runtime.detokenize.fingerprint`` of the tokenizer that makes it; None: no text
@@ -112,6 +116,7 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts: RoutedExperts | None = None  # [T, ...] 0 for the last token, which no engine has read
     teacher_logprobs: Float32 | None = None  # [T] by the teacher of --use-opd, 0 where loss_mask is 0
     token_rewards: Float32 | None = None  # [T] on top of the sample's reward, 0 where loss_mask is 0; None: all 0
+    pictures: tuple[Picture, ...] = ()  # in the order of their tokens, none of which carries loss
 
     @property
     def response_length(self) -> int:

@@ -194,8 +194,7 @@ def _replayed_routers(arguments: Arguments) -> RouterShape | None:
 
 def _vocabulary(arguments: Arguments) -> int | None:
     """Number of token ids of the model; None if config.json does not say."""
-    config = read_config(arguments.model.directory)
-    return config.get("text_config", config).get("vocab_size")
+    return read_config(arguments.model.directory).get("vocab_size")
 
 
 def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: Device) -> ServerSpec:

@@ -21,6 +21,7 @@ from miles_async.rollout.multi_turn import GivenReward, MultiTurnGenerate
 from miles_async.runtime.hooks import load_object
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.keys import SessionKeys
+from miles_async.runtime.picture_processor import load_picture_processor
 from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.runtime.services import Circuit, Services
 from miles_async.sessions.service import SessionService
@@ -99,7 +100,8 @@ class Episodes:
                 service=self.circuit,
                 began=self._began,
             )
-        return SingleTurnGenerate(sampling, self._template, began=self._began)
+        images = load_picture_processor(self._arguments.model.directory)
+        return SingleTurnGenerate(sampling, self._template, began=self._began, images=images)
 
     def _limits(self, sampling: Sampling) -> Limits:
         return Limits(

@@ -37,6 +37,7 @@ from miles_async.runtime.network.addresses import LOOPBACK, Network
 from miles_async.runtime.network.keys import API_KEY_VARIABLE, RunKeys
 from miles_async.runtime.network.open_files import allow_open_files
 from miles_async.runtime.network.proxies import without_proxies_for
+from miles_async.runtime.picture_processor import load_picture_processor
 from miles_async.runtime.services import Services
 from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.pool import Pool
@@ -146,15 +147,18 @@ def _own_hosts(arguments: Arguments) -> list[str]:
 
 
 def run_canary(source: FilePromptSource, hf_checkpoint: Path, max_tokens: int) -> tuple[int, ...]:
-    """Token ids of the text that engines and trainer score at every publication: the first prompts of the run.
+    """Token ids of the text that engines and trainer score at every publication: the first prompts of the run, without
+    their images.
 
     At most ``max_tokens``, and half of the model's context: engines keep some of it for themselves.
     """
     config = read_config(hf_checkpoint)
-    config = config.get("text_config", config)
     context = int(config.get("max_position_embeddings", 2 * max_tokens))
     length = min(context // 2, max_tokens)
-    return canary_tokens(source.texts(), int(config["vocab_size"]), length=length)
+    processor = load_picture_processor(hf_checkpoint)
+    left_out = frozenset[int]() if processor is None else processor.placeholders
+    texts = ([token for token in tokens if token not in left_out] for tokens in source.texts())
+    return canary_tokens(texts, int(config["vocab_size"]), length=length)
 
 
 def canary_length(arguments: Arguments) -> int:

@@ -11,6 +11,7 @@ from miles_async.arguments.model_files import read_config
 from miles_async.arguments.prompt_limit import PromptLimit, prompt_limit, response_length
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate
+from miles_async.runtime.picture_processor import load_picture_processor
 from miles_async.staleness.events import EpochBegan
 
 
@@ -28,7 +29,9 @@ def open_source(
     data = arguments.data if held_out is None else held_out.data(arguments.data)
     limit = prompt_limit(arguments, held_out)
     anyway = arguments.checkpoint.load_anyway
-    source = FilePromptSource(data, template.encode, limit, anyway=anyway, began=began)
+    processor = load_picture_processor(arguments.model.directory)
+    expand = None if processor is None else processor.expand
+    source = FilePromptSource(data, template.encode, limit, anyway=anyway, began=began, expand=expand)
     source.require_rendered(template.check)
     source.require_usable()
     return source

@@ -44,3 +44,13 @@ def test_example_learns_to_use_its_tool(example: str, most_turns: int, tmp_path:
     assert run.summary["eval_reward_last"] > 0.8 > 0.5 > run.summary["eval_reward_first"]
     if example == "blackbox_agent":
         assert_agent_agrees(samples)
+
+
+def test_a_model_learns_to_read_images(tmp_path: Path) -> None:
+    # covers: C2
+    with real_run(tmp_path / "run", command=("examples/vision/run.sh",)) as run:
+        assert run.wait(900) == 0, run.output
+        run.assert_nothing_left()
+    assert run.summary["balanced"]
+    assert run.summary["logprob_diff"]["max"] < 1e-4
+    assert run.summary["eval_reward_first"] < 0.4 < 0.6 < run.summary["eval_reward_last"]

@@ -116,3 +116,8 @@ SERVED_AT_NIGHT = (
     ("qwen3.5", 1),
     ("qwen3.5-moe", 1),
 )
+
+WITH_IMAGES: dict[str, str] = {"qwen2_5_vl": "qwen2.5-vl"}
+"""model_type → tiny model of test_vision_models.py, which compares samples with images and without on one rank and on
+two data-parallel ones, and of test_vision_engine.py, which publishes to an engine of one rank and samples there.
+"""

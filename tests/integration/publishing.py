@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save
 from miles_async.arguments import WeightsArguments
 from miles_async.seams import EngineFleet, WeightSender
 from miles_async.trainer.ranks import united
-from miles_async.types import Publication, StagedWeights
+from miles_async.types import Picture, Publication, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_sender, make_transport
 from miles_async.weights.transports.object_store_rank import ObjectStoreSender
@@ -31,7 +31,7 @@ from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import FakeTrainer, InProcess
 from tests.integration.megatron_scenario import Layout, make_backend
 from tests.integration.tiny_models import VOCAB
-from tests.integration.toy_batches import to_shards, toy_samples
+from tests.integration.toy_batches import ToySample, to_shards, toy_samples
 
 CANARY = tuple(range(3, 35))
 OPTIMIZER_STEPS = 2  # from one version to the next
@@ -76,23 +76,24 @@ async def settled(held: Callable[[], object]) -> object:
 class Trainer:
     """One rank that trains ``model`` on random sequences."""
 
-    def __init__(self, model: Path, **options: object) -> None:
-        """``options``: of ``make_backend``."""
+    def __init__(self, model: Path, draw: Callable[..., list[ToySample]] = toy_samples, **options: object) -> None:
+        """``draw``: makes so many samples of a seed. ``options``: of ``make_backend``."""
         self.version = -1
+        self._draw = draw
         self._backend = make_backend(0, 1, dist.HashStore(), model, Layout(), **options)
 
     def train(self) -> None:
         """On to the next version."""
         self.version += 1
-        samples = [toy_samples(8, seed=OPTIMIZER_STEPS * self.version + step) for step in range(OPTIMIZER_STEPS)]
+        samples = [self._draw(8, seed=OPTIMIZER_STEPS * self.version + step) for step in range(OPTIMIZER_STEPS)]
         self._backend.train(to_shards(samples, dp_size=1, micro_batches=1)[0])
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self._backend.export_weights()}
 
-    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+    def logprobs(self, tokens: Sequence[int], pictures: tuple[Picture, ...] = ()) -> list[float]:
         """Of tokens[1:]."""
-        return self._backend.logprobs([list(tokens)])[0]
+        return self._backend.logprobs([list(tokens)], pictures=[pictures])[0]
 
     def close(self) -> None:
         self._backend.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from miles_async.types import TrainBatch, TrainShard
+from miles_async.types import Picture, TrainBatch, TrainShard
 
 VERSION = 3  # the trainer's, in all of these tests
 
@@ -21,6 +21,7 @@ class ToySample:
     advantage: float
     number: int = 0  # in its rollout batch; the same for all branches of a trajectory
     group: int = 0
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def teacher_logprobs(self) -> np.ndarray:
@@ -79,6 +80,7 @@ def to_batch(samples: Sequence[ToySample]) -> TrainBatch:
         sample_ids=np.array([sample.number for sample in samples], np.int64),
         group_ids=np.array([sample.group for sample in samples], np.int64),
         teacher_logprobs=flat("teacher_logprobs", np.float32),
+        pictures=tuple(sample.pictures for sample in samples) if any(sample.pictures for sample in samples) else None,
     )
 
 

@@ -22,7 +22,7 @@ from miles_async.backends.megatron.families import hf_config
 from miles_async.backends.megatron.platform import Platform
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.runtime.serialization import decode, encode
-from miles_async.types import SettingValue, TrainShard
+from miles_async.types import Picture, SettingValue, TrainShard
 
 if TYPE_CHECKING:
     from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer, StagedSave
@@ -173,12 +173,20 @@ class MegatronBackend:
         )
         self._runner = dataclasses.replace(self._runner, objective=objective)
 
-    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[list[float]]:
-        """Log-probs of tokens[1:] of each sequence, on every rank; at the rollout temperature unless given."""
+    def logprobs(
+        self,
+        sequences: Sequence[Sequence[int]],
+        temperature: float | None = None,
+        pictures: Sequence[tuple[Picture, ...]] = (),
+    ) -> list[list[float]]:
+        """Log-probs of tokens[1:] of each sequence, on every rank; at the rollout temperature unless given.
+
+        ``pictures``: images of each sequence, or none at all.
+        """
         from miles_async.backends.megatron.distributed import from_last_stage
         from miles_async.backends.megatron.packing.pack import pack_sequences
 
-        packed = pack_sequences(sequences, self._runner.layout, self.device)
+        packed = pack_sequences(sequences, self._runner.layout, self.device, pictures)
         scorer = self._runner.scorer
         if temperature is not None:
             scorer = dataclasses.replace(scorer, temperature=temperature)

@@ -19,6 +19,7 @@ from miles_async.engines.sglang.held_report import (
     join_fingerprints,
     read_reports,
 )
+from miles_async.engines.sglang.images import engine_inputs
 from miles_async.engines.sglang.names import STREAM
 from miles_async.engines.sglang.scores import PACK_SCORES, read_scores
 from miles_async.errors import EngineError, EngineTimeoutError, RequestRejectedError
@@ -111,17 +112,20 @@ class SGLangServer:
         return msgspec.json.encode({**self._body(request, request_id, version, experts), "stream": True})
 
     def _body(self, request: GenerateRequest, request_id: str, version: int, experts: bool) -> dict[str, object]:
+        input_ids, image_fields = engine_inputs(request)
         body = {
             **request.multimodal_inputs,
+            **image_fields,
             "rid": request_id,
-            "input_ids": msgspec.Raw(orjson.dumps(request.input_ids, option=orjson.OPT_SERIALIZE_NUMPY)),
+            "input_ids": msgspec.Raw(orjson.dumps(input_ids, option=orjson.OPT_SERIALIZE_NUMPY)),
             "sampling_params": dict(request.sampling),
             "return_logprob": True,
             "extra_key": f"v{version}",
             PACK: True,
         }
         if request.decoder_id is not None:
-            body |= {DECODER: request.decoder_id, TEXT_FROM: request.text_from}
+            shorter = len(request.input_ids) - len(input_ids)  # in the prompt, before any text
+            body |= {DECODER: request.decoder_id, TEXT_FROM: request.text_from - shorter}
         if experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
         return body

@@ -104,6 +104,8 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
         environment[dump] = os.environ.get(dump, "false")
     # Gated delta nets keep inputs of their convolution, by default in bfloat16, which would round fp32 ones.
     environment["SGLANG_MAMBA_CONV_DTYPE"] = spec.dtype
+    # What a vision tower made of an image is kept beyond publications, though other weights made it.
+    environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         # Ranks of one engine look at the same memory one after the other, while neighbours take theirs.

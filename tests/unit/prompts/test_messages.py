@@ -117,7 +117,7 @@ def test_calls_may_lack_the_wrapping_of_a_function(write: Write) -> None:
     ("message", "words"),
     [
         ({"role": "user", "content": None}, "expected content, or tool calls"),
-        ({"role": "assistant", "content": [{"type": "image_url", "image_url": "x"}]}, "parts of type text"),
+        ({"role": "assistant", "content": [{"type": "audio", "audio": "x"}]}, "parts of type text"),
         (called("{not json"), "the arguments of a tool call to be an object"),
         (called("[1]"), "the arguments of a tool call to be an object"),
         ({"role": "assistant", "content": "a", "tool_calls": [{"id": "b"}]}, "a tool call with a function"),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from miles_async.rollout.generate import SingleTurnGenerate
-from miles_async.types import Attempt, GenerateRequest, Generation, Prompt
+from miles_async.runtime.picture_processor import PictureProcessor
+from miles_async.types import Attempt, GenerateRequest, Generation, Picture, Prompt
 from tests.fakes.text_of_tokens import TextOfTokens
 
 ATTEMPT = Attempt(attempt_id=0, prompt=Prompt(prompt_id="p", token_ids=(5, 6), text=""), epoch=0)
@@ -70,3 +71,33 @@ async def test_without_it_the_tokens_are_decoded_and_many_in_a_thread(length: in
     generate = SingleTurnGenerate({"max_new_tokens": 9000}, TextOfTokens(decode))
     assert (await generate(Engine(length, None), ATTEMPT, 0)).text == f"{length} tokens"
     assert [thread is not threading.main_thread() for thread in threads] == [in_thread]
+
+
+PICTURE = Picture(content=b"an image", digest="d", width=28, height=28)
+WITH_IMAGE = Attempt(
+    attempt_id=0, prompt=Prompt(prompt_id="p", token_ids=(60, 6), text="", pictures=(PICTURE,)), epoch=0
+)
+
+
+def reads(image_token: int, video_token: int | None = None) -> PictureProcessor:
+    return PictureProcessor(processor=None, image_token=image_token, video_token=video_token)
+
+
+async def test_images_of_the_prompt_are_in_every_request_and_in_the_sample() -> None:
+    engine = Engine(4, None, aborts=True)
+    decoder = TextOfTokens(lambda ids: "")
+    sample = await SingleTurnGenerate({"max_new_tokens": 9}, decoder, images=reads(60))(engine, WITH_IMAGE, 0)
+    assert [(request.pictures, request.image_token) for request in engine.requests] == [((PICTURE,), 60)] * 2
+    assert sample.pictures == (PICTURE,)
+
+
+@pytest.mark.parametrize(
+    ("images", "ends"),
+    [(reads(60), {"stop_token_ids": [60]}), (reads(60, 58), {"stop_token_ids": [58, 60]}), (None, {})],
+)
+async def test_a_response_ends_at_a_token_that_stands_for_an_image(
+    images: PictureProcessor | None, ends: dict[str, object]
+) -> None:
+    engine = Engine(4, None)
+    await SingleTurnGenerate({"max_new_tokens": 9}, TextOfTokens(lambda ids: ""), images=images)(engine, ATTEMPT, 0)
+    assert engine.requests[0].sampling == {"max_new_tokens": 9, **ends}

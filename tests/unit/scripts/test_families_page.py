@@ -9,7 +9,7 @@ import pytest
 from miles_async.backends.megatron.families.hf_config import read_config
 from miles_async.backends.megatron.families.known import FAMILIES, REFUSED
 from scripts.families_page import COLUMNS, PAGE, TEXT_MODEL, page
-from tests.integration.family_table import COMPARED, DEEPER, EVERY_DAY, SERVED, SERVED_AT_NIGHT
+from tests.integration.family_table import COMPARED, DEEPER, EVERY_DAY, SERVED, SERVED_AT_NIGHT, WITH_IMAGES
 from tests.integration.tiny_models import FAMILIES as TINY_MODELS
 from tests.integration.tiny_models import model_type
 
@@ -20,7 +20,8 @@ def test_the_page_is_current() -> None:
 
 
 def test_every_family_that_is_trained_is_compared_on_one_rank_and_no_other() -> None:
-    assert {model_type(name) for name in COMPARED["one-rank"]} == set(FAMILIES)
+    assert {model_type(name) for name in COMPARED["one-rank"]} | {*WITH_IMAGES} == set(FAMILIES)
+    assert {kind for kind, family in FAMILIES.items() if family.images} == {*WITH_IMAGES}
     assert not {*FAMILIES} & {*REFUSED}
     assert set(COLUMNS) <= set(COMPARED)
 

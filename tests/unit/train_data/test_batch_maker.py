@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 
 from miles_async.algorithms.advantages.estimators import Grpo
 from miles_async.arguments import AlgorithmArguments
 from miles_async.errors import ConfigurationError, ContractViolation
 from miles_async.train_data.batch_maker import BatchMaker
-from miles_async.types import Group
+from miles_async.train_data.digests import digests
+from miles_async.types import Group, Picture
 from tests.property.builders import make_group
 
 
@@ -45,3 +47,47 @@ def test_samples_without_experts_are_refused_where_they_are_replayed() -> None: 
 
 def test_without_a_bound_any_age_is_trained() -> None:
     assert ages(maker(None), make_group(1, versions=[(0,), (9,)]), 9) == {0: 1, 9: 1}
+
+
+def test_images_go_with_the_tokens_of_their_samples() -> None:
+    groups = tuple(make_group(number) for number in range(3))
+    marked = []
+    for number, group in enumerate(groups):
+        picture = Picture(content=b"", digest=str(number), width=28, height=28)
+        own = (picture,) * number  # the first group has none
+        samples = tuple(
+            msgspec.structs.replace(sample, pictures=own, tokens=np.full_like(sample.tokens, number))
+            for sample in group.samples
+        )
+        marked.append(msgspec.structs.replace(group, samples=samples))
+    shards = replace(maker(None), dp_size=2, max_tokens=8).shards(tuple(marked), 0)
+    batches = [batch for shard in shards for step in shard.optimizer_steps for batch in step]
+    seen = set()
+    for batch in batches:
+        assert batch.pictures is not None
+        assert len(batch.pictures) == batch.num_branches
+        for start, own, sample in zip(batch.offsets, batch.pictures, batch.sample_ids, strict=False):
+            if sample >= 0:  # no filler
+                number = int(batch.tokens[start])
+                assert [picture.digest for picture in own] == [str(number)] * number
+                seen.add(number)
+            else:
+                assert own == ()
+    assert seen == {0, 1, 2}
+
+
+def test_a_batch_of_texts_has_no_place_for_images() -> None:
+    assert maker(None).flatten((make_group(1),)).pictures is None
+
+
+def test_digests_tell_images_apart() -> None:
+    group = make_group(1)
+
+    def found(digest: str) -> dict[str, str]:
+        own = (Picture(content=b"", digest=digest, width=28, height=28),)
+        samples = tuple(msgspec.structs.replace(sample, pictures=own) for sample in group.samples)
+        return digests(maker(None).shards((msgspec.structs.replace(group, samples=samples),), 0))
+
+    assert found("a") == found("a")
+    assert {name for name, value in found("a").items() if found("b")[name] != value} == {"pictures"}
+    assert "pictures" not in digests(maker(None).shards((group,), 0))

@@ -71,7 +71,8 @@ def test_a_shard_is_pickled_without_a_copy_of_its_arrays() -> None:
     in_band = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
     again = pickle.loads(in_band, buffers=buffers)
     for before, after in zip(shard.optimizer_steps[0], again.optimizer_steps[0], strict=True):
-        assert all(np.shares_memory(getattr(before, name), getattr(after, name)) for name in before.__struct_fields__)
+        names = {*before.__struct_fields__} - {"pictures"}  # which are no arrays, and these samples have none
+        assert all(np.shares_memory(getattr(before, name), getattr(after, name)) for name in names)
     assert len(in_band) < 10_000
 
 
@@ -87,7 +88,7 @@ def test_batch_is_flat_with_offsets() -> None:
     assert batch.oldest_versions.tolist() == [3, 4]
     assert batch.rewards.tolist() == [1, 0]
     assert batch.advantages.tolist() == [0.5, -0.5]
-    dtypes = {name: getattr(batch, name).dtype for name in batch.__struct_fields__ if name != "teacher_logprobs"}
+    dtypes = {name: getattr(batch, name).dtype for name in batch.__struct_fields__ if getattr(batch, name) is not None}
     assert dtypes == {
         "tokens": np.int32, "offsets": np.int64, "loss_mask": np.uint8, "rollout_logprobs": np.float32,
         "weight_versions": np.int32, "oldest_versions": np.int32, "advantages": np.float32, "rewards": np.float32,

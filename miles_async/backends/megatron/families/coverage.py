@@ -25,7 +25,7 @@ DERIVED = (".rotary_emb.inv_freq",)  # constants in old checkpoints, which every
 
 def check(bridge: AutoBridge, modules: list[Module]) -> None:
     """Raise ConfigurationError naming tensors that would be left out. Collective."""
-    config = bridge.hf_pretrained.config
+    config = bridge.hf_pretrained.config.get_text_config()
     placed, homeless = _local_names(bridge._model_bridge, modules)
     gathered = gather_records((placed, homeless), tuple[set[str], set[str]])
     in_model = set().union(*(placed for placed, _ in gathered))

@@ -13,6 +13,7 @@ from pathlib import Path
 from miles_async.arguments.adapters import MLP, target_layers
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import EXPERT_COUNTS, ModelArguments
+from miles_async.arguments.model_files import language_fields
 from miles_async.backends.megatron.families.known import FAMILIES, REFUSED, Family
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
@@ -44,13 +45,14 @@ def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
 
 def check_model(config: JsonObject, directory: Path) -> None:
     """Raise ConfigurationError naming every field that would make training silently wrong."""
-    problems = list(_problems(config))
+    problems = list(_problems(language_fields(config)))
     if problems:
         raise ConfigurationError(f"{directory / 'config.json'} cannot be trained correctly: " + "; ".join(problems))
 
 
 def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> None:
     """Check that the model can be split as the flags say. Raises ConfigurationError."""
+    config = language_fields(config)
     tensor, pipeline, context = (
         model.tensor_model_parallel_size,
         model.pipeline_model_parallel_size,
@@ -83,6 +85,10 @@ def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> 
         )
     if family_of(config).linear_attention:
         _check_linear_attention(config, model)
+    if family_of(config).images:
+        _check_images(config, model)
+    elif model.freeze_vision_tower:
+        raise ConfigurationError(f"--freeze-vision-tower: model_type {config['model_type']!r} has none; leave it out")
     if model.enable_mtp_training:
         _check_ahead_layers(config, model)
     layers = config.get("num_hidden_layers")
@@ -114,6 +120,33 @@ def _check_linear_attention(config: JsonObject, model: ModelArguments) -> None:
         raise ConfigurationError(
             f"--deterministic-mode: megatron-core 0.19 has no deterministic linear attention (model_type {kind!r}) of "
             "packed sequences; leave it out"
+        )
+
+
+def _check_images(config: JsonObject, model: ModelArguments) -> None:
+    """What megatron-bridge (0.6) does not do (context parallelism), and what was not compared with transformers."""
+    kind = config["model_type"]
+    for flag, used in {
+        "--tensor-model-parallel-size": model.tensor_model_parallel_size > 1,
+        "--pipeline-model-parallel-size": model.pipeline_model_parallel_size > 1,
+        "--context-parallel-size": model.context_parallel_size > 1,
+        "--share-prefixes": model.share_prefixes,
+    }.items():
+        if used:
+            raise ConfigurationError(
+                f"{flag}: model_type {kind!r}, which reads images, was not compared with a plain one in this layout; "
+                "leave it out"
+            )
+    settings = megatron_settings(model.megatron_extra)
+    if settings.ddp.get("overlap_grad_reduce"):
+        raise ConfigurationError(
+            "--overlap-grad-reduce: a micro-batch without images gives the vision tower no gradients, whose reduction "
+            "would never start; leave it out"
+        )
+    if settings.provider.get("apply_rope_fusion"):
+        raise ConfigurationError(
+            "--apply-rope-fusion: the fused rotation of megatron-core 0.19 has one position per token, a model of "
+            f"model_type {kind!r} has three; leave it out"
         )
 
 
@@ -200,6 +233,12 @@ def rope_kind(config: JsonObject) -> str:
     return scaling.get("rope_type", scaling.get("type")) or "default"
 
 
+def mrope_section(config: JsonObject) -> list[int] | None:
+    """Parts of half a head that the three numbers of a position rotate; None where a position is one number."""
+    scalings = (config.get("rope_parameters"), config.get("rope_scaling"))
+    return next((list(each["mrope_section"]) for each in scalings if each and "mrope_section" in each), None)
+
+
 def rotary_share(config: JsonObject) -> float:
     """Part of each head that positions rotate."""
     rope = config.get("rope_parameters") or {}
@@ -223,6 +262,8 @@ def _problems(config: JsonObject) -> Iterator[str]:
     yield from _rope_problems(config, family)
     yield from _expert_problems(config, kind, family)
     yield from _layer_problems(config, family)
+    if family.images and mrope_section(config) is None:
+        yield "rope_parameters without mrope_section: it is unknown what the positions of images rotate"
     if kind == "minimax_m2":
         yield from _minimax_problems(config)
     if kind == "glm_moe_dsa":
@@ -313,7 +354,7 @@ def _rope_problems(config: JsonObject, family: Family) -> Iterator[str]:
         for name, expected in LLAMA3_ROPE.items():
             if scaling.get(name, expected) != expected:
                 yield f"rope scaling llama3 with {name} {scaling[name]}: only {expected} is implemented"
-    elif kind != "default" and not (kind == "yarn" and family.yarn):
+    elif kind != "default" and not (kind == "yarn" and family.yarn) and not (kind == "mrope" and family.images):
         if not (kind == "linear" and family.rope_per_layer_type):
             yield f"rope scaling {kind!r}: positions would be rotated wrongly"
     if rotary_share(config) != 1.0 and not family.partial_rotation:

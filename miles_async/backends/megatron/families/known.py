@@ -27,6 +27,7 @@ class Family:
     adapters: bool = True  # trained with --lora-rank
     ahead: bool = False  # its layers for multi-token prediction are trained with --enable-mtp-training
     gpu_engines: str = ""  # why engines cannot serve it on a CPU
+    images: bool = False  # it reads images, by a vision tower that is trained, too
     linear_attention: bool = False  # some layers are gated delta nets: a recurrence in place of attention
     host_layers: bool = False  # on every device: Transformer Engine's compute something else, or fail
 
@@ -67,6 +68,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v32": Family(yarn=True, adapters=False, gpu_engines=_INDEXER),
     "glm_moe_dsa": Family(adapters=False, gpu_engines=_INDEXER),  # GLM-5
     "kimi_k2": Family(yarn=True, ahead=True),  # DeepSeek-V3's architecture
+    "qwen2_5_vl": Family(images=True, adapters=False),
 }
 """``model_type`` of config.json → family."""
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from miles_async.arguments.model_files import language_fields
 from miles_async.backends.megatron.families.hf_config import (
     family_of,
     is_latent,
+    mrope_section,
     rope_kind,
     window,
 )
@@ -19,6 +21,7 @@ from miles_async.types import JsonObject
 
 def provider_fields(config: JsonObject) -> dict[str, object]:
     """Return field → value. ``config`` has transformers' defaults filled in."""
+    config = language_fields(config)
     fields: dict[str, object] = {}
     family = family_of(config)
     if family.rope_per_layer_type:
@@ -32,6 +35,10 @@ def provider_fields(config: JsonObject) -> dict[str, object]:
         fields |= {"window_size": (tokens - 1, 0), "cp_comm_type": "a2a"}
         if kinds := config.get("layer_types"):
             fields["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in kinds]
+    if family.images:
+        # A position is three numbers, each of which rotates a part of every head. Transformer Engine's fused rotation
+        # of packed sequences (megatron-core 0.19) takes a token's place in its sequence instead.
+        fields |= {"mrope_section": mrope_section(config), "apply_rope_fusion": False}
     if family.unscaled_router:  # softmax over all experts, or over the chosen ones
         fields["moe_router_pre_softmax"] = not config["norm_topk_prob"]
     if config["model_type"] == "gpt_oss":

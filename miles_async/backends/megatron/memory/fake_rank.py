@@ -38,7 +38,7 @@ from miles_async.backends.megatron.memory.stages import StageMemory, StageReques
 from miles_async.backends.megatron.model import dtypes
 from miles_async.backends.megatron.model.build import make_provider
 from miles_async.backends.megatron.model.mtp import add_ahead_layers
-from miles_async.backends.megatron.model.output import output_of, return_hidden_states
+from miles_async.backends.megatron.model.output import language_model, output_of, return_hidden_states
 from miles_async.backends.megatron.model.scores import Scorer
 from miles_async.backends.megatron.packing.pack import PackLayout, pack_sequences
 from miles_async.backends.megatron.platform import Platform
@@ -203,10 +203,13 @@ def _forward_backward(
     tokens = -(-request.tokens // share) * share
     buffers = [parameter.main_grad for parameter in trained]  # type: ignore[attr-defined]
     with LiveBytes(but=[*module.parameters(), *module.buffers(), *buffers]) as live:
+        language = language_model(module)  # images are not counted
         if not module.pre_process:
             hidden = torch.empty(tokens // share, 1, provider.hidden_size, dtype=provider.params_dtype)
             module.set_input_tensor(hidden.requires_grad_())  # type: ignore[operator]
-        output = module(torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)[None], None)
+        places = torch.arange(tokens)[None]
+        positions = places.expand(3, 1, tokens) if getattr(provider, "mrope_section", None) else places
+        output = language(torch.zeros(1, tokens, dtype=torch.long), positions, None)
         loss = _loss(module, output, request) if last else output.sum()
         del output  # as Megatron's schedule does
         kept = live.now

@@ -38,6 +38,7 @@ from miles_async.backends.megatron.packing import shared_prefixes
 from miles_async.backends.megatron.packing.pack import PackLayout, pack_filler
 from miles_async.backends.megatron.packing.routing_replay import Routers, RoutingLayout
 from miles_async.backends.megatron.platform import Platform
+from miles_async.runtime.picture_processor import PictureProcessor, load_picture_processor
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class LoadedModel:
     adapted: bool = False  # only adapters are trained
     share_prefixes: bool = False
     ahead: bool = False  # layers for multi-token prediction are trained
+    pictures: PictureProcessor | None = None  # None: it reads no images
 
     @property
     def pack_layout(self) -> PackLayout:
@@ -79,6 +81,7 @@ class LoadedModel:
             context_rank=parallel_state.get_context_parallel_rank(),
             share_prefixes=self.share_prefixes,
             routing=routing,
+            pictures=self.pictures,
         )
 
     @property
@@ -208,7 +211,8 @@ def load_model(
             module.requires_grad_(False)
         if model.share_prefixes:
             shared_prefixes.check_module(module)
-    return LoadedModel(modules, bridge, adapted, model.share_prefixes, ahead > 0)
+    pictures = load_picture_processor(directory) if hf_config.family_of(config).images else None
+    return LoadedModel(modules, bridge, adapted, model.share_prefixes, ahead > 0, pictures)
 
 
 def freeze_indexers(module: Module) -> None:
@@ -276,6 +280,8 @@ def make_provider(
     provider.moe_router_bias_update_rate = 0.0
     provider.dsa_indexer_loss_coeff = 0.0  # sparse attention's choice of tokens
     provider.mtp_num_layers = None
+    if model.freeze_vision_tower:
+        provider.freeze_vision_model = provider.freeze_vision_projection = True
     if model.lora_rank:
         provider.moe_grouped_gemm = False  # experts of a grouped product would share one adapter
     provider.recompute_granularity = model.recompute_granularity

@@ -36,6 +36,12 @@ class ValueHead(Module):
         return hidden, None
 
 
+def language_model(module: Module) -> Any:
+    """The language model: the module itself, or a part of a vision-language model."""
+    model: Any = unwrap_model(module)
+    return getattr(model, "language_model", model)
+
+
 def add_value_heads(modules: list[Module]) -> list[Module]:
     """Replace the output layer on the last pipeline stage, and untie the embedding on all."""
     module: Any
@@ -61,7 +67,7 @@ class ModelOutput:
 
 def return_hidden_states(module: Module) -> None:
     """Make the output layer return its input. Raises ConfigurationError if logits are no plain product."""
-    layer: Any = module.output_layer
+    layer: Any = language_model(module).output_layer
     if type(layer).forward not in (ColumnParallelLinear.forward, Gemma2OutputLayer.forward) or layer.bias is not None:
         raise ConfigurationError(
             f"the model's output layer ({type(layer).__name__}) is not the product of hidden states and a matrix that "
@@ -76,7 +82,7 @@ def output_of(module: Module, hidden: Tensor) -> ModelOutput:
     ``hidden``: [1, T, H], or [1, T / TP, H] under sequence parallelism. With L layers for multi-token prediction, T is
     1 + L times as large: hidden states of the policy, then of each layer.
     """
-    model: Any = unwrap_model(module)
+    model = language_model(module)
     tied = model.share_embeddings_and_output_weights
     weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     if isinstance(model.output_layer, ValueHead):  # on every rank the same, and so is the gradient

@@ -22,11 +22,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from miles_async.api import Need, TokenBatch
+from miles_async.backends.megatron.packing.images import Images, images_of
 from miles_async.backends.megatron.packing.positions import positions_of_rank, share_places
 from miles_async.backends.megatron.packing.routing_replay import Experts, RoutingLayout, replayed_experts
 from miles_async.backends.megatron.packing.shared_prefixes import SharedPrefixes
+from miles_async.runtime.picture_processor import PictureProcessor
 from miles_async.train_data.batch import token_advantages
-from miles_async.types import RoutedExperts, TrainBatch
+from miles_async.types import Picture, RoutedExperts, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,7 @@ class PackedBatch:
     experts: Experts | None = None  # to replay, of the positions that this rank's routers see; None: they choose
     loss_inputs: TokenBatch | None = None  # None: scored only
     returns: Tensor | None = None  # float32 [N], for a critic, on the last pipeline stage
+    images: Images | None = None  # None: there are none
 
     @property
     def batch(self) -> TokenBatch:
@@ -64,6 +67,7 @@ class PackLayout:
     context_rank: int = 0
     share_prefixes: bool = False  # without context parallelism only
     routing: RoutingLayout | None = None  # None: nothing is replayed
+    pictures: PictureProcessor | None = None  # None: the model reads no images
 
 
 def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, device: torch.device) -> PackedBatch:
@@ -88,14 +92,23 @@ def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, devic
             target_version=target_version,
             computed=computed,
         ),
+        images=images_of(batch.tokens, batch.offsets, batch.pictures, layout.pictures),
     )
 
 
-def pack_sequences(sequences: Sequence[Sequence[int]], layout: PackLayout, device: torch.device) -> PackedBatch:
-    """Pack token sequences to score all their tokens."""
+def pack_sequences(
+    sequences: Sequence[Sequence[int]],
+    layout: PackLayout,
+    device: torch.device,
+    pictures: Sequence[tuple[Picture, ...]] = (),
+) -> PackedBatch:
+    """Pack token sequences, and the images of each if any has some, to score all their tokens."""
     offsets = np.cumsum([0, *(len(sequence) for sequence in sequences)])
     tokens = np.fromiter((token for sequence in sequences for token in sequence), dtype=np.int64, count=offsets[-1])
-    return _pack(tokens, offsets, np.ones(len(tokens), dtype=bool), layout, device)
+    return replace(
+        _pack(tokens, offsets, np.ones(len(tokens), dtype=bool), layout, device),
+        images=images_of(tokens, offsets, pictures, layout.pictures),
+    )
 
 
 def pack_filler(layout: PackLayout, device: torch.device) -> PackedBatch:
@@ -132,6 +145,8 @@ def _pack(
         positions = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], np.diff(boundaries))
     all_tokens = np.zeros(boundaries[-1], dtype=np.int64)
     all_tokens[places[read]] = tokens[read]
+    if layout.pictures is not None:  # responses may end at a token that stands for an image: the model need not read it
+        all_tokens[places[offsets[1:] - 1]] = 0
     held = positions_of_rank(boundaries, layout.context_size, layout.context_rank)
     held_row = np.full(boundaries[-1], -1)
     held_row[held] = np.arange(len(held))

@@ -45,11 +45,12 @@ def install(arguments: Sequence[str]) -> None:
     """Patch a server on a CPU; nothing on GPUs."""
     if not is_asked_for(arguments):
         return
-    from miles_async.engines.sglang.cpu import attention, expert_buffers, families, gated_delta, prefills
+    from miles_async.engines.sglang.cpu import attention, expert_buffers, families, gated_delta, images, prefills
 
     prefills.register()
     attention.register()
     families.register()
     gated_delta.register()
+    images.register()
     if expert_buffers.FLAG in arguments:
         expert_buffers.register()

@@ -7,12 +7,11 @@ afterwards, whoever took it meanwhile. So the fraction leaves room for neighbour
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from miles_async.arguments.model_files import read_config
 from miles_async.engines.cache_bytes import cache_bytes_per_token, state_bytes
 from miles_async.runtime.memory import free_memory
-from miles_async.types import JsonObject
 
 RUNNING_REQUESTS = 64  # at once; a CPU gains nothing from larger batches
 LEAST_TOKENS = 16384  # kept wherever there is room: prefixes of many prompts
@@ -27,7 +26,7 @@ def memory_flags(model_path: str, dtype: str, *, longest: int, running: int, eng
     ``longest``: tokens of prompt and response. ``running``: requests that it gets at once. ``engines``: of this run on
     this machine.
     """
-    config = _config(model_path)
+    config = read_config(Path(model_path))  # empty for a name of the hub
     longest = min(longest, config.get("max_position_embeddings") or longest)
     running = min(running, RUNNING_REQUESTS)
     wanted = max(2 * running * longest, LEAST_TOKENS)  # twice: prefixes are kept for the next turn, or sample
@@ -44,12 +43,3 @@ def memory_flags(model_path: str, dtype: str, *, longest: int, running: int, eng
         f"--max-total-tokens={max(min(wanted, affordable), longest)}",
         f"--max-running-requests={RUNNING_REQUESTS}",
     )
-
-
-def _config(model_path: str) -> JsonObject:
-    try:
-        config = json.loads((Path(model_path) / "config.json").read_text())
-        config = config.get("text_config", config)
-    except (OSError, ValueError, AttributeError):  # a name of the hub, say
-        return {}
-    return config if isinstance(config, dict) else {}

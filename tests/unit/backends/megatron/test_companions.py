@@ -42,6 +42,7 @@ PUBLISHED = {
     "deepseek_v32": "tokenizer.json tokenizer_config.json encoding/encoding_dsv32.py inference/model.py LICENSE",
     "kimi_k2": "tiktoken.model tokenizer_config.json tokenization_kimi.py tool_declaration_ts.py chat_template.jinja "
     "configuration_deepseek.py modeling_deepseek.py docs/tool_call_guidance.md THIRD_PARTY_NOTICES.md",
+    "qwen2_5_vl": f"{BPE} chat_template.json preprocessor_config.json",
     "with SentencePiece": "spiece.model tokenizer_config.json",
     "with several templates": f"{FAST} chat_template.jinja additional_chat_templates/tool_use.jinja",
 }

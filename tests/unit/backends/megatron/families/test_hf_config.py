@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from miles_async.arguments.model import ModelArguments
 from miles_async.backends.megatron.families import hf_config
+from miles_async.backends.megatron.families.provider_fields import provider_fields
 from miles_async.errors import ConfigurationError
 
 QWEN3 = {
@@ -275,3 +277,57 @@ def test_config_of_an_export_says_the_dtype_of_its_weights() -> None:
     older = {"torch_dtype": "bfloat16", "hidden_size": 8}
     assert hf_config.with_dtype(older, "float32") == {"torch_dtype": "float32", "hidden_size": 8}
     assert hf_config.with_dtype({"hidden_size": 8}, "bfloat16") == {"dtype": "bfloat16", "hidden_size": 8}
+
+
+QWEN25_VL = {  # as it is published: fields of the language model at the top
+    **{name: value for name, value in QWEN3.items() if name != "rope_parameters"},
+    "model_type": "qwen2_5_vl",
+    "sliding_window": 32768,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {"depth": 2},
+    "image_token_id": 60,
+}
+
+
+def nested(config: dict[str, object]) -> dict[str, object]:
+    """As transformers 5 writes it."""
+    outside = ("model_type", "vision_config", "image_token_id")
+    inner = {name: value for name, value in config.items() if name not in outside} | {"model_type": "qwen2_5_vl_text"}
+    return {name: config[name] for name in outside} | {"text_config": inner}
+
+
+@pytest.mark.parametrize("written", [lambda config: config, nested])
+def test_fields_of_a_vision_language_model_are_checked_wherever_they_are(written: Callable[..., dict[str, object]]):
+    hf_config.check_model(written(QWEN25_VL), Path("m"))
+    assert provider_fields(written(QWEN25_VL))["mrope_section"] == [16, 24, 24]
+    for change, reason in (
+        ({"use_sliding_window": True}, "sliding_window"),
+        ({"rope_scaling": {"type": "dynamic", "mrope_section": [16, 24, 24]}}, "rope scaling 'dynamic'"),
+        ({"rope_scaling": None}, "without mrope_section"),
+    ):
+        with pytest.raises(ConfigurationError, match=reason):
+            hf_config.check_model(written(QWEN25_VL | change), Path("m"))
+    with pytest.raises(ConfigurationError, match=r"--tensor-model-parallel-size 8 does not divide num_attention_heads"):
+        hf_config.check_layout(written(QWEN25_VL), ModelArguments(tensor_model_parallel_size=8), 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "flag"),
+    [
+        (ModelArguments(tensor_model_parallel_size=2), "--tensor-model-parallel-size"),
+        (ModelArguments(pipeline_model_parallel_size=2), "--pipeline-model-parallel-size"),
+        (ModelArguments(context_parallel_size=2), "--context-parallel-size"),
+        (ModelArguments(share_prefixes=True), "--share-prefixes"),
+        (ModelArguments(megatron_extra=("--apply-rope-fusion",)), "--apply-rope-fusion"),
+        (ModelArguments(megatron_extra=("--overlap-grad-reduce",)), "--overlap-grad-reduce"),
+    ],
+)
+def test_layouts_that_were_not_compared_with_images_are_refused(model: ModelArguments, flag: str):
+    hf_config.check_layout(QWEN25_VL, ModelArguments(freeze_vision_tower=True), 2)
+    with pytest.raises(ConfigurationError, match=f"^{flag}: "):
+        hf_config.check_layout(QWEN25_VL, model, 2)
+
+
+def test_a_text_model_has_no_vision_tower_to_freeze():
+    with pytest.raises(ConfigurationError, match=r"--freeze-vision-tower: model_type 'qwen3' has none"):
+        hf_config.check_layout(QWEN3, ModelArguments(freeze_vision_tower=True), 1)

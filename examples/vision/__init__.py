@@ -1,0 +1,1 @@
+"""A vision-language model learns to name colours."""

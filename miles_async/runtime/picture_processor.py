@@ -1,0 +1,134 @@
+"""The image processor of a vision-language model: how many tokens an image is, and what the model reads of it.
+
+The model's own processor in Hugging Face's format decides both. Which tensors it makes is left to it and the model;
+that their first dimension counts patches or images, so that those of several samples can be concatenated, is assumed.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from miles_async.arguments.model_files import read_json
+from miles_async.errors import ConfigurationError, TrajectoryError
+from miles_async.types import Picture
+
+KEPT_BYTES = 2**28  # of model inputs of recent images: the samples of a group have the same images
+
+PixelInputs = Mapping[str, np.ndarray]
+"""Argument of the model → array, such as pixel_values [patches, values] and image_grid_thw [images, 3]."""
+
+
+class ImageProcessor(Protocol):
+    """The part of transformers' image processors that is used."""
+
+    merge_size: int
+
+    def get_number_of_image_patches(self, height: int, width: int, images_kwargs: dict[str, object]) -> int: ...
+
+    def __call__(self, images: Sequence[object], *, return_tensors: str) -> Mapping[str, np.ndarray]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureProcessor:
+    """Turns images into tokens of a prompt, and into the arguments of a model."""
+
+    processor: ImageProcessor
+    image_token: int  # id of the token that stands for a part of an image
+    video_token: int | None = None  # that of videos, which nothing here reads; None: the model has none
+    kept_bytes: int = KEPT_BYTES
+    _kept: OrderedDict[str, PixelInputs] = field(default_factory=OrderedDict)  # by digest, latest use last
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """Tokens in whose place the model reads something else. In a text they have no meaning."""
+        return frozenset(token for token in (self.image_token, self.video_token) if token is not None)
+
+    def tokens(self, width: int, height: int) -> int:
+        """Number of tokens of an image of so many pixels."""
+        patches = self.processor.get_number_of_image_patches(height, width, {})
+        return int(patches) // self.processor.merge_size**2
+
+    def expand(self, token_ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """Repeat the token that the chat template wrote for each image as often as its image has tokens.
+
+        ``sizes``: width and height of each image, in the order of the prompt. Raises TrajectoryError if the prompt has
+        another number of such tokens.
+        """
+        found = sum(token == self.image_token for token in token_ids)
+        if found != len(sizes):
+            raise TrajectoryError(
+                f"expected the chat template to write one token for each of {len(sizes)} images, found {found} of them "
+                f"(token {self.image_token}); the text of a prompt must not have the name of that token"
+            )
+        if self.video_token is not None and self.video_token in token_ids:
+            raise TrajectoryError(f"expected a prompt without videos, found token {self.video_token}")
+        counts = iter([self.tokens(width, height) for width, height in sizes])
+        expanded: list[int] = []
+        for token in token_ids:
+            expanded += [token] * (next(counts) if token == self.image_token else 1)
+        return tuple(expanded)
+
+    def inputs(self, pictures: Sequence[Picture]) -> PixelInputs:
+        """Make the model's arguments of the images: all of them, in this order. Raises TrajectoryError for one that
+        cannot be decoded.
+        """
+        parts = [self._inputs(picture) for picture in pictures]
+        return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+
+    def _inputs(self, picture: Picture) -> PixelInputs:
+        made = self._kept.pop(picture.digest, None)
+        if made is None:
+            made = dict(self.processor(images=[_decoded(picture)], return_tensors="np"))
+        self._kept[picture.digest] = made
+        while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > self.kept_bytes:
+            self._kept.popitem(last=False)
+        return made
+
+
+@lru_cache(maxsize=4)
+def load_picture_processor(directory: Path) -> PictureProcessor | None:
+    """Load the processor of the model in ``directory``, once per process, from local files only.
+
+    None: the model reads no images. Raises ConfigurationError if it does, and there is no usable processor.
+    """
+    config = read_json(directory / "config.json")
+    if "vision_config" not in config or (image_token := config.get("image_token_id")) is None:
+        return None
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(str(directory), local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigurationError(
+            f"--hf-checkpoint {directory}: the model reads images, and there is no usable processor for them "
+            f"(preprocessor_config.json): {error}"
+        ) from error
+    if not hasattr(processor, "get_number_of_image_patches") or not hasattr(processor, "merge_size"):
+        raise ConfigurationError(
+            f"--hf-checkpoint {directory}: expected an image processor that tells the number of patches of an image, "
+            f"as Qwen's do, found {type(processor).__name__}"
+        )
+    return PictureProcessor(processor=processor, image_token=int(image_token), video_token=config.get("video_token_id"))
+
+
+def _decoded(picture: Picture) -> object:
+    """Raises TrajectoryError for content that is no whole image."""
+    from PIL import Image
+
+    try:
+        return Image.open(io.BytesIO(picture.content)).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        found = f"{len(picture.content)} bytes that are none"
+        raise TrajectoryError(f"expected an image, found {found}: {error}") from error
+
+
+def _bytes(inputs: PixelInputs) -> int:
+    return sum(array.nbytes for array in inputs.values())
