@@ -60,6 +60,8 @@ class Arguments:
     @property
     def sides(self) -> Sides:
         """Sides that run."""
+        if self.evaluation.eval_only:
+            return "rollout"
         return "trainer" if self.algorithm.supervised else self.debug.sides
 
     @property

@@ -26,7 +26,9 @@ class DebugArguments:
         "discarded; to try prompts and rewards and measure the engines",
     )
     debug_train_only: bool = flag(
-        False, "start no engine and publish nothing: train on --load-debug-rollout-data, which implies this flag"
+        False,
+        "start no engine and publish nothing: train on --load-debug-rollout-data, which implies this flag; without "
+        "data, export the checkpoint of --load to --save-hf",
     )
     save_debug_rollout_data: Path | None = flag(
         None,
@@ -64,6 +66,11 @@ class DebugArguments:
             if not word.isdecimal() or int(word) >= world_size:
                 raise ValueError(f"expected ranks from 0 to {world_size - 1}, or {ALL_RANKS}, found {word}")
         return frozenset(map(int, self.profile_ranks))
+
+    @property
+    def exports(self) -> bool:
+        """A trainer alone that has nothing to train on: it loads a checkpoint and exports it."""
+        return self.debug_train_only and self.load_debug_rollout_data is None
 
     @property
     def sides(self) -> Sides:

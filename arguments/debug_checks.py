@@ -15,8 +15,11 @@ def check_debug(arguments: Arguments) -> Iterator[str]:
     if debug.debug_rollout_only and (debug.debug_train_only or debug.load_debug_rollout_data is not None):
         trains = "--debug-train-only" if debug.debug_train_only else "--load-debug-rollout-data"
         yield f"--debug-rollout-only and {trains} leave each other's side out: give one of them"
-    elif debug.debug_train_only and debug.load_debug_rollout_data is None:
-        yield "--debug-train-only without --load-debug-rollout-data: give what to train on"
+    elif debug.exports and None in (checkpoint.load, checkpoint.save_hf):
+        yield (
+            "--debug-train-only without --load-debug-rollout-data: give what to train on, or --load and --save-hf to "
+            "export a checkpoint"
+        )
     for flag, template in {
         "--save-debug-rollout-data": debug.save_debug_rollout_data,
         "--load-debug-rollout-data": debug.load_debug_rollout_data,

@@ -27,6 +27,12 @@ class EvaluationArguments:
         "interval, columns and engines (docs/evaluation.md)",
         metavar="FILE",
     )
+    eval_only: bool = flag(
+        False,
+        "evaluate the weights of --hf-checkpoint once and end; no trainer starts, and flags of training have no effect "
+        "(`miles-async rollout` and `miles-async eval` set it)",
+        needs=("eval_prompt_data", "eval_config"),
+    )
     eval_interval: int | None = flag(
         None,
         "rollout steps between evaluations (default: only first and last)",

@@ -17,6 +17,7 @@ from miles_async.arguments.algorithm_checks import check_algorithm, check_critic
 from miles_async.arguments.cluster_checks import check_colocation, check_network, check_ports, check_ranks
 from miles_async.arguments.debug_checks import check_debug, check_profiling
 from miles_async.arguments.distillation_checks import check_distillation
+from miles_async.arguments.evaluation_alone import check_evaluation_alone
 from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Given
@@ -93,6 +94,8 @@ def flag_problems(arguments: Arguments) -> list[str]:
 
 
 def _checks(arguments: Arguments, *, divide: bool) -> tuple[Check, ...]:
+    if arguments.evaluation.eval_only:
+        return (*COMMON_CHECKS, *EVALUATED_CHECKS, *((check_server_groups,) if divide else ()))
     own = SUPERVISED_CHECKS if arguments.algorithm.supervised else SAMPLED_CHECKS
     return (*COMMON_CHECKS, *own, *(DIVIDING_CHECKS if divide else ()))
 
@@ -364,6 +367,18 @@ SAMPLED_CHECKS: tuple[Check, ...] = (
     check_debug,
 )
 """Checks of flags for sampled data."""
+
+EVALUATED_CHECKS: tuple[Check, ...] = (
+    check_evaluation_alone,
+    check_rewards,
+    check_evaluation,
+    check_hooks,
+    check_reasoning_parser,
+    check_trajectories,
+    check_deadlines,
+    check_router_port,
+)
+"""Checks of ``--eval-only``, where nothing is trained."""
 
 SUPERVISED_CHECKS: tuple[Check, ...] = (check_supervised,)
 """Checks of ``--loss-type sft_loss``, which refuses flags for sampled data."""

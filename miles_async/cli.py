@@ -25,6 +25,8 @@ Fully asynchronous RL post-training: Megatron-core trains, SGLang generates, nei
 
 Commands:
   train          train a model; `miles-async train --help` has the most needed flags
+  rollout        sample a model's answers to prompts and estimate pass@k; `miles-async rollout --help`
+  eval           evaluate a model on held-out prompts, or compare two; `miles-async eval --help`
   watch          show runs in a browser, live: curves, samples, engines; `miles-async watch --help`
   report         write that page with a run's data into one file; `miles-async report --help`
   status         show where a run stands: step, ages, what it waits for; `miles-async status --help`
@@ -96,6 +98,18 @@ def _train(words: Sequence[str]) -> int:
     return train(words, _show)
 
 
+def _rollout(words: Sequence[str]) -> int:
+    from miles_async.commands.rollout import rollout
+
+    return rollout(words, _show)
+
+
+def _evaluate(words: Sequence[str]) -> int:
+    from miles_async.commands.rollout import evaluate
+
+    return evaluate(words, _show)
+
+
 def _watch(words: Sequence[str]) -> int:
     from miles_async.commands.watch import watch
 
@@ -141,6 +155,8 @@ def _printing(module: str, name: str) -> Command:
 
 COMMANDS: Mapping[str, Command] = {
     "train": _train,
+    "rollout": _rollout,
+    "eval": _evaluate,
     "watch": _watch,
     "report": _printing("report", "report"),
     "status": _printing("status", "status"),

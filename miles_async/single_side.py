@@ -1,4 +1,4 @@
-"""Loops that run one side without the other (``--debug-rollout-only``, ``--debug-train-only``).
+"""Loops that run one side without the other (``--eval-only``, ``--debug-rollout-only``, ``--debug-train-only``).
 
 ``controller.py`` has the loop with both. Here no weights move: no version changes, and nothing waits for a
 publication (P7).
@@ -22,6 +22,10 @@ log = structlog.get_logger(__name__)
 CHECKPOINT_VERSION = 0
 """Version of the weights that engines load when they start, where nothing is published."""
 
+SHOW_SECONDS = 10.0
+
+Show = Callable[[int], None]
+
 
 async def rollouts_alone(rollout: RolloutSide, fleet: EngineFleet, recorder: Recorder, steps: int) -> None:
     """Cut ``steps`` batches without training them. The ledger counts their groups as trained: so they leave the pool.
@@ -42,6 +46,30 @@ async def rollouts_alone(rollout: RolloutSide, fleet: EngineFleet, recorder: Rec
         admission.cancel()
         await rollout.close()
         await running
+
+
+async def evaluation_alone(rollout: RolloutSide, fleet: EngineFleet, recorder: Recorder, show: Show) -> None:
+    """Evaluate once the weights that engines load when they start. Raises the first error of the rollout side.
+
+    ``show``: called every few seconds with the number of samples that have ended.
+    """
+    async with asyncio.TaskGroup() as scope:
+        running = scope.create_task(rollout.run(), name="rollout")
+        beside = [
+            scope.create_task(_admit_engines(rollout, fleet), name="admission"),
+            scope.create_task(_show(rollout, show), name="progress"),
+        ]
+        recorder.evaluation(0, await rollout.evaluate(0))
+        for task in beside:
+            task.cancel()
+        await rollout.close()
+        await running
+
+
+async def _show(rollout: RolloutSide, show: Show) -> None:
+    while True:
+        await asyncio.sleep(SHOW_SECONDS)
+        show(await rollout.evaluated())
 
 
 async def _admit_engines(rollout: RolloutSide, fleet: EngineFleet) -> None:

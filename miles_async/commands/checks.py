@@ -210,10 +210,11 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
     owned = [group for group in server_groups(arguments) if not group.external]
     alone = cluster.colocate or arguments.sides == "trainer"
     generating = 0 if alone else sum(group.engines * group.gpus_per_engine for group in owned)
-    needed, there = cluster.trainer_world_size + generating, count_gpus()
+    training = 0 if arguments.sides == "rollout" else cluster.trainer_world_size
+    needed, there = training + generating, count_gpus()
     if needed > there:
         yield (
-            f"{needed} GPUs are asked for and this machine has {there}: {cluster.trainer_world_size} to train "
+            f"{needed} GPUs are asked for and this machine has {there}: {training} to train "
             f"(--actor-num-gpus-per-node), {generating} to generate (--rollout-num-gpus or --server-groups); ask for "
             "fewer, or join a cluster with --ray-address"
         )

@@ -26,11 +26,11 @@ def completion(words: Sequence[str], commands: Iterable[str]) -> str:
 
 
 def _whole_parser(commands: Iterable[str]) -> argparse.ArgumentParser:
-    """The command line as one parser. Only ``train`` has its flags; the other commands complete paths."""
+    """The command line as one parser. Runs have the flags of ``train``; the other commands complete paths."""
     parser = argparse.ArgumentParser("miles-async", add_help=False)
     places = parser.add_subparsers()
     for command in commands:
-        parents = [_with_values(build_parser("miles-async train"))] if command == "train" else []
+        parents = [_with_values(build_parser("miles-async train"))] if command in ("train", "rollout", "eval") else []
         place = places.add_parser(command, parents=parents, add_help=False, help=command)  # without help it is left out
         place.add_argument("words", nargs="*").complete = shtab.FILE  # type: ignore[attr-defined]
     return parser

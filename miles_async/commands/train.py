@@ -9,8 +9,10 @@ from pathlib import Path
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.config_file import to_toml
+from miles_async.arguments.evaluation_alone import evaluation_alone
+from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.live import with_kept
-from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.parser import ParsedCommandLine, parse_arguments
 from miles_async.arguments.server_groups import ServerGroup, server_groups
 from miles_async.arguments.validation import validate
 from miles_async.checkpoints.files import find_checkpoint
@@ -29,11 +31,14 @@ from miles_async.wiring.generated_prompts import with_generated_prompts
 def train(words: Sequence[str], show: Callable[[str], None]) -> int:
     """Run ``miles-async train``; return the exit code. Raises what :func:`miles_async.wiring.driver.run` does."""
     with sigterm_interrupts():
-        return _train(words, show)
+        parsed = parse_arguments(words, prog="miles-async train")
+        if parsed.arguments.evaluation.eval_only:
+            parsed = replace(parsed, arguments=evaluation_alone(parsed.arguments))
+        return train_parsed(parsed, words, show)
 
 
-def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
-    parsed = parse_arguments(words, prog="miles-async train")
+def train_parsed(parsed: ParsedCommandLine, words: Sequence[str], show: Callable[[str], None]) -> int:
+    """:func:`train` with the arguments that ``words`` stand for."""
     if parsed.print_config:
         show(to_toml(parsed.arguments))
         return 0
@@ -52,7 +57,7 @@ def _train(words: Sequence[str], show: Callable[[str], None]) -> int:
     if parsed.dry_run:
         prompts, notes = _check(arguments)
         notes += [*beginning, *check_tokenizer(arguments)]
-        memory = _memory(arguments)  # before anything is shown: it may refuse
+        memory = "" if arguments.evaluation.eval_only else _memory(arguments)  # before anything is shown: it may refuse
         notes += [*run_notes(arguments), *parsed.notes]
         show("\n".join([summarize(arguments, prompts), *(f"  note: {note}" for note in notes)]) + "\n" + memory)
         return 0
@@ -99,14 +104,22 @@ def _memory(arguments: Arguments) -> str:
 def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
     """Describe the run that would start, for people."""
     cluster, supervised = arguments.cluster, arguments.algorithm.supervised
-    steps = arguments.optimizer_steps_per_rollout
+    steps, alone = arguments.optimizer_steps_per_rollout, arguments.evaluation.eval_only
+    ranks = f"{cluster.trainer_world_size} ranks on {cluster.device}: " + ", ".join(
+        f"{name} {size}" for name, size in arguments.layout.items() if size > 1 or name == "DP"
+    )
     lines = {
         "model": arguments.model.hf_checkpoint,
-        "trainer": f"{cluster.trainer_world_size} ranks on {cluster.device}: "
-        + ", ".join(f"{name} {size}" for name, size in arguments.layout.items() if size > 1 or name == "DP"),
+        "trainer": "none" if alone else ranks,
         **({} if supervised else {"engines": "; ".join(map(_describe_group, server_groups(arguments)))}),
         **{f"prompts {number}": f"{path} ({count})" for number, (path, count) in enumerate(prompts.items(), start=1)},
-        **(_supervised(arguments, steps) if supervised else _sampled(arguments, steps)),
+        **(
+            _evaluated(arguments)
+            if alone
+            else _supervised(arguments, steps)
+            if supervised
+            else _sampled(arguments, steps)
+        ),
         "Ray": f"joins the cluster at {cluster.ray_address}" if cluster.ray_address else "a cluster of the run's own",
         "run directory": arguments.observability.run_dir,
         **({"resumes from": find_checkpoint(arguments.checkpoint.load).directory} if arguments.checkpoint.load else {}),
@@ -120,6 +133,18 @@ def _supervised(arguments: Arguments, steps: int) -> Mapping[str, object]:
     rollout = arguments.rollout
     batches = f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} examples, {steps} optimizer step(s) each"
     return {"fine-tuning": f"supervised, {batches}; no engines"}
+
+
+def _evaluated(arguments: Arguments) -> Mapping[str, object]:
+    evaluation, rollout = arguments.evaluation, arguments.rollout
+    return {
+        "evaluation": "; ".join(
+            f"{each.name}: {each.samples(evaluation)} samples per prompt at temperature "
+            f"{each.temperature_in_force(evaluation, rollout):g}"
+            for each in evaluation_sets(evaluation)
+        ),
+        "reward": arguments.rewards.custom_rm_path or arguments.rewards.rm_type,
+    }
 
 
 def _sampled(arguments: Arguments, steps: int) -> Mapping[str, object]:

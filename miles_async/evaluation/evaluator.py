@@ -69,6 +69,7 @@ class Evaluator:
         self._services = services
         self._stall_timeout = stall_timeout
         self._record = record
+        self.ended = 0  # samples of the pass
         self._recorded: EvaluationSamples | None = None  # of the pass
         self._last_end = 0.0  # of a sample
 
@@ -81,6 +82,7 @@ class Evaluator:
         ends for ``--stall-timeout``.
         """
         self._last_end = now()
+        self.ended = 0
         self._recorded = recorded = None if self._record is None else self._record(step)
         complete = False
         try:
@@ -146,6 +148,7 @@ class Evaluator:
             log.warning("evaluation sample failed", prompt_id=attempt.prompt.prompt_id, error=repr(error))
         finally:
             self._last_end = now()
+            self.ended += 1
             slots.release()
         done(outcome)
 

@@ -36,7 +36,7 @@ class Totals:
         outcomes = [sample for sample in samples if sample is not None]
         self.failed += len(samples) - len(outcomes)
         right = sum(outcome.reward >= PASS for outcome in outcomes)
-        for k in _ks(self.n_samples):
+        for k in ks(self.n_samples):
             if k <= len(outcomes):
                 self._add(f"pass@{k}", pass_at_k(len(outcomes), right, k))
         for outcome in outcomes:
@@ -75,7 +75,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
-def _ks(n: int) -> Iterator[int]:
+def ks(n: int) -> Iterator[int]:
     """1, 2, 4, ... below n, and n."""
     k = 1
     while k < n:

@@ -45,6 +45,12 @@ class Progress:
         self._end_phase(None)
         self._stepped(self._state.add_step(step, metrics))
 
+    def evaluating(self, ended: int) -> None:
+        """Show how far an evaluation is that nothing else waits for. ``ended``: samples."""
+        if self._state.phase is not None:
+            self._end_phase(None)
+        self._say(self._state.add_evaluated(ended), "cyan")
+
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._state.add_evaluation(metrics)
         self._say(evaluation_line(step, metrics), "cyan")

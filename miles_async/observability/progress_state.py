@@ -76,6 +76,12 @@ class ProgressState:
         line = f"no step for {still}" if self.phase is None else f"still starting {self.phase} after {still}"
         return f"{line}: {doing}" if doing else line
 
+    def add_evaluated(self, ended: int) -> str:
+        """Return the line of an evaluation of which ``ended`` samples have ended."""
+        seconds = self._clock() - self._moved  # since the last phase
+        self._spoke = self._clock()
+        return f"evaluated {ended} samples in {duration(seconds)}"
+
     def add_evaluation(self, metrics: Mapping[str, float]) -> None:
         self._evaluation = _number(metrics, "eval/reward", "{:.3f}")
         if self.view is not None:  # the last evaluation comes after the last step

@@ -51,6 +51,9 @@ class Engines(Protocol):
 class Evaluation(Protocol):
     """The evaluator."""
 
+    @property
+    def ended(self) -> int: ...
+
     async def run(self, step: int) -> Metrics: ...
 
 
@@ -199,6 +202,10 @@ class RolloutManager:
             return {}
         self._evaluating = asyncio.create_task(self._evaluator.run(step), name="evaluation")
         return await self._evaluating
+
+    async def evaluated(self) -> int:
+        """Samples of the evaluation that have ended."""
+        return 0 if self._evaluator is None else self._evaluator.ended
 
     async def _end_evaluation(self) -> None:
         """Cancel the evaluation before its engines end. Its caller may be gone: Ray cancels nothing."""

@@ -82,7 +82,7 @@ class EvaluationSamples:
             return
         fewer = "the evaluation was interrupted" if not complete else None
         if len(self._written) < prompts:
-            fewer = "an evaluation gets at most an eighth of --save-samples-gib"
+            fewer = f"an evaluation gets at most {self._store.largest_file / 2**30:.3g} GiB of --save-samples-gib"
         note = FileNote(
             kind="eval", step=self._step, groups=prompts, groups_written=len(self._written), why_fewer=fewer
         )

@@ -36,14 +36,24 @@ FINISH_SECONDS = 10.0
 class SampleRecorder:
     """Writes ``groups`` groups of each batch, as many filtered ones, and evaluations."""
 
-    def __init__(self, directory: Path, *, groups: int, limit_bytes: int, decode: Decode, sampled: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        groups: int,
+        limit_bytes: int,
+        decode: Decode,
+        sampled: bool = True,
+        only_file: bool = False,
+    ) -> None:
         """``directory``: made with the first file. ``decode``: called in the thread, on single tokens too. ``sampled``:
-        batches are of samples, and not of examples without rewards, versions and advantages.
+        batches are of samples, and not of examples without rewards, versions and advantages. ``only_file``: one file
+        is written, which may take the whole limit.
         """
         self._sampled = sampled
         self._groups = groups
         self._texts = TokenTexts(decode=decode)
-        self._store = SampleStore(directory, limit_bytes=limit_bytes)
+        self._store = SampleStore(directory, limit_bytes=limit_bytes, only_file=only_file)
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the end
         self._usable = True
         self._finished = False

@@ -88,6 +88,10 @@ class RolloutSide(SavedSide, Protocol):
         """Evaluate the weights after ``step`` rollout steps."""
         ...
 
+    async def evaluated(self) -> int:
+        """Samples of the last evaluation that have ended, also while it runs."""
+        ...
+
     async def describe(self) -> str:
         """Describe all waits, in lines for ``stall.txt`` (C10)."""
         ...

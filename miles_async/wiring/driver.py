@@ -64,7 +64,7 @@ from miles_async.runtime.processes.run_process import kill_marked, read_run_proc
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards, first_of
 from miles_async.seams import EngineFleet
-from miles_async.single_side import rollouts_alone, training_alone
+from miles_async.single_side import evaluation_alone, rollouts_alone, training_alone
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
@@ -275,6 +275,9 @@ class Run:
                 assert trainer is not None
                 progress.phase("the first step")
                 await self._training_alone(trainer, recorder)
+            elif arguments.evaluation.eval_only:
+                progress.phase("the first samples")
+                await evaluation_alone(rollout.manager, rollout.fleet, recorder, progress.evaluating)
             elif trainer is None:
                 progress.phase("the first batch")
                 await rollouts_alone(rollout.manager, rollout.fleet, recorder, arguments.rollout.num_rollout)
@@ -340,15 +343,17 @@ class Run:
                 recorder.checkpoint(step, await checkpoints.finish())
 
         try:
-            await training_alone(
-                trainer,
-                supervised or DumpedBatches(arguments),
-                recorder,
-                BadSteps(arguments.optimizer),
-                first=(await checkpoints.load() or Position()).step,
-                steps=arguments.rollout.num_rollout,
-                save=save,
-            )
+            first = (await checkpoints.load() or Position()).step
+            if not arguments.debug.exports:
+                await training_alone(
+                    trainer,
+                    supervised or DumpedBatches(arguments),
+                    recorder,
+                    BadSteps(arguments.optimizer),
+                    first=first,
+                    steps=arguments.rollout.num_rollout,
+                    save=save,
+                )
         finally:
             if supervised is not None:
                 await supervised.finish()

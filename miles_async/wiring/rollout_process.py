@@ -101,7 +101,7 @@ async def build_rollout(
     for service in episodes.services:
         engines.add(service)
     schedule = ScheduleWriter(run_dir / SCHEDULE_FILE) if arguments.observability.record else None
-    samples = sample_recorder(arguments.observability, template)
+    samples = sample_recorder(arguments.observability, template, only_file=arguments.evaluation.eval_only)
     pool = make_pool(
         arguments.rollout,
         arguments.staleness,

@@ -9,9 +9,9 @@ from miles_async.samples.recorder import SampleRecorder
 
 
 def sample_recorder(
-    arguments: ObservabilityArguments, template: ChatTemplate, *, sampled: bool = True
+    arguments: ObservabilityArguments, template: ChatTemplate, *, sampled: bool = True, only_file: bool = False
 ) -> SampleRecorder | None:
-    """Start the recorder; None with ``--save-samples 0``. ``sampled``: see there."""
+    """Start the recorder; None with ``--save-samples 0``. ``sampled``, ``only_file``: see there."""
     if not arguments.save_samples:
         return None
     return SampleRecorder(
@@ -20,4 +20,5 @@ def sample_recorder(
         limit_bytes=int(arguments.save_samples_gib * 2**30),
         decode=template.decode_all,
         sampled=sampled,
+        only_file=only_file,
     )

@@ -401,6 +401,9 @@ class FakeRollout:
             raise self.evaluation_error
         return {"eval/reward": 1.0}
 
+    async def evaluated(self) -> int:
+        return self.events.count("evaluate")
+
     async def last_stats(self) -> RolloutStats:
         return RolloutStats(balance={}, gauges={}, router={}, busy_seconds=0.0, seconds=0.0)
 

@@ -57,7 +57,14 @@ MADE_LATER = {
     *("summary.json", "metrics.jsonl", "reward.png", "config.toml", "dead_letters.jsonl", "restarts.json"),  # by a run
     *("ledger.sqlite", "readmit.json", "schedule.msgpack", "run.json", "stall.txt", "samples/", "profiles/"),
     *("samples/train-00000010.parquet", "samples/eval-00000010.parquet", "samples/state.json"),
-    *("console.log", "carried/", "report.html", "runs/quickstart/report.html"),
+    *(
+        "console.log",
+        "carried/",
+        "evaluation.json",
+        "samples/eval-00000000.parquet",
+        "report.html",
+        "runs/quickstart/report.html",
+    ),
     ".venv/docs",  # by make docs
     *(
         "logs/",

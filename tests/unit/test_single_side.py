@@ -10,7 +10,7 @@ import pytest
 from miles_async.arguments import OptimizerArguments
 from miles_async.bad_steps import BadSteps
 from miles_async.errors import DataError, EngineStartError, TrainerError
-from miles_async.single_side import rollouts_alone, training_alone
+from miles_async.single_side import evaluation_alone, rollouts_alone, training_alone
 from miles_async.types import PreparedBatch
 from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer
 
@@ -84,6 +84,49 @@ async def test_an_error_of_the_rollout_side_ends_it() -> None:
     rollout.error = EngineStartError("no luck")
     with pytest.raises(BaseExceptionGroup) as caught:
         await rollouts_alone(rollout, FakeFleet([]), Recorded(), STEPS)
+    assert caught.group_contains(EngineStartError, match="no luck")
+
+
+class Evaluating(Joining):
+    """An evaluation of some samples."""
+
+    async def evaluate(self, step: int) -> Mapping[str, float]:
+        for _ in range(60):
+            await asyncio.sleep(0.002)
+            self.events.append("evaluate")
+        return {"eval/reward": 0.5}
+
+
+class Results(Recorded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluations: list[tuple[int, Mapping[str, float]]] = []
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.evaluations.append((step, metrics))
+
+
+async def test_an_evaluation_alone_admits_engines_shows_how_far_it_is_and_dispatches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("miles_async.single_side.SHOW_SECONDS", 0.02)
+    events: list[str] = []
+    shown: list[int] = []
+    results, rollout, fleet = Results(), Evaluating(events), FakeFleet(events, joining=["a", "b"])
+    await evaluation_alone(rollout, fleet, results, shown.append)
+    assert results.evaluations == [(0, {"eval/reward": 0.5})]
+    assert shown == sorted(shown)
+    assert 0 < shown[0] < shown[-1] <= 60
+    assert {*events} == {"admit 0", "evaluate"}  # no commit, which would start the dispatcher, and no cut
+    assert fleet.serving == ["a", "b"]
+    assert rollout.closed.is_set()
+
+
+async def test_an_error_of_the_rollout_side_ends_an_evaluation() -> None:
+    rollout = FakeRollout([])
+    rollout.error = EngineStartError("no luck")
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await evaluation_alone(rollout, FakeFleet([]), Results(), lambda ended: None)
     assert caught.group_contains(EngineStartError, match="no luck")
 
 

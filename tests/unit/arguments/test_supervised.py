@@ -92,6 +92,7 @@ def test_every_check_belongs_to_all_runs_or_to_one_kind_of_data() -> None:
     listed = [
         *(*validation.COMMON_CHECKS, *validation.SAMPLED_CHECKS),
         *(*validation.SUPERVISED_CHECKS, *validation.DIVIDING_CHECKS),
+        *(check for check in validation.EVALUATED_CHECKS if check not in validation.SAMPLED_CHECKS),
     ]
     known = {name for name in vars(validation) if name.startswith("check_")}
     assert sorted(check.__name__ for check in listed) == sorted(known - {"check_foreign", "check_needs"})  # take more

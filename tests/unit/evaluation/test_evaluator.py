@@ -111,6 +111,7 @@ async def test_metrics_of_a_data_set():
             "eval/aime/failed_samples": 0,
         }
     )
+    assert bench.evaluator.ended == 8
     assert len(bench.attempt_ids) == 2
     assert max(bench.attempt_ids) < 0  # never those of training attempts
 

@@ -129,6 +129,24 @@ def test_a_heartbeat_says_how_long_there_has_been_no_step() -> None:
     ]
 
 
+def test_an_evaluation_alone_says_how_many_samples_have_ended() -> None:
+    clock, lines = Clock(), []
+    progress = PlainProgress(ProgressState(0, clock=clock), lines.append)
+    with progress:
+        progress.phase("the first samples")
+        clock.now += 4
+        progress.evaluating(3)
+        clock.now += 90
+        progress.evaluating(70)
+        assert progress.quiet_seconds == 0  # so it is no heartbeat's turn
+    assert lines == [
+        "starting the first samples ...",
+        "the first samples ready after 4.0 s",
+        "evaluated 3 samples in 0:00",
+        "evaluated 70 samples in 1:30",
+    ]
+
+
 def test_a_heartbeat_scrolls_above_the_live_display() -> None:
     output = io.StringIO()
     with LiveProgress(ProgressState(40), Console(file=output, force_terminal=True, width=120)) as progress:

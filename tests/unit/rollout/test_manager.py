@@ -52,6 +52,8 @@ class Evaluation:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
+    ended = 7
+
     async def run(self, step: int) -> dict[str, float]:
         self._parts.evaluating.set()
         try:
@@ -76,6 +78,7 @@ async def test_an_evaluation_ends_before_its_engines() -> None:
     running = asyncio.create_task(parts.manager.run())
     asked = asyncio.create_task(parts.manager.evaluate(0))  # whoever asked is not told to end: Ray cancels nothing
     await parts.evaluating.wait()
+    assert await parts.manager.evaluated() == 7
     await parts.manager.stop()
     await running
     assert parts.ended == ["evaluation", "reward", "engines"]

@@ -23,8 +23,9 @@ from tests.unit.samples.groups import decode, group, sample
 LIMIT = 1 << 30
 
 
-def start(run_dir: Path, *, groups: int = 2, limit: int = LIMIT) -> SampleRecorder:
-    return SampleRecorder(run_dir / "samples", groups=groups, limit_bytes=limit, decode=decode)
+def start(run_dir: Path, *, groups: int = 2, limit: int = LIMIT, only_file: bool = False) -> SampleRecorder:
+    samples = run_dir / "samples"
+    return SampleRecorder(samples, groups=groups, limit_bytes=limit, decode=decode, only_file=only_file)
 
 
 def batch(recorder: SampleRecorder, step: int, groups: tuple[Group, ...]) -> None:
@@ -100,17 +101,22 @@ def test_an_interrupted_evaluation_is_readable_and_says_so(tmp_path: Path) -> No
     assert read_note(samples_files(tmp_path)[0].path).why_fewer == "the evaluation was interrupted"
 
 
-def test_an_evaluation_gets_an_eighth_of_the_limit(tmp_path: Path) -> None:
-    recorder = start(tmp_path, limit=400_000)
+@pytest.mark.parametrize("only_file", [False, True])
+def test_an_evaluation_gets_an_eighth_of_the_limit_and_all_of_it_if_there_is_nothing_else(
+    tmp_path: Path, only_file: bool
+) -> None:
+    recorder = start(tmp_path, limit=400_000, only_file=only_file)
     evaluation = recorder.evaluation(20)
     for number in range(1, 1001):
         evaluation.add("aime", eval_attempt(number), 0, sample(), samples=1)
     evaluation.close(complete=True)
     recorder.finish()
     note = read_note(samples_files(tmp_path)[0].path)
-    assert 0 < note.groups_written < note.groups == 1000
-    assert note.why_fewer is not None
-    assert "eighth" in note.why_fewer
+    if only_file:
+        assert (note.groups_written, note.why_fewer) == (1000, None)
+    else:
+        assert 0 < note.groups_written < note.groups == 1000
+        assert note.why_fewer == "an evaluation gets at most 4.66e-05 GiB of --save-samples-gib"
 
 
 def test_at_the_limit_every_second_step_goes_and_the_whole_run_stays_covered(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""``miles-async rollout`` and ``miles-async eval``: generate and reward without training, and estimate pass@k.
+
+Both are runs with ``--eval-only``: no trainer starts. What they show is made of the run's samples, also of those of a
+run that was interrupted.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from miles_async.arguments.config_file import read_config_file
+from miles_async.arguments.evaluation_alone import evaluation_alone, rollout_as_evaluation
+from miles_async.arguments.evaluation_sets import evaluation_sets
+from miles_async.arguments.parser import ParsedCommandLine, parse_arguments
+from miles_async.checkpoints.files import find_checkpoint
+from miles_async.commands.evaluation_report import Evaluated, evaluated, report, write_report
+from miles_async.commands.parser import CommandParser
+from miles_async.commands.train import train_parsed
+from miles_async.errors import ConfigurationError, MilesAsyncError
+from miles_async.runs.starting import train_command
+from miles_async.runtime.files.run_directory import CONFIG_FILE
+from miles_async.runtime.processes.last_resort import sigterm_interrupts
+from miles_async.samples.reader import samples_files
+
+Show = Callable[[str], None]
+
+
+HELP = """\
+Usage: miles-async {name} --hf-checkpoint MODEL {prompts} --rm-type NAME [--against RUN_DIR] [--FLAG VALUE ...]
+
+{description}
+No trainer starts: engines serve MODEL, a Hugging Face directory, such as one of --save-hf.
+Flags are those of `miles-async train`; flags of training have no effect.{load}
+
+Written into --run-dir: samples/eval-00000000.parquet (`miles-async samples RUN_DIR` shows it) and evaluation.json.
+Ctrl-C ends it with the samples that are there.
+
+  --against RUN_DIR   compare, prompt by prompt, with the last evaluation of another run: of this command or of training
+  --dry-run           check everything, start nothing
+
+Examples:
+{examples}
+"""
+
+ROLLOUT_HELP = HELP.format(
+    name="rollout",
+    load="",
+    prompts="--prompt-data FILE",
+    description="Sample --prompt-data as training would (--n-samples-per-prompt, --rollout-temperature) and estimate\n"
+    "reward and pass@k.",
+    examples="  miles-async rollout --hf-checkpoint models/Qwen3-4B --prompt-data math.jsonl --rm-type math \\\n"
+    "    --n-samples-per-prompt 16 --run-dir runs/before\n"
+    "  miles-async rollout --hf-checkpoint models/Qwen3-4B --prompt-data 'math.jsonl@[0:200]' \\\n"
+    "    --environment-path my_env:MyEnv --run-dir runs/tools --against runs/before",
+)
+EVAL_HELP = HELP.format(
+    name="eval",
+    load=" With --load CHECKPOINT a run's\ncheckpoint is exported first (trainer ranks load it, write RUN_DIR.hf and "
+    "end), then evaluated.",
+    prompts="--eval-prompt-data [NAME] FILE ...",
+    description="Evaluate as training would (--eval-prompt-data, --eval-config, --eval-temperature, ...): "
+    "reward and pass@k\nof each data set.",
+    examples="  miles-async eval @my_run.args --hf-checkpoint runs/my-run/hf --run-dir runs/my-eval\n"
+    "  miles-async eval @my_run.args --hf-checkpoint models/other --run-dir runs/other --against runs/my-eval",
+)
+
+
+def rollout(words: Sequence[str], show: Show) -> int:
+    """Run ``miles-async rollout``; return the exit code. Raises what ``miles-async train`` does."""
+    return _run("rollout", ROLLOUT_HELP, words, show)
+
+
+def evaluate(words: Sequence[str], show: Show) -> int:
+    """Run ``miles-async eval``; return the exit code. Raises what ``miles-async train`` does."""
+    return _run("eval", EVAL_HELP, words, show)
+
+
+def _run(name: str, text: str, words: Sequence[str], show: Show) -> int:
+    if {"-h", "--help"}.intersection(words):
+        show(text)
+        return 0
+    own = CommandParser(f"miles-async {name}", "", add_help=False)
+    own.add_argument("--against", type=Path)
+    ours, rest = own.parse_known_args(words)
+    before = None if ours.against is None else evaluated(ours.against)  # a wrong name is noticed before the run
+    parsed = parse_arguments(rest, prog=f"miles-async {name}")
+    arguments = rollout_as_evaluation(parsed.arguments) if name == "rollout" else parsed.arguments
+    load = arguments.checkpoint.load
+    arguments = evaluation_alone(arguments)
+    if before is not None:
+        _require_shared(before, [each.name for each in evaluation_sets(arguments.evaluation)])
+    run_dir = arguments.observability.run_dir
+    _keep_training(run_dir)
+    with sigterm_interrupts():
+        if load is not None:
+            exported = _export(rest, run_dir, parsed, show)
+            arguments = replace(arguments, model=replace(arguments.model, hf_checkpoint=exported))
+        status = train_parsed(replace(parsed, arguments=arguments), rest, show)
+    if parsed.dry_run or parsed.print_config:
+        return status
+    if status and not samples_files(run_dir):
+        return status  # interrupted before a sample ended
+    result = report(evaluated(run_dir), before)
+    write_report(run_dir, result)
+    show(result.text)
+    return status
+
+
+def _export(words: Sequence[str], run_dir: Path, parsed: ParsedCommandLine, show: Show) -> Path:
+    """Write the weights of ``--load`` as Hugging Face files next to ``run_dir``, in a process that trains nothing.
+
+    Returns where they are; for a dry run, which exports nothing, ``--hf-checkpoint``. Raises MilesAsyncError.
+    """
+    checkpoint = find_checkpoint(_required(parsed.arguments.checkpoint.load))
+    if parsed.dry_run or parsed.print_config:
+        return _required(parsed.arguments.model.hf_checkpoint)
+    directory, export_dir = (run_dir.with_name(f"{run_dir.name}.{ending}") for ending in ("hf", "export"))
+    show(f"exporting {checkpoint.directory} to {directory}\n")
+    exporting = ("--load", str(checkpoint.directory), "--debug-train-only", "--save", "none", "--no-use-wandb")
+    places = ("--save-hf", str(directory), "--run-dir", str(export_dir))
+    process = subprocess.Popen(train_command([*words, *exporting, *places]))
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    if status:
+        raise MilesAsyncError(f"the export of {checkpoint.directory} failed with status {status}; see {export_dir}")
+    return directory
+
+
+def _required(path: Path | None) -> Path:
+    if path is None:
+        raise ConfigurationError("--hf-checkpoint is required: a Hugging Face directory of the model")
+    return path
+
+
+def _require_shared(before: Evaluated, names: Sequence[str]) -> None:
+    if not before.data_sets.keys() & {*names}:
+        raise ConfigurationError(
+            f"--against {before.run_dir} has the data sets {', '.join(before.data_sets)}, and this evaluation "
+            f"{', '.join(names)}: expected one that both have; a name before a file of --eval-prompt-data names it"
+        )
+
+
+def _keep_training(run_dir: Path) -> None:
+    """Raise ConfigurationError if ``run_dir`` has a training run, which an evaluation would move aside."""
+    if not (run_dir / CONFIG_FILE).is_file():
+        return
+    try:
+        alone = read_config_file(run_dir / CONFIG_FILE)[0].get("eval_only")
+    except ConfigurationError:  # of another version
+        alone = False
+    if not alone:
+        raise ConfigurationError(
+            f"--run-dir {run_dir} has a training run: give the evaluation a directory of its own, such as "
+            f"--run-dir {run_dir.with_name(run_dir.name + '-eval')}"
+        )

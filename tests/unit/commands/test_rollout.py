@@ -1,0 +1,193 @@
+"""``miles-async rollout`` and ``eval``: what is asked for, and what is made of the samples that are there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miles_async.arguments.config_file import to_toml
+from miles_async.arguments.evaluation_alone import evaluation_alone, rollout_as_evaluation
+from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.validation import validate
+from miles_async.cli import main
+from miles_async.commands import rollout as command
+from miles_async.commands.evaluation_report import REPORT_FILE, evaluated, report
+from miles_async.errors import ConfigurationError
+from miles_async.samples.columns import FileNote
+from miles_async.samples.files import DIRECTORY, file_of
+from miles_async.samples.parquet_writer import write_file
+from tests.unit.samples.sample_rows import row
+
+MODEL = "examples/quickstart/assets/reverse/model"
+FLAGS = ("--hf-checkpoint", MODEL, "--rm-type", "exact_match", "--device", "cpu")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"rev {i}", "label": str(i)}) + "\n" for i in range(3)))
+    return str(path)
+
+
+def write_samples(
+    run_dir: Path, rewards: dict[str, list[float]], *, name: str = "held_out", asked: int = 2, why: str | None = None
+) -> Path:
+    """Samples of an evaluation; a sample whose reward is negative is absent."""
+    rows = [
+        row(
+            kind="eval", step=0, data_set=name, prompt_id=prompt, attempt_id=-1 - place, sample=number, samples=asked,
+            reward=reward, target_version=None, age=None,
+        )
+        for place, (prompt, given) in enumerate(rewards.items())
+        for number, reward in enumerate(given)
+        if reward >= 0
+    ]  # fmt: skip
+    directory = run_dir / DIRECTORY
+    directory.mkdir(parents=True)
+    note = FileNote(kind="eval", step=0, groups=len(rewards), groups_written=len(rewards), why_fewer=why)
+    write_file(file_of(directory, "eval", 0), note, rows)
+    return run_dir
+
+
+def test_rollout_samples_the_prompts_as_training_would(prompts: str) -> None:
+    words = ["--prompt-data", prompts, "--n-samples-per-prompt", "4", "--rollout-temperature", "0.7"]
+    words += ["--rollout-top-p", "0.9", "--rollout-max-response-len", "33", "--save", "checkpoints", "--save-hf", "hf"]
+    arguments = evaluation_alone(rollout_as_evaluation(parse_arguments([*FLAGS, *words]).arguments))
+    evaluation = arguments.evaluation
+    assert evaluation.eval_prompt_data == (prompts,)
+    assert (evaluation.n_samples_per_eval_prompt, evaluation.eval_temperature, evaluation.eval_top_p) == (4, 0.7, 0.9)
+    assert arguments.rollout.rollout_max_response_len == 33
+    assert (arguments.checkpoint.save, arguments.checkpoint.save_hf) == (None, None)
+    assert arguments.sides == "rollout"
+    validate(arguments)  # top-p, for one, is refused for training
+
+
+def test_flags_that_only_training_has_to_fit_are_not_judged(prompts: str) -> None:
+    words = ["--eval-prompt-data", prompts, "--rollout-batch-size", "7", "--global-batch-size", "3"]
+    words += ["--eval-max-response-len", "20", "--max-tokens-per-gpu", "16"]
+    arguments = parse_arguments([*FLAGS, *words]).arguments
+    with pytest.raises(ConfigurationError, match="--global-batch-size"):
+        validate(arguments)
+    alone = evaluation_alone(arguments)
+    validate(alone)
+    assert alone.rollout.rollout_max_response_len == 20
+    assert parse_arguments([*FLAGS, *words, "--eval-only"]).arguments.sides == "rollout"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--rm-type", "none"), "no reward: give --rm-type"),
+        (("--save-samples", "0"), "--save-samples 0 with --eval-only"),
+        (("--colocate",), "--colocate with --eval-only"),
+        (("--rollout-external", "http://a:1"), "--rollout-external with --eval-only"),
+        (("--n-samples-per-eval-prompt", "2", "--eval-temperature", "0"), "all of them would be equal"),
+    ],
+)
+def test_what_evaluation_cannot_follow_is_refused(prompts: str, flags: tuple[str, ...], expected: str) -> None:
+    arguments = evaluation_alone(parse_arguments([*FLAGS, "--eval-prompt-data", prompts, *flags]).arguments)
+    with pytest.raises(ConfigurationError, match=expected):
+        validate(arguments)
+
+
+def test_each_command_has_its_prompts(prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollout", *FLAGS, "--eval-prompt-data", prompts]) == 2
+    assert "`miles-async eval` evaluates --eval-prompt-data" in capsys.readouterr().err
+    assert main(["rollout", *FLAGS]) == 2
+    assert "--prompt-data is required" in capsys.readouterr().err
+    assert main(["eval", *FLAGS]) == 2
+    assert "--eval-prompt-data or --eval-config is required" in capsys.readouterr().err
+
+
+def test_the_directory_of_a_training_run_is_not_moved_aside(
+    tmp_path: Path, prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "trained"
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text(to_toml(parse_arguments(FLAGS).arguments))
+    words = ["eval", *FLAGS, "--eval-prompt-data", prompts, "--run-dir", str(run_dir)]
+    assert main(words) == 2
+    assert f"--run-dir {run_dir}-eval" in capsys.readouterr().err
+    alone = evaluation_alone(parse_arguments([*FLAGS, "--eval-prompt-data", prompts]).arguments)
+    (run_dir / "config.toml").write_text(to_toml(alone))
+    command._keep_training(run_dir)
+
+
+def test_a_report_has_estimates_per_data_set_and_the_paired_difference(
+    tmp_path: Path, prompts: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = write_samples(tmp_path / "before", {f"p{i}": [0.0, float(i % 2)] for i in range(10)})
+    after = tmp_path / "after"
+
+    def pretend(parsed: object, words: object, show: object) -> int:
+        write_samples(after, {f"p{i}": [1.0, float(i % 3 == 0)] for i in range(12)})
+        return 0
+
+    monkeypatch.setattr(command, "train_parsed", pretend)
+    words = ["eval", *FLAGS, "--eval-prompt-data", prompts, "--run-dir", str(after), "--against", str(before)]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "held_out: 12 prompts, 24 samples\n" in shown
+    assert f"held_out, minus {before} (10 prompts in both):" in shown
+    assert "pass@1    0.667" in shown
+    assert "pass@2    1.000   0.758 to 1.000" in shown  # Wilson: 12 / (12 + 1.96²)
+    assert "95% intervals over prompts" in shown
+    record = json.loads((after / REPORT_FILE).read_text())
+    assert record["data_sets"]["held_out"]["estimates"]["pass@1"]["mean"] == pytest.approx(2 / 3)
+    difference = record["against"]["data_sets"]["held_out"]["pass@1"]
+    expected = [(1 + (i % 3 == 0)) / 2 - (i % 2) / 2 for i in range(10)]
+    assert difference["mean"] == pytest.approx(sum(expected) / 10)
+    assert difference["low"] < difference["mean"] < difference["high"]
+
+
+def test_samples_that_failed_are_counted_and_their_prompts_kept(tmp_path: Path) -> None:
+    found = evaluated(write_samples(tmp_path / "run", {"a": [1.0, -1.0], "b": [0.0, 0.0]}))
+    assert found.data_sets["held_out"].rewards == {"a": [1.0], "b": [0.0, 0.0]}
+    assert "2 prompts, 3 samples, 1 failed or not done\n" in report(found).text
+
+
+def test_of_an_interrupted_evaluation_only_prompts_with_all_samples_count(tmp_path: Path) -> None:
+    why = "the evaluation was interrupted"
+    found = evaluated(write_samples(tmp_path / "run", {"a": [1.0, -1.0], "b": [0.0, 0.0]}, why=why))
+    assert found.data_sets["held_out"].rewards == {"b": [0.0, 0.0]}
+    text = report(found).text
+    assert text.startswith(f"not all of it: {why}\n")
+    assert "1 prompts without all of their samples left out" in text
+
+
+def test_an_evaluation_that_was_ended_before_a_sample_says_so_by_its_status(
+    tmp_path: Path, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "train_parsed", lambda parsed, words, show: 130)
+    words = ["eval", *FLAGS, "--eval-prompt-data", prompts, "--run-dir", str(tmp_path / "run")]
+    assert main(words) == 130
+
+
+def test_a_flag_without_its_value_is_refused(prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", *FLAGS, "--eval-prompt-data", prompts, "--against"]) == 2
+    assert "--against: expected one argument; see miles-async eval --help" in capsys.readouterr().err
+
+
+def test_help_names_the_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("rollout", "eval"):
+        assert main([name, "--help"]) == 0
+        assert "--against RUN_DIR" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "expected"), [("absent", "no directory"), ("empty", "no samples of an evaluation")])
+def test_a_wrong_run_to_compare_with_is_noticed_first(
+    tmp_path: Path, prompts: str, capsys: pytest.CaptureFixture[str], name: str, expected: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["eval", *FLAGS, "--eval-prompt-data", prompts, "--against", str(tmp_path / name)]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_runs_without_a_common_data_set_are_not_compared(
+    tmp_path: Path, prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = write_samples(tmp_path / "before", {"a": [1.0, 1.0]}, name="gsm8k")
+    assert main(["eval", *FLAGS, "--eval-prompt-data", prompts, "--against", str(before)]) == 2
+    assert "has the data sets gsm8k, and this evaluation held_out" in capsys.readouterr().err
