@@ -1,15 +1,21 @@
 """Tool calls over chat templates of the families that are trained: rendered, sampled, parsed and rendered again, with
-the parsers that ``auto`` finds. The templates are in tests/fakes/chat_templates/families, with sources and licenses.
+the parsers that ``auto`` finds.
+
+Templates of the models come with trl, which is in the lock for its files alone. Those that it lacks are tried where the
+environment variable CHAT_TEMPLATES names a folder with a file of the family's name, such as minimax_m2.jinja.
 
 # covers: M14, R3
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import distribution
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +28,7 @@ from miles_async.trajectory.replies import ReplyParser, extends
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import JsonObject
 from miles_async.wiring.reply_parsers import reply_parser
-from tests.fakes.chat_formats import TEMPLATES, chat_template
+from tests.fakes.chat_formats import chat_template
 from tests.fakes.protocol_clients import CLIENTS, Client
 from tests.integration.test_reply_parsers import CONVERSATIONS, TOOL, sampled
 
@@ -39,6 +45,7 @@ class Family:
     """A chat template, and how the model answers under it."""
 
     models: str  # model_type in config.json, with the model where families have several templates
+    file: str = ""  # of trl; empty if it has none
     stops: Sequence[str]
     calls: str
     reasoning: str | None = None
@@ -52,21 +59,36 @@ IM_END = ("<|im_end|>",)
 GLM = ("<|endoftext|>", "<|user|>", "<|observation|>")
 DEEPSEEK = ("<｜end▁of▁sentence｜>",)
 FAMILIES = {
-    "qwen2_5": Family(models="qwen2", stops=IM_END, calls="qwen"),
-    "qwen3": Family(models="qwen3, qwen3_moe", stops=IM_END, calls="qwen", reasoning="qwen3", thinks=True),
-    "qwen3_2507": Family(models="qwen3_moe, qwen3_next (Instruct)", stops=IM_END, calls="qwen"),
+    "qwen2_5": Family(file="qwen2_5", models="qwen2", stops=IM_END, calls="qwen"),
+    "qwen3": Family(
+        file="qwen3", models="qwen3, qwen3_moe", stops=IM_END, calls="qwen", reasoning="qwen3", thinks=True
+    ),
+    "qwen3_2507": Family(
+        file="qwen3_instruct_2507", models="qwen3_moe, qwen3_next (Instruct)", stops=IM_END, calls="qwen"
+    ),
     "qwen3_coder": Family(models="qwen3_moe (Coder)", stops=IM_END, calls="qwen3_coder"),
     "qwen3_5": Family(
-        models="qwen3_5_text, qwen3_5_moe_text", stops=IM_END, calls="qwen3_coder", reasoning="qwen3", thinks=True
+        file="qwen3_5_think",
+        models="qwen3_5_text, qwen3_5_moe_text",
+        stops=IM_END,
+        calls="qwen3_coder",
+        reasoning="qwen3",
+        thinks=True,
     ),
     "mistral_nemo": Family(models="mistral", stops=("</s>",), calls="mistral", moves_tools=True),
-    "glm4_5": Family(models="glm4_moe", stops=GLM, calls="glm45", reasoning="glm45", thinks=True),
+    "glm4_5": Family(file="glm4moe", models="glm4_moe", stops=GLM, calls="glm45", reasoning="glm45", thinks=True),
     "glm4_7_flash": Family(models="glm4_moe_lite", stops=GLM, calls="glm47", reasoning="glm45", thinks=True),
     "minimax_m2": Family(models="minimax_m2", stops=("[e~[",), calls="minimax-m2", reasoning="minimax", thinks=True),
     "gpt_oss": Family(
-        models="gpt_oss", stops=("<|return|>", "<|call|>"), calls="gpt-oss", reasoning="gpt-oss", parallel=False
+        file="gptoss",
+        models="gpt_oss",
+        stops=("<|return|>", "<|call|>"),
+        calls="gpt-oss",
+        reasoning="gpt-oss",
+        parallel=False,
     ),
     "deepseek_v3": Family(
+        file="deepseekv3",
         models="deepseek_v3 (V3, R1)",
         stops=DEEPSEEK,
         calls="deepseekv3",
@@ -75,13 +97,23 @@ FAMILIES = {
     ),
     "deepseek_v31": Family(models="deepseek_v3 (V3.1)", stops=DEEPSEEK, calls="deepseekv31", reasoning="deepseek-r1"),
 }
-each_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def template_of(name: str) -> Path:
+    if file := FAMILIES[name].file:
+        return Path(str(distribution("trl").locate_file(f"trl/chat_templates/{file}.jinja")))
+    return Path(os.environ.get("CHAT_TEMPLATES", "/nonexistent")) / f"{name}.jinja"
+
+
+each_family = pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if FAMILIES[name].file or template_of(name).exists()]
+)
 each_case = pytest.mark.parametrize("case", CONVERSATIONS)
 
 
 @lru_cache
 def parser_of(name: str) -> ReplyParser:
-    source = (TEMPLATES / "families" / f"{name}.jinja").read_text()
+    source = template_of(name).read_text()
     stops = FAMILIES[name].stops
     special = (*dict.fromkeys([*SPECIAL.findall(source), *stops, "<s>"]),)
     return reply_parser(chat_template(source, stops, "<s>", special), AUTO, AUTO)
