@@ -11,6 +11,9 @@ import msgspec
 from miles_async.samples.columns import METADATA_KEY, FileNote, SampleRow, Turn, arrow_schema
 from miles_async.samples.files import PARTIAL
 
+_REPEATED = ("token_texts.list.element",)
+"""Columns whose values repeat, by their paths in Parquet."""
+
 
 class FileWriter:
     """One file. It has its name after :meth:`close`; :meth:`discard` removes what was written."""
@@ -23,7 +26,13 @@ class FileWriter:
         self._partial = path.with_name(path.name + PARTIAL)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._schema = arrow_schema()
-        self._writer = parquet.ParquetWriter(self._partial, self._schema, compression="zstd")
+        self._writer = parquet.ParquetWriter(
+            self._partial,
+            self._schema,
+            compression="zstd",
+            use_dictionary=list(_REPEATED),  # elsewhere it costs time and bytes: log-probs don't repeat
+            write_statistics=False,  # no reader skips row groups by them
+        )
 
     def add(self, rows: Sequence[SampleRow]) -> None:
         """Write rows as one row group. Raises OSError."""

@@ -31,6 +31,7 @@ from tests.benchmarks import (
     simulated_scale,
     staging,
     start,
+    trackers,
     trainer_step,
 )
 from tests.benchmarks.report import report
@@ -67,6 +68,7 @@ PARTS = {
     "trainer_step": trainer_step.rows,
     "samples": samples.rows,
     "samples_cpu": samples.cpu,
+    "trackers": trackers.rows,
 }
 
 

@@ -105,7 +105,7 @@ def test_an_interrupted_evaluation_is_readable_and_says_so(tmp_path: Path) -> No
 def test_an_evaluation_gets_an_eighth_of_the_limit_and_all_of_it_if_there_is_nothing_else(
     tmp_path: Path, only_file: bool
 ) -> None:
-    recorder = start(tmp_path, limit=400_000, only_file=only_file)
+    recorder = start(tmp_path, limit=200_000, only_file=only_file)
     evaluation = recorder.evaluation(20)
     for number in range(1, 1001):
         evaluation.add("aime", eval_attempt(number), 0, sample(), samples=1)
