@@ -116,7 +116,7 @@ def test_an_evaluation_gets_an_eighth_of_the_limit_and_all_of_it_if_there_is_not
         assert (note.groups_written, note.why_fewer) == (1000, None)
     else:
         assert 0 < note.groups_written < note.groups == 1000
-        assert note.why_fewer == "an evaluation gets at most 4.66e-05 GiB of --save-samples-gib"
+        assert note.why_fewer == "an evaluation gets at most 2.33e-05 GiB of --save-samples-gib"
 
 
 def test_at_the_limit_every_second_step_goes_and_the_whole_run_stays_covered(tmp_path: Path) -> None:
