@@ -109,8 +109,8 @@ def check_change(started: Arguments, now: Arguments, wanted: Arguments) -> None:
 def check_requests(arguments: Arguments, requests: Mapping[str, str]) -> None:
     """Check that the run has what is asked for. Raises ConfigurationError listing all problems."""
     problems = []
-    if "evaluation" in requests and arguments.evaluation.eval_prompt_data is None:
-        problems.append("evaluation: the run has no --eval-prompt-data")
+    if "evaluation" in requests and not arguments.evaluation.evaluates:
+        problems.append("evaluation: the run has neither --eval-prompt-data nor --eval-config")
     if "checkpoint" in requests and arguments.checkpoint.save is None:
         problems.append("checkpoint: the run has no --save, where it would go")
     refuse(problems)

@@ -19,6 +19,7 @@ from miles_async.arguments import (
     RewardArguments,
     StalenessArguments,
 )
+from miles_async.arguments.evaluation import EvaluationArguments
 from miles_async.arguments.live import (
     IN_FORCE,
     check_change,
@@ -151,9 +152,11 @@ def test_what_parts_were_made_for_is_the_limit_not_what_is_in_force() -> None:
 
 
 def test_requests_need_what_they_ask_for() -> None:
-    with pytest.raises(ConfigurationError, match=r"2 problems:(\n.*)*--eval-prompt-data(\n.*)*--save"):
+    with pytest.raises(ConfigurationError, match=r"2 problems:(\n.*)*--eval-config(\n.*)*--save"):
         check_requests(BASE, {"evaluation": "now", "checkpoint": "now", "stop": "after-step"})
     check_requests(BASE, {"stop": "after-step", "generation": "paused"})
+    held_out = replace(BASE, evaluation=EvaluationArguments(eval_config=Path("eval.yaml")))
+    check_requests(held_out, {"evaluation": "now"})
 
 
 def test_a_kept_setting_replaces_the_flag_that_it_replaced_before_and_no_other() -> None:
