@@ -17,7 +17,7 @@ from miles_async.backends.megatron.families.known import FAMILIES
 
 _ENTRY = re.compile(r"^EntryClass = (\[.*?\]|\w+)", flags=re.MULTILINE | re.DOTALL)
 _BY_CONFIG = {"kimi_k2": "DeepseekV3ForCausalLM"}  # transformers has no row for it, its config.json names the class
-_MAPPED = r'\("{}", "(\w+ForCausalLM)"\)'  # a row of transformers' table of causal models
+_MAPPED = r'\("{}", "(\w+For(?:CausalLM|ConditionalGeneration))"\)'  # a row of transformers' tables of models
 
 
 def sources(package: str) -> Path:

@@ -23,7 +23,7 @@ PROTOCOLS = {
     name: kind for name, kind in vars(api).items() if inspect.isclass(kind) and getattr(kind, "_is_protocol", False)
 }
 GIVEN = {"EngineClient"}  # to users, who don't implement it
-FILES = (api.algorithm, api.rollout, api.tracker, api.trainer)
+FILES = (api.algorithm, api.rollout, api.sampler, api.tracker, api.trainer)
 EXAMPLES = [test for file in FILES for test in doctest.DocTestFinder().find(file) if test.examples]
 
 
