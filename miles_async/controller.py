@@ -414,7 +414,7 @@ class Controller:
             await self._publisher.publish_for_evaluation()
             if self._publisher.evaluates_apart and all(each.engines != "train" for each in held_out):
                 may_publish.set()
-            metrics = await self._rollout.evaluate(step)
+            metrics = await self._rollout.evaluate(step, [each.name for each in held_out])
         except Exception as error:  # supervision point: a failing evaluation never stops training (A9)
             log.warning("evaluation failed", step=step, error=repr(error))
         else:

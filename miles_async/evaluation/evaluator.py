@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -43,7 +43,6 @@ class DataSet:
     generate: Generate
     reward: Reward
     n_samples: int  # per prompt
-    due: Callable[[int], bool] = lambda step: True  # whether it is evaluated after so many rollout steps
 
 
 class Evaluator:
@@ -73,8 +72,8 @@ class Evaluator:
         self._recorded: EvaluationSamples | None = None  # of the pass
         self._last_end = 0.0  # of a sample
 
-    async def run(self, step: int) -> dict[str, float]:
-        """Run one pass after ``step`` rollout steps, over the data sets that are due, or all if none is.
+    async def run(self, step: int, data_sets: Collection[str] | None = None) -> dict[str, float]:
+        """Run one pass after ``step`` rollout steps, over the data sets of these names; None: over all.
 
         Returns ``eval/NAME/...``, and if all were evaluated ``eval/reward``, the mean reward averaged over them.
 
@@ -86,30 +85,31 @@ class Evaluator:
         self._recorded = recorded = None if self._record is None else self._record(step)
         complete = False
         try:
-            metrics = await first_of(self._evaluate(step), self._until_stalled())
+            metrics = await first_of(self._evaluate(data_sets), self._until_stalled())
             complete = True
         finally:
             if recorded is not None:
                 recorded.close(complete=complete)
         return metrics
 
-    async def _evaluate(self, step: int) -> dict[str, float]:
+    async def _evaluate(self, data_sets: Collection[str] | None) -> dict[str, float]:
         metrics: dict[str, float] = {}
         async with asyncio.TaskGroup() as scope:
-            totals = await self._generate_all(scope, step)
+            totals = await self._generate_all(scope, data_sets)
         for name, data_set_totals in totals.items():
             metrics |= {f"eval/{name}/{key}": value for key, value in data_set_totals.metrics().items()}
         rewards = [value for key, value in metrics.items() if key.endswith("/reward/mean")]
         of_all = rewards and len(totals) == len(self._data_sets)
         return metrics | ({"eval/reward": sum(rewards) / len(rewards)} if of_all else {})
 
-    async def _generate_all(self, scope: asyncio.TaskGroup, step: int) -> dict[str, Totals]:
+    async def _generate_all(self, scope: asyncio.TaskGroup, data_sets: Collection[str] | None) -> dict[str, Totals]:
         """Start each sample as soon as a slot is free; the totals are complete when the scope ends."""
         slots = asyncio.Semaphore(self._concurrency)
         totals: dict[str, Totals] = {}
         attempt_ids = itertools.count(-1, -1)  # negative: never a training attempt
-        due = {name: data_set for name, data_set in self._data_sets.items() if data_set.due(step)}
-        for name, data_set in (due or self._data_sets).items():
+        for name, data_set in self._data_sets.items():
+            if data_sets is not None and name not in data_sets:
+                continue
             totals[name] = Totals(data_set.n_samples)
             remaining = iter(data_set.prompts())
             while (prompt := await asyncio.to_thread(next, remaining, None)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +54,7 @@ class Evaluation(Protocol):
     @property
     def ended(self) -> int: ...
 
-    async def run(self, step: int) -> Metrics: ...
+    async def run(self, step: int, data_sets: Collection[str] | None = None) -> Metrics: ...
 
 
 class Writer(Protocol):
@@ -196,11 +196,11 @@ class RolloutManager:
         """Returns when an engine waits for weights."""
         await self._engines.wait_for_joining()
 
-    async def evaluate(self, step: int) -> Metrics:
-        """One pass over the held-out prompts, which :meth:`close` cancels; {} without ``--eval-prompt-data``."""
+    async def evaluate(self, step: int, data_sets: Collection[str] | None = None) -> Metrics:
+        """One pass over the held-out prompts of these data sets, or of all; :meth:`close` cancels it. {} without any."""
         if self._evaluator is None:
             return {}
-        self._evaluating = asyncio.create_task(self._evaluator.run(step), name="evaluation")
+        self._evaluating = asyncio.create_task(self._evaluator.run(step, data_sets), name="evaluation")
         return await self._evaluating
 
     async def evaluated(self) -> int:

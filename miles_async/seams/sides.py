@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -84,8 +84,8 @@ class RolloutSide(SavedSide, Protocol):
         """Wait until an engine needs weights."""
         ...
 
-    async def evaluate(self, step: int) -> Metrics:
-        """Evaluate the weights after ``step`` rollout steps."""
+    async def evaluate(self, step: int, data_sets: Collection[str] | None = None) -> Metrics:
+        """Evaluate the weights after ``step`` rollout steps on these data sets, by name; None: on all."""
         ...
 
     async def evaluated(self) -> int:

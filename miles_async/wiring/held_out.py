@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 
 import msgspec
 
@@ -71,7 +70,6 @@ def make_evaluator(
             ),
             reward=rewards.of(each.rewards(arguments.rewards)),
             n_samples=each.samples(arguments.evaluation),
-            due=partial(_is_due, each, arguments),
         )
         for each in held_out
     }
@@ -87,10 +85,6 @@ def make_evaluator(
 
 def _stack(held_out: EvaluationSet, engines: RunEngines) -> EngineStack:
     return engines.train if held_out.engines == "train" else engines.evaluation or engines.train
-
-
-def _is_due(held_out: EvaluationSet, arguments: Arguments, step: int) -> bool:
-    return held_out.due(arguments.evaluation, step, last=step == arguments.rollout.num_rollout)
 
 
 def _prompts(prompts: Callable[[], Iterator[Prompt]], overrides: JsonObject) -> Callable[[], Iterable[Prompt]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -364,6 +364,7 @@ class FakeRollout:
         self.stale: dict[int, list[int]] = {}  # version → answers of count_stale, the next one last; then 0
         self.closed = asyncio.Event()
         self.batches = 0
+        self.evaluated_sets: list[Collection[str] | None] = []
 
     async def run(self) -> None:
         if self.error:
@@ -395,8 +396,9 @@ class FakeRollout:
     async def wait_for_joining(self) -> None:
         await asyncio.Event().wait()
 
-    async def evaluate(self, step: int) -> Mapping[str, float]:
+    async def evaluate(self, step: int, data_sets: Collection[str] | None = None) -> Mapping[str, float]:
         self.events.append("evaluate")
+        self.evaluated_sets.append(data_sets)
         if self.evaluation_error:
             raise self.evaluation_error
         return {"eval/reward": 1.0}

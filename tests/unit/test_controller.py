@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
@@ -113,6 +114,7 @@ def bench(
     age: int = 0,
     evaluate: bool = False,
     eval_interval: int | None = None,
+    eval_config: Path | None = None,
     apart: FakeFleet | None = None,
     save_interval: int | None = None,
     resume: Position | None = None,
@@ -145,7 +147,7 @@ def bench(
         optimizer=OptimizerArguments(bad_step_action=bad_steps, max_bad_steps=2),
         weights=weights,
         evaluation=EvaluationArguments(
-            eval_prompt_data=("x.jsonl",) if evaluate else None, eval_interval=eval_interval
+            eval_prompt_data=("x.jsonl",) if evaluate else None, eval_interval=eval_interval, eval_config=eval_config
         ),
         checkpoint=CheckpointArguments(save="y" if save_interval else None, save_interval=save_interval),  # type: ignore[arg-type]
     )
@@ -323,9 +325,9 @@ async def test_publication_waits_for_the_evaluation_of_the_visible_version() -> 
     gate = asyncio.Event()
     plain = b.rollout.evaluate
 
-    async def slow(step: int) -> Mapping[str, float]:
+    async def slow(step: int, data_sets: Collection[str]) -> Mapping[str, float]:
         await gate.wait()
-        return await plain(step)
+        return await plain(step, data_sets)
 
     b.rollout.evaluate = slow
     async with asyncio.TaskGroup() as scope:
@@ -346,11 +348,11 @@ async def test_an_evaluation_with_engines_of_its_own_holds_nothing_up() -> None:
     plain, evaluations = b.rollout.evaluate, iter(gates)
     pinned = []
 
-    async def slow(step: int) -> Mapping[str, float]:
+    async def slow(step: int, data_sets: Collection[str]) -> Mapping[str, float]:
         gate = next(evaluations)
         pinned.append(apart.versions["engine-0"])
         await gate.wait()
-        return await plain(step)
+        return await plain(step, data_sets)
 
     b.rollout.evaluate = slow
     async with asyncio.TaskGroup() as scope:
@@ -530,6 +532,17 @@ async def test_an_evaluation_that_is_asked_for_follows_its_step() -> None:
     b = bench(steps=4, evaluate=True, asked={2: {"evaluation": "now"}})
     await b.controller.run()
     assert b.records.evaluations == [0, 2, 4]
+
+
+@pytest.mark.parametrize("asked", [{"evaluation": "now"}, {"stop": "after-step"}])
+async def test_what_is_asked_for_evaluates_every_data_set(asked: Mapping[str, SettingValue], tmp_path: Path) -> None:
+    """Also at a step where only one of them is due."""
+    config = tmp_path / "eval.json"
+    sets = [{"name": "often", "path": "a.jsonl", "interval": 1}, {"name": "rarely", "path": "b.jsonl"}]
+    config.write_text(json.dumps({"eval": {"datasets": sets}}))
+    b = bench(steps=5, eval_config=config, asked={2: asked})
+    await b.controller.run()
+    assert b.rollout.evaluated_sets[:3] == [["often", "rarely"], ["often"], ["often", "rarely"]]
 
 
 async def test_a_checkpoint_that_is_asked_for_follows_its_step() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import pytest
 
@@ -90,7 +90,7 @@ async def test_an_error_of_the_rollout_side_ends_it() -> None:
 class Evaluating(Joining):
     """An evaluation of some samples."""
 
-    async def evaluate(self, step: int) -> Mapping[str, float]:
+    async def evaluate(self, step: int, data_sets: Collection[str] | None = None) -> Mapping[str, float]:
         for _ in range(60):
             await asyncio.sleep(0.002)
             self.events.append("evaluate")

@@ -35,7 +35,6 @@ class Bench:
         *,
         sets: Mapping[str, int],
         n_samples: int = 1,
-        due: Callable[[str, int], bool] = lambda name, step: True,
         concurrency: int = 8,
         seconds: float = 0.0,
         record: Record | None = None,
@@ -51,7 +50,6 @@ class Bench:
                     generate=self.generate,
                     reward=self.reward,
                     n_samples=n_samples,
-                    due=partial(due, name),
                 )
                 for name, count in sets.items()
             },
@@ -271,12 +269,11 @@ def test_versions_that_differ_are_seen():
     assert (totals.metrics()["weight_version/min"], totals.metrics()["weight_version/max"]) == (3, 4)
 
 
-async def test_only_data_sets_that_are_due_are_evaluated_and_the_mean_is_of_all():
-    bench = Bench(sets={"often": 2, "rarely": 3}, due=lambda name, step: name == "often" or step % 4 == 0)
-    rare = await bench.evaluator.run(1)
+async def test_only_data_sets_that_are_named_are_evaluated_and_the_mean_is_of_all():
+    bench = Bench(sets={"often": 2, "rarely": 3})
+    rare = await bench.evaluator.run(1, ["often"])
     assert {key for key in rare if key.endswith("/samples")} == {"eval/often/samples"}
     assert "eval/reward" not in rare
-    both = await bench.evaluator.run(4)
+    both = await bench.evaluator.run(4, ["often", "rarely"])
     assert (both["eval/often/samples"], both["eval/rarely/samples"], both["eval/reward"]) == (2, 3, 1.0)
-    bench.change(due=lambda step: False)  # as when an evaluation is asked for
     assert (await bench.evaluator.run(2)).keys() == both.keys()

@@ -54,7 +54,7 @@ class Evaluation:
 
     ended = 7
 
-    async def run(self, step: int) -> dict[str, float]:
+    async def run(self, step: int, data_sets: object = None) -> dict[str, float]:
         self._parts.evaluating.set()
         try:
             return await asyncio.Future()

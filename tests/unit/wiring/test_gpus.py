@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -129,11 +129,11 @@ class Rollout(FakeRollout):
         self.gpu.need("engines")
         return await super().next_batch(target_version)
 
-    async def evaluate(self, step: int) -> Mapping[str, float]:
+    async def evaluate(self, step: int, data_sets: Collection[str] | None = None) -> Mapping[str, float]:
         for _ in range(20):
             self.gpu.need("engines")
             await asyncio.sleep(0)
-        return await super().evaluate(step)
+        return await super().evaluate(step, data_sets)
 
 
 class Checkpoints:
