@@ -197,7 +197,7 @@ class RolloutManager:
         await self._engines.wait_for_joining()
 
     async def evaluate(self, step: int, data_sets: Collection[str] | None = None) -> Metrics:
-        """One pass over the held-out prompts of these data sets, or of all; :meth:`close` cancels it. {} without any."""
+        """One pass over these held-out data sets, or all of them; {} without any. :meth:`close` cancels it."""
         if self._evaluator is None:
             return {}
         self._evaluating = asyncio.create_task(self._evaluator.run(step, data_sets), name="evaluation")
