@@ -41,6 +41,7 @@ class RankProfiler:
     def step(self, number: int) -> Iterator[None]:
         """Profile the block if it is the step in question. Its memory is written, too, if memory runs out before."""
         if self._profiling is None or number > self._profiling.step:
+            self._forget()  # a run that was resumed after the step
             yield
             return
         import torch
@@ -63,14 +64,22 @@ class RankProfiler:
         self._write_memory(profiling, profiling.step)
 
     def _write_memory(self, profiling: Profiling, step: int) -> None:
-        """Write the history so far, and end it: later steps cost nothing any more."""
+        """Write the history so far, and end it."""
+        if not self._remembers:
+            return
+        import torch
+
+        name = f"step-{step}.rank-{self._rank}.memory.pickle"
+        self._write(profiling, name, torch.cuda.memory._dump_snapshot)
+        self._forget()
+
+    def _forget(self) -> None:
+        """End the history of memory, which slows down every allocation."""
         if not self._remembers:
             return
         import torch
 
         self._remembers = False
-        name = f"step-{step}.rank-{self._rank}.memory.pickle"
-        self._write(profiling, name, torch.cuda.memory._dump_snapshot)
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, profiling: Profiling, name: str, write: Callable[[str], object]) -> None:

@@ -50,13 +50,6 @@ def test_without_a_profile_nothing_is_written(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_run_resumed_after_the_step_writes_nothing(directory: Path) -> None:
-    profiler = RankProfiler(profiling(directory), rank=1)
-    with profiler.step(STEP + 1):
-        pass
-    assert not directory.exists()
-
-
 def test_an_error_of_the_step_is_the_steps_own(directory: Path) -> None:
     profiler = RankProfiler(profiling(directory), rank=1)
     with pytest.raises(ZeroDivisionError), profiler.step(STEP):
@@ -82,6 +75,16 @@ class Recorded:
     @property
     def records(self) -> bool:
         return bool(self.calls) and self.calls[-1].get("enabled", "all") is not None
+
+
+def test_a_run_resumed_after_the_step_writes_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    profiler = RankProfiler(profiling(directory, memory=True), rank=1)
+    for number in (STEP + 1, STEP + 2):
+        with profiler.step(number):
+            assert not recorded.records
+    assert recorded.calls[1:] == [{"enabled": None}], "the history ends once"
+    assert not directory.exists()
 
 
 def test_memory_is_recorded_from_the_start_to_the_end_of_the_step(
