@@ -27,10 +27,8 @@ only; ``wiring/driver.py`` decides what stands behind them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
-import msgspec
 import structlog
 
 from miles_async.arguments.checkpoint import CheckpointArguments
@@ -43,129 +41,21 @@ from miles_async.arguments.weights import WeightsArguments
 from miles_async.bad_steps import BadSteps
 from miles_async.errors import ContractViolation
 from miles_async.runtime.clock import Stopwatch
-from miles_async.seams import RolloutSide, TrainerSide
-from miles_async.types import Changes, PreparedBatch, Publication, SettingValue
+from miles_async.seams import (
+    NO_CHANGES,
+    NO_TURNS,
+    Checkpoints,
+    Gpus,
+    LiveSettings,
+    Position,
+    Publisher,
+    Recorder,
+    RolloutSide,
+    TrainerSide,
+)
+from miles_async.types import PreparedBatch, Publication, SettingValue
 
 log = structlog.get_logger(__name__)
-
-
-class Publisher(Protocol):
-    """weights.publisher.WeightPublisher, as seen from here."""
-
-    async def copy(self, version: int) -> None: ...
-
-    async def stage(self, version: int) -> None: ...
-
-    async def deliver(self, version: int) -> Publication: ...
-
-    async def repair(self) -> tuple[str, ...]: ...
-
-    async def publish_for_evaluation(self) -> None: ...
-
-    @property
-    def evaluates_apart(self) -> bool: ...
-
-    async def close(self) -> None: ...
-
-
-class Checkpoints(Protocol):
-    """Atomic checkpoints of both sides and of the loop's own position."""
-
-    async def save(self, position: Position) -> None:
-        """Snapshot the current state; return once training may resume."""
-        ...
-
-    async def finish(self) -> Mapping[str, float]:
-        """Complete the last save; return its metrics, none if it was complete."""
-        ...
-
-    async def load(self) -> Position | None:
-        """Restore both sides and return the position to continue from; None to start fresh."""
-        ...
-
-
-class LiveSettings(Protocol):
-    """Receives requests of ``miles-async set`` and hands them over at the boundaries of steps."""
-
-    def begin(self, step: int) -> None:
-        """The loop continues after ``step`` trained steps."""
-        ...
-
-    def take(self, step: int, *, last: bool) -> Changes | None:
-        """What was asked for since the last call: it takes effect after ``step``. ``last``: nothing follows that step,
-        so later requests are refused.
-        """
-        ...
-
-
-class NoChanges:
-    """Implements LiveSettings where nothing can be asked for."""
-
-    def begin(self, step: int) -> None: ...
-
-    def take(self, step: int, *, last: bool) -> Changes | None:
-        return None
-
-
-class Gpus(Protocol):
-    """Turns of trainer and engines on GPUs that they share."""
-
-    async def for_training(self, evaluation: Awaitable[None] | None) -> None:
-        """Wait until the trainer has its memory. Engines have no weights from then on; all that they may still have to
-        do is ``evaluation``.
-        """
-        ...
-
-    def training_is_over(self) -> None:
-        """Nothing is asked of the trainer before the next :meth:`for_training`."""
-        ...
-
-    async def for_generating(self) -> None:
-        """Wait until :meth:`training_is_over` was said and the engines have their memory, and may be published to."""
-        ...
-
-
-class NoTurns:
-    """Implements Gpus where nothing is shared."""
-
-    async def for_training(self, evaluation: Awaitable[None] | None) -> None: ...
-
-    def training_is_over(self) -> None: ...
-
-    async def for_generating(self) -> None: ...
-
-
-NO_TURNS = NoTurns()
-NO_CHANGES = NoChanges()
-
-
-class Recorder(Protocol):
-    """Receives metrics, publications and evaluations: progress, files, trackers.
-
-    ``step``: rollout steps that are trained, with the one that is recorded.
-    """
-
-    def step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None: ...
-
-    def publication(self, record: Publication) -> None: ...
-
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def checkpoint(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-
-class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """Position of the loop: ``step`` rollout steps are trained, the trainer holds ``version``."""
-
-    step: int = 0
-    version: int = 0
-    unpublished: int = 0  # steps trained since ``version`` was published
-
-    def resumed(self) -> Position:
-        """Position from which a run saved here resumes. A version names one set of weights forever, so weights that
-        were trained and never published get a new one.
-        """
-        return Position(step=self.step, version=self.version + (self.unpublished > 0))
 
 
 class Controller:

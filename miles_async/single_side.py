@@ -12,9 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 import structlog
 
 from miles_async.bad_steps import BadSteps
-from miles_async.controller import Recorder
 from miles_async.runtime.clock import Stopwatch
-from miles_async.seams import EngineFleet, RolloutSide, TrainerSide
+from miles_async.seams import EngineFleet, Recorder, RolloutSide, TrainerSide
 from miles_async.types import PreparedBatch
 
 log = structlog.get_logger(__name__)

@@ -30,12 +30,11 @@ from miles_async.checkpoints.manifest import Manifest, RunIdentity, check_traine
 from miles_async.checkpoints.model_function import differing
 from miles_async.checkpoints.save_lock import SaveLock
 from miles_async.checkpoints.start import continues
-from miles_async.controller import Position
 from miles_async.errors import CheckpointError
 from miles_async.ledger.readmission import read_readmissions
 from miles_async.runtime.clock import Stopwatch
 from miles_async.runtime.files.digests import write_digested
-from miles_async.seams import SavedSide, TrainerSide
+from miles_async.seams import Position, SavedSide, TrainerSide
 from miles_async.types import KeptSetting
 
 log = structlog.get_logger(__name__)

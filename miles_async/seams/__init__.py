@@ -1,20 +1,40 @@
 """Boundaries between rooms: protocols of the controller, the two sides and the engines.
 
-A narrow protocol with a single consumer stands beside that consumer, such as ``controller.Publisher``.
+A narrow protocol with a single consumer stands beside that consumer, such as ``rollout.manager.Writer``.
 ``controller.py`` sees protocols only; the wiring chooses the implementations.
 """
 
 from miles_async.seams.fleet import EngineErrors, EngineFleet, PerEngine, arguments_of, per_engine
+from miles_async.seams.loop import (
+    NO_CHANGES,
+    NO_TURNS,
+    Checkpoints,
+    Gpus,
+    LiveSettings,
+    NoTurns,
+    Position,
+    Publisher,
+    Recorder,
+)
 from miles_async.seams.server import InferenceServer, TokenVersions
 from miles_async.seams.sides import PromptSource, RolloutSide, SavedSide, TrainerSide
 from miles_async.seams.weights import SenderHandle, WeightSender, WeightSenders, WeightTransport
 
 __all__ = [
+    "NO_CHANGES",
+    "NO_TURNS",
+    "Checkpoints",
     "EngineErrors",
     "EngineFleet",
+    "Gpus",
     "InferenceServer",
+    "LiveSettings",
+    "NoTurns",
     "PerEngine",
+    "Position",
     "PromptSource",
+    "Publisher",
+    "Recorder",
     "RolloutSide",
     "SavedSide",
     "SenderHandle",

@@ -16,7 +16,7 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.checkpoints.manifest import RunIdentity
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
-from miles_async.controller import NO_CHANGES, Controller, LiveSettings
+from miles_async.controller import Controller
 from miles_async.errors import first_error
 from miles_async.ledger.schedule import ScheduleWriter
 from miles_async.ledger.writer import LedgerWriter
@@ -27,6 +27,7 @@ from miles_async.rollout.generate import Decoder, SingleTurnGenerate, sampling_p
 from miles_async.rollout.manager import RolloutManager
 from miles_async.runtime.garbage import rare_collections
 from miles_async.runtime.services import Services
+from miles_async.seams import NO_CHANGES, LiveSettings
 from miles_async.simulation.engines import SimulatedEngines
 from miles_async.simulation.hooks import (
     RolloutProcess,

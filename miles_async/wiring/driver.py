@@ -31,7 +31,7 @@ from miles_async.checkpoints.kept_settings import kept_settings
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, new_run_name
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.checkpoints.save_lock import SaveLock, save_lock
-from miles_async.controller import Controller, Position
+from miles_async.controller import Controller
 from miles_async.errors import (
     ConfigurationError,
     ProcessLostError,
@@ -63,7 +63,7 @@ from miles_async.runtime.processes.restarts import own_restarts, write_restarts
 from miles_async.runtime.processes.run_process import kill_marked, read_run_process
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards, first_of
-from miles_async.seams import EngineFleet
+from miles_async.seams import EngineFleet, Position
 from miles_async.single_side import evaluation_alone, rollouts_alone, training_alone
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.weights.publisher import WeightPublisher

@@ -17,12 +17,11 @@ from typing import Protocol
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.server_groups import DEFAULT_GROUP
-from miles_async.controller import NoTurns
 from miles_async.engines.placement import EnginePlace
 from miles_async.errors import EngineError
 from miles_async.rollout.actor import RolloutProcess
 from miles_async.runtime.tasks import gathered
-from miles_async.seams import EngineErrors, EngineFleet, InferenceServer
+from miles_async.seams import EngineErrors, EngineFleet, InferenceServer, NoTurns
 from miles_async.trainer.ranks import TrainerRanks
 from miles_async.types import Incarnation
 
@@ -46,7 +45,7 @@ class OwnGpus(NoTurns):
 
 
 class SharedGpus:
-    """Both sides have the same GPUs, one at a time; implements ``controller.Gpus``. The trainer has the first turn."""
+    """Both sides have the same GPUs, one at a time; implements ``seams.Gpus``. The trainer has the first turn."""
 
     def __init__(self, fleet: EngineFleet, trainer: LeavesGpus) -> None:
         self._fleet = fleet

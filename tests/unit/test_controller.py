@@ -22,8 +22,9 @@ from miles_async.arguments import (
     WeightsArguments,
 )
 from miles_async.arguments.optimizer import BadStepAction
-from miles_async.controller import Controller, Position
+from miles_async.controller import Controller
 from miles_async.errors import ContractViolation, EngineError, PublicationError, TrainerError, first_error
+from miles_async.seams import Position
 from miles_async.types import Changes, FleetMembers, PreparedBatch, Publication, SettingValue, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport

@@ -24,10 +24,10 @@ from miles_async.checkpoints.kept_settings import kept_settings
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, least_bytes, new_run_name, write_manifest
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.checkpoints.start import checkpoint_problems
-from miles_async.controller import Position
 from miles_async.errors import CheckpointError
 from miles_async.runtime import clock
 from miles_async.runtime.files.digests import digest_pieces, split, write_digested
+from miles_async.seams import Position
 from miles_async.types import KeptSetting
 
 MODEL = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2}

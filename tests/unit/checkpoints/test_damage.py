@@ -18,9 +18,9 @@ from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.checkpoints.files import find_checkpoint, list_checkpoints
 from miles_async.checkpoints.manifest import RunIdentity, check_whole
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
-from miles_async.controller import Position
 from miles_async.errors import CheckpointError
 from miles_async.runtime.files.digests import digest_pieces, split, write_digested
+from miles_async.seams import Position
 
 MODEL = {"model_type": "qwen3", "hidden_size": 64}
 

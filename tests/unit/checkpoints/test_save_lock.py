@@ -23,8 +23,8 @@ from miles_async.checkpoints.manifest import RunIdentity
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.checkpoints.save_lock import LockOwner, SaveLock, lock_problem, save_lock
 from miles_async.checkpoints.start import checkpoint_problems
-from miles_async.controller import Position
 from miles_async.errors import CheckpointError, ConfigurationError
+from miles_async.seams import Position
 from tests.fakes.fake_sides import FakeRollout, FakeTrainer
 
 RUN = Path("runs/other")

@@ -15,11 +15,11 @@ from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.checkpoints.manifest import RunIdentity
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.cli import main
-from miles_async.controller import Position
 from miles_async.errors import DataError
 from miles_async.ledger.readmission import read_readmissions, request_readmission
 from miles_async.ledger.writer import LedgerWriter
 from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
+from miles_async.seams import Position
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool

@@ -23,9 +23,10 @@ from miles_async.arguments import (
     StalenessArguments,
     WeightsArguments,
 )
-from miles_async.controller import Controller, Position
+from miles_async.controller import Controller
 from miles_async.engines.placement import EnginePlace
 from miles_async.errors import EngineError
+from miles_async.seams import Position
 from miles_async.types import CanaryScore, Incarnation, PreparedBatch
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
