@@ -100,11 +100,8 @@ def _take(step: Step, bench: Bench) -> Outcome:
 
 def machine_facts(bench: Bench) -> dict[str, str]:
     """What makes reports of two machines comparable."""
-    import torch
-
-    device = f"{bench.gpus} × {torch.cuda.get_device_name()}" if bench.device == "cuda" else "CPU (a rehearsal)"
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    device = f"{bench.gpus} × {_gpu_name()}" if bench.device == "cuda" else "CPU (a rehearsal)"
+    commit = _first_line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     facts = {"device": device, "date": time.strftime("%Y-%m-%d"), "commit": commit or "unknown"}
     facts["python"] = platform.python_version()
     for package in PACKAGES:
@@ -113,6 +110,20 @@ def machine_facts(bench: Bench) -> dict[str, str]:
         except PackageNotFoundError:
             facts[package] = "not installed"
     return facts
+
+
+def _gpu_name() -> str:
+    """Name of the first GPU. PyTorch would initialise CUDA in this process, which takes memory that steps need."""
+    return _first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "unknown GPU"
+
+
+def _first_line(*command: str) -> str:
+    """First line of a command's output; empty if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.partition("\n")[0].strip()
 
 
 def _row(outcome: Outcome) -> str:
@@ -142,10 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     bench = Bench.here(parsed.output / time.strftime("%Y%m%d-%H%M%S"))
     chosen = [step for step in STEPS if not parsed.only or step.key in parsed.only]
-    outcomes: list[Outcome] = []
+    machine, outcomes = machine_facts(bench), list[Outcome]()
     for outcome in climb(chosen, bench, lambda line: print(line, flush=True)):
         outcomes.append(outcome)
-        report = Report(machine=machine_facts(bench), outcomes=outcomes)  # also of an hour that is cut short
+        report = Report(machine=machine, outcomes=outcomes)  # also of an hour that is cut short
         (parsed.output / "report.md").write_text(report.markdown())
         (parsed.output / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
     print(f"{parsed.output / 'report.md'} and report.json")

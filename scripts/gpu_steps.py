@@ -100,7 +100,7 @@ class Bench:
             )  # fmt: skip
             try:
                 code = process.wait(self.left)
-            except subprocess.TimeoutExpired:
+            except BaseException:  # out of time, or Ctrl-C, which its session does not get
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 raise

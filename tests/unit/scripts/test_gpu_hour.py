@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -62,6 +65,35 @@ def test_every_step_gets_a_verdict_whatever_became_of_those_before(bench: Bench)
     assert "| fails | failed | 0 | 60 | StepError: expected 1, found 2 / 3 |" in text
     assert "| passes | passed | 0 | 60 | GB/s 12.35 |" in text, "the JSON has what is no number"
     assert not Report(machine=report.machine, outcomes=outcomes[2:4]).failed
+
+
+def test_an_interrupted_step_ends_its_process(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if self not in started:
+                started.append(self)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        waits(bench)
+    assert started[0].returncode == -signal.SIGKILL
+
+
+def test_the_gpu_is_named_without_cuda_in_this_process(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho NVIDIA H100\necho NVIDIA H100\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    on_gpus = dataclasses.replace(bench, device="cuda", gpus=2)
+    assert gpu_hour.machine_facts(on_gpus)["device"] == "2 × NVIDIA H100"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert gpu_hour.machine_facts(on_gpus)["device"] == "2 × unknown GPU"
 
 
 def test_a_report_is_written_after_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
