@@ -100,8 +100,13 @@ def load_picture_processor(directory: Path) -> PictureProcessor | None:
     None: the model reads no images. Raises ConfigurationError if it does, and there is no usable processor.
     """
     config = read_json(directory / "config.json")
-    if "vision_config" not in config or (image_token := config.get("image_token_id")) is None:
+    if "vision_config" not in config:
         return None
+    if (image_token := config.get("image_token_id")) is None:
+        raise ConfigurationError(
+            f"--hf-checkpoint {directory}: config.json has a vision_config, so the model reads images; expected "
+            "image_token_id, the token that stands for a part of an image, found none"
+        )
     from transformers import AutoImageProcessor
 
     try:

@@ -100,6 +100,12 @@ def test_a_text_model_has_none(tmp_path: Path):
     assert load_picture_processor(tmp_path) is None
 
 
+def test_a_model_that_reads_images_without_their_token_is_refused(model: Path):
+    (model / "config.json").write_text('{"vision_config": {}}')
+    with pytest.raises(ConfigurationError, match="vision_config.* expected image_token_id"):
+        load_picture_processor(model)
+
+
 def test_a_model_without_its_processor_is_refused(model: Path):
     (model / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigurationError, match=r"no usable processor .*preprocessor_config.json"):

@@ -124,7 +124,7 @@ def _check_linear_attention(config: JsonObject, model: ModelArguments) -> None:
 
 
 def _check_images(config: JsonObject, model: ModelArguments) -> None:
-    """What megatron-bridge (0.6) does not do (context parallelism), and what was not compared with transformers."""
+    """Refuse layouts that megatron-bridge (0.6) lacks for images, or that were not compared with transformers."""
     kind = config["model_type"]
     for flag, used in {
         "--tensor-model-parallel-size": model.tensor_model_parallel_size > 1,
@@ -262,6 +262,10 @@ def _problems(config: JsonObject) -> Iterator[str]:
     yield from _rope_problems(config, family)
     yield from _expert_problems(config, kind, family)
     yield from _layer_problems(config, family)
+    if family.images and "vision_config" not in config:
+        yield "vision_config is absent: images would be left out of prompts"
+    if not family.images and "vision_config" in config:
+        yield f"vision_config: images would be put into prompts, and model_type {kind!r} reads none; remove it"
     if family.images and mrope_section(config) is None:
         yield "rope_parameters without mrope_section: it is unknown what the positions of images rotate"
     if kind == "minimax_m2":
