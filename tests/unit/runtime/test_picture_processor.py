@@ -102,7 +102,7 @@ def test_a_text_model_has_none(tmp_path: Path):
 
 def test_a_model_that_reads_images_without_their_token_is_refused(model: Path):
     (model / "config.json").write_text('{"vision_config": {}}')
-    with pytest.raises(ConfigurationError, match="vision_config.* expected image_token_id"):
+    with pytest.raises(ConfigurationError, match=r"vision_config.* expected image_token_id"):
         load_picture_processor(model)
 
 

@@ -313,7 +313,7 @@ def test_fields_of_a_vision_language_model_are_checked_wherever_they_are(written
 
 def test_rollout_and_trainer_agree_on_which_models_read_images():
     """The rollout process goes by vision_config, the trainer by the family."""
-    with pytest.raises(ConfigurationError, match="vision_config: images would be put .* 'qwen3' reads none"):
+    with pytest.raises(ConfigurationError, match=r"vision_config: images would be put .* 'qwen3' reads none"):
         hf_config.check_model(QWEN3 | {"vision_config": {}, "image_token_id": 60}, Path("m"))
     blind = {name: value for name, value in QWEN25_VL.items() if name != "vision_config"}
     with pytest.raises(ConfigurationError, match="vision_config is absent"):
