@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from examples.quickstart.tasks import ModelSize
 from examples.quickstart.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
@@ -18,15 +19,9 @@ CONTEXT = 40_960
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """Of a Qwen3 with tied embeddings."""
+class Size(ModelSize):
+    """Qwen3 dimensions and the number of tokens."""
 
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
     vocabulary: int
 
 
@@ -34,25 +29,12 @@ def save_model(directory: Path, size: Size) -> int:
     """Write weights, config and tokenizer; return the number of parameters."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+    from examples.quickstart.warm_start import qwen3_config
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.ffn,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.key_value_heads,
-        head_dim=size.head_dim,
-        max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-        bos_token_id=SPECIAL_TOKENS.index("<bos>"),
-        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
-        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
-        dtype="bfloat16",
-    )
+    config = qwen3_config(size, vocabulary=size.vocabulary, context=CONTEXT)
     model = Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(directory)
     words = (*SPECIAL_TOKENS, *(f"w{number}" for number in range(len(SPECIAL_TOKENS), size.vocabulary)))

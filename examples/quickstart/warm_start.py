@@ -23,15 +23,20 @@ IGNORED = -100  # torch's cross_entropy skips this label
 def build_model(size: ModelSize, seed: int) -> Qwen3ForCausalLM:
     """A freshly initialised fp32 Qwen3 with tied embeddings."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
+    return Qwen3ForCausalLM(qwen3_config(size, vocabulary=len(VOCABULARY), context=MODEL_MAX_LENGTH)).float()
+
+
+def qwen3_config(size: ModelSize, *, vocabulary: int, context: int) -> Qwen3Config:
+    """An fp32 Qwen3 with tied embeddings, for a tokenizer with the special tokens of this example."""
+    return Qwen3Config(
+        vocab_size=vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.ffn,
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=size.key_value_heads,
         head_dim=size.head_dim,
-        max_position_embeddings=MODEL_MAX_LENGTH,
+        max_position_embeddings=context,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         rms_norm_eps=1e-6,
         initializer_range=0.02,
@@ -41,7 +46,6 @@ def build_model(size: ModelSize, seed: int) -> Qwen3ForCausalLM:
         pad_token_id=PAD_ID,
         dtype="float32",
     )
-    return Qwen3ForCausalLM(config).float()
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> torch.Tensor:
