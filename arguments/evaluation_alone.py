@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.errors import ConfigurationError
@@ -44,7 +45,7 @@ def evaluation_alone(arguments: Arguments) -> Arguments:
     data_sets = evaluation_sets(evaluation)
     if not data_sets:
         raise ConfigurationError("--eval-prompt-data or --eval-config is required: prompts to evaluate on")
-    checkpoint, rollout = arguments.checkpoint, arguments.rollout
+    rollout = arguments.rollout
     length = max(each.response_length(evaluation, rollout)[1] for each in data_sets)
     return replace(
         arguments,
@@ -52,7 +53,7 @@ def evaluation_alone(arguments: Arguments) -> Arguments:
         # Of these none is dispatched.
         data=replace(arguments.data, prompt_data=arguments.data.prompt_data or (data_sets[0].path,)),
         rollout=replace(rollout, rollout_max_response_len=length),
-        checkpoint=replace(checkpoint, save=None, save_hf=None, load=None, max_run_restarts=0),
+        checkpoint=CheckpointArguments(),  # no flag about saving is left without the --save that it needs
     )
 
 

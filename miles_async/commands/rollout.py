@@ -10,11 +10,19 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from miles_async.arguments.config_file import read_config_file
+from miles_async.arguments import Arguments
+from miles_async.arguments.checkpoint import CheckpointArguments
+from miles_async.arguments.config_file import read_config_file, to_toml
+from miles_async.arguments.debug import DebugArguments
+from miles_async.arguments.evaluation import EvaluationArguments
 from miles_async.arguments.evaluation_alone import evaluation_alone, rollout_as_evaluation
 from miles_async.arguments.evaluation_sets import evaluation_sets
+from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.parser import ParsedCommandLine, parse_arguments
+from miles_async.arguments.rewards import RewardArguments
+from miles_async.arguments.sessions import SessionsArguments
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.commands.evaluation_report import Evaluated, evaluated, report, write_report
 from miles_async.commands.parser import CommandParser
@@ -96,7 +104,7 @@ def _run(name: str, text: str, words: Sequence[str], show: Show) -> int:
     _keep_training(run_dir)
     with sigterm_interrupts():
         if load is not None:
-            exported = _export(rest, run_dir, parsed, show)
+            exported = _export(run_dir, parsed, show)
             arguments = replace(arguments, model=replace(arguments.model, hf_checkpoint=exported))
         status = train_parsed(replace(parsed, arguments=arguments), rest, show)
     if parsed.dry_run or parsed.print_config:
@@ -109,7 +117,7 @@ def _run(name: str, text: str, words: Sequence[str], show: Show) -> int:
     return status
 
 
-def _export(words: Sequence[str], run_dir: Path, parsed: ParsedCommandLine, show: Show) -> Path:
+def _export(run_dir: Path, parsed: ParsedCommandLine, show: Show) -> Path:
     """Write the weights of ``--load`` as Hugging Face files next to ``run_dir``, in a process that trains nothing.
 
     Returns where they are; for a dry run, which exports nothing, ``--hf-checkpoint``. Raises MilesAsyncError.
@@ -119,18 +127,42 @@ def _export(words: Sequence[str], run_dir: Path, parsed: ParsedCommandLine, show
         return _required(parsed.arguments.model.hf_checkpoint)
     directory, export_dir = (run_dir.with_name(f"{run_dir.name}.{ending}") for ending in ("hf", "export"))
     show(f"exporting {checkpoint.directory} to {directory}\n")
-    exporting = ("--load", str(checkpoint.directory), "--debug-train-only", "--save", "none", "--no-use-wandb")
-    places = ("--save-hf", str(directory), "--run-dir", str(export_dir))
-    process = subprocess.Popen(train_command([*words, *exporting, *places]))
+    arguments = _exporting(parsed.arguments, checkpoint.directory, directory, export_dir)
+    with TemporaryDirectory(prefix="miles-async-export-") as temporary:
+        config = Path(temporary) / CONFIG_FILE
+        config.write_text(to_toml(arguments))
+        status = _finished(train_command(["--config", str(config)]))
+    if status:
+        raise MilesAsyncError(f"the export of {checkpoint.directory} failed with status {status}; see {export_dir}")
+    return directory
+
+
+def _exporting(arguments: Arguments, load: Path, save_hf: Path, run_dir: Path) -> Arguments:
+    """Arguments of a run that only exports a checkpoint: no checkpoints, no restarts, no evaluation, no trackers."""
+    observability, anyway = arguments.observability, arguments.checkpoint.load_anyway
+    alone = replace(
+        arguments,
+        checkpoint=CheckpointArguments(load=load, load_anyway=anyway, save_hf=save_hf),
+        debug=DebugArguments(debug_train_only=True),
+        evaluation=EvaluationArguments(),
+        observability=ObservabilityArguments(
+            run_dir=run_dir, log_level=observability.log_level, stall_timeout=observability.stall_timeout
+        ),
+    )
+    if arguments.algorithm.supervised:  # flags for the evaluation's samples, which supervised training refuses
+        return replace(alone, rewards=RewardArguments(), sessions=SessionsArguments())
+    return alone
+
+
+def _finished(command: Sequence[str]) -> int:
+    """Run a command; return its exit status. An interrupt ends it first."""
+    process = subprocess.Popen(command)
     try:
-        status = process.wait()
+        return process.wait()
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
         raise
-    if status:
-        raise MilesAsyncError(f"the export of {checkpoint.directory} failed with status {status}; see {export_dir}")
-    return directory
 
 
 def _required(path: Path | None) -> Path:

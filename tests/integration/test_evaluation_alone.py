@@ -129,7 +129,7 @@ def test_a_checkpoint_is_exported_and_evaluated_as_training_evaluated_it(
         responses(read_summaries(file.path)) for file in samples_files(run.run_dir) if file.kind == "eval"
     )
     words = ("eval", "@examples/quickstart/reverse.args", *flags, "--load", str(tmp_path / "checkpoints"))
-    words = (*words, "--against", str(run.run_dir))
+    words = (*words, "--against", str(run.run_dir), "--save", str(tmp_path / "others"), "--save-interval", "1")
     with real_run(tmp_path / "evaluated", command=command(imported_reverse, *words)) as again:
         assert again.wait(2 * SECONDS) == 0, again.output
         again.assert_nothing_left()

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.arguments import Arguments
+from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.config_file import to_toml
 from miles_async.arguments.evaluation_alone import evaluation_alone, rollout_as_evaluation
-from miles_async.arguments.parser import parse_arguments
-from miles_async.arguments.validation import validate
+from miles_async.arguments.observability import ObservabilityArguments
+from miles_async.arguments.parser import ParsedCommandLine, parse_arguments
+from miles_async.arguments.validation import flag_problems, validate
+from miles_async.checkpoints.files import Checkpoint
 from miles_async.cli import main
 from miles_async.commands import rollout as command
 from miles_async.commands.evaluation_report import REPORT_FILE, evaluated, report
@@ -99,6 +103,49 @@ def test_each_command_has_its_prompts(prompts: str, capsys: pytest.CaptureFixtur
     assert "--prompt-data is required" in capsys.readouterr().err
     assert main(["eval", *FLAGS]) == 2
     assert "--eval-prompt-data or --eval-config is required" in capsys.readouterr().err
+
+
+TRACKED = ("--use-wandb", "--use-tensorboard", "--use-prometheus", "--use-mlflow", "--use-swanlab", "--use-trackio")
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        ("@examples/quickstart/reverse.args", "--eval-interval", "5"),
+        ("@examples/quickstart/reverse.args", "--eval-only", "--save-debug-rollout-data", "{rollout_id}.parquet"),
+        ("@examples/quickstart/sft.args", "--rm-type", "exact_match"),
+    ],
+)
+def test_a_checkpoint_is_exported_by_a_run_that_saves_restarts_and_tracks_nothing(
+    tmp_path: Path, prompts: str, monkeypatch: pytest.MonkeyPatch, training: tuple[str, ...]
+) -> None:
+    checkpoint = Checkpoint(directory=tmp_path / "checkpoints" / "iter_4", run="run", step=4)
+    exports: list[Arguments] = []
+
+    def train(words: list[str]) -> int:
+        exports.append(parse_arguments(words[words.index("train") + 1 :]).arguments)
+        return 0
+
+    def evaluate(parsed: ParsedCommandLine, words: object, show: object) -> int:
+        assert parsed.arguments.model.hf_checkpoint == tmp_path / "run.hf"
+        assert flag_problems(parsed.arguments) == []
+        return 130
+
+    monkeypatch.setattr(command, "find_checkpoint", lambda load: checkpoint)
+    monkeypatch.setattr(command, "_finished", train)
+    monkeypatch.setattr(command, "train_parsed", evaluate)
+    saving = ("--save", "checkpoints", "--save-interval", "5", "--save-keep-last", "2", "--max-run-restarts", "3")
+    loading = ("--load", "checkpoints", "--load-anyway", "prompt_data", "--eval-prompt-data", prompts)
+    places = ("--run-dir", str(tmp_path / "run"), "--custom-tracker-path", "mine:Tracker")
+    assert main(["eval", *training, *saving, *TRACKED, *loading, *places]) == 130
+    (export,) = exports
+    assert flag_problems(export) == []
+    assert export.sides == "trainer"
+    assert export.debug.exports
+    assert export.checkpoint == CheckpointArguments(
+        load=checkpoint.directory, load_anyway=("prompt_data",), save_hf=tmp_path / "run.hf"
+    )
+    assert export.observability == ObservabilityArguments(run_dir=tmp_path / "run.export")
 
 
 def test_the_directory_of_a_training_run_is_not_moved_aside(
