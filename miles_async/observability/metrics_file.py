@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 import structlog
 
 from miles_async.types import JsonObject
@@ -82,12 +85,59 @@ def read_metrics(path: Path) -> list[JsonObject]:
     A torn last line is skipped. Lines without a kind come from an earlier version, which counted trained steps from 0.
     """
     steps: dict[int, dict[str, object]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:  # a run that was killed while it wrote
+    for line in path.read_bytes().split(b"\n"):
+        if (row := row_of(line)) is None:  # a run that was killed while it wrote
             continue
         if row.pop("kind", None) is None and kind_of(row) == "step":
             row["step"] += 1
         steps.setdefault(row["step"], {}).update(row)
     return [steps[step] for step in sorted(steps)]
+
+
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None if the line is torn, not UTF-8, or has no step.
+
+    >>> row_of(b'{"kind": "step", "st') is None
+    True
+    """
+    try:
+        row = msgspec.json.decode(line)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AddedLines:
+    """Lines that were added to a file."""
+
+    lines: Sequence[bytes]
+    restarted: bool  # the file is another one, was cut, or is gone: earlier lines are void
+    torn: bool  # half a line follows
+
+
+class AddedLinesReader:
+    """Reads a growing file from where the last reading ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] | None = None  # device and inode: a restarted run begins another file
+        self._offset = 0
+
+    def read(self) -> AddedLines:
+        """Read the complete lines that were added since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                identity = found.st_dev, found.st_ino
+                restarted = identity != self._file or found.st_size < self._offset
+                if restarted:
+                    self._file, self._offset = identity, 0
+                file.seek(self._offset)
+                whole, newline, rest = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            self._file, self._offset = None, 0
+            return AddedLines(lines=(), restarted=True, torn=False)
+        self._offset += len(whole) + len(newline)
+        lines = [line for line in whole.split(b"\n") if line]
+        return AddedLines(lines=lines, restarted=restarted, torn=bool(rest))

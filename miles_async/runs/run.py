@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from miles_async.errors import MilesAsyncError, StalledError
+from miles_async.errors import ConfigurationError, MilesAsyncError, StalledError
 from miles_async.observability.metrics_file import FILE_NAME
 from miles_async.observability.summary import Summary
 from miles_async.runs.ending import STOP_SECONDS, end_run
@@ -29,6 +29,8 @@ from miles_async.watch.status import read_rows as read_metric_rows
 
 def attach(run_dir: str | Path) -> Run:
     """Open the directory of a run that goes on or is over, such as after a restart of the notebook's kernel.
+
+    An attached run with ``--max-run-restarts`` counts as over between two of its lives.
 
     Raises ConfigurationError: it is no run's.
     """
@@ -62,7 +64,11 @@ class Run:
         """Whether the run goes on; ``unknown`` if its driver is on another machine and has written no end."""
         if self._process is not None:
             return "running" if self._process.poll() is None else "over"
-        return state_of(read_run_process(self.directory), {**self.summary} if self.summary else {})
+        try:
+            driver = read_run_process(self.directory)
+        except ConfigurationError:  # moved aside between two lives
+            return "over"
+        return state_of(driver, {**self.summary} if self.summary else {})
 
     @property
     def status(self) -> Status:
@@ -126,11 +132,17 @@ class Run:
     def stop(self, timeout: float = STOP_SECONDS) -> Summary | None:
         """End the run in order, or kill it after ``timeout`` seconds. Returns its summary; None if it wrote none.
 
-        Raises StalledError: a process cannot be ended.
+        Raises:
+            ConfigurationError: an attached run has no such directory, or is on another machine.
+            StalledError: a process cannot be ended.
         """
-        end_run(self.directory, timeout)
+        try:
+            end_run(self.directory, timeout)
+        except ConfigurationError:  # no run.json, such as between two lives
+            if self._process is None:
+                raise
         if self._process is not None and self._process.poll() is None:
-            self._process.terminate()  # --max-run-restarts: between two lives
+            self._process.terminate()  # --max-run-restarts: it would start another life
             try:
                 self._process.wait(timeout)
             except subprocess.TimeoutExpired:

@@ -89,12 +89,15 @@ def _written(carried: Carried, run_dir: Path) -> Iterator[None]:
         return
     check_run_directory(run_dir)
     earlier = move_aside(run_dir) if owner_of(run_dir) else None
-    carried.write(run_dir)
     try:
+        try:
+            carried.write(run_dir)
+        except OSError as error:
+            raise ConfigurationError(f"--run-dir {run_dir}: {error}") from error
         yield
     finally:
         if owner_of(run_dir) is None:
-            shutil.rmtree(run_dir)
+            shutil.rmtree(run_dir, ignore_errors=True)  # which need not be there
             if earlier is not None:
                 earlier.rename(run_dir)
 

@@ -7,7 +7,6 @@ merged, the last one wins, as in ``observability.metrics_file.read_metrics``.
 from __future__ import annotations
 
 import math
-import os
 import threading
 from array import array
 from collections.abc import Mapping, Sequence
@@ -16,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from miles_async.observability.metrics_file import kind_of
-from miles_async.watch.json_texts import decoded
+from miles_async.observability.metrics_file import AddedLinesReader, kind_of, row_of
 
 _OWN = ("kind", "step", "time")
 
@@ -36,11 +34,11 @@ class MetricsTable:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
+        self._reader = AddedLinesReader(path)
         self._clear()
 
     def _clear(self) -> None:
-        self._file: tuple[int, int] | None = None  # device and inode
-        self._offset = self._skipped = self._revision = 0
+        self._skipped = self._revision = 0
         self._torn = False
         self._last_time: float | None = None
         self._steps = array("q")  # of each row
@@ -50,16 +48,14 @@ class MetricsTable:
     def refresh(self) -> None:
         """Read what was added. A file that was replaced or cut is read again from its start."""
         with self._lock:
-            try:
-                with self._path.open("rb") as file:
-                    status = _identity(file.fileno())
-                    if status[:2] != self._file or status[2] < self._offset:
-                        self._clear()
-                        self._file = status[:2]
-                    file.seek(self._offset)
-                    self._read(file.read())
-            except FileNotFoundError:
+            added = self._reader.read()
+            if added.restarted:
                 self._clear()
+            self._torn = added.torn
+            self._revision += bool(added.lines)
+            for line in added.lines:
+                if not self._take(line):
+                    self._skipped += 1
 
     @property
     def notes(self) -> list[str]:
@@ -113,21 +109,11 @@ class MetricsTable:
                 found.setdefault(step, {})[name] = value
         return dict(sorted(found.items()))
 
-    def _read(self, added: bytes) -> None:
-        whole, newline, rest = added.rpartition(b"\n")
-        self._torn = bool(rest)
-        if not newline:
-            return
-        self._offset += len(whole) + 1
-        self._revision += 1
-        for line in whole.split(b"\n"):
-            if line and not self._take(line):
-                self._skipped += 1
-
     def _take(self, line: bytes) -> bool:
-        row = decoded(line)
-        if not isinstance(row, dict) or not isinstance(step := row.get("step"), int):
+        row = row_of(line)
+        if row is None:
             return False
+        step = row["step"]
         if "kind" not in row and kind_of(row) == "step":  # of an earlier version, which counted from 0
             step += 1
         if isinstance(time := row.get("time"), int | float):
@@ -167,11 +153,6 @@ def down_sampled(series: Series, points: int, low: float = -math.inf, high: floa
             chosen |= {start + int(part.argmin()), start + int(part.argmax())}
     order = np.array(sorted(chosen))
     return Series(steps[order], values[order])
-
-
-def _identity(descriptor: int) -> tuple[int, int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino, status.st_size
 
 
 def encoded_series(series: Series) -> dict[str, list[float]]:

@@ -19,6 +19,7 @@ import miles_async
 from miles_async.errors import ConfigurationError, MilesAsyncError
 from miles_async.observability.metrics_file import MetricsFile
 from miles_async.runs import starting
+from miles_async.runs.carried import Carried
 from miles_async.runs.config import Config
 from miles_async.runs.metrics import Metrics
 from miles_async.runs.run import Run
@@ -120,6 +121,41 @@ async def test_metrics_are_an_asynchronous_iterator_too(begin: Started) -> None:
     assert turns > 10
 
 
+async def test_the_event_loop_runs_while_the_end_is_looked_for(tmp_path: Path) -> None:
+    def slow() -> bool:
+        time.sleep(0.3)
+        return True
+
+    gaps = [0.0]
+
+    async def other_work() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.01)
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    other = asyncio.create_task(other_work())
+    await asyncio.sleep(0.05)
+    assert [row async for row in Metrics(tmp_path, slow, follow=True)] == []
+    await asyncio.sleep(0.05)
+    other.cancel()
+    assert max(gaps) < 0.2
+
+
+def test_a_file_that_was_cut_is_read_again_and_its_unreadable_lines_are_skipped(tmp_path: Path) -> None:
+    over = threading.Event()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "long": "long"}\n\xff\xfe\n3\n{"step": 2}\n')
+    metrics = iter(Metrics(tmp_path, over.is_set, follow=True))
+    assert [next(metrics)["step"] for _ in range(2)] == [1, 2]
+    path.write_bytes(b'{"step": 3}\n')
+    assert next(metrics)["step"] == 3
+    over.set()
+    assert list(metrics) == []
+
+
 def test_without_following_a_loop_ends_with_what_is_there(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.log({"reward/mean": 0.5}, step=1)
@@ -167,6 +203,27 @@ def test_a_refused_run_leaves_an_earlier_one_as_it_was(begin: Started) -> None:
     assert [path.name for path in earlier.directory.parent.iterdir()] == [earlier.directory.name]
 
 
+def test_code_that_cannot_be_written_leaves_an_earlier_run_as_it_was(
+    begin: Started, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(carried: Carried, run_dir: Path) -> None:
+        (run_dir / CODE_DIRECTORY).mkdir(parents=True)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Carried, "write", write)
+    run_dir = config.arguments.observability.run_dir
+    with pytest.raises(ConfigurationError, match=f"--run-dir {run_dir}: No space left"):
+        begin("finished", reward=lambda: None)
+    assert not run_dir.exists()
+    earlier = begin("finished")
+    earlier.wait(10)
+    before = sorted(path.name for path in run_dir.iterdir())
+    with pytest.raises(ConfigurationError, match="No space left"):
+        begin("finished", reward=lambda: None)
+    assert sorted(path.name for path in run_dir.iterdir()) == before
+    assert [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
+
+
 def test_carried_code_is_in_the_run_directory_and_an_earlier_run_beside_it(begin: Started) -> None:
     begin("finished").wait(10)
     run = begin("finished", reward=lambda: None)
@@ -203,6 +260,17 @@ def test_stop_ends_a_run_in_order(begin: Started) -> None:
             run.wait(0.1)
     assert run.state == "over"
     assert run.summary is not None
+
+
+def test_between_two_lives_stop_ends_the_process_that_would_start_another(tmp_path: Path) -> None:
+    keeper = subprocess.Popen(["sleep", "60"])
+    with Run(tmp_path, keeper) as run:  # its directory has been moved aside
+        assert run.stop(5) is None
+        assert keeper.poll() == -signal.SIGTERM
+    attached = Run(tmp_path)
+    assert attached.state == "over"
+    with pytest.raises(ConfigurationError, match="expected a run directory"):
+        attached.stop(1)
 
 
 @pytest.mark.parametrize(
