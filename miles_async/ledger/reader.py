@@ -136,12 +136,11 @@ class LedgerReader:
 
     def epochs(self) -> tuple[EpochBegan, ...]:
         """Epochs of prompts, in order; none in a ledger of an earlier version."""
-        try:
-            rows = self._connection.execute(
-                "SELECT data, epoch, sampler, prompts, left_out FROM epochs ORDER BY began_at, rowid"
-            ).fetchall()
-        except sqlite3.OperationalError:  # no such table
+        if not self._has_table("epochs"):
             return ()
+        rows = self._connection.execute(
+            "SELECT data, epoch, sampler, prompts, left_out FROM epochs ORDER BY began_at, rowid"
+        )
         return tuple(EpochBegan(*row) for row in rows)
 
     def response_lengths(self) -> tuple[Lengths, ...]:
@@ -218,9 +217,9 @@ class LedgerReader:
             yield CutRecord(at=at, target_version=version, groups=groups, oldest_version=oldest)
 
     def changes(self) -> tuple[ChangeRecord, ...]:
-        """What was changed by ``miles-async set``, in order."""
-        if not self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'changes'").fetchone():
-            return ()  # of an earlier version
+        """What was changed by ``miles-async set``, in order; nothing in a ledger of an earlier version."""
+        if not self._has_table("changes"):
+            return ()
         rows = self._connection.execute("SELECT at, step, name, before, value FROM changes ORDER BY rowid")
         return tuple(
             ChangeRecord(at=at, step=step, name=name, before=json.loads(before), value=json.loads(value))
@@ -280,6 +279,10 @@ class LedgerReader:
         rows = self._connection.execute("SELECT DISTINCT prompt_id FROM attempts LIMIT ?", (MAX_CANDIDATES,))
         nearest = difflib.get_close_matches(prompt_id, [str(name) for (name,) in rows], n=1)
         return nearest[0] if nearest else None
+
+    def _has_table(self, name: str) -> bool:
+        found = self._connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (name,))
+        return found.fetchone() is not None
 
     def _records(self, condition: str, *values: object) -> Iterator[AttemptRecord]:
         names = AttemptRecord.__struct_fields__

@@ -20,7 +20,7 @@ from miles_async.errors import LedgerError
 from miles_async.ledger.reader import LedgerReader, Lengths, Settled, open_ledger
 from miles_async.ledger.store import LedgerStore
 from miles_async.staleness.attempts import DeadLetter
-from miles_async.staleness.events import Changed, Cut, Ended, Finished, Issued
+from miles_async.staleness.events import Changed, Cut, Ended, EpochBegan, Finished, Issued
 from miles_async.staleness.ledger import Outcome
 from miles_async.types import Changes
 from tests.property.builders import make_attempt, make_group
@@ -86,11 +86,27 @@ def test_changes_of_settings_are_kept_in_order(store: LedgerStore, reader: Ledge
     assert {change.at for change in reader.changes()} == {5.0}
 
 
-def test_a_ledger_of_an_earlier_version_has_no_changes(store: LedgerStore, tmp_path: Path) -> None:
+def test_epochs_are_kept_in_order(store: LedgerStore, reader: LedgerReader) -> None:
+    epochs = (EpochBegan("a.jsonl", 0, "random", 8, 0), EpochBegan("a.jsonl", 1, "difficulty", 6, 2))
+    store.write([(5.0 + epoch.epoch, epoch) for epoch in epochs])
+    assert reader.epochs() == epochs
+
+
+@pytest.mark.parametrize("table", ["changes", "epochs"])
+def test_a_ledger_of_an_earlier_version_lacks_a_table(store: LedgerStore, tmp_path: Path, table: str) -> None:
     with sqlite3.connect(tmp_path / "ledger.sqlite") as connection:
-        connection.execute("DROP TABLE changes")
+        connection.execute(f"DROP TABLE {table}")
     with open_ledger(tmp_path / "ledger.sqlite") as reader:
-        assert reader.changes() == ()
+        assert getattr(reader, table)() == ()
+
+
+def test_epochs_of_a_locked_ledger_are_an_error(store: LedgerStore, tmp_path: Path) -> None:
+    class Locked(sqlite3.Connection):
+        def execute(self, *_: object) -> sqlite3.Cursor:  # type: ignore[override]
+            raise sqlite3.OperationalError("database is locked")
+
+    with sqlite3.connect(tmp_path / "ledger.sqlite", factory=Locked) as connection, pytest.raises(sqlite3.Error):
+        LedgerReader(connection).epochs()
 
 
 def test_a_number_that_no_attempt_can_have_is_looked_for_as_a_prompt(store: LedgerStore, reader: LedgerReader) -> None:
