@@ -44,6 +44,7 @@ from miles_async.runtime.network.control import call
 from miles_async.runtime.network.keys import Secret
 from miles_async.runtime.processes.run_process import control_of
 from miles_async.samples.columns import Kind
+from miles_async.types import JsonObject
 from miles_async.watch.access import CHANGE, Doorkeeper
 from miles_async.watch.run import Run
 from miles_async.watch.timeline.build import compressed, trace
@@ -106,16 +107,21 @@ def _file(run: Run, name: str) -> Response:
 
 
 def _settings_endpoint(runs: Sequence[Run], write_key: Secret | None) -> Callable[[Request], Response]:
+    answer_writer = _answering(lambda parameters: _json(_settings(_chosen(runs, parameters)[0])))
+
     def answer(request: Request) -> Response:
         if write_key is None or not write_key.opens_for(request.headers.get("authorization")):
             return _json(None)
-        directory = _chosen(runs, request.query_params)[0].directory
-        try:
-            return _json({"settings": call(control_of(directory), "settings").splitlines(), "over": None})
-        except MilesAsyncError as error:  # which is no failure of the page
-            return _json({"settings": [], "over": str(error)})
+        return answer_writer(request)
 
     return answer
+
+
+def _settings(run: Run) -> JsonObject:
+    try:
+        return {"settings": call(control_of(run.directory), "settings").splitlines(), "over": None}
+    except MilesAsyncError as error:  # which is no failure of the page
+        return {"settings": [], "over": str(error)}
 
 
 def _change_endpoint(runs: Sequence[Run]) -> Callable[[Request], Awaitable[Response]]:

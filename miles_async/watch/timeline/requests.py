@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from miles_async.samples.columns import Turn
 from miles_async.samples.files import SamplesFile
 from miles_async.watch.json_texts import decoded
@@ -73,14 +75,14 @@ def _requests(path: Path) -> Iterator[Request]:
 
     try:
         rows = parquet.read_table(path, columns=list(_COLUMNS)).to_pylist()
-    except (OSError, ValueError, KeyError, arrow.ArrowException):
+        turns = msgspec.convert([row["turns"] or () for row in rows], list[list[Turn]])
+    except (OSError, ValueError, KeyError, arrow.ArrowException, msgspec.ValidationError):
         return
-    for row in rows:
+    for row, of_row in zip(rows, turns, strict=True):
         known = decoded(row["metadata"] or "{}")
         noted = known.get("engines") if isinstance(known, dict) else None
         engines = tuple(map(str, noted)) if isinstance(noted, list) and noted else (NO_ENGINE,)
-        for number, fields in enumerate(row["turns"] or (), 1):
-            turn = Turn(**fields)
+        for number, turn in enumerate(of_row, 1):
             if turn.started_at is not None and turn.seconds is not None:
                 yield Request(
                     start=turn.started_at,

@@ -11,6 +11,7 @@ from miles_async.ledger.reader import AttemptRecord
 from miles_async.types import JsonObject
 from miles_async.watch.engine_events import EVENTS
 from miles_async.watch.run import Run
+from miles_async.watch.timeline.steps import DELIVERY
 from miles_async.watch.views import logs
 
 RECENT = 2_000  # attempts that are looked at
@@ -20,7 +21,7 @@ NOW = (
     *("rollout/prefix_cache_hit_rate", "router/workers", "router/connections", "router/request_seconds/mean"),
     *("router/failed_requests", "router/affinity", "rollout/services_down", "weight_version/trainer"),
 )
-PHASES = ("copy", "preparing", "pausing", "flush", "send", "compare", "resume", "canary", "admit")
+PHASES = ("copy", *DELIVERY)
 _ENGINE_LOG = re.compile(r"engine-(\d+)\.(\d+)\.log")
 _RANK_LOG = re.compile(r"trainer-(\d+)\.log")
 

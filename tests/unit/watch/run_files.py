@@ -46,7 +46,8 @@ def _metrics(run_dir: Path, steps: int) -> None:
     for step in range(1, steps + 1):
         times = {"time/step_seconds": 2.0, "time/wait_seconds": 0.5, "train/tokens": 4_000.0}
         ages = {"age/mean": 0.75, "age/max": 1.0, "age/count/0": 32.0, "age/count/1": 96.0}
-        publication = {"publish/copy_seconds": 0.1, "publish/send_seconds": 0.3, "publish/pause_seconds": 0.4}
+        publication = {"publish/copy_seconds": 0.1, "publish/probe_seconds": 0.05, "publish/send_seconds": 0.3}
+        publication["publish/pause_seconds"] = 0.4
         file.log({"reward/mean": rewards(step), **times, **ages, **publication, "my/own": float(step)}, step=step)
     file.log({"eval/reward": 0.75}, step=steps)
     file.finish()

@@ -252,6 +252,14 @@ def test_wrong_parameters_are_said(client: TestClient, query: str) -> None:
     assert "expected" in answer.json()["error"]
 
 
+@pytest.mark.parametrize("query", ["run=9", "run=-1", "run=x"])
+def test_a_wrong_run_is_said_where_settings_are_read_and_changed(run_dir: Path, query: str) -> None:
+    with writing(run_dir, "write-key") as client:
+        for answer in (client.get(f"/api/settings?{query}"), client.post(f"/api/set?{query}", json={"lr": "1"})):
+            assert answer.status_code == 400
+            assert answer.json()["error"].startswith("run: expected")
+
+
 def test_attempts_tell_their_story(client: TestClient) -> None:
     rows = client.get("/api/attempts").json()["rows"]
     assert [row["attempt"] for row in rows] == [4, 3, 2, 1]
@@ -271,7 +279,7 @@ def test_engines_have_state_starts_and_publications(client: TestClient) -> None:
     assert engine["engine"] == "engine-0"
     assert (engine["state"], engine["starts"], engine["log"]) == ("restarting", 2, "engine-0.1.log")
     assert found["ranks"] == [{"rank": 0, "log": "trainer-0.log"}]
-    assert found["publications"][-1]["phases"] == {"copy": 0.1, "send": 0.3}
+    assert found["publications"][-1]["phases"] == {"copy": 0.1, "probe": 0.05, "send": 0.3}
 
 
 def test_flags_are_compared_with_a_run_and_a_preset(tmp_path: Path, run_dir: Path) -> None:

@@ -8,7 +8,9 @@ import zlib
 from itertools import pairwise
 from pathlib import Path
 
+import pyarrow as arrow
 import pytest
+from pyarrow import parquet
 
 from miles_async.errors import LedgerError
 from miles_async.ledger.reader import AttemptRecord, open_ledger
@@ -212,6 +214,16 @@ def test_requests_of_saved_samples_are_on_the_engine_that_had_them(run_dir: Path
     assert [span.dur * MICROSECOND for span in spans] == pytest.approx([0.25, 0.25], abs=1e-6)
     assert len(trace.spans(NO_ENGINE, "requests")) == 1
     assert not trace.spans("engine-0", "requests")
+
+
+@pytest.mark.parametrize(("field", "shown"), [("tokens_per_second", 1), ("end", 0)])
+def test_turns_may_have_another_field_and_malformed_ones_are_left_out(run_dir: Path, field: str, shown: int) -> None:
+    turn = {"start": 2, "end": 5, "started_at": records(run_dir)[0].issued_at, "seconds": 0.25, field: "text"}
+    columns = {"kind": "train", "step": 1, "attempt_id": 0, "sample": 0, "branch": 0, "turns": [turn], "metadata": "{}"}
+    path = file_of(run_dir / "samples", "train", 1)
+    path.parent.mkdir(exist_ok=True)
+    parquet.write_table(arrow.Table.from_pylist([columns]), path)
+    assert len(timeline(run_dir).spans(NO_ENGINE, "requests")) == shown
 
 
 def test_old_files_of_samples_are_left_alone(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
