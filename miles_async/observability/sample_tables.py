@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from miles_async.runtime.texts import shortened
 from miles_async.samples.columns import SampleSummary
 from miles_async.samples.files import SamplesFile
 from miles_async.samples.reader import read_summaries, samples_files
@@ -61,11 +62,4 @@ class SampleTables:
 
 def _row(summary: SampleSummary) -> tuple[Cell, ...]:
     cells = (getattr(summary, column) for column in COLUMNS)
-    return tuple(_shortened(cell) if isinstance(cell, str) else cell for cell in cells)
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= MOST_CHARACTERS:
-        return text
-    half = MOST_CHARACTERS // 2
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters]\n{text[-half:]}"
+    return tuple(shortened(cell, MOST_CHARACTERS) if isinstance(cell, str) else cell for cell in cells)

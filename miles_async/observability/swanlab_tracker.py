@@ -7,14 +7,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING
 
 import structlog
 
 from miles_async.arguments.observability import ObservabilityArguments, SwanlabMode
-from miles_async.errors import ConfigurationError
 from miles_async.observability.run_ids import save_run_id
 from miles_async.observability.settings_table import Settings, flat_settings
+from miles_async.observability.tracker_modes import mode_of
 
 if TYPE_CHECKING:
     import swanlab
@@ -27,13 +27,7 @@ DIRECTORY = "swanlog"  # in the run directory
 
 def swanlab_mode(arguments: ObservabilityArguments, environment: Mapping[str, str] = os.environ) -> SwanlabMode:
     """Return the mode of the flags, else of SWANLAB_MODE, else online. Raises ConfigurationError."""
-    if arguments.swanlab_mode is not None:
-        return arguments.swanlab_mode
-    named = environment.get("SWANLAB_MODE") or "online"
-    named = {"cloud": "online"}.get(named, named)  # SwanLab's earlier name
-    if named not in get_args(SwanlabMode):
-        raise ConfigurationError(f"SWANLAB_MODE={named}: expected one of {', '.join(get_args(SwanlabMode))}")
-    return cast(SwanlabMode, named)
+    return mode_of(arguments.swanlab_mode, "SWANLAB_MODE", environment, {"cloud": "online"})  # its earlier name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

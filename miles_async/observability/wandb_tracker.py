@@ -11,16 +11,16 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal
 
 import stamina
 import structlog
 
 from miles_async.arguments.observability import ObservabilityArguments, WandbMode
-from miles_async.errors import ConfigurationError
 from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.run_ids import save_run_id
 from miles_async.observability.sample_tables import COLUMNS, SampleTables
+from miles_async.observability.tracker_modes import mode_of
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
@@ -31,19 +31,14 @@ log = structlog.get_logger(__name__)
 INIT_TIMEOUT = 300.0  # seconds; wandb's own 90 s are too few when many jobs start at once on a cluster
 INIT_ATTEMPTS = 3
 NAME = "wandb"
+_ALIASES: Mapping[str, WandbMode] = {"run": "online", "shared": "online", "dryrun": "offline"}  # wandb's other names
 
 
 def wandb_mode(arguments: ObservabilityArguments, environment: Mapping[str, str] = os.environ) -> WandbMode:
     """Return the mode of the flags, else of WANDB_MODE, else online. Raises ConfigurationError."""
     if not arguments.use_wandb:
         return "disabled"
-    if arguments.wandb_mode is not None:
-        return arguments.wandb_mode
-    named = environment.get("WANDB_MODE") or "online"
-    named = {"run": "online", "shared": "online", "dryrun": "offline"}.get(named, named)  # wandb's other names
-    if named not in get_args(WandbMode):
-        raise ConfigurationError(f"WANDB_MODE={named}: expected one of {', '.join(get_args(WandbMode))}")
-    return cast(WandbMode, named)
+    return mode_of(arguments.wandb_mode, "WANDB_MODE", environment, _ALIASES)
 
 
 def login_problem() -> str | None:

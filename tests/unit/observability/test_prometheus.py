@@ -113,6 +113,7 @@ def test_silent_clients_hold_up_neither_others_nor_the_end(tracker: PrometheusTr
     tracker.log({"reward/mean": 0.5}, step=1)
     began = time.monotonic()
     assert scraped(tracker.port)["miles_async_reward_mean reward/mean"] == 0.5
+    tracker.finish()
     assert time.monotonic() - began < 5
     for connection in silent:
         connection.close()
