@@ -72,7 +72,7 @@ def split_slice(place: str) -> tuple[str, slice | None]:
 
 
 def default_name(place: str) -> str:
-    """What a place is called unless a name stands before it: a file without its suffix.
+    """Default name of a data set: its file name without the suffix.
 
     >>> default_name("data/train.jsonl.gz@[:9]"), default_name("hf:openai/gsm8k:main:test")
     ('train', 'gsm8k')
