@@ -27,14 +27,15 @@ SAID = [3, 4, 5, 6]  # by a FakeEngine
 
 
 class Told:
-    """An ``OnTokens`` that notes its tokens."""
+    """An ``OnTokens`` that notes its tokens. Tokens must be taken back before others are told in their place."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.restarts = 0
 
     def __call__(self, at: int, token_ids: Sequence[int]) -> None:
-        self.restarts += at < len(self.token_ids)
+        assert at == (len(self.token_ids) if token_ids else 0)
+        self.restarts += not token_ids
         self.token_ids = [*self.token_ids[:at], *token_ids]
 
 
