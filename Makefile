@@ -1,11 +1,13 @@
 # The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test test-long test-gpu gpu-hour test-image lint typecheck screenshots docs mutate lock check-lock bench study clean
+.PHONY: help setup quickstart smollm test verifiers test-long test-gpu test-gpu-contract test-gpu-torch test-trackers gpu-hour test-image lint typecheck screenshots docs mutate lock check-lock bench study clean
 
 BIN := .venv/bin
 EXTRAS ?=
 # Fast tests wait now and then: one worker more than cores. Those that take seconds come first, so that all end together.
 FAST := -n $(shell echo $$(($$(nproc) + 1))) tests/simulation tests/property tests/unit
+# Of these, the rooms that import torch.
+COMPUTES := $(addprefix tests/unit/,algorithms backends trainer weights)
 # Files of tests with processes, in the order of tests/integration/conftest.py; each worker may need 10 GB.
 IN_PARALLEL := -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTHON ?=
@@ -28,11 +30,47 @@ test: lint typecheck ## every check, and the tests on CPU (PYTEST_ARGS="tests/un
 	$(BIN)/pytest $(or $(PYTEST_ARGS),$(FAST))
 	$(if $(PYTEST_ARGS),,$(BIN)/pytest $(IN_PARALLEL) --durations=15 -m "not long" tests/cluster tests/integration)
 
-test-long: setup ## variants, campaigns and examples to their end, which `test` leaves out: for the night
+verifiers: .venv-verifiers/0.4 .venv-verifiers/0.3 ## Pythons with the versions of verifiers that are tried, in .venv-verifiers (1 GB)
+
+.venv-verifiers/%: | setup
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $@
+	$(BIN)/uv pip install --quiet --python $@ 'verifiers==$*.*' uv
+
+test-long: setup verifiers ## variants, campaigns and examples to their end, which `test` leaves out: for the night
 	$(BIN)/pytest --durations=30 -m "long or e2e" tests/integration tests/cluster tests/e2e
 
 test-gpu: setup ## what needs one CUDA device: log-prob chunks, one rank, export, IPC; figures in runs/gpu/
 	$(BIN)/pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)
+
+test-gpu-contract: .venv-gpu/setup-stamp ## do the packages of gpu.lock fit, on a machine without a GPU? in .venv-gpu (11 GB)
+	.venv-gpu/bin/pytest -n 2 --dist loadfile tests/gpu_contract $(PYTEST_ARGS)
+
+.venv-gpu/setup-stamp: requirements/gpu.lock | setup
+	@echo "installing gpu.lock in .venv-gpu; left out: transformer-engine-torch, which is compiled (tests have a stand-in)"
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-gpu
+	grep -v "^transformer-engine-torch=" requirements/gpu.lock > .venv-gpu/pins.txt
+	$(BIN)/uv pip sync --quiet --python .venv-gpu .venv-gpu/pins.txt
+	touch $@
+
+test-gpu-torch: .venv-torch/setup-stamp ## fast tests of what computes, on CPU with the torch of gpu.lock: in .venv-torch
+	.venv-torch/bin/python -m pytest -n 2 $(or $(PYTEST_ARGS),$(COMPUTES))
+
+.venv-torch/setup-stamp: requirements/gpu.lock | setup
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-torch
+	grep "^torch=" requirements/gpu.lock > .venv-torch/torch.txt
+	$(BIN)/uv pip install --quiet --python .venv-torch --torch-backend cpu --no-deps -r .venv-torch/torch.txt || \
+		$(BIN)/uv pip install --quiet --python .venv-torch -r .venv-torch/torch.txt # the CUDA build, and its libraries
+	@echo "import site; site.addsitedir('$(CURDIR)/.venv/lib/python3.12/site-packages')" > .venv-torch/lib/python3.12/site-packages/others.pth
+	touch $@
+
+test-trackers: .venv-trackers/setup-stamp ## MLflow, Trackio and SwanLab themselves, which take pins back: in .venv-trackers
+	.venv-trackers/bin/python -m pytest -n 2 tests/unit/observability tests/integration/test_trackers_in_trouble.py $(PYTEST_ARGS)
+
+.venv-trackers/setup-stamp: requirements/trackers.lock | setup
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-trackers
+	$(BIN)/uv pip sync --quiet --python .venv-trackers requirements/trackers.lock
+	@echo "import site; site.addsitedir('$(CURDIR)/.venv/lib/python3.12/site-packages')" > .venv-trackers/lib/python3.12/site-packages/others.pth
+	touch $@
 
 gpu-hour: setup ## the first hour on GPUs: a ladder of checks and measurements; report in runs/gpu_hour/ (without GPUs: a rehearsal)
 	$(BIN)/python -m scripts.gpu_hour $(GPU_HOUR_ARGS)

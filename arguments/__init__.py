@@ -28,7 +28,7 @@ from miles_async.arguments.weights import WeightsArguments
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
-    """Everything a run is told, in the order of ``--help``."""
+    """All settings of a run, in the order of ``--help``."""
 
     cluster: ClusterArguments = field(default_factory=ClusterArguments)
     model: ModelArguments = field(default_factory=ModelArguments)

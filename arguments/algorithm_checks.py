@@ -176,7 +176,7 @@ def _check_corrections(algorithm: AlgorithmArguments) -> Iterator[str]:
 
 
 def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
-    """Check that asynchronous training has an off-policy correction, or is told to do without (C12)."""
+    """Check that asynchronous training has an off-policy correction unless flags waive it (C12)."""
     algorithm, staleness, weights = arguments.algorithm, arguments.staleness, arguments.weights
     if algorithm.use_tis and algorithm.use_rollout_logprobs:
         yield (

@@ -89,6 +89,13 @@ class DataArguments:
         metavar="REWARD",
         needs=("prompt_sampler=difficulty", "prompt_sampler=own"),
     )
+    pass_rates: tuple[str, ...] = flag(
+        (),
+        "directories of earlier runs whose pass rates are known from the start; of several, the last one that has the "
+        "prompt decides",
+        metavar="RUN_DIR",
+        needs=("prompt_sampler=difficulty", "prompt_sampler=own"),
+    )
     rollout_shuffle: bool = flag(True, "shuffle prompts, in another order every epoch")
     rollout_seed: int = flag(42, "seed of the shuffle", at_least=0)
     rollout_max_prompt_len: int | None = flag(

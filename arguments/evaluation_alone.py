@@ -14,18 +14,17 @@ from miles_async.errors import ConfigurationError
 
 
 def rollout_as_evaluation(arguments: Arguments) -> Arguments:
-    """Evaluate ``--prompt-data`` as training would sample it. Raises ConfigurationError for flags of evaluation."""
+    """Evaluate ``--prompt-data`` as training would sample it, instead of what training evaluates. Raises
+    ConfigurationError without it.
+    """
     rollout, evaluation, data = arguments.rollout, arguments.evaluation, arguments.data
-    if evaluation.evaluates:
-        raise ConfigurationError(
-            "`miles-async rollout` generates for --prompt-data, with the settings of training; `miles-async eval` "
-            "evaluates --eval-prompt-data and --eval-config (none: without those of a file)"
-        )
     if data.prompt_data is None:
-        raise ConfigurationError("--prompt-data is required: prompts to sample, .jsonl or .parquet")
+        instead = "; `miles-async eval` evaluates --eval-prompt-data and --eval-config" if evaluation.evaluates else ""
+        raise ConfigurationError(f"--prompt-data is required: prompts to sample, .jsonl or .parquet{instead}")
     evaluation = replace(
         evaluation,
         eval_prompt_data=data.prompt_data,
+        eval_config=None,
         n_samples_per_eval_prompt=rollout.n_samples_per_prompt,
         eval_temperature=rollout.rollout_temperature,
         eval_top_p=rollout.rollout_top_p,
@@ -51,7 +50,7 @@ def evaluation_alone(arguments: Arguments) -> Arguments:
         arguments,
         evaluation=replace(evaluation, eval_only=True),
         # Of these none is dispatched.
-        data=replace(arguments.data, prompt_data=arguments.data.prompt_data or (data_sets[0].path,)),
+        data=replace(arguments.data, prompt_data=arguments.data.prompt_data or (data_sets[0].path,), pass_rates=()),
         rollout=replace(rollout, rollout_max_response_len=length),
         checkpoint=CheckpointArguments(),  # no flag about saving is left without the --save that it needs
     )

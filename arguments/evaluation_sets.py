@@ -95,8 +95,8 @@ class EvaluationSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Flags of its prompts, from those of training."""
         keys = {name: value for name in KEYS if (value := getattr(self, name)) is not None}
         limit = self.max_prompt_len or data.rollout_max_prompt_len
-        alone = replace(data, prompt_data=(self.path,), prompt_data_weights=(), prompt_sampler="uniform")
-        return replace(alone, rollout_max_prompt_len=limit, **keys)
+        alone = replace(data, prompt_data=(self.path,), prompt_data_weights=(), rollout_max_prompt_len=limit)
+        return replace(alone, prompt_sampler="uniform", pass_rates=(), **keys)
 
     def rewards(self, rewards: RewardArguments) -> RewardArguments:
         """Flags of its reward, from those of training."""

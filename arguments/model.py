@@ -13,17 +13,47 @@ from miles_async.types import JsonObject
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # config.json names it by family
 
 
+LAYER_PATTERN = "hybrid_override_pattern"
+"""Field of Nemotron-H: a letter per layer, M for Mamba-2, * for attention, - for an MLP, E for a mixture."""
+
+
 def attention_layers(config: JsonObject) -> int:
-    """Number of layers with attention; the others of a hybrid model are gated delta nets (Qwen3-Next, Qwen3.5).
+    """Number of layers with attention; the others of a hybrid model are gated delta nets (Qwen3-Next, Qwen3.5), or
+    Mamba-2, MLPs and mixtures (Nemotron-H).
 
     ``config``: config.json, with ``layer_types`` or as it was published, with an attention every so many layers.
     """
+    if pattern := config.get(LAYER_PATTERN):
+        return str(pattern).count("*")
     layers = int(config.get("num_hidden_layers") or 0)
     if "linear_num_value_heads" not in config:
         return layers
     if kinds := config.get("layer_types"):
         return layers - list(kinds).count("linear_attention")
     return layers // int(config.get("full_attention_interval") or 4)
+
+
+def full_attention(config: JsonObject) -> tuple[int, int, int] | None:
+    """Gemma 4's layers without a window: (how many, size of their heads, number of heads with keys and values).
+
+    None: the model has no layers whose heads differ. ``config``: config.json as it was published, or as transformers
+    5.19 writes it, with ``per_layer_config``.
+    """
+    if config.get("model_type") != "gemma4_text":
+        return None
+    size, groups = config.get("global_head_dim", 512), None
+    if config.get("attention_k_eq_v"):
+        groups = config.get("num_global_key_value_heads")
+    if "per_layer_config" in config:
+        layer: JsonObject = next(iter((config["per_layer_config"] or {}).values()), {})
+        size, groups = layer.get("head_dim", config["head_dim"]), layer.get("num_key_value_heads")
+    layers = list(config["layer_types"]).count("full_attention")
+    return layers, int(size), int(groups or config["num_key_value_heads"])
+
+
+def experts_per_token(config: JsonObject) -> int | None:
+    """Number of experts that a router chooses; None if ``config`` does not tell."""
+    return config.get("num_experts_per_tok") or config.get("top_k_experts")
 
 
 LoraType = Literal["lora", "dora"]

@@ -1,6 +1,6 @@
 """The files of a Hugging Face model directory, judged by their headers: nothing is loaded.
 
-A shard that was cut off, one that the index names and nobody downloaded, weights of another model than config.json
+A shard that was cut off, one of the index that was not downloaded, weights of another model than config.json
 describes: each would otherwise fail minutes later, in every process that loads the model.
 """
 
@@ -108,6 +108,7 @@ def read_shapes(file: Path) -> dict[str, Shape]:
 
 def _shape_problems(shapes: Mapping[str, Shape], config: JsonObject) -> Iterator[str]:
     """Tensors whose shapes config.json tells, under the names that the supported families share."""
+    shapes = {name.replace("model.language_model.", "model."): shape for name, shape in shapes.items()}
     layers = config.get("num_hidden_layers")
     found = {int(part) for name in shapes if (part := _layer(name)) is not None}
     extra = config.get("num_nextn_predict_layers") or 0  # stored as further layers, for multi-token prediction
@@ -140,7 +141,8 @@ def _expected_shapes(config: JsonObject) -> dict[str, Shape]:
         "up_proj": (intermediate, hidden),
         "down_proj": (hidden, intermediate),
     }
-    if heads and head and "kv_lora_rank" not in config:  # latent attention has other projections
+    # Latent attention has other projections, and Gemma 4 other heads in some layers.
+    if heads and head and "kv_lora_rank" not in config and config.get("model_type") != "gemma4_text":
         kinds |= {
             "q_proj": (
                 heads * head * (2 if "linear_num_value_heads" in config else 1),

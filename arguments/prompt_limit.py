@@ -46,8 +46,9 @@ def prompt_limit(arguments: Arguments, held_out: EvaluationSet | None = None) ->
             limits.append(PromptLimit(context.tokens - 1, reason, "leave them out"))
         else:
             flag, response = response_length(arguments, held_out)
-            room = context.tokens - response
-            limits.append(PromptLimit(room, f"{flag} {response} leaves {room} of {context.name}", f"lower {flag}"))
+            room = max(0, context.tokens - response)
+            left = f"{flag} {response} leaves {room or 'none'} of {context.name}"
+            limits.append(PromptLimit(room, left, f"lower {flag}"))
     return min(limits, key=lambda limit: limit.tokens, default=None)
 
 

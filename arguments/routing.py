@@ -9,7 +9,7 @@ import numpy as np
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.megatron_settings import megatron_settings
-from miles_async.arguments.model import EXPERT_COUNTS
+from miles_async.arguments.model import EXPERT_COUNTS, experts_per_token
 from miles_async.arguments.model_files import read_config
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
@@ -42,7 +42,7 @@ def router_shape(config: JsonObject) -> RouterShape | None:
     experts = next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
     if not experts:
         return None
-    layers, topk = config.get("num_hidden_layers"), config.get("num_experts_per_tok")
+    layers, topk = config.get("num_hidden_layers"), experts_per_token(config)
     if layers is None or topk is None:
         raise ConfigurationError(
             "config.json of --hf-checkpoint: expected num_hidden_layers and num_experts_per_tok, found "

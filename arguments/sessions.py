@@ -37,8 +37,11 @@ REASONING_PARSERS = tuple(
 TurnHistory = Literal["sampled", "template"]
 McpSessions = Literal["episode", "run"]
 
-ENVIRONMENTS = ("gymnasium", "reasoning_gym", "verifiers")
+ENVIRONMENTS = ("gymnasium", "reasoning_gym", "verifiers", "openenv", "nemo-gym")
 """Kinds of ``--environment``."""
+
+_SERVERS = ("openenv", "nemo-gym")  # kinds whose name is the URL of a server
+_ACTED_ON = ("gymnasium", *_SERVERS)
 
 _EPISODES = ("environment", "environment_path", "mcp_server")
 _AGENTS = ("environment=verifiers", "agent_path", "agent_command")
@@ -51,8 +54,8 @@ class SessionsArguments:
 
     environment: str | None = flag(
         None,
-        "environment of another package, with its prompts: gymnasium:ID (text alone), reasoning_gym:TASK or "
-        "verifiers:NAME",
+        "environment of another package, with its prompts: gymnasium:ID (text alone), reasoning_gym:TASK, "
+        "verifiers:NAME, or a server that plays it, openenv:URL or nemo-gym:URL",
         metavar="KIND:NAME",
     )
     environment_config: str | None = flag(
@@ -158,7 +161,7 @@ class SessionsArguments:
     @property
     def plays_episodes(self) -> bool:
         """True if trajectories are episodes of an environment, or of tools."""
-        acts = self.environment is not None and self.environment.startswith("gymnasium:")
+        acts = self.environment is not None and self.environment.partition(":")[0] in _ACTED_ON
         return acts or self.environment_path is not None or bool(self.mcp_server)
 
     @property
@@ -177,6 +180,8 @@ def parse_environment(text: str) -> tuple[str, str]:
 
     >>> parse_environment("gymnasium:my_package:Maze-v0")
     ('gymnasium', 'my_package:Maze-v0')
+    >>> parse_environment("openenv:http://10.0.0.7:8000/")
+    ('openenv', 'http://10.0.0.7:8000')
     """
     kind, _, name = text.partition(":")
     if kind not in ENVIRONMENTS or not name:
@@ -185,7 +190,13 @@ def parse_environment(text: str) -> tuple[str, str]:
             f"--environment {text}: expected KIND:NAME with one of the kinds {', '.join(ENVIRONMENTS)}{hint} (one of "
             "your own: --environment-path)"
         )
-    return kind, name
+    if kind not in _SERVERS:
+        return kind, name
+    if not is_url(name):
+        raise ConfigurationError(
+            f"--environment {text}: expected the URL of its server, such as {kind}:http://127.0.0.1:8000"
+        )
+    return kind, name.rstrip("/")
 
 
 def parse_environment_config(text: str | None) -> Mapping[str, object]:

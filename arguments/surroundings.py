@@ -99,6 +99,19 @@ def check_prompt_files(arguments: Arguments) -> Iterator[str]:
             yield f"{flag} {place}: expected {EXPECTED}"
 
 
+def check_pass_rates(arguments: Arguments) -> Iterator[str]:
+    """Check that --pass-rates names directories of other runs; ``miles_async.prompts`` reads their ledgers."""
+    own = arguments.observability.run_dir.absolute()
+    for directory in arguments.data.pass_rates:
+        if not os.path.isdir(directory):
+            yield f"--pass-rates {directory}: there is no such directory"
+        elif Path(directory).absolute() == own:
+            yield (
+                f"--pass-rates {directory} is --run-dir, which this run moves aside: choose another --run-dir. This "
+                "run's own groups count anyway"
+            )
+
+
 def check_outputs(arguments: Arguments) -> Iterator[str]:
     """Check that output directories are writable, and that checkpoints suit what is asked of them."""
     checkpoint = arguments.checkpoint

@@ -1,4 +1,4 @@
-"""Explain flags that nobody knows: a misspelling, or a flag of another system that is in no table."""
+"""Explain unknown flags: a misspelling, or a flag of another system that is in no table."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ from miles_async.arguments.surroundings import (
     check_model,
     check_model_fits,
     check_outputs,
+    check_pass_rates,
     check_prompt_files,
     check_router_port,
 )
@@ -338,6 +339,7 @@ COMMON_CHECKS: tuple[Check, ...] = (
     check_megatron_fields,
     check_data_sets,
     check_prompt_files,
+    check_pass_rates,
     check_bad_steps,
     check_outputs,
     check_network,
@@ -389,6 +391,7 @@ DIVIDING_CHECKS: tuple[Check, ...] = (check_model_fits, check_ranks, check_batch
 SURROUNDING_CHECKS: tuple[Check, ...] = (
     check_model,
     check_prompt_files,
+    check_pass_rates,
     check_outputs,
     check_router_port,
 )

@@ -57,7 +57,7 @@ class WeightsArguments:
     )
     weight_staging_dir: Path | None = flag(
         None,
-        "where the trainer writes exported weights, up to four versions of them (default: /dev/shm if they fit into "
+        "where the trainer writes exported weights, up to three versions of them (default: /dev/shm if they fit into "
         "half of the free memory, else TMPDIR, unless that is a network disk); with --weight-transport disk, a place "
         "that every engine's node sees",
     )

@@ -1,4 +1,4 @@
-"""Words of a command line, told apart."""
+"""Classify the words of a command line."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Controller:
                 with watch.timed("train"):
                     train_metrics = self._comparable(await self._trainer.train(prepared.shards))
                 self._bad_steps.judge(prepared, train_metrics)
-                await self._rollout.trained(prepared.batch_id)
+                await self._rollout.trained(prepared.batch_id, self._trainer.token_scores)
                 await self._published(watch)
                 await self._advance(step, publishes=publishes)
             metrics = {

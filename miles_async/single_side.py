@@ -7,14 +7,14 @@ publication (P7).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
 from miles_async.bad_steps import BadSteps
 from miles_async.runtime.clock import Stopwatch
 from miles_async.seams import EngineFleet, Recorder, RolloutSide, TrainerSide
-from miles_async.types import PreparedBatch
+from miles_async.types import PreparedBatch, TokenScores
 
 log = structlog.get_logger(__name__)
 
@@ -88,6 +88,9 @@ Batches = Callable[[int], Awaitable[PreparedBatch]]
 Save = Callable[[int], Awaitable[None]]
 """Saves a checkpoint after so many steps, if one is due."""
 
+Trained = Callable[[int, Sequence[TokenScores]], None]
+"""(step, scores of its branches that are shown)"""
+
 
 async def training_alone(
     trainer: TrainerSide,
@@ -98,6 +101,7 @@ async def training_alone(
     first: int,
     steps: int,
     save: Save | None = None,
+    trained: Trained | None = None,
 ) -> None:
     """Train on the batches of the steps after ``first``, up to ``steps``. Raises the first error of the trainer."""
     for step in range(first + 1, steps + 1):
@@ -108,8 +112,10 @@ async def training_alone(
             with watch.timed("train"):
                 metrics = await trainer.train(batch.shards)
                 bad_steps.judge(batch, metrics)
-        trained = {f"train/{name}": value for name, value in metrics.items()}
-        recorder.step(step, {**batch.metrics, **trained, **_times(watch)}, batch.ages)
+        if trained is not None:
+            trained(step, trainer.token_scores)
+        of_trainer = {f"train/{name}": value for name, value in metrics.items()}
+        recorder.step(step, {**batch.metrics, **of_trainer, **_times(watch)}, batch.ages)
         if save is not None:
             await save(step)
 

@@ -31,30 +31,41 @@ COLUMNS = {
 HEADER = """\
 # Families of models
 
-Written by `.venv/bin/python -m scripts.families_page` from the table that the tests take their cases from; not edited
-by hand. `model_type` is a field of `--hf-checkpoint`'s config.json.
+Written by `.venv/bin/python -m scripts.families_page` from the table of the tests' cases. `model_type` is a field of
+`--hf-checkpoint`'s config.json.
 
-**yes**: `tests/integration/test_megatron_layouts.py` builds a tiny model of the family with random weights and compares
-all of the following with transformers and plain PyTorch in this layout, on CPU in fp32:
+**yes**: `tests/integration/test_megatron_layouts.py` compares a tiny model of the family with transformers and plain
+PyTorch in this layout, on CPU in fp32:
 
 - log-probs of packed sequences (1e-5 absolute);
 - losses and norms of gradients of three rollout steps (1e-4 and 1e-3 relative);
 - the export, bit by bit, against the files that were loaded;
 - log-probs after these steps of AdamW (5e-3 absolute).
 
-*Engine*: `tests/integration/test_families_verified.py` publishes what the trainer exports to a real SGLang server with
-so many tensor-parallel ranks, and compares every element that the server holds.
+*Engine*: `tests/integration/test_families_verified.py` publishes the trainer's weights to a real SGLang server with so
+many tensor-parallel ranks, and compares every element.
 
-`qwen2_5_vl` reads images. `tests/integration/test_vision_models.py` compares the same for batches with images and texts
-(log-probs within 2e-5, after training within 1e-3), `tests/integration/test_vision_engine.py` what an engine samples
-after images under two versions of the weights. Its vision tower is trained, unless `--freeze-vision-tower` is given.
-Refused for it are layouts other than data-parallel ones, adapters, shared prefixes, a critic, a teacher, environments,
-agents and supervised fine-tuning.
+`qwen2_5_vl` and `qwen3_vl` read images. `tests/integration/test_vision_models.py` compares the same for batches with
+images and texts (log-probs within 2e-5, after training within 1e-3), `tests/integration/test_vision_engine.py` what an
+engine samples after images, also with agents. The vision tower, transformers' own, is trained, unless
+`--freeze-vision-tower` is given. Refused for them are layouts other than data-parallel ones, adapters, shared prefixes,
+a critic and a teacher. megatron-bridge's model of Qwen3-VL, which needs Transformer Engine, is not used on any device.
 
-The layers are from `miles_async/backends/megatron/host/spec.py`, on CPU. Transformer Engine's, which GPUs use, were
-not compared. Engines of `deepseek_v32` and `glm_moe_dsa` need GPUs, as SGLang 0.5.23 chooses the tokens of sparse
-attention with kernels for GPUs only; nothing was published to one. Gemma 2 and 3 have the host layers on GPUs too:
-nothing of Transformer Engine computes the same.
+The layers are those for CPUs (`miles_async/backends/megatron/host/spec.py`); Transformer Engine's, which GPUs use, were
+not compared. Gemma 2 to 4 have the host layers on GPUs too. Engines of `deepseek_v32` and `glm_moe_dsa` need GPUs:
+SGLang 0.5.23 chooses the tokens of sparse attention with kernels for GPUs only, and nothing was published to one. These
+choices are not replayed in training. SGLang can return them (its module `srt.state_capturer.indexer_topk`), 2,048
+numbers of 4 bytes per layer: 0.5 MB per token of DeepSeek-V3.2, 4 GB for a sample of 8,192 tokens.
+
+`gemma4_text` is Gemma 4 of the sizes 31B and 26B-A4B. Refused are E2B and E4B: their layers add embeddings of their own
+(`hidden_size_per_layer_input`) and take keys and values of another layer (`num_kv_shared_layers`), which in
+megatron-bridge 0.6 exclude pipeline stages and packed sequences. Adapters and shared prefixes are refused, too. SGLang
+0.5.23 fails with a config of the text model alone, and keeps scales of routers that a publication replaces;
+`miles_async/engines/sglang/gemma4.py` mends both on every device.
+
+On GPUs `nemotron_h` needs mamba-ssm and causal-conv1d, which `requirements/gpu.lock` lacks: pip compiles them against
+the installed torch if it builds without isolation. Its tiny models have `time_step_min` 1e-9, by which transformers
+bounds the steps of Mamba-2; Megatron, SGLang and NVIDIA's own code do not.
 """
 
 TEXT_MODEL = """\
@@ -63,9 +74,19 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("Qwen3.5-4B", dtype="auto")
 text = type(model)(model.config)
 text.load_state_dict(model.state_dict(), assign=True)
-text.save_pretrained("Qwen3.5-4B-text")  # and the tokenizer's files beside it
+text.save_pretrained("Qwen3.5-4B-text")  # and the tokenizer's files next to it
 """
 """Writes the text model of a Qwen3.5 checkpoint. What is loaded would be saved by its names in the checkpoint."""
+
+TEXT_MODEL_OF_GEMMA4 = """\
+from transformers import AutoModelForImageTextToText, Gemma4ForCausalLM
+
+model = AutoModelForImageTextToText.from_pretrained("gemma-4-31B-it", dtype="auto")
+text = Gemma4ForCausalLM(model.config.text_config)
+text.model, text.lm_head = model.model.language_model, model.lm_head
+text.save_pretrained("gemma-4-31B-it-text")  # and the tokenizer's files beside it
+"""
+"""The same for Gemma 4."""
 
 FOOTER = f"""
 Qwen3.5's checkpoints hold an image encoder. This writes the text model, without layers for multi-token prediction:
@@ -73,11 +94,14 @@ Qwen3.5's checkpoints hold an image encoder. This writes the text model, without
 ```python
 {TEXT_MODEL}```
 
-A layout's name is its combination, such as `pp2-virtual2-cp2`: 2 pipeline stages of 2
-virtual ones each, 2 context-parallel ranks.
+And this that of Gemma 4, whose checkpoints hold encoders of images and sound:
 
-What else config.json of a family may not say, such as another scaling of positions, is refused at the start with the
-field that is the reason. Checkpoints are expected without quantization.
+```python
+{TEXT_MODEL_OF_GEMMA4}```
+
+A layout's name is its combination: `pp2-virtual2-cp2` has 2 pipeline stages of 2 virtual ones each, and 2
+context-parallel ranks. Anything else that config.json of a family may not say, such as another scaling of positions, is
+refused at startup with the field. Checkpoints are expected without quantization.
 """
 
 

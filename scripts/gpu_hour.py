@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from scripts.gpu_steps import STEPS, Bench, Figures, Skipped, Step
+from miles_async.commands.gpu_report import FORMAT
+from scripts.gpu_steps import STEPS, Bench, Figures, Skipped, Step, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 Verdict = Literal["passed", "failed", "too slow", "skipped"]
@@ -35,6 +35,7 @@ LONGEST_REASON = 300  # characters of the table; the JSON has all
 class Outcome:
     """One step, done."""
 
+    key: str
     step: str
     verdict: Verdict
     seconds: float
@@ -49,6 +50,7 @@ class Report:
 
     machine: dict[str, str]
     outcomes: list[Outcome]
+    format: int = FORMAT
 
     @property
     def failed(self) -> bool:
@@ -89,6 +91,7 @@ def _take(step: Step, bench: Bench) -> Outcome:
         verdict = "too slow" if time.monotonic() >= bench.deadline else "failed"
         reason = f"{type(error).__name__}: {error}"
     return Outcome(
+        key=step.key,
         step=step.name,
         verdict=verdict,
         seconds=time.monotonic() - started,
@@ -100,9 +103,8 @@ def _take(step: Step, bench: Bench) -> Outcome:
 
 def machine_facts(bench: Bench) -> dict[str, str]:
     """What makes reports of two machines comparable."""
-    device = f"{bench.gpus} × {_gpu_name()}" if bench.device == "cuda" else "CPU (a rehearsal)"
-    commit = _first_line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
-    facts = {"device": device, "date": time.strftime("%Y-%m-%d"), "commit": commit or "unknown"}
+    commit = first_line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    facts = {"device": bench.name, "date": time.strftime("%Y-%m-%d"), "commit": commit or "unknown"}
     facts["python"] = platform.python_version()
     for package in PACKAGES:
         try:
@@ -110,20 +112,6 @@ def machine_facts(bench: Bench) -> dict[str, str]:
         except PackageNotFoundError:
             facts[package] = "not installed"
     return facts
-
-
-def _gpu_name() -> str:
-    """Name of the first GPU. PyTorch would initialise CUDA in this process, which takes memory that steps need."""
-    return _first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "unknown GPU"
-
-
-def _first_line(*command: str) -> str:
-    """First line of a command's output; empty if it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.partition("\n")[0].strip()
 
 
 def _row(outcome: Outcome) -> str:

@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from miles_async.commands.gpu_report import gpu_named
 from miles_async.types import JsonObject
+from scripts.gpu_calibration import for_plan
 from scripts.gpu_model import Size, save_model, save_prompts
 from tests.integration.real_run import RealRun, real_run
 from tests.integration.tiny_models import save_tiny
@@ -58,6 +60,11 @@ class Bench:
         output.mkdir(parents=True)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return cls("cuda" if gpus else "cpu", gpus, output)
+
+    @property
+    def name(self) -> str:
+        """Of the machine's devices."""
+        return f"{self.gpus} × {_gpu_name()}" if self.device == "cuda" else "CPU (a rehearsal)"
 
     @property
     def left(self) -> float:
@@ -108,6 +115,20 @@ class Bench:
         if code:
             raise StepError(f"{' '.join(words)}: exit status {code}:\n{text[-2000:]}")
         return text
+
+
+def _gpu_name() -> str:
+    """Name of the first GPU. PyTorch would initialise CUDA in this process, which takes memory that steps need."""
+    return first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "unknown GPU"
+
+
+def first_line(*command: str) -> str:
+    """First line of a command's output; empty if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.partition("\n")[0].strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +228,7 @@ def quick_start(bench: Bench) -> Figures:
 def real_lengths(bench: Bench) -> Figures:
     """Random weights in the size of Qwen3-0.6B, and answers of 2,048 tokens; on a CPU a rehearsal with a tiny one."""
     cuda = bench.device == "cuda"
-    size, steps, length = (QWEN3_06B, 20, 2048) if cuda else (SMALL, 3, 64)
+    size, steps, length = (QWEN3_06B, 10, 2048) if cuda else (SMALL, 3, 64)
     model, prompts = bench.output / "model", bench.output / "prompts.jsonl"
     parameters = save_model(model, size)
     save_prompts(prompts, size, words=length // 8)
@@ -217,7 +238,11 @@ def real_lengths(bench: Bench) -> Figures:
         "--rollout-batch-size", "16" if cuda else "4", "--n-samples-per-prompt", "8" if cuda else "4",
         "--max-tokens-per-gpu", str(8 * length), "--rm-type", "none", "--custom-rm-path", "scripts.gpu_model:parity",
     )  # fmt: skip
-    return _speed(run.steps[1:], run.summary, parameters, ranks=_ranks(bench))
+    speed = _speed(run.steps[1:], run.summary, parameters, ranks=_ranks(bench))
+    start = {"start, s": run.summary["stage_seconds"]["start"]}
+    if (gpu := gpu_named(bench.name)) is None:
+        return {**speed, **start}
+    return {**speed, **start, "plan": [for_plan(run.run_dir, gpu)]}
 
 
 def _ranks(bench: Bench) -> int:

@@ -1,11 +1,14 @@
-"""Settings of all tests: Hypothesis, threads, signals, garbage collection."""
+"""Settings of all tests: Hypothesis, threads, signals, garbage collection, logging."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A loaded machine is slow, which is no failure.
@@ -24,3 +27,18 @@ def pytest_collection_finish() -> None:
     """Tests begin: look for garbage again, but not among what was there before them."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """The process logs afterwards as it did before."""
+    import structlog  # here, since some tests of tests/gpu run without it
+
+    from miles_async.observability.logs import close_logging
+
+    before = logging.getLogger().level
+    yield
+    close_logging()
+    logging.getLogger().setLevel(before)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()

@@ -14,12 +14,13 @@ QUERY_KEY_NORMS = (
     "qwen3",
     "qwen3_moe",
     "gemma3_text",
+    "gemma4_text",
     "olmoe",
     "deepseek_v3",
     "kimi_k2",
 )  # of DeepSeek's: on the latent vectors
 BIASED_PROJECTIONS = ("qwen2", "qwen2_moe")
-SANDWICH_NORMS = ("glm4", "gemma2", "gemma3", "gemma3_text")
+SANDWICH_NORMS = ("glm4", "gemma2", "gemma3", "gemma3_text", "gemma4_text")
 INTERLEAVED_ROTATIONS = ("glm", "glm4")
 
 Said = tuple[object, str] | None
@@ -207,7 +208,7 @@ SHAPES: tuple[ForeignFlag, ...] = (
     _shape("--moe-ffn-hidden-size", _in_mixture(_field("moe_intermediate_size", "intermediate_size"))),
     _shape("--moe-shared-expert-intermediate-size", _shared_experts),
     _shape("--moe-layer-freq", _layer_kinds),
-    _named("--moe-router-topk", "num_experts_per_tok", "num_experts_per_token", default=0),
+    _named("--moe-router-topk", "num_experts_per_tok", "num_experts_per_token", "top_k_experts", default=0),
     _named("--moe-router-topk-scaling-factor", "routed_scaling_factor", default=1.0),
     _named("--moe-router-num-groups", "n_group", default=1),
     _named("--moe-router-group-topk", "topk_group", default=1),

@@ -31,6 +31,8 @@ from miles_async.api.trainer import (
     ChangesSettings,
     LeavesDevice,
     SavesInBackground,
+    ScoresTokens,
+    TimesParts,
     TrainBackend,
 )
 
@@ -54,6 +56,8 @@ __all__ = [
     "PromptSampler",
     "Reward",
     "SavesInBackground",
+    "ScoresTokens",
+    "TimesParts",
     "TokenAdvantages",
     "TokenBatch",
     "Tracker",

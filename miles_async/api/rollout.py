@@ -14,8 +14,8 @@ from miles_async.types import (
     JsonObject,
     Observation,
     Prompt,
+    Rewarded,
     Sample,
-    TokenRewards,
 )
 
 
@@ -115,7 +115,7 @@ class Agent(Protocol):
     the key in OPENAI_API_KEY.
 
     Returns what the sample's metadata keep as ``agent_turns`` (a number, say), or that and a reward: (turns, reward).
-    Without a reward, the run's reward decides.
+    The reward is a number or RewardParts; without one, the run's reward decides.
 
     >>> import aiohttp, os
     >>> async def ask_once(base_url, prompt):
@@ -148,8 +148,10 @@ class Reward(Protocol):
     0.5
     """
 
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float | TokenRewards:
-        """Return a number, or with rewards of single tokens for ``--advantage-estimator token_rewards``."""
+    async def __call__(self, prompt: Prompt, sample: Sample) -> Rewarded:
+        """Return a number, or one with its parts (RewardParts), or with rewards of single tokens for
+        ``--advantage-estimator token_rewards``.
+        """
         ...
 
 

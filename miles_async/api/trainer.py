@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from miles_async.types import SettingValue, TrainShard
+from miles_async.types import SettingValue, TokenScores, TrainShard
 
 
 class TrainBackend(Protocol):
@@ -146,6 +146,48 @@ class ChangesSettings(Protocol):
         """Train later steps with other settings, by the flags' fields: ``lr``, ``entropy_coef``, ``kl_loss_coef`` and
         ``kl_coef``. Others are not the trainer's. Called on all ranks, between two steps.
         """
+        ...
+
+
+@runtime_checkable
+class ScoresTokens(Protocol):
+    """A training backend whose log-probs and entropies of single tokens are shown (``--save-samples``).
+
+    >>> class OfTwoTokens:
+    ...     def train(self, shard):
+    ...         logprobs = [torch.full([each.end - each.first], 0.5).log().numpy() for each in shard.shown]
+    ...         self.scores = [
+    ...             TokenScores(branch=each.branch, logprobs=found, entropies=None)
+    ...             for each, found in zip(shard.shown, logprobs, strict=True)
+    ...         ]
+    ...         return {}
+    ...
+    ...     def token_scores(self):
+    ...         return self.scores
+    >>> backend = OfTwoTokens()
+    >>> metrics = backend.train(shard)
+    >>> [(each.branch, len(each.logprobs)) for each in backend.token_scores()]
+    [(5, 2)]
+    """
+
+    def token_scores(self) -> Sequence[TokenScores]:
+        """Scores of the ``shown`` branches of the last shard; () on ranks whose shard another rank reports."""
+        ...
+
+
+@runtime_checkable
+class TimesParts(Protocol):
+    """A training backend that times the parts of a step on its rank; `miles-async watch` shows them.
+
+    >>> class OfOnePart:
+    ...     def part_seconds(self):
+    ...         return {"forward and backward": 1.5}
+    >>> OfOnePart().part_seconds()
+    {'forward and backward': 1.5}
+    """
+
+    def part_seconds(self) -> Mapping[str, float]:
+        """Seconds of the parts of the last step, in their order; of parts that take turns the sum."""
         ...
 
 

@@ -52,6 +52,11 @@ SHAPING = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "per_layer_config",
+    "attention_k_eq_v",
+    "enable_moe_block",
 )
 ADAPTING = ("lora_rank", "lora_type", "lora_alpha", "target_modules", "weights")
 

@@ -34,7 +34,7 @@ from miles_async.errors import CheckpointError
 from miles_async.ledger.readmission import read_readmissions
 from miles_async.runtime.clock import Stopwatch
 from miles_async.runtime.files.digests import write_digested
-from miles_async.seams import Position, SavedSide, TrainerSide
+from miles_async.seams import Position, Resumption, SavedSide, TrainerSide
 from miles_async.types import KeptSetting
 
 log = structlog.get_logger(__name__)
@@ -138,13 +138,10 @@ class RunCheckpoints:
         except CheckpointError as error:
             raise CheckpointError(f"--load {load}: {error}") from error
         if self._rollout is not None:
-            await self._rollout.load(
-                loaded.directory,
-                step=position.step,
-                version=position.version,
-                readmissions=readmissions,
-                accepted=accepted,
+            resumption = Resumption(
+                step=position.step, version=position.version, readmissions=readmissions, accepted=accepted
             )
+            await self._rollout.load(loaded.directory, resumption)
         if continues(self._arguments.save, loaded):
             assert loaded.run is not None, "check_whole() saw to that"
             self._identity = RunIdentity(run=loaded.run, model=self._identity.model, ranks=self._identity.ranks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.model import TRANSFORMER_ENGINE_MODULES
@@ -15,6 +16,7 @@ from miles_async.arguments.problems import refusal, refuse
 from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.errors import ConfigurationError
 from miles_async.machine.finding import Finding
+from miles_async.runtime.packages import require
 
 LOG_IN = "run `wandb login` or set WANDB_API_KEY, or stay offline: --wandb-mode offline, or WANDB_MODE=offline"
 
@@ -74,11 +76,12 @@ def wandb_findings(observability: ObservabilityArguments) -> Iterator[Finding]:
 def tracker_problems(arguments: Arguments) -> Iterator[str]:
     """Yield the trackers whose packages, extras of the project, are not installed, or that lack a key or an address."""
     from miles_async.observability.mlflow_tracker import tracking_uri
-    from miles_async.observability.packages import missing_packages
     from miles_async.observability.prometheus_tracker import metrics_key
     from miles_async.observability.swanlab_tracker import swanlab_mode
 
-    yield from missing_packages(arguments.observability)
+    for extra in ("tensorboard", "mlflow", "trackio", "swanlab"):
+        if getattr(arguments.observability, f"use_{extra}"):
+            yield from refusal(partial(require, extra, f"--use-{extra}"))
     if arguments.observability.use_prometheus:
         yield from refusal(metrics_key)
     if arguments.observability.use_mlflow:
@@ -89,7 +92,8 @@ def tracker_problems(arguments: Arguments) -> Iterator[str]:
 
 def model_problems(arguments: Arguments) -> Iterator[str]:
     """Yield why the model cannot be trained or split as asked; for the backend that comes with the project."""
-    from miles_async.backends.megatron.families.hf_config import check_layout, check_model, family_of, read_config
+    from miles_async.backends.megatron.families.hf_config import check_model, family_of, read_config
+    from miles_async.backends.megatron.families.layout import check_layout
     from miles_async.runtime.device import choose_device
 
     model = arguments.model
@@ -116,11 +120,8 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
 
 def _image_problems(arguments: Arguments, kind: str) -> Iterator[str]:
     """Parts of a run through which the images of its prompts don't pass."""
-    sessions, debug = arguments.sessions, arguments.debug
+    debug = arguments.debug
     parts = {
-        "--environment-path": sessions.environment_path is not None,
-        "--agent-path or --agent-command": sessions.runs_agent,
-        "--loss-type sft_loss": arguments.algorithm.supervised,
         "--use-opd": arguments.algorithm.use_opd,
         "--critic-hf-checkpoint": arguments.critic.critic_hf_checkpoint is not None,
         "--save-debug-rollout-data": debug.save_debug_rollout_data is not None,

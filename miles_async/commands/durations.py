@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.model_files import read_config
 from miles_async.commands.engine_memory import engine_bytes
+from miles_async.commands.gpu_report import GpuReport, read_report
 from miles_async.commands.measured import describe as describe_measured
 from miles_async.commands.measured import measured
 from miles_async.errors import ConfigurationError
@@ -25,7 +27,7 @@ from miles_async.simulation.estimates import (
     estimate,
     publication,
 )
-from miles_async.train_data.work import model_work
+from miles_async.train_data.work import ModelWork, model_work
 from miles_async.weights.transports.choice import count_senders, find_transport
 
 COMPARED = ("distributed", "disk", "object_store")  # transports that a plan shows next to the run's
@@ -60,15 +62,17 @@ def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, in
     }
     copy, slots, text = own.copy_seconds, own.engine_slots, ""
     if own.gpu is not None:
-        assumed = Assumptions(mfu=own.mfu, decode_use=own.decode_use, link=own.link_gbytes * GB)
-        found, compared = _estimate(own, arguments, assumed)
+        report = None if own.gpu in GPUS else read_report(Path(own.gpu))
+        assumed, known = _assumptions(own, report, arguments.weights.weight_transport)
+        found, compared = _estimate(own, arguments, report)
         given = {
             "--latency": found.response,
             "--train-seconds": Fixed(found.train_seconds),
             "--publish-seconds": Fixed(found.publication.pause_seconds),
         } | given
         copy = found.publication.copy_seconds if copy is None else copy
-        slots, text = found.slots, describe(found, compared, assumed)
+        slots = found.slots
+        text = describe(found, compared, assumed, known, "" if report is None else report.origin)
     if own.run_dir is not None:
         seen = measured(own.run_dir)
         given = {
@@ -94,8 +98,19 @@ def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, in
     return timing, slots, text
 
 
+def _assumptions(
+    own: argparse.Namespace, report: GpuReport | None, transport: str
+) -> tuple[Assumptions, frozenset[str]]:
+    """Return the assumptions for ``transport``, and the fields among them that the report measured."""
+    measured = {} if report is None else report.shares_of(transport)
+    link = None if own.link_gbytes is None else own.link_gbytes * GB
+    given = {"mfu": own.mfu, "decode_use": own.decode_use, "link": link}
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(Assumptions(), **{**measured, **given}), frozenset(measured.keys() - given.keys())
+
+
 def _estimate(
-    own: argparse.Namespace, arguments: Arguments, assumed: Assumptions
+    own: argparse.Namespace, arguments: Arguments, report: GpuReport | None
 ) -> tuple[Estimate, list[Publication]]:
     """Estimate the run, and publications by each transport that is compared."""
     directory = arguments.model.hf_checkpoint
@@ -106,30 +121,38 @@ def _estimate(
             "--gpu estimates durations from --hf-checkpoint (a directory with config.json; weights are not read) and "
             f"--response-tokens: {'--response-tokens is missing' if work else f'no sizes in {directory}/config.json'}"
         )
+    job = job_of(arguments, work, own.prompt_tokens, own.engine_slots)
+    tokens = parse_distribution(own.response_tokens, "--response-tokens")
+    assumed, _ = _assumptions(own, report, job.transport.name)
+    found = estimate(job, work, GPUS[report.gpu if report else own.gpu], tokens, assumed)
+    weights = work.weights * job.bytes_per_weight
+    return found, [
+        publication(_transport(arguments, name), weights, _assumptions(own, report, name)[0])
+        for name in dict.fromkeys((*COMPARED, job.transport.name))
+    ]
+
+
+def job_of(arguments: Arguments, work: ModelWork, prompt_tokens: int, slots: int | None = None) -> Job:
+    """Raises ConfigurationError if the run starts no engines. ``slots``: of an engine, if not by its flag."""
     model, cluster = arguments.model, arguments.cluster
     engines = [engine for engine in engine_bytes(arguments, work.weights) if engine.group.role == "train"]
     if not engines:
         raise ConfigurationError("--gpu estimates engines that the run starts, not external ones: give --latency")
     engine = engines[0]
-    job = Job(
+    return Job(
         samples=arguments.rollout.samples_per_rollout,
-        prompt_tokens=own.prompt_tokens,
+        prompt_tokens=prompt_tokens,
         trainer_gpus=cluster.trainer_world_size,
         transport=_transport(arguments, arguments.weights.weight_transport),
         recompute=model.recompute_granularity == "full",
         passes=_passes(arguments),
         engine_gpus=engine.group.gpus_per_engine,
-        slots=own.engine_slots or arguments.rollout.rollout_concurrency_per_engine,
+        slots=slots or arguments.rollout.rollout_concurrency_per_engine,
         caches=engine.caches,
         cache_tokens=None if engine.cache_tokens is None else engine.caches * engine.cache_tokens,
         bytes_per_weight=2 if model.bf16 else 4,
         cache_per_token=engine.cache_per_token * engine.group.gpus_per_engine // engine.caches,
     )
-    found = estimate(job, work, GPUS[own.gpu], parse_distribution(own.response_tokens, "--response-tokens"), assumed)
-    names = dict.fromkeys((*COMPARED, job.transport.name))
-    return found, [
-        publication(_transport(arguments, name), work.weights * job.bytes_per_weight, assumed) for name in names
-    ]
 
 
 def _transport(arguments: Arguments, name: str) -> Transport:

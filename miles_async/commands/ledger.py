@@ -255,6 +255,9 @@ def _show_epochs(reader: LedgerReader) -> str:
         for began in reader.epochs()
         if began.sampler != "uniform"
     ]
+    opened = reader.prompts_opened()
+    if opened is not None and opened.earlier_rates:
+        lines.insert(0, f"pass rates of {opened.earlier_rates} prompts were known from earlier runs (--pass-rates)\n")
     return "\n" + "".join(lines) if lines else ""
 
 

@@ -180,8 +180,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     estimated = parser.add_argument_group("Estimates of missing durations")
     estimated.add_argument(
-        "--gpu", choices=GPUS, help="estimate missing durations from config.json and this GPU's data sheet"
-    )
+        "--gpu", metavar="GPU",
+        help=f"estimate missing durations from config.json and a data sheet ({', '.join(GPUS)}), or from report.json "
+        "of `make gpu-hour`, whose figures replace assumptions",
+    )  # fmt: skip
     estimated.add_argument(
         "--response-tokens",
         metavar="TOKENS",
@@ -191,15 +193,15 @@ def _parser() -> argparse.ArgumentParser:
         "--prompt-tokens", type=_positive, default=512, metavar="N", help="prompt length in tokens (default: 512)"
     )
     estimated.add_argument(
-        "--mfu", type=_share, default=Assumptions.mfu, metavar="SHARE",
+        "--mfu", type=_share, metavar="SHARE",
         help=f"model FLOPs utilization in training, as a share of the peak (default: {Assumptions.mfu})",
     )  # fmt: skip
     estimated.add_argument(
-        "--decode-use", type=_share, default=Assumptions.decode_use, metavar="SHARE",
+        "--decode-use", type=_share, metavar="SHARE",
         help=f"share of the peak memory bandwidth reached in decoding (default: {Assumptions.decode_use})",
     )  # fmt: skip
     estimated.add_argument(
-        "--link-gbytes", type=_above_zero, default=Assumptions.link / GB, metavar="GB",
+        "--link-gbytes", type=_above_zero, metavar="GB",
         help=f"bandwidth from one sending rank to the engines, in GB/s (default: {Assumptions.link / GB:g})",
     )  # fmt: skip
     parser.add_argument(

@@ -15,8 +15,9 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
 
     Raises DataError naming file and line, ConfigurationError if ``--load`` would continue among other prompts.
     """
+    from miles_async.prompts.earlier_rates import earlier_rates
     from miles_async.prompts.identity import changed_prompts
-    from miles_async.prompts.keys import lacking
+    from miles_async.prompts.layouts import lacking
     from miles_async.prompts.rows import open_prompts
     from miles_async.rewards.row_check import RewardOfRow
 
@@ -26,9 +27,12 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
     for data, rewards in ((arguments.data, arguments.rewards), *pairs):
         rewarded = rewards.rm_type is not None and not arguments.algorithm.supervised
         rows = open_prompts(data, RewardOfRow(rewards) if rewarded else None)
+        earlier = earlier_rates(rows, data)
+        if earlier.rates:
+            notes.append(f"--pass-rates: known of {len(earlier.rates)} of {len(rows)} prompts")
         if data is arguments.data and (cursor := _saved_cursor(arguments.checkpoint.load)):
             try:
-                notes += changed_prompts(cursor, rows, data, arguments.checkpoint.load_anyway)
+                notes += changed_prompts(cursor, rows, data, earlier, arguments.checkpoint.load_anyway)
             except CheckpointError as error:
                 raise ConfigurationError(f"--load {arguments.checkpoint.load}: {error}") from None
         for (_, place), file in zip(data.places, rows.files, strict=True):

@@ -96,6 +96,8 @@ def _run(name: str, text: str, words: Sequence[str], show: Show) -> int:
     before = None if ours.against is None else evaluated(ours.against)  # a wrong name is noticed before the run
     parsed = parse_arguments(rest, prog=f"miles-async {name}")
     arguments = rollout_as_evaluation(parsed.arguments) if name == "rollout" else parsed.arguments
+    if name == "rollout" and parsed.arguments.evaluation.evaluates:
+        show("note: `miles-async rollout` samples --prompt-data; --eval-prompt-data and --eval-config have no effect\n")
     load = arguments.checkpoint.load
     arguments = evaluation_alone(arguments)
     if before is not None:

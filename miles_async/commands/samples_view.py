@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from miles_async.runtime.terminal_text import escaped
+from miles_async.runtime.texts import escaped
 from miles_async.samples.columns import LOSS, MASK_REASONS, SampleRow, SampleSummary
 from miles_async.samples.files import SamplesState
 
@@ -59,8 +59,9 @@ def token_table(row: SampleRow) -> str:
     shown = {name: values for name, values in optional.items() if values is not None}
     for heading in ("#", "id", "version", "age", "log-prob", *shown):
         table.add_column(heading, justify="right", no_wrap=True)
-    if row.trainer_logprobs is not None:
-        table.add_column("trainer − engine", justify="right", no_wrap=True)
+    differs = row.trainer_logprobs is not None and row.oldest_version is not None
+    if differs:
+        table.add_column("engine − trainer", justify="right", no_wrap=True)
     table.add_column("no loss because", no_wrap=True)
     table.add_column("token", no_wrap=True, overflow="ellipsis")
     for index, (age, version) in enumerate(zip(row.ages(), row.weight_versions, strict=True)):
@@ -69,8 +70,8 @@ def token_table(row: SampleRow) -> str:
         cells = [f"{index}", f"{row.tokens[index]}", NONE if version < 0 else f"{version}"]
         cells += [NONE if age is None else f"{age}", _number(row.rollout_logprobs[index] if known else None)]
         cells += [_number(values[index] if loss else None) for values in shown.values()]
-        if (trainer := row.trainer_logprobs) is not None:
-            cells.append(_number(trainer[index] - row.rollout_logprobs[index] if loss else None))
+        if differs and (trainer := row.trainer_logprobs) is not None:
+            cells.append(_number(row.rollout_logprobs[index] - trainer[index] if loss else None))
         reason = "" if loss else MASK_REASONS[row.mask_reasons[index]]
         table.add_row(*map(Text, cells), Text(reason), Text(escaped(row.token_texts[index])))
     return "\n".join(_facts(row)) + "\n" + _printed(table, wide=True)

@@ -17,6 +17,7 @@ from miles_async.types import JsonObject
 from miles_async.watch.status import Status, numbers, read_rows, read_status, trained_rows
 
 LONGEST_WARNING = 200  # characters
+CHANGES = 5  # the last settings changed while the run was live
 _OWN_PLACE = ("side", "level", "timestamp", "event", "logger", "exception")  # of a log entry, or left out
 
 
@@ -60,6 +61,8 @@ def _lines(found: Status, rows: Sequence[JsonObject]) -> Iterator[str]:
         yield f"  {found.standing}"
     elif found.groups:
         yield "  groups: " + ", ".join(f"{count} {name}" for name, count in found.groups.items() if count)
+    for change in found.changes[-CHANGES:]:
+        yield f"  set {change}"
     for entry in found.warnings:
         yield f"  {_warning(entry)}"
 

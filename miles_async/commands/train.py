@@ -29,7 +29,7 @@ from miles_async.wiring.generated_prompts import with_generated_prompts
 
 
 def train(words: Sequence[str], show: Callable[[str], None]) -> int:
-    """Run ``miles-async train``; return the exit code. Raises what :func:`miles_async.wiring.driver.run` does."""
+    """Run ``miles-async train``; return the exit code. Raises what :func:`wiring.driver_process.run` does."""
     with sigterm_interrupts():
         parsed = parse_arguments(words, prog="miles-async train")
         if parsed.arguments.evaluation.eval_only:
@@ -73,7 +73,7 @@ def train_parsed(parsed: ParsedCommandLine, words: Sequence[str], show: Callable
             show(f"note: {note}\n")
         if arguments.cluster.ray_address and not parsed.arguments.cluster.ray_address:
             show(f"Ray: joining the cluster at {arguments.cluster.ray_address}, as {VARIABLE} says\n")
-        from miles_async.wiring.driver import run  # here, since it brings Ray with it
+        from miles_async.wiring.driver_process import run  # here, since it brings Ray with it
 
         return run(arguments, imports)
 

@@ -51,9 +51,9 @@ def watch(words: Sequence[str], show: Callable[[str], None]) -> int:
         if write_key is not None:
             show(f"to change settings, too: http://{LOOPBACK}:{port}/#key={write_key.reveal()}\n")
         show(f"from another machine, first: ssh -N -L {port}:{LOOPBACK}:{port} {socket.gethostname()}\n")
-        from miles_async.watch.server import serve
+        from miles_async.watch.server import make_server
 
-        serve(runs, key, door, write_key)
+        make_server(runs, key, write_key).run(sockets=[door])
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles_async.arguments.model import attention_layers
+from miles_async.arguments.model import LAYER_PATTERN, attention_layers, full_attention
 from miles_async.types import JsonObject
 
 _ITEM_BYTES = {
@@ -25,14 +25,23 @@ def cache_bytes_per_token(config: JsonObject, dtype: str) -> int | None:
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return None
     kv_heads = int(config.get("num_key_value_heads") or heads)
-    return layers * 2 * kv_heads * int(config.get("head_dim") or hidden // heads) * item_bytes
+    numbers = layers * kv_heads * int(config.get("head_dim") or hidden // heads)
+    if (whole := full_attention(config)) is not None:
+        numbers += whole[0] * (whole[1] * whole[2] - kv_heads * int(config["head_dim"]))
+    return 2 * numbers * item_bytes
 
 
 def state_bytes(config: JsonObject, dtype: str) -> int:
-    """Bytes of a request's states in layers that are gated delta nets; 0 if there are none.
+    """Bytes of a request's states in layers that are gated delta nets or Mamba-2; 0 if there are none.
 
     A state is in fp32; inputs of the convolution are kept in ``dtype``.
     """
+    if pattern := config.get(LAYER_PATTERN):
+        values = config["mamba_num_heads"] * config["mamba_head_dim"]
+        keys = config.get("mamba_n_groups", config.get("n_groups", 8)) * config["ssm_state_size"]
+        inputs = (values + 2 * keys) * (config.get("mamba_d_conv", config.get("conv_kernel", 4)) - 1)
+        state = 4 * values * config["ssm_state_size"] + inputs * _ITEM_BYTES[dtype]
+        return int(str(pattern).count("M") * state)
     layers = int(config.get("num_hidden_layers") or 0) - attention_layers(config)
     if not layers:
         return 0

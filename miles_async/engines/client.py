@@ -29,8 +29,7 @@ import structlog
 
 from miles_async.arguments.routing import RouterShape
 from miles_async.engines.answer_guard import check_answer, experts_of
-from miles_async.engines.event_stream import event_data
-from miles_async.engines.http import Http, http_error
+from miles_async.engines.http import Http, event_data, http_error
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, StalledError, TransientEngineError
@@ -229,7 +228,7 @@ class RouterClient:
     async def _abort(self, request_id: str) -> None:
         """Abort a request that is no longer awaited, since engines notice closed connections late.
 
-        Only an answer tells which engine has a request, so all of them are told. Best effort, bounded in seconds and
+        Only an answer says which engine has a request, so all engines are asked. Best effort, bounded in seconds and
         in calls at once: past these, at the end of a run or with very many engines, closed connections must do.
         """
         urls = self._registry.urls()

@@ -66,7 +66,6 @@ class Fleet:
         self._streams: dict[frozenset[Incarnation], StreamDeadline] = {}  # being received, by engines
 
     async def members(self) -> FleetMembers:
-        """See ``seams.EngineFleet``."""
         records = [r for r in self._registry.engines.values() if r.state is not EngineState.GONE]
         starting = (EngineState.STARTING, EngineState.FENCED)
         return FleetMembers(
@@ -84,17 +83,16 @@ class Fleet:
         *arguments: *Ts,
         brief: bool = False,
     ) -> Mapping[Incarnation, Result | Exception]:
-        """See ``seams.EngineFleet``."""
         await self._prepare(engines, operation, arguments)
         timeout = self._brief_timeout if brief else _DEADLINES.get(operation, 1) * self._step_timeout
         stream = StreamDeadline(timeout) if operation is InferenceServer.receive_stream else None
         if stream is not None:
             self._streams[frozenset(engines)] = stream
 
-        def ask(record: EngineRecord, url: str) -> Coroutine[Any, Any, Result]:
-            method = getattr(self._server, operation.__name__)
-            answer: Coroutine[Any, Any, Result] = method(url, *arguments_of(record.current, arguments), timeout)
-            return answer
+        method: Callable[..., Awaitable[Result]] = getattr(self._server, operation.__name__)
+
+        def ask(record: EngineRecord, url: str) -> Awaitable[Result]:
+            return method(url, *arguments_of(record.current, arguments), timeout)
 
         try:
             async with asyncio.TaskGroup() as scope:
@@ -133,7 +131,6 @@ class Fleet:
         return self._results(tasks)
 
     async def begin_trial(self, engines: Sequence[Incarnation], version: int) -> None:
-        """See ``seams.EngineFleet``."""
         for record in self._records(engines):
             if record.state is EngineState.SERVING:
                 record.on_trial, record.version = True, version
@@ -156,7 +153,6 @@ class Fleet:
         return errors | self._results(tasks)
 
     async def fence(self, engines: Sequence[Incarnation], reason: str) -> None:
-        """See ``seams.EngineFleet``."""
         for engine in engines:
             for record in self._records([engine]):
                 await self._supervisor.routing.fence(record, reason)
@@ -167,7 +163,7 @@ class Fleet:
         """Update the registry before engines are called."""
         if operation is InferenceServer.pause:
             for record in self._records(engines):
-                record.paused = True  # requests wait on the client from now on
+                record.pause()  # requests wait on the client from now on
             self._registry.notify()
             if arguments == ("abort",):
                 await self._drain_by_abort(engines)
@@ -181,7 +177,7 @@ class Fleet:
         succeeded = self._records(engine for engine, found in results.items() if not isinstance(found, Exception))
         if operation is InferenceServer.resume:
             for record in succeeded:
-                record.paused = False  # requests still wait if weights were replaced
+                record.resume()  # requests still wait if weights were replaced
             self._registry.notify()
         elif operation is InferenceServer.probe:
             for record in succeeded:

@@ -1,8 +1,8 @@
-"""The HTTP session of the rollout side: engines, router and generation share its connections."""
+"""HTTP of the rollout side: one session for engines, router and generation; reading answers and event streams."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import TypeVar
 
 import aiohttp
@@ -16,6 +16,8 @@ Result = TypeVar("Result")
 
 ERROR_TEXT = 500  # characters of an answer that go into a message
 _CONNECT_SECONDS = 30.0
+_EVENT_END = b"\n\n"
+_EVENT_DATA = b"data:"
 
 
 class Http:
@@ -64,3 +66,21 @@ def http_error(status: int, text: str) -> EngineError:
     if status >= 500 or status in (408, 429) or (status == 404 and "model_not_found" in text):
         return TransientEngineError(shown)
     return RequestRejectedError(shown)
+
+
+async def event_data(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the data of each complete event. ``pieces``: chunks of the body, cut anywhere.
+
+    Engines and router end lines with a line feed and write the data of an event in one line.
+    """
+    buffer, searched = bytearray(), 0
+    async for piece in pieces:
+        buffer += piece
+        while (end := buffer.find(_EVENT_END, searched)) >= 0:
+            event = bytes(buffer[:end])
+            del buffer[: end + len(_EVENT_END)]
+            searched = 0
+            for line in event.split(b"\n"):
+                if line.startswith(_EVENT_DATA):
+                    yield line[len(_EVENT_DATA) :].strip()
+        searched = max(0, len(buffer) - 1)  # the last byte may be the first of an end

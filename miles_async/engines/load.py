@@ -8,9 +8,11 @@ from contextlib import suppress
 
 from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.errors import EngineError
+from miles_async.runtime.loop_turns import LoopTurns
 from miles_async.seams import InferenceServer
 from miles_async.types import EngineLoad
 
+ASKED_AT_ONCE = 8  # per turn of the event loop, 0.2 ms each
 LOAD_SECONDS = 2.0  # a server has the answer at hand; a later one would be out of date
 
 
@@ -18,12 +20,12 @@ class Loads:
     """Implements ``rollout.concurrency.EngineLoads``."""
 
     def __init__(self, registry: EngineRegistry, server: InferenceServer) -> None:
-        self._registry = registry
+        self.registry = registry
         self._server = server
+        self._turns = LoopTurns(ASKED_AT_ONCE)
 
     async def serving(self, other_than: int) -> int:
-        """See ``EngineLoads``."""
-        await self._registry.wait_until(lambda: self._serving() != other_than)
+        await self.registry.wait_until(lambda: self._serving() != other_than)
         return self._serving()
 
     async def loads(self) -> Mapping[str, EngineLoad]:
@@ -31,14 +33,15 @@ class Loads:
         loads: dict[str, EngineLoad] = {}
 
         async def ask(engine: str, url: str) -> None:
+            await self._turns.turn()
             with suppress(EngineError):  # the supervisor takes care of engines that do not answer
                 loads[engine] = await self._server.load(url, LOAD_SECONDS)
 
         async with asyncio.TaskGroup() as scope:
-            for record in self._registry.in_state(EngineState.SERVING):
+            for record in self.registry.in_state(EngineState.SERVING):
                 if record.url is not None and not record.paused:
                     scope.create_task(ask(record.engine_id, record.url))
         return loads
 
     def _serving(self) -> int:
-        return len(self._registry.in_state(EngineState.SERVING))
+        return len(self.registry.in_state(EngineState.SERVING))

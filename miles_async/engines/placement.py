@@ -27,8 +27,6 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlace:
-    """The place of an engine."""
-
     node_ids: tuple[str, ...] = ()  # if empty or gone, Ray chooses
     gpus: tuple[str, ...] = ()  # held by trainer ranks of the one node; (): any free ones
 

@@ -23,6 +23,8 @@ Until then it sees the state before, so a change that must stop requests is noti
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,12 +35,11 @@ from miles_async.types import Incarnation
 
 MOST_WRONG_ANSWERS = 3  # in WRONG_ANSWERS_WINDOW, before an engine is restarted: a sound one hardly ever gives one
 WRONG_ANSWERS_WINDOW = 3600.0  # seconds
+PAUSES = 24  # of an engine that are remembered
 WOKEN_AT_ONCE = 3  # requests per turn of the event loop, half a millisecond each
 
 
 class EngineState(Enum):
-    """State of an engine."""
-
     STARTING = "starting"
     JOINING = "joining"
     SERVING = "serving"
@@ -59,6 +60,7 @@ class EngineRecord:
     restarts: int = 0
     url: str | None = None
     paused: bool = False
+    pauses: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=PAUSES))  # from, until
     verified: bool = False  # its weights are known to be ``version``
     on_trial: bool = False  # it says so; its answers wait until that is verified
     version: int | None = None  # with which it was last sent requests
@@ -71,12 +73,24 @@ class EngineRecord:
         """Identity of the engine's current start."""
         return Incarnation(self.engine_id, self.incarnation)
 
+    def pause(self) -> None:
+        """Note that it is paused from now on."""
+        if not self.paused:
+            self.pauses.append((time.time(), None))
+        self.paused = True
+
+    def resume(self) -> None:
+        """Note that it is paused no more."""
+        if self.pauses and self.pauses[-1][1] is None:
+            self.pauses[-1] = (self.pauses[-1][0], time.time())
+        self.paused = False
+
     def forget(self, state: EngineState) -> None:
         """Void everything known about this start of the engine, which is now in ``state``."""
         self.state = state
         self.incarnation += 1
         self.url = None
-        self.paused = False
+        self.resume()
         self.verified = self.on_trial = False
         self.version = None
         self.wrong_answers = ()

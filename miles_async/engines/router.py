@@ -163,7 +163,6 @@ class Router:
                 await self._call("DELETE", f"/workers/{worker.id}", None, accept=(200, 202, 404))
 
     async def workers(self) -> list[Worker]:
-        """Engines that the router has registered."""
         return decode_json(await self._call("GET", "/workers", None, accept=(200,)), _Workers, "router").workers
 
     async def _is_routable(self, url: str) -> bool:
@@ -206,6 +205,48 @@ class Router:
             text = answer.decode(errors="replace")[:ERROR_TEXT]
             raise EngineError(f"router: {method} {path}: expected {accept}, found {response.status}: {text}")
         return answer
+
+
+class Routing:
+    """Moves engines into and out of the router, together with their state in the registry."""
+
+    def __init__(self, registry: EngineRegistry, router: Router) -> None:
+        self._registry = registry
+        self._router = router
+
+    async def admit(self, record: EngineRecord, url: str) -> None:
+        """Make a joining engine serve. Raises EngineError if the router does not accept it."""
+        incarnation = record.incarnation
+        await self._router.add(url)
+        if record.incarnation == incarnation and record.state is EngineState.JOINING:
+            record.state = EngineState.SERVING
+            self._registry.notify()
+        elif self._registry.answering_at(url) is None:  # lost or drained meanwhile, maybe before the router had it
+            await self.remove(url)
+
+    async def fence(self, record: EngineRecord, reason: str) -> None:
+        """Take an engine out if it is up. The supervisor then ends its process, with its requests, and restarts it."""
+        if record.state in (EngineState.SERVING, EngineState.JOINING):
+            await self.take_out(record, reason)
+
+    async def take_out(self, record: EngineRecord, reason: str) -> None:
+        """Void everything known about an engine and remove it from the router. No-op if it is out already."""
+        if record.state in (EngineState.FENCED, EngineState.DRAINING):
+            return
+        url = record.url
+        record.reason = reason
+        record.forget(EngineState.FENCED)
+        self._registry.notify()
+        log.warning("engine fenced", engine=record.engine_id, reason=reason)
+        if url is not None:
+            await self.remove(url)
+
+    async def remove(self, url: str) -> None:
+        """Remove a server from the router; never raises."""
+        try:
+            await self._router.remove(url)
+        except EngineError as error:  # a router that is down gets the list of serving engines when it is back
+            log.warning("router could not remove engine", url=url, error=str(error))
 
 
 def router_command(host: str, port: int, metrics_port: int, policy: str, extra: Sequence[str]) -> list[str]:

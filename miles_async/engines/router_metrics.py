@@ -41,7 +41,6 @@ class RouterMetrics:
         self._url = url
 
     async def run(self) -> None:
-        """Scrape forever."""
         while True:
             try:
                 async with self._http.session.get(self._url(), timeout=_TIMEOUT, raise_for_status=True) as response:

@@ -111,11 +111,9 @@ class ServerProcess:
         return self._report(f"ended with status {status}")
 
     async def alive(self) -> bool:
-        """True while the process runs."""
         return self._process is not None and self._process.returncode is None
 
     async def pid(self) -> int:
-        """PID of the server's main process."""
         assert self._process is not None
         return self._process.pid
 

@@ -150,7 +150,6 @@ class FrozenEngines(EngineStack):
 
 
 def engine_stats(registry: EngineRegistry, traffic: Traffic, router: Mapping[str, float]) -> EngineStats:
-    """Statistics of engines, requests and router."""
     return EngineStats(
         in_flight=traffic.in_flight,
         oldest_request_seconds=traffic.oldest_seconds(),

@@ -18,9 +18,8 @@ import structlog
 from miles_async.engines.health import EngineHealth
 from miles_async.engines.kind import LaunchServer, ServerHandle
 from miles_async.engines.registry import MOST_WRONG_ANSWERS, EngineRecord, EngineRegistry, EngineState
-from miles_async.engines.router import Router
-from miles_async.engines.routing import Routing
-from miles_async.errors import ConfigurationError, EngineError, EngineStartError, first_error
+from miles_async.engines.router import Router, Routing
+from miles_async.errors import ConfigurationError, EngineError, EngineStartError, ProcessLostError, first_error
 from miles_async.runtime.processes.restarts import RestartBudget
 from miles_async.runtime.tasks import first_of, gathered, quietly
 from miles_async.seams import InferenceServer
@@ -108,7 +107,6 @@ class EngineSupervisor:
             self._scope = None
 
     async def stop(self) -> None:
-        """End all servers."""
         async with asyncio.TaskGroup() as scope:
             for engine in self._engines.values():
                 if engine.handle is not None:
@@ -180,7 +178,9 @@ class EngineSupervisor:
         self._give_up(record)
         if self._all_gone():
             budget = self._engines[record.engine_id].budget
-            raise EngineError(
+            # That no restart helped is not known if none was tried: then the run may succeed on another try.
+            untried = not any(other.restarts for other in self._registry.engines.values())
+            raise (ProcessLostError if untried else EngineError)(
                 f"no engine is left; the last, {record.engine_id}, was restarted {budget} (--engine-max-restarts, "
                 f"--engine-restart-window): {record.reason}"
             )

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-import msgspec
 import structlog
 
+from miles_async.algorithms.advantages.rewards import with_reward
 from miles_async.api import EngineClient, Generate, Reward
 from miles_async.errors import StalledError
 from miles_async.evaluation.totals import Outcome, Totals
@@ -26,7 +26,7 @@ from miles_async.runtime.tasks import first_of
 from miles_async.runtime.user_code import run_user_code
 from miles_async.samples.evaluation import EvaluationSamples
 from miles_async.staleness.versions import loss_versions
-from miles_async.types import Attempt, Prompt, Sample, TokenRewards
+from miles_async.types import Attempt, Prompt, Sample
 
 log = structlog.get_logger(__name__)
 
@@ -140,9 +140,9 @@ class Evaluator:
             generate = partial(data_set.generate, data_set.client, attempt, index)
             sample = await self._service.call(lambda: run_user_code(generate()))
             given = await run_user_code(data_set.reward(attempt.prompt, sample))
-            outcome = _outcome(sample, given.reward if isinstance(given, TokenRewards) else given)
+            rewarded = with_reward(sample, given)
+            outcome = _outcome(rewarded)
             if self._recorded is not None:
-                rewarded = msgspec.structs.replace(sample, reward=outcome.reward)
                 self._recorded.add(name, attempt, index, rewarded, samples=data_set.n_samples)
         except Exception as error:  # supervision point: one sample of an evaluation is no reason to end a run
             log.warning("evaluation sample failed", prompt_id=attempt.prompt.prompt_id, error=repr(error))
@@ -165,10 +165,11 @@ def _whole_prompts(n_samples: int, totals: Totals) -> Callable[[Outcome | None],
     return add
 
 
-def _outcome(sample: Sample, reward: float) -> Outcome:
+def _outcome(sample: Sample) -> Outcome:
     versions = loss_versions(sample)
+    assert sample.reward is not None, "with_reward() has set it"
     return Outcome(
-        reward=reward,
+        reward=sample.reward,
         length=sample.response_length,
         truncated=sample.finish_reason != "stop",
         oldest_version=int(versions.min()),

@@ -28,12 +28,15 @@ def generated_rows(kind: str, name: str, config: Mapping[str, object], count: in
 
 def rows_of(command: Sequence[str], flag: str, environment: Mapping[str, str]) -> list[JsonObject]:
     """Return the JSON lines that a command writes. Raises ConfigurationError with ``flag`` and its last words."""
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, env=environment)
     if done.returncode:
-        *_, last = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        *_, last = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
         told = last if done.returncode == _REFUSED else f"generating its prompts failed: {last}"
         raise ConfigurationError(f"{flag}: {told}")
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    try:
+        rows = [json.loads(line) for line in done.stdout.split(b"\n") if line]  # texts may hold other line ends
+    except ValueError as error:
+        raise ConfigurationError(f"{flag}: expected its prompts as JSON lines: {error}") from error
     if not rows:
         raise ConfigurationError(f"{flag}: it has no prompts")
     return rows
@@ -44,18 +47,29 @@ def _rows(kind: str, name: str, config: Mapping[str, object], count: int, seed: 
         from miles_async.integrations.reasoning_gym_tasks import rows
 
         return rows(name, config, count, seed)
+    if kind == "openenv":
+        from miles_async.integrations.openenv_episodes import OpenEnv
+
+        return OpenEnv(name, config).rows(count, seed)
+    if kind == "nemo-gym":
+        from miles_async.integrations.nemo_gym_episodes import task_rows
+
+        return task_rows(config, count)
     from miles_async.integrations.gymnasium_text import GymnasiumText
 
     return GymnasiumText(name, config).rows(count, seed)
 
 
 def main(words: list[str]) -> int:
-    """Write the rows; what the package prints goes to standard error."""
+    """Write the rows; what the package and its processes print goes to standard error."""
     kind, name, config, count, seed = words
-    output, sys.stdout = sys.stdout, sys.stderr
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
     try:
-        for row in _rows(kind, name, json.loads(config), int(count), int(seed)):
-            output.write(json.dumps(row, ensure_ascii=False) + "\n")
+        with output:
+            for row in _rows(kind, name, json.loads(config), int(count), int(seed)):
+                output.write(json.dumps(row, ensure_ascii=False) + "\n")
     except ConfigurationError as error:
         print(str(error).replace("\n", " "), file=sys.stderr)
         return _REFUSED

@@ -63,6 +63,7 @@ class TextEpisode:
         self._maker = maker
         self._prompt = prompt
         self._environment: TextEnvironment | None = None
+        self._closed = False
         self._reward = 0.0
 
     def tools(self) -> tuple[JsonObject, ...]:
@@ -74,7 +75,8 @@ class TextEpisode:
         return await in_own_thread(lambda: self._step(str(turn.message.get("content") or "")))
 
     async def close(self) -> None:
-        """Close the environment, if a step made it."""
+        """Close the environment, if a step made it or is still making it."""
+        self._closed = True
         if self._environment is not None:
             await in_own_thread(self._environment.close)
 
@@ -90,6 +92,9 @@ class TextEpisode:
     def _begun(self) -> TextEnvironment:
         if self._environment is None:
             self._environment = self._maker.make()
+            if self._closed:  # meanwhile, since the step was given up
+                self._environment.close()
+                raise UserCodeError("its episode was closed while the environment was made")
             seed = self._prompt.metadata.get("seed")
             if not isinstance(seed, int):
                 raise UserCodeError(f"expected a seed in the prompt's metadata (--metadata-key), found {seed!r}")

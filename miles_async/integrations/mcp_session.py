@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from mcp.client.streamable_http import streamable_http_client
 
 from miles_async.arguments.sessions import is_url
 from miles_async.errors import ServiceUnavailableError, UserCodeError, first_error
-from miles_async.rollout import process_tree
 from miles_async.rollout.agent_command import command_words
+from miles_async.rollout.wrapped_process import wrapped
 from miles_async.runtime.network.keys import without_keys
 from miles_async.runtime.services import is_outage
 from miles_async.types import JsonObject
@@ -33,6 +32,7 @@ T = TypeVar("T")
 
 _LOST = (types.CONNECTION_CLOSED, 408, 32600)  # the SDK's own errors: closed, timed out, an HTTP session that is gone
 _END_SECONDS = 10.0  # more than the SDK takes to end a process: closed input, SIGTERM, SIGKILL
+_CANCEL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,8 @@ class McpServer:
             yield await stack.enter_async_context(ClientSession(read, write))
 
     def _process(self) -> StdioServerParameters:
-        wrapper = ["-I", "-S", process_tree.__file__, str(os.getpid())]
-        words = command_words(self.name, "--mcp-server")
-        return StdioServerParameters(command=sys.executable, args=[*wrapper, *words], env=without_keys(os.environ))
+        program, *words = wrapped(command_words(self.name, "--mcp-server"))
+        return StdioServerParameters(command=program, args=words, env=without_keys(os.environ))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,10 @@ class McpSession:
         self._over.set()
         if self._opened is not None and not self._opened.done():
             self._keeper.cancel()
-        await asyncio.wait([self._keeper], timeout=_END_SECONDS)
+        _, pending = await asyncio.wait([self._keeper], timeout=_END_SECONDS)
+        if pending:  # such as a server that does not answer the end of its session
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper], timeout=_CANCEL_SECONDS)
 
     async def _open(self) -> ClientSession:
         if self._keeper is None:

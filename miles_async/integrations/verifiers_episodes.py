@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,15 @@ from typing import Any
 import msgspec
 
 from miles_async.errors import ConfigurationError, RequestRejectedError
-from miles_async.rollout import process_tree
+from miles_async.rollout.wrapped_process import end, wrapped
 from miles_async.runtime.network.keys import Secret, without_keys
+from miles_async.runtime.texts import last_lines
 from miles_async.types import JsonObject, Prompt
 
 HOST = Path(__file__).with_name("verifiers_host.py")
 _END_SECONDS = 15.0  # for episodes to be cancelled and what they started to be ended
 _LONGEST_LINE = 1 << 26  # bytes
+_LAST_BYTES = 1 << 16  # of the log, for its last line
 
 
 def host_environment(python: str) -> dict[str, str]:
@@ -40,11 +41,17 @@ class VerifiersEpisodes:
     """The process that plays, as a service of the run and its agent. The next episode starts it again if it ended."""
 
     def __init__(
-        self, python: str, config: Mapping[str, object], *, api_key: Secret, log_path: Path, start_timeout: float
+        self,
+        python: str,
+        name: str,
+        config: Mapping[str, object],
+        *,
+        api_key: Secret,
+        log_path: Path,
+        start_timeout: float,
     ) -> None:
-        """``config``: verifiers' configuration of the environment. ``start_timeout``: seconds."""
-        wrapper = (sys.executable, "-I", "-S", process_tree.__file__, str(os.getpid()))
-        self._command = (*wrapper, python, str(HOST), "play", msgspec.json.encode(config).decode())
+        """``name``, ``config``: of the environment, for verifiers. ``start_timeout``: seconds."""
+        self._command = wrapped((python, str(HOST), "play", name, msgspec.json.encode(config).decode()))
         self._environment = {**host_environment(python), "OPENAI_API_KEY": api_key.reveal()}
         self._log_path = log_path
         self._start_timeout = start_timeout
@@ -73,16 +80,15 @@ class VerifiersEpisodes:
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
                 await process.wait()
-        if process.returncode is None:
-            process.terminate()  # the wrapper kills what is left
-        await process.wait()
+        await end(process)
         if self._reader is not None:
             await self._reader
 
     async def __call__(self, base_url: str, prompt: Prompt) -> tuple[int, float]:
         """Play the prompt's task; return turns and reward, as agents do.
 
-        Raises ConnectionError if the process ends meanwhile, RequestRejectedError for what verifiers reports.
+        Raises ConnectionError if the process ends meanwhile or verifiers reports a service that is down,
+        RequestRejectedError for any other failure that it reports.
         """
         if not isinstance(task := prompt.metadata.get("task"), Mapping):
             raise RequestRejectedError("expected a task of verifiers in the prompt's metadata (--metadata-key)")
@@ -97,7 +103,8 @@ class VerifiersEpisodes:
         finally:
             del self._waiting[number]
         if "error" in told:
-            raise RequestRejectedError(f"verifiers: {told['error']}")
+            failure = ConnectionError if told.get("down") else RequestRejectedError
+            raise failure(f"verifiers: {told['error']}")
         return int(told["turns"]), float(told["reward"])
 
     def _send(self, process: asyncio.subprocess.Process, message: JsonObject) -> None:
@@ -110,9 +117,11 @@ class VerifiersEpisodes:
         async with self._starting:
             if self._process is not None and self._process.returncode is None:
                 return self._process
+            if self._reader is not None:
+                await asyncio.wait([self._reader])  # it ends the episodes of the process before
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
             with self._log_path.open("ab") as log:
-                self._process = process = await asyncio.create_subprocess_exec(
+                process = await asyncio.create_subprocess_exec(
                     *self._command,
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
@@ -123,29 +132,37 @@ class VerifiersEpisodes:
                 )
             assert process.stdout is not None
             ready = b""
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._start_timeout):
-                    ready = await process.stdout.readline()
+            try:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._start_timeout):
+                        ready = await process.stdout.readline()
+            finally:
+                if not ready:  # too late, ended, or cancelled with the episode that started it
+                    await end(process)
             if not ready:
-                with suppress(ProcessLookupError):
-                    process.terminate()
-                await process.wait()
                 raise ConnectionError(f"the process of verifiers did not come up: {_last_line(self._log_path)}")
+            self._process = process
             self._reader = asyncio.create_task(self._read(process, process.stdout))
             return process
 
     async def _read(self, process: asyncio.subprocess.Process, answers: asyncio.StreamReader) -> None:
-        while line := await answers.readline():
-            told: dict[str, Any] = msgspec.json.decode(line)
-            if (waiting := self._waiting.get(told["id"])) is not None and not waiting.done():
-                waiting.set_result(told)
-        await process.wait()
-        error = ConnectionError(f"the process of verifiers ended: {_last_line(self._log_path)}")
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(error)
+        """Pass answers on; at their end, end the process and the episodes that wait for it."""
+        problem = "ended"
+        try:
+            while line := await answers.readline():
+                told = msgspec.json.decode(line, type=dict[str, Any])
+                if (waiting := self._waiting.get(told["id"])) is not None and not waiting.done():
+                    waiting.set_result(told)
+        except Exception as error:  # supervision point: a line that is no answer, or too long
+            problem = f"wrote a line that is no answer ({error!r})"
+        finally:
+            await end(process)
+            lost = ConnectionError(f"the process of verifiers {problem}: {_last_line(self._log_path)}")
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(lost)
 
 
 def _last_line(log: Path) -> str:
-    lines: Sequence[str] = log.read_text(errors="replace").strip().splitlines()
+    lines = last_lines(log, _LAST_BYTES)
     return f"{lines[-1][:500] if lines else 'it wrote nothing'} ({log})"

@@ -1,54 +1,65 @@
 """The other end of ``verifiers_episodes.py``, which Python with PrimeIntellect's verifiers runs as a script:
 
-    python verifiers_host.py rows CONFIG COUNT     writes its tasks as prompts, one JSON line each
-    python verifiers_host.py play CONFIG           plays the tasks that it reads, one JSON line each, to the input's end
+    python verifiers_host.py rows NAME CONFIG COUNT HELD_OUT   writes prompts to train and to hold out, as JSON lines
+    python verifiers_host.py play NAME CONFIG                  plays the tasks that it reads, one JSON line each
 
-That Python has no miles_async, so this file imports nothing of it. A task that is played talks to the model at its
-``base_url``; the key is in OPENAI_API_KEY.
+That Python has no miles_async, so this file and those that it imports use nothing of it. Which of them depends on the
+version there: ``verifiers_tasks.py`` for tasksets of 0.4, ``verifiers_classic.py`` for environments of 0.3.
+
+A task that is played talks to the model at its ``base_url``; the key is in OPENAI_API_KEY.
 """
 
 import asyncio
 import json
+import os
 import sys
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 
-from verifiers.v1.clients import ModelContext
-from verifiers.v1.configs.client import EvalClientConfig
-from verifiers.v1.types import SamplingConfig
-from verifiers.v1.utils.loaders import load_environment, load_taskset, resolve_env_config
-
-TOO_LONG = "prompt is too long"  # what sessions answer when there is no room for another turn: the episode is cut
+REFUSED = 2  # exit status: the last line of standard error says why
+FILES = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
-def rows(config, count):
-    """Yield prompts: what the model is asked, and all of the task as metadata."""
-    for number, task in enumerate(load_taskset(config.taskset)):
-        if number == count:
-            return
-        data = task.data.model_dump(mode="json")
-        system = [{"role": "system", "content": task.data.system_prompt}] if task.data.system_prompt else []
-        messages = [*system, {"role": "user", "content": task.data.prompt_text}]
-        yield {"prompt": messages, "metadata": {"task": data}}
+def opened(name, config):
+    """Load the environment. Exits with status 2 if it is none that can be played here."""
+    try:
+        found = version("verifiers")
+    except PackageNotFoundError:
+        found = ""
+    if found.startswith("0.4."):
+        from verifiers_tasks import Tasks as Loaded
+    elif found.startswith("0.3."):
+        from verifiers_classic import ClassicEnvironment as Loaded
+    else:
+        refuse(f"expected verifiers 0.4 or 0.3 in {sys.executable} (--environment-python), found {found or 'none'}")
+    try:
+        return Loaded(name, config)
+    except NotImplementedError as error:
+        refuse(error)
 
 
-async def play(config, answers):
+def refuse(problem):
+    print(" ".join(str(problem).split()), file=sys.stderr)
+    sys.exit(REFUSED)
+
+
+async def play(loaded, messages, answers):
     """Play episodes concurrently; an episode whose ``cancel`` is read is cancelled."""
-    environment = load_environment(config)
     reader = asyncio.StreamReader(limit=1 << 30)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), messages)
     episodes: dict[int, asyncio.Task] = {}
 
     async def episode(number, task_data, base_url):
         try:
-            told = await played(environment, task_data, base_url)
+            told = await loaded.play(task_data, base_url)
         except Exception as error:
-            told = {"error": f"{type(error).__name__}: {error}"}
+            told = failed(error)
         print(json.dumps({"id": number, **told}), file=answers, flush=True)
 
     def over(number, _):
         del episodes[number]
 
-    async with environment.serving():
+    async with loaded.serving():
         print(json.dumps({"ready": True}), file=answers, flush=True)
         while line := await reader.readline():
             message = json.loads(line)
@@ -65,32 +76,30 @@ async def play(config, answers):
         await asyncio.gather(*left, return_exceptions=True)
 
 
-async def played(environment, task_data, base_url):
-    task_type = type(environment.taskset).task_type()
-    task = task_type(task_type.data_type().model_validate(task_data), environment.config.taskset.task)
-    client = EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
-    (slot,) = environment.slots(task)
-    episode = await environment.run_slot(slot, ModelContext(client=client, model="policy", sampling=SamplingConfig()))
-    if len(episode.traces) > 1:
-        return {"error": f"{len(episode.traces)} traces in one episode: environments of several agents are unsupported"}
-    failed = [error for each in (episode, *episode.traces) if (error := each.last_error) is not None]
-    if failed and not (episode.traces and (episode.traces[0].ok or TOO_LONG in failed[-1].message)):
-        return {"error": f"{failed[-1].type}: {failed[-1].message}"}
-    (trace,) = episode.traces
-    return {"reward": trace.reward, "turns": trace.num_turns}
+def failed(error):
+    """Tell what an episode raised, and whether something that it needs is down: see ``runtime.services.is_outage``."""
+    cause, down = error, False
+    while cause is not None and not down:
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        down = status >= 500 or status == 429 if status else isinstance(cause, OSError) and not isinstance(cause, FILES)
+        cause = cause.__cause__ or cause.__context__
+    return {"error": f"{type(error).__name__}: {error}", "down": down}
 
 
 def main(words):
-    what, config, *rest = words
-    answers, sys.stdout = sys.stdout, sys.stderr
-    given = json.loads(config)
-    given.setdefault("agent", {}).setdefault("runtime", {"type": "subprocess"})
-    parsed = resolve_env_config(given)
+    what, name, config, *counts = words
+    # Neither pipe is for the processes that harnesses start, nor for what packages print.
+    messages, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    loaded = opened(name, json.loads(config))
     if what == "play":
-        asyncio.run(play(parsed, answers))
+        asyncio.run(play(loaded, messages, answers))
         return
-    for row in rows(parsed, int(rest[0])):
-        print(json.dumps(row, ensure_ascii=False), file=answers)
+    with answers:
+        for row in loaded.rows(*map(int, counts)):
+            print(json.dumps(row, ensure_ascii=False), file=answers)
 
 
 if __name__ == "__main__":

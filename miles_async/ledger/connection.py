@@ -43,7 +43,7 @@ def _in_read_only_directory(path: Path) -> Iterator[tuple[Path, str]]:
     """How to open a ledger that no run on this machine can be writing."""
     log = path.with_name(f"{path.name}-wal")
     if not log.is_file() or log.stat().st_size == 0:
-        yield path, "immutable=1"
+        yield path, "mode=ro&immutable=1"
         return
     with TemporaryDirectory() as directory:  # a killed run's last rows are in the log, which `immutable` leaves out
         for file in (path, log):

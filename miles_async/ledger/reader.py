@@ -17,7 +17,7 @@ from miles_async.errors import LedgerError
 from miles_async.ledger.connection import connected
 from miles_async.ledger.store import SCHEMA_VERSION, Counts, count_attempts, read_balance, read_carried
 from miles_async.staleness.attempts import DeadLetter
-from miles_async.staleness.events import EpochBegan, Restored
+from miles_async.staleness.events import EpochBegan, PromptsOpened, Restored
 from miles_async.staleness.ledger import Balance, Outcome, Stage
 from miles_async.types import SettingValue
 
@@ -73,8 +73,13 @@ class ChangeRecord(msgspec.Struct, frozen=True, kw_only=True):
     value: SettingValue
 
     def __str__(self) -> str:
+        return f"after step {self.step}: {self.change}"
+
+    @property
+    def change(self) -> str:
+        """The change without its step, such as ``lr 0.0005 → 0.0004``."""
         before = "" if self.is_request else f"{_shown(self.before)} → "
-        return f"after step {self.step}: {self.name} {before}{_shown(self.value)}"
+        return f"{self.name} {before}{_shown(self.value)}"
 
     @property
     def is_request(self) -> bool:
@@ -142,6 +147,18 @@ class LedgerReader:
             "SELECT data, epoch, sampler, prompts, left_out FROM epochs ORDER BY began_at, rowid"
         )
         return tuple(EpochBegan(*row) for row in rows)
+
+    def prompts_opened(self) -> PromptsOpened | None:
+        """The prompt data of the run; None in a ledger of an earlier version."""
+        row = self._connection.execute("SELECT value FROM meta WHERE key = 'prompts'").fetchone()
+        return msgspec.json.decode(row[0], type=PromptsOpened) if row else None
+
+    def group_rewards(self) -> Iterator[tuple[str, list[float]]]:
+        """(prompt id, rewards of its samples) of each finished group, in the order in which they were finished."""
+        rows = self._connection.execute(
+            "SELECT prompt_id, rewards FROM attempts WHERE finished_at IS NOT NULL ORDER BY finished_at, attempt_id"
+        )
+        yield from ((str(prompt_id), msgspec.json.decode(rewards, type=list[float])) for prompt_id, rewards in rows)
 
     def response_lengths(self) -> tuple[Lengths, ...]:
         """Response lengths of all generated samples, by the outcome or stage of their attempt (C5)."""
@@ -217,7 +234,7 @@ class LedgerReader:
             yield CutRecord(at=at, target_version=version, groups=groups, oldest_version=oldest)
 
     def changes(self) -> tuple[ChangeRecord, ...]:
-        """What was changed by ``miles-async set``, in order; nothing in a ledger of an earlier version."""
+        """Changes made by ``miles-async set``, in order; empty for ledgers of earlier versions."""
         if not self._has_table("changes"):
             return ()
         rows = self._connection.execute("SELECT at, step, name, before, value FROM changes ORDER BY rowid")

@@ -22,7 +22,7 @@ from miles_async.staleness.events import PoolEvent, PoolObserver
 from miles_async.staleness.ledger import Balance, Outcome
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool, PoolSnapshot
-from miles_async.train_data.digests import digests
+from miles_async.train_data.batch import digests
 from miles_async.types import Attempt, Changes, Group, Prompt, TrainShard
 
 

@@ -31,6 +31,7 @@ from miles_async.staleness.events import (
     Finished,
     Issued,
     PoolEvent,
+    PromptsOpened,
     Restored,
     Trimmed,
 )
@@ -55,6 +56,7 @@ CREATE TABLE attempts (
     newest_version INTEGER,
     mixed_samples INTEGER,            -- samples whose loss tokens came from several versions
     reward_mean REAL,
+    rewards TEXT,                     -- JSON list, per sample; a ledger of an earlier version lacks the column
     left_out INTEGER NOT NULL DEFAULT 0,  -- samples that were too old; the others stayed (C7)
     target_version INTEGER,           -- of the cut that took it, or that it was too old for
     step INTEGER,                     -- rollout step that trained it, from 1
@@ -169,6 +171,8 @@ class LedgerStore:
             case EpochBegan():
                 row = (*msgspec.structs.astuple(event), at)
                 self._connection.execute("INSERT INTO epochs VALUES (?, ?, ?, ?, ?, ?)", row)
+            case PromptsOpened():
+                self._put("prompts", msgspec.to_builtins(event))
 
     def _end(self, at: float, event: Ended) -> None:
         stages = {*ENDS_FROM[event.outcome]}
@@ -282,6 +286,7 @@ def _described(group: Group) -> JsonObject:
         if group.oldest_version != group.newest_version
         else 0,
         "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "rewards": json.dumps(rewards),
     }
 
 

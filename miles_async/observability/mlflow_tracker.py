@@ -12,8 +12,7 @@ from pathlib import Path
 
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
-from miles_async.observability.run_ids import save_run_id
-from miles_async.observability.settings_table import Settings, flat_settings
+from miles_async.observability.tracker_parts import Settings, flat_settings, save_run_id
 
 NAME = "mlflow"
 URI_VARIABLE = "MLFLOW_TRACKING_URI"

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
+from miles_async.runtime.files.whole_file import write_whole
+
 REWARD_WINDOW = 5  # reward_last is a mean over so many steps: a single step of a small batch swings by ±0.1
 GROUP_ENDS = ("trained", "recycled", "dropped", "filtered", "failed", "quarantined", "cancelled")
 GROUP_STAGES = ("in_flight", "buffered")
@@ -171,9 +173,7 @@ class RunSummary:
 def write_summary(summary: Summary, path: Path) -> None:
     """Write the summary atomically, since readers poll for this file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".partial")
-    unfinished.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
 
 
 def _mean(values: list[float]) -> float | None:

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from miles_async.arguments.observability import ObservabilityArguments, SwanlabMode
-from miles_async.observability.run_ids import save_run_id
-from miles_async.observability.settings_table import Settings, flat_settings
-from miles_async.observability.tracker_modes import mode_of
+from miles_async.observability.tracker_parts import Settings, flat_settings, mode_of, save_run_id
 
 if TYPE_CHECKING:
     import swanlab

@@ -78,7 +78,7 @@ class TensorBoardTracker:
         try:
             self._records.write(event.SerializeToString())
             self._records.flush()
-        except OSError:  # half a record may be in the file, and nobody reads what follows it
+        except OSError:  # half a record may be in the file, and readers stop there
             with suppress(OSError):
                 self._records.close()
             self._records = None

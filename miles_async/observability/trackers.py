@@ -14,10 +14,9 @@ from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
 from miles_async.observability.mlflow_tracker import MlflowOptions, MlflowTracker, tracking_uri
 from miles_async.observability.prometheus_tracker import PATH, PrometheusOptions, PrometheusTracker, metrics_key
-from miles_async.observability.run_ids import earlier_run_id
-from miles_async.observability.settings_table import Settings
 from miles_async.observability.swanlab_tracker import SwanlabOptions, SwanlabTracker, swanlab_mode
 from miles_async.observability.tensorboard_tracker import TensorBoardTracker, tensorboard_directory
+from miles_async.observability.tracker_parts import Settings, earlier_run_id
 from miles_async.observability.trackio_tracker import TrackioOptions, TrackioTracker
 from miles_async.observability.wandb_tracker import (
     WandbOptions,

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_async.observability.run_ids import save_run_id
-from miles_async.observability.settings_table import Settings, flat_settings
+from miles_async.observability.tracker_parts import Settings, flat_settings, save_run_id
 
 NAME = "trackio"
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.observability.background import BackgroundTracker
-from miles_async.observability.run_ids import earlier_run_id
+from miles_async.observability.tracker_parts import earlier_run_id
 from miles_async.observability.wandb_tracker import NAME, WandbOptions, new_run_id, open_wandb, wandb_mode
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,9 +18,11 @@ import structlog
 
 from miles_async.arguments.observability import ObservabilityArguments, WandbMode
 from miles_async.observability.background import BackgroundTracker
-from miles_async.observability.run_ids import save_run_id
-from miles_async.observability.sample_tables import COLUMNS, SampleTables
-from miles_async.observability.tracker_modes import mode_of
+from miles_async.observability.tracker_parts import mode_of, save_run_id
+from miles_async.runtime.texts import shortened
+from miles_async.samples.columns import SampleSummary
+from miles_async.samples.files import SamplesFile
+from miles_async.samples.reader import read_summaries, samples_files
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
@@ -32,6 +34,25 @@ INIT_TIMEOUT = 300.0  # seconds; wandb's own 90 s are too few when many jobs sta
 INIT_ATTEMPTS = 3
 NAME = "wandb"
 _ALIASES: Mapping[str, WandbMode] = {"run": "online", "shared": "online", "dryrun": "offline"}  # wandb's other names
+
+COLUMNS = (
+    "prompt_id",
+    "sample",
+    "reward",
+    "advantage",
+    "finish_reason",
+    "age",
+    "length",
+    "prompt",
+    "response",
+    "label",
+)
+"""Fields of SampleSummary, in the order of the tables of samples."""
+
+MOST_ROWS = 64
+MOST_CHARACTERS = 20_000  # of a cell; a longer one loses its middle
+
+Cell = str | float | int | None
 
 
 def wandb_mode(arguments: ObservabilityArguments, environment: Mapping[str, str] = os.environ) -> WandbMode:
@@ -160,3 +181,37 @@ def _open(options: WandbOptions, mode: WandbMode | Literal["shared"]) -> wandb.R
 def open_wandb(options: WandbOptions) -> BackgroundTracker:
     """Return a tracker at once; a W&B that is slow, absent or broken costs a warning."""
     return BackgroundTracker("wandb", lambda: WandbTracker(options))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleTable:
+    """The samples of one step or evaluation."""
+
+    name: str  # samples/train or samples/eval
+    step: int
+    rows: tuple[tuple[Cell, ...], ...]  # by COLUMNS
+
+
+class SampleTables:
+    """Tables that were not taken yet: of every ``every``-th step, and of all evaluations."""
+
+    def __init__(self, run_dir: Path, every: int) -> None:
+        self._run_dir = run_dir
+        self._every = every
+        self._taken: set[SamplesFile] = set()
+
+    def new(self) -> Iterator[SampleTable]:
+        """Yield the tables whose files are whole by now, each once. Raises DataError for one that cannot be read,
+        which counts as taken.
+        """
+        for file in samples_files(self._run_dir):
+            if file in self._taken or (file.kind == "train" and file.step % self._every):
+                continue
+            self._taken.add(file)
+            rows = read_summaries(file.path)[:MOST_ROWS]
+            yield SampleTable(name=f"samples/{file.kind}", step=file.step, rows=tuple(map(_row, rows)))
+
+
+def _row(summary: SampleSummary) -> tuple[Cell, ...]:
+    cells = (getattr(summary, column) for column in COLUMNS)
+    return tuple(shortened(cell, MOST_CHARACTERS) if isinstance(cell, str) else cell for cell in cells)

@@ -17,7 +17,7 @@ import numpy as np
 
 from miles_async.errors import DataError
 from miles_async.prompts.templates import ChatTemplate
-from miles_async.types import Int32, JsonObject, Label, UInt8
+from miles_async.types import Int32, JsonObject, Label, Picture, UInt8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +26,8 @@ class Answered:
 
     tokens: Int32  # [T], ends with a token that carries loss
     loss_mask: UInt8  # [T]
+    messages: int = 0  # of the conversation, up to the last turn that is learned
+    pictures: tuple[Picture, ...] = ()  # in the order of their tokens
 
 
 def answered(template: ChatTemplate, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[Answered]:
@@ -49,7 +51,10 @@ def answered(template: ChatTemplate, messages: Sequence[JsonObject], tools: Sequ
             )
         if not branches or not before.startswith(branches[-1].text):
             branches.append(_Branch(template))
-        branches[-1].add(before, after, learned=message.get("step_loss_mask", 1) == 1)
+        learned = message.get("step_loss_mask", 1) == 1
+        branches[-1].add(before, after, learned=learned)
+        if learned:
+            branches[-1].messages = index + 1
     found = [branch.answered() for branch in branches if any(branch.mask)]
     if not found:
         raise DataError("expected a turn of the assistant to learn, found none")
@@ -94,6 +99,7 @@ class _Branch:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
+    messages: int = 0
     _ended: bool = True  # the last turn has its end token
 
     def add(self, before: str, after: str, *, learned: bool) -> None:
@@ -114,4 +120,8 @@ class _Branch:
         if not self._ended:
             tokens, mask = [*tokens, self.template.end_id], [*mask, 1]
         length = len(mask) - mask[::-1].index(1)
-        return Answered(tokens=np.array(tokens[:length], np.int32), loss_mask=np.array(mask[:length], np.uint8))
+        return Answered(
+            tokens=np.array(tokens[:length], np.int32),
+            loss_mask=np.array(mask[:length], np.uint8),
+            messages=self.messages,
+        )

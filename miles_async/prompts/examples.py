@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import structlog
 
 from miles_async.arguments.data import DataArguments
@@ -12,6 +13,7 @@ from miles_async.errors import DataError, TrajectoryError
 from miles_async.prompts.conversations import Answered, answered, answered_text, conversation, one_answer, tools_of
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate
+from miles_async.runtime.picture_processor import PictureProcessor
 from miles_async.types import JsonObject, Prompt
 
 log = structlog.get_logger(__name__)
@@ -30,15 +32,24 @@ class ExampleSource:
     """An endless stream, as of prompts (``prompts.source``). An example that is too long is skipped and counted."""
 
     def __init__(
-        self, arguments: DataArguments, template: ChatTemplate, most_tokens: int, *, anyway: Collection[str] = ()
+        self,
+        arguments: DataArguments,
+        template: ChatTemplate,
+        most_tokens: int,
+        *,
+        anyway: Collection[str] = (),
+        images: PictureProcessor | None = None,
     ) -> None:
-        """``most_tokens``: of a sequence. ``anyway``: see :class:`FilePromptSource`. Raises DataError when a file
-        cannot be used.
+        """``most_tokens``: of a sequence. ``anyway``: see :class:`FilePromptSource`. ``images``: None for a model that
+        reads none. Raises DataError when a file cannot be used.
         """
         self.template = template
         self._templated = arguments.apply_chat_template
         self._most = most_tokens
-        self._source = FilePromptSource(arguments, lambda content, tools: (0,), anyway=anyway)  # tokenized here, whole
+        self._images = images
+        # Tokenized here, whole.
+        unchanged = None if images is None else lambda tokens, sizes: tokens
+        self._source = FilePromptSource(arguments, lambda content, tools: (0,), anyway=anyway, expand=unchanged)
         self.skipped = 0
 
     def take(self, count: int) -> list[Example]:
@@ -79,6 +90,22 @@ class ExampleSource:
                     raise DataError("expected an answer, found no label (--label-key)")
                 return answered_text(self.template, prompt.text, one_answer(prompt.label))
             messages = conversation(prompt.messages, prompt.label)
-            return answered(self.template, messages, tools_of(prompt.metadata))
+            branches = answered(self.template, messages, tools_of(prompt.metadata))
+            return [self._with_images(branch, messages, prompt) for branch in branches]
         except (DataError, TrajectoryError) as error:
             raise DataError(f"{prompt.prompt_id}: {error}") from error
+
+    def _with_images(self, branch: Answered, messages: Sequence[JsonObject], prompt: Prompt) -> Answered:
+        """The branch with as many tokens for each of its images as the model reads."""
+        if self._images is None:
+            return branch
+        contents = [message["content"] for message in messages[: branch.messages]]
+        count = sum(
+            part.get("type") == "image" for content in contents if isinstance(content, list) for part in content
+        )
+        pictures = prompt.pictures[:count]
+        sizes = [(picture.width, picture.height) for picture in pictures]
+        tokens = np.array(self._images.expand(branch.tokens.tolist(), sizes), np.int32)
+        token, loss_mask = self._images.image_token, np.zeros(len(tokens), np.uint8)
+        loss_mask[tokens != token] = branch.loss_mask[branch.tokens != token]
+        return replace(branch, tokens=tokens, loss_mask=loss_mask, pictures=pictures)

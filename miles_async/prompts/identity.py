@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.prompt_files import HUB, hub_name, split_slice
 from miles_async.errors import CheckpointError
+from miles_async.prompts.earlier_rates import EarlierRates
 from miles_async.prompts.rows import PromptRows
 from miles_async.types import JsonObject
 
@@ -18,11 +19,12 @@ _FLAGS = {
     "seed": "--rollout-seed",
     "weights": "--prompt-data-weights",
     "sampler": "--prompt-sampler",
+    "pass_rates": "--pass-rates",
 }
-_SOMETIMES = ("revision", "weights", "sampler")  # keys that a state may lack
+_SOMETIMES = ("revision", "weights", "sampler", "pass_rates")  # keys that a state may lack
 
 
-def identity(rows: PromptRows, arguments: DataArguments) -> JsonObject:
+def identity(rows: PromptRows, arguments: DataArguments, earlier: EarlierRates) -> JsonObject:
     """Facts that stay the same in a run that resumes. Of several files each has a list."""
     facts: dict[str, Sequence[object]] = {
         "file": [file.label for file in rows.files],
@@ -40,17 +42,23 @@ def identity(rows: PromptRows, arguments: DataArguments) -> JsonObject:
         found["sampler"] = f"difficulty, from {window[0]:g} to {window[1]:g}, else in one of {window[2]} epochs"
     elif arguments.prompt_sampler != "uniform":
         found["sampler"] = arguments.prompt_sampler
+    if earlier.digest:
+        found["pass_rates"] = f"{len(earlier.rates)} prompts, {earlier.digest}"
     return found
 
 
 def changed_prompts(
-    state: JsonObject, rows: PromptRows, arguments: DataArguments, anyway: Collection[str] = ()
+    state: JsonObject,
+    rows: PromptRows,
+    arguments: DataArguments,
+    earlier: EarlierRates,
+    anyway: Collection[str] = (),
 ) -> Sequence[str]:
     """What differs between ``state``, a cursor, and these rows in this order.
 
     Raises CheckpointError unless nothing does, or ``anyway`` (``--load-anyway``) accepts it.
     """
-    found = identity(rows, arguments)
+    found = identity(rows, arguments, earlier)
     names = [name for name in (*found, *_SOMETIMES) if state.get(name) != found.get(name)]
     if not names:
         return ()

@@ -6,19 +6,14 @@ Parquet), a ``data:`` URL, or the path of a file under ``--image-root``. Nothing
 
 from __future__ import annotations
 
-import binascii
 import io
-import re
-from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from miles_async.errors import DataError
 from miles_async.types import Picture
-from miles_async.types.pictures import digest_of
-
-_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,(?P<content>.*)", re.DOTALL)
+from miles_async.types.pictures import content_of_url, digest_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,12 +82,9 @@ def picture_source(value: object, root: Path | None, where: str) -> PictureSourc
 
 
 def _from_url(url: str, where: str) -> bytes:
-    found = _DATA_URL.fullmatch(url)
     try:
-        if found is None:
-            raise ValueError("it begins with " + url[:40])
-        return b64decode(found["content"], validate=True)
-    except (ValueError, binascii.Error) as error:
+        return content_of_url(url)
+    except ValueError as error:
         raise DataError(f"{where}: expected data:image/...;base64, and the image in base64: {error}") from None
 
 

@@ -11,8 +11,7 @@ import msgspec
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError, TrajectoryError
 from miles_async.prompts.image_parts import image_key, separate
-from miles_async.prompts.keys import holder, may_lack
-from miles_async.prompts.layouts import ANSWERS, hint
+from miles_async.prompts.layouts import ANSWERS, hint, holder, may_lack
 from miles_async.prompts.pictures import PictureSource, picture_source
 from miles_async.trajectory.messages import Message, from_data, text_of
 from miles_async.types import JsonObject, Label

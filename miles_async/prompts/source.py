@@ -17,12 +17,12 @@ import numpy as np
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.prompt_limit import PromptLimit, asked_limit
 from miles_async.errors import DataError, TrajectoryError
+from miles_async.prompts.earlier_rates import earlier_rates, pass_rate
 from miles_async.prompts.identity import changed_prompts, identity
-from miles_async.prompts.order import Stream, next_stream
+from miles_async.prompts.order import Stream, make_order, next_stream, rates_from_json, rates_to_json
 from miles_async.prompts.row import Content, PromptRow
 from miles_async.prompts.rows import open_prompts
-from miles_async.prompts.sampling import make_order, rates_from_json, rates_to_json
-from miles_async.staleness.events import EpochBegan, Finished, PoolEvent
+from miles_async.staleness.events import EpochBegan, Finished, PoolEvent, PromptsOpened
 from miles_async.types import JsonObject, Prompt
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ class FilePromptSource:
         self._anyway = anyway
         self._rows = open_prompts(arguments)
         self._weights = arguments.weights or (1.0,)
-        self._rates: dict[int, float] = {}  # row → pass rate of its last group; of prompts that were tried
+        self._earlier = earlier_rates(self._rows, arguments)
+        self._rates = {**self._earlier.rates}  # row → pass rate of its last group; of prompts that were tried
         self._began = began
         self._streams = self._opened_streams()
         self._skipped: set[str] = set()  # ids of prompts
@@ -109,6 +110,11 @@ class FilePromptSource:
         """The files, for messages."""
         return self._rows.name
 
+    @property
+    def opened(self) -> PromptsOpened:
+        """What the ledger notes of the prompts."""
+        return PromptsOpened({file.label: file.digest for file in self._rows.files}, len(self._earlier.rates))
+
     def find(self, prompt_id: str) -> Place | None:
         """Find a prompt's place in the first epoch and its length; None if there is no such prompt."""
         for stream in self._opened_streams():
@@ -132,7 +138,7 @@ class FilePromptSource:
         row = self._rows.index(event.group.attempt.prompt.prompt_id)
         rewards = [sample.reward for sample in event.group.samples if sample.reward is not None]
         if row is not None and rewards:
-            self._rates[row] = sum(reward >= self._arguments.solved_reward for reward in rewards) / len(rewards)
+            self._rates[row] = pass_rate(rewards, self._arguments.solved_reward)
 
     def _next_stream(self) -> int:
         return next_stream([stream.given for stream in self._streams], self._weights)
@@ -210,7 +216,7 @@ class FilePromptSource:
         streams = [stream.state() for stream in self._streams]
         cursor = streams[0] if len(streams) == 1 else {"streams": streams}
         known = {"known": rates_to_json(dict(self._rates))} if self._rates else {}
-        return {**cursor, **known, **identity(self._rows, self._arguments)}
+        return {**cursor, **known, **identity(self._rows, self._arguments, self._earlier)}
 
     def restore(self, state: JsonObject) -> Sequence[str]:
         """Continue where :meth:`state` was taken.
@@ -219,8 +225,8 @@ class FilePromptSource:
         changed, and continues with the next epoch.
         """
         saved = state.get("streams", [state])
-        changes = changed_prompts(state, self._rows, self._arguments, self._anyway)
-        self._rates = {} if changes else rates_from_json(state.get("known", []))
+        changes = changed_prompts(state, self._rows, self._arguments, self._earlier, self._anyway)
+        self._rates = {**self._earlier.rates} if changes else rates_from_json(state.get("known", []))
         for number, stream in enumerate(self._streams):
             if changes:
                 stream.skip_to(1 + max(int(position["epoch"]) for position in saved))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,7 @@ from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
 from miles_async.prompts.files import RowFile, file_digest
 from miles_async.prompts.image_parts import image_key
-from miles_async.prompts.keys import holder, may_lack, root
-from miles_async.prompts.layouts import Layout, hint, recognize
-from miles_async.prompts.spool import spooled
+from miles_async.prompts.layouts import Layout, hint, holder, may_lack, recognize, root
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
@@ -146,3 +145,23 @@ def _without_float32(kind: pyarrow.DataType, replacement: pyarrow.DataType) -> p
     if arrow.types.is_list(kind):
         return arrow.list_(kind.value_field.with_type(_without_float32(kind.value_type, replacement)))
     return kind
+
+
+def spooled(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:
+    """Copy tables of one schema, of which one at a time is in memory, to an unnamed file in the folder of temporary
+    files (TMPDIR), and map it: the kernel reads what is accessed, and may forget it.
+
+    The file's space is free again once nothing refers to the result. ``tables``: at least one.
+    """
+    import pyarrow as arrow
+
+    with tempfile.NamedTemporaryFile(prefix="miles-async-rows-") as file:
+        writer = None
+        for table in tables:
+            writer = writer or arrow.ipc.new_stream(file, table.schema)
+            writer.write_table(table)
+        assert writer is not None, "a table has at least one part"
+        writer.close()
+        file.flush()
+        with arrow.memory_map(file.name) as mapped:
+            return arrow.ipc.open_stream(mapped).read_all()

@@ -93,10 +93,15 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool, *, continues_answers: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        apply_chat_template: bool,
+        *,
+        continues_answers: bool = True,
+        ends: frozenset[int] = frozenset(),
     ) -> None:
-        """``continues_answers``: a prompt may end with the beginning of the assistant's answer. Raises
-        ConfigurationError.
+        """``continues_answers``: a prompt may end with the beginning of the assistant's answer. ``ends``: more tokens
+        that bound a response. Raises ConfigurationError.
         """
         if apply_chat_template and not tokenizer.chat_template:
             raise ConfigurationError(
@@ -106,6 +111,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._apply_chat_template = apply_chat_template
         self._continues_answers = continues_answers
+        self._ends = ends
         # Some templates write the date: a trajectory that lives past midnight keeps its first date.
         self._clock = {"strftime_now": datetime.now().strftime}
         self._role_problems: dict[tuple[str, ...], str | None] = {}  # roles of a conversation → why it is refused
@@ -219,7 +225,7 @@ class ChatTemplate:
     def _bounds(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
         """Patterns of what opens a response, and of what closes it in the reversed text."""
         tokenizer = self._tokenizer
-        bounds = {self.decode_all([token]) for token in self.stop_ids}
+        bounds = {self.decode_all([token]) for token in self.stop_ids | self._ends}
         bounds |= {token for token in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) if token}
         written = self._written_after_a_turn() if tokenizer.chat_template else ""
         special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)

@@ -9,7 +9,7 @@ from miles_async.api import Reward
 from miles_async.errors import OverdueError, RewardError, ServiceOutageError, ServiceUnavailableError
 from miles_async.runtime.services import Circuit
 from miles_async.runtime.user_code import raised, run_user_code, wrong_value
-from miles_async.types import Prompt, Sample, TokenRewards
+from miles_async.types import Prompt, Rewarded, RewardParts, Sample, TokenRewards
 
 log = structlog.get_logger(__name__)
 
@@ -27,7 +27,7 @@ class GuardedReward:
         self._timeout = timeout
         self._circuit = circuit
 
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float | TokenRewards:
+    async def __call__(self, prompt: Prompt, sample: Sample) -> Rewarded:
         """Return a reward that can be trained on.
 
         Raises:
@@ -37,7 +37,7 @@ class GuardedReward:
         """
         try:
             given = await self._asked(prompt, sample)
-            if not isinstance(given, TokenRewards):
+            if not isinstance(given, TokenRewards | RewardParts):
                 return check_reward(_number(given))
             with_reward(sample, given)
             return given
@@ -48,8 +48,8 @@ class GuardedReward:
         except Exception as error:  # supervision point: the user's own code runs here
             raise RewardError(f"reward {raised(error)}") from error
 
-    async def _asked(self, prompt: Prompt, sample: Sample) -> float | TokenRewards:
-        async def ask() -> float | TokenRewards:
+    async def _asked(self, prompt: Prompt, sample: Sample) -> Rewarded:
+        async def ask() -> Rewarded:
             overdue = f"reward took longer than --reward-timeout {self._timeout or 0:g} s"
             return await run_user_code(self._reward(prompt, sample), seconds=self._timeout, overdue=overdue)
 

@@ -14,13 +14,14 @@ from miles_async.rewards.judge import JudgeReward
 from miles_async.rewards.math_answer import MathReward
 from miles_async.rewards.multiple_choice import multiple_choice
 from miles_async.rewards.programs import Limits
-from miles_async.rewards.reasoning_gym_task import ReasoningGymReward, require_reasoning_gym
+from miles_async.rewards.reasoning_gym_task import ReasoningGymReward
 from miles_async.rewards.remote import RemoteReward
 from miles_async.rewards.text_match import FormatReward, exact_match, f1
 from miles_async.rewards.workers import WorkerPool
 from miles_async.runtime.hooks import load_object
+from miles_async.runtime.packages import require
 from miles_async.runtime.services import Services
-from miles_async.types import Prompt, Sample
+from miles_async.types import Prompt, RewardParts, Sample
 
 OneReward = Callable[[Prompt, Sample], Awaitable[float]]
 
@@ -37,7 +38,7 @@ class RewardHub:
         self._parts = parse_rm_type(arguments.rm_type or "")
         named = {name for name, _ in self._parts}
         if "reasoning_gym" in named:
-            require_reasoning_gym()
+            require("reasoning-gym", "--rm-type reasoning_gym")
         limits = cache(partial(_limits, arguments))
         if "code" in named:
             limits()
@@ -65,15 +66,18 @@ class RewardHub:
         self.rewards = {name: reward for name, (reward, _) in rows.items()}
         self._circuits = {name: services.circuit(service) for name, (_, service) in rows.items() if service}
 
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        """Return the weighted sum. Raises RewardError naming a part without a value, which is not a 0."""
-        total = 0.0
+    async def __call__(self, prompt: Prompt, sample: Sample) -> float | RewardParts:
+        """Return the weighted sum, with its parts if there are several. Raises RewardError naming a part without a
+        value, which is not a 0.
+        """
+        total, parts = 0.0, dict[str, float]()
         for name, weight in self._parts_for(prompt):
             try:
-                total += weight * await self._ask(name, prompt, sample)
+                parts[name] = await self._ask(name, prompt, sample)
             except (RewardError, ServiceUnavailableError) as error:
                 raise RewardError(f"{name}: {error}") from error
-        return total
+            total += weight * parts[name]
+        return RewardParts(reward=total, parts=parts) if len(parts) > 1 else total
 
     async def _ask(self, name: str, prompt: Prompt, sample: Sample) -> float:
         ask = partial(self.rewards[name], prompt, sample)

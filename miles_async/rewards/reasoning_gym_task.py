@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-from miles_async.errors import ConfigurationError, RewardError
+from miles_async.errors import RewardError
 from miles_async.rewards.answers import TAGS, answer_part
 from miles_async.rewards.workers import WorkerPool
 from miles_async.types import JsonObject, Prompt, Sample
@@ -23,14 +21,6 @@ class ReasoningGymReward:
         entry = {"question": prompt.text, "answer": prompt.label, "metadata": prompt.metadata}
         answer = final_answer(sample.text)
         return float(await self._workers.call(score, task, answer, entry, needs=["reasoning_gym"]))
-
-
-def require_reasoning_gym() -> None:
-    """Check that the package is installed. Raises ConfigurationError."""
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigurationError(
-            "--rm-type reasoning_gym: its package is not installed: pip install 'miles-async[reasoning-gym]'"
-        )
 
 
 def final_answer(response: str) -> str:

@@ -6,7 +6,7 @@ from miles_async.arguments.rewards import COMPARING_REWARDS, RewardArguments, pa
 from miles_async.errors import ConfigurationError, DataError, RewardError
 from miles_async.rewards.code_tests import read_tests, sandbox_level
 from miles_async.rewards.multiple_choice import read_letter
-from miles_async.rewards.reasoning_gym_task import require_reasoning_gym
+from miles_async.runtime.packages import require
 from miles_async.types import JsonObject, Label
 
 
@@ -39,7 +39,7 @@ class RewardOfRow:
             case "code":
                 sandbox_level(self._arguments.reward_sandbox)
             case "reasoning_gym":
-                require_reasoning_gym()
+                require("reasoning-gym", "--rm-type reasoning_gym")
             case "remote_rm" if self._arguments.rm_url is None:
                 raise ConfigurationError("remote_rm needs --rm-url")
             case "judge" if self._arguments.judge_url is None:

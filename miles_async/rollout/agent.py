@@ -1,6 +1,6 @@
 """Black-box generation: an agent that only knows a model's API makes the trajectory, in a session of its own.
 
-Whose fault a failure is decides what becomes of the prompt (C6), and is told by the session: engines that failed the
+Whose fault a failure is decides what becomes of the prompt (C6), and the session says so: engines that failed the
 agent's last request, a session that is lost, a connection that could not be made are infrastructure; anything else that
 an agent raises is its own. Running into the length limit is no failure, whatever the agent makes of it.
 """
@@ -14,12 +14,15 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from miles_async.algorithms.advantages.rewards import with_reward
 from miles_async.api import EngineClient
 from miles_async.errors import OverdueError, RequestRejectedError, ServiceUnavailableError, TransientEngineError
 from miles_async.rollout.generate import routing_key
+from miles_async.rollout.prompt_messages import with_image_urls
 from miles_async.runtime.services import causes, is_outage
 from miles_async.runtime.user_code import raised, run_user_code
-from miles_async.types import Attempt, CollectedSession, OpenSession, Prompt, Sample
+from miles_async.types import Attempt, CollectedSession, OpenSession, Prompt, RewardParts, Sample
+from miles_async.types.shared_pictures import restored
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +62,7 @@ class AgentGenerate:
         """
         session = await self.sessions.open(routing_key(attempt, sample_index))
         try:
-            returned, error = await self._run(session.base_url, attempt.prompt)
+            returned, error = await self._run(session.base_url, with_image_urls(attempt.prompt))
         except BaseException:  # cancelled: the run ends, or the group did
             await self.sessions.abandon(session)
             raise
@@ -72,12 +75,10 @@ class AgentGenerate:
             raise TransientEngineError(f"the session of the agent ended as {collected.ending}")
         if (sample := collected.sample) is None:
             raise RequestRejectedError("the agent ended without a turn of the model")
+        (sample,) = restored([sample], attempt.prompt.pictures)
         turns, reward = _turns_and_reward(returned)
-        return msgspec.structs.replace(
-            sample,
-            reward=collected.reward if reward is None else reward,
-            metadata={**sample.metadata, "agent_turns": turns},
-        )
+        sample = msgspec.structs.replace(sample, metadata={**sample.metadata, "agent_turns": turns})
+        return _rewarded(sample, collected.reward if reward is None else reward)
 
     async def _run(self, base_url: str, prompt: Prompt) -> tuple[object, Exception | None]:
         """(what it returned, what it raised)."""
@@ -104,11 +105,31 @@ def _failure(error: Exception, collected: CollectedSession) -> Exception:
     return RequestRejectedError(f"the agent {raised(error)}")
 
 
-def _turns_and_reward(returned: object) -> tuple[object, float | None]:
-    """Raises RequestRejectedError for a reward that is no number."""
+def _turns_and_reward(returned: object) -> tuple[object, float | RewardParts | None]:
+    """Raises RequestRejectedError for a reward that is neither a number nor RewardParts, which commands print as
+    {"reward": 1.0, "parts": {...}}.
+    """
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
         return returned, None
     turns, reward = returned
-    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-        raise RequestRejectedError(f"expected an agent to return turns or (turns, reward), found {returned!r}")
-    return turns, None if reward is None else float(reward)
+    if reward is None or isinstance(reward, RewardParts):
+        return turns, reward
+    if isinstance(reward, int | float) and not isinstance(reward, bool):
+        return turns, float(reward)
+    try:
+        return turns, msgspec.convert(reward, RewardParts)
+    except msgspec.ValidationError as error:
+        raise RequestRejectedError(
+            "expected an agent to return turns or (turns, reward), where the reward is a number or RewardParts, found "
+            f"{returned!r}: {error}"
+        ) from None
+
+
+def _rewarded(sample: Sample, given: float | RewardParts | None) -> Sample:
+    """A number is checked where the reward of every sample is. Raises RequestRejectedError for unusable parts."""
+    if not isinstance(given, RewardParts):
+        return msgspec.structs.replace(sample, reward=given)
+    try:
+        return with_reward(sample, given)
+    except Exception as error:  # supervision point: parts may be objects of the user's own
+        raise RequestRejectedError(f"the agent's RewardParts: {error}") from error

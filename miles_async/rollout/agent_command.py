@@ -11,26 +11,25 @@ import asyncio
 import os
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from miles_async.errors import ConfigurationError, RequestRejectedError
-from miles_async.rollout import process_tree
+from miles_async.rollout.wrapped_process import end, wrapped
 from miles_async.runtime.network.keys import Secret, without_keys
 from miles_async.runtime.network.proxies import without_proxies_for
+from miles_async.runtime.texts import last_lines_of
 from miles_async.types import Prompt
 
 EX_TEMPFAIL = 75  # sysexits.h: not the command's fault, try again
 _SHOWN = 500  # characters of its last words that go into an error
 _LAST_BYTES = 1 << 20  # of its output that are looked at
-_END_SECONDS = 10.0  # more than the wrapper takes
 
 
 class CommandAgent:
@@ -38,8 +37,7 @@ class CommandAgent:
 
     def __init__(self, command: str, *, log_path: Path, api_key: Secret) -> None:
         """``api_key``: what its requests need."""
-        words = command_words(command)
-        self._command = (sys.executable, "-I", "-S", process_tree.__file__, str(os.getpid()), *words)
+        self._command = wrapped(command_words(command))
         self._log_path = log_path
         self._api_key = api_key
 
@@ -49,7 +47,7 @@ class CommandAgent:
         Raises RequestRejectedError with its last words if it fails, ConnectionError if it wants to be run again.
         """
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Its output goes to a file: a pipe ends when the last process that holds it does, which may be nobody of ours.
+        # Its output goes to a file: a pipe ends when the last process that holds it does, which may be none of ours.
         with self._log_path.open("ab") as log, tempfile.TemporaryFile() as output:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -62,8 +60,8 @@ class CommandAgent:
             try:
                 await process.communicate(prompt_json(prompt))
             finally:
-                await _end(process)
-            lines = _last_lines(output)
+                await end(process)
+            lines = last_lines_of(output, _LAST_BYTES)
         if process.returncode == EX_TEMPFAIL:
             raise ConnectionError(f"the agent ended with status {EX_TEMPFAIL}: a temporary failure")
         if process.returncode != 0:
@@ -102,23 +100,6 @@ def _environment(base_url: str, api_key: Secret) -> dict[str, str]:
     ours = without_keys(os.environ)
     ours.pop("ANTHROPIC_AUTH_TOKEN", None)  # clients would send this instead
     return {**ours, **direct, **session}
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Make the wrapper end its command, if it hasn't yet."""
-    if process.returncode is None:
-        process.terminate()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_END_SECONDS):
-                await process.wait()
-    with suppress(ProcessLookupError):  # if the wrapper itself was killed
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
-
-
-def _last_lines(output: IO[bytes]) -> list[str]:
-    output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
-    return output.read().decode(errors="replace").strip().splitlines()
 
 
 def prompt_json(prompt: Prompt) -> bytes:

@@ -11,13 +11,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from miles_async.errors import CheckpointError
-from miles_async.rollout.saved_pictures import restored, slim
 from miles_async.runtime.files.digests import DigestedFile, write_digested
 from miles_async.runtime.serialization import read_frames, write_frames
 from miles_async.staleness.pool import PoolSnapshot, PoolState
 from miles_async.types import Group, JsonObject
+from miles_async.types.shared_pictures import restored, slim
 
 STATE_FILE = "rollout.json"
 GROUPS_FILE = "groups.msgpack"
@@ -43,7 +44,7 @@ def write_snapshot(directory: Path, snapshot: RolloutSnapshot) -> dict[str, str]
     try:
         digest = write_digested(directory / STATE_FILE, msgspec.json.encode(state))
         with DigestedFile(directory / GROUPS_FILE) as file:
-            write_frames(file, map(slim, snapshot.pool.groups))
+            write_frames(file, map(_slim, snapshot.pool.groups))
             return {STATE_FILE: digest, GROUPS_FILE: file.finish()}
     except OSError as error:
         raise CheckpointError(f"cannot write {directory}: {error}") from error
@@ -58,10 +59,18 @@ def read_snapshot(directory: Path) -> RolloutSnapshot:
     try:
         state = read_state(directory)
         with (directory / GROUPS_FILE).open("rb") as file:
-            groups = tuple(map(restored, read_frames(file, Group)))
+            groups = tuple(map(_restored, read_frames(file, Group)))
     except (OSError, EOFError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"--load: {directory} is no whole checkpoint: {error}") from error
     return RolloutSnapshot(source=state.source, pool=PoolSnapshot(state=state.pool, groups=groups))
+
+
+def _slim(group: Group) -> Group:
+    return replace(group, samples=slim(group.samples, group.attempt.prompt.pictures))
+
+
+def _restored(group: Group) -> Group:
+    return replace(group, samples=restored(group.samples, group.attempt.prompt.pictures))
 
 
 class _SavedCursor(msgspec.Struct, frozen=True, kw_only=True):

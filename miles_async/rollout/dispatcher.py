@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,17 +34,16 @@ from miles_async.errors import (
 )
 from miles_async.rollout.checkpoint import RolloutSnapshot
 from miles_async.rollout.concurrency import Concurrency
-from miles_async.rollout.generate import routing_key
+from miles_async.rollout.generate import check_sample, routing_key
 from miles_async.rollout.group_in_flight import AttemptFailed, GroupInFlight
-from miles_async.rollout.sample_guard import check_sample
 from miles_async.runtime.clock import now
 from miles_async.runtime.nesting import DEEPEST, too_deep
 from miles_async.runtime.services import Circuit, Services
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code
-from miles_async.seams import PromptSource
-from miles_async.staleness.oldest_versions import OldestVersions
+from miles_async.seams import PromptSource, Resumption
 from miles_async.staleness.pool import Pool, PoolSnapshot
+from miles_async.staleness.versions import OldestVersions
 from miles_async.types import Attempt, Changes, Group, Sample
 
 log = structlog.get_logger(__name__)
@@ -276,19 +275,15 @@ class Dispatcher:
         async with self._taking:
             return RolloutSnapshot(source=self._source.state(), pool=self.pool.snapshot())
 
-    def restore(
-        self,
-        snapshot: PoolSnapshot,
-        *,
-        step: int,
-        version: int,
-        readmissions: Mapping[str, Sequence[str]] | None = None,
-        accepted: Sequence[str] = (),
-    ) -> None:
-        """The pool as it was after ``step`` trained steps, to go on from ``version``; before :meth:`run`."""
-        groups_left = max(0, self._arguments.num_rollout - step) * self._arguments.rollout_batch_size
+    def restore(self, snapshot: PoolSnapshot, resumption: Resumption) -> None:
+        """Restore the pool; before :meth:`run`."""
+        groups_left = max(0, self._arguments.num_rollout - resumption.step) * self._arguments.rollout_batch_size
         self.pool.restore(
-            snapshot, version=version, total_groups=groups_left, readmissions=readmissions, accepted=accepted
+            snapshot,
+            version=resumption.version,
+            total_groups=groups_left,
+            readmissions=resumption.readmissions,
+            accepted=resumption.accepted,
         )
 
     async def commit(self, version: int) -> None:

@@ -1,5 +1,9 @@
 """Batches of rollout data in Parquet files, one per step: for notebooks, and to train on them again.
 
+Files of ``--save-samples`` have nearly the same columns and another writer, since they are for people: a share of the
+groups, behind a queue that may drop, with texts of tokens and metadata as shown. A dump is whole before its batch is
+trained on, is read back exactly, and has experts.
+
 A row is one branch of a sample (nearly always: one sample). Whatever reads Parquet reads them::
 
     rows = pandas.read_parquet("dumps/17.parquet")
@@ -48,7 +52,7 @@ class RolloutDump(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """The columns beside those with an array per row."""
+    """The columns without an array per row."""
 
     rollout_id: int
     target_version: int

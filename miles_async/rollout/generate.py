@@ -1,4 +1,6 @@
-"""Single-turn generation: one prompt in, one sample out, whatever happens to the weights in between."""
+"""Single-turn generation: one prompt in, one sample out, whatever happens to the weights in between. And the check of
+samples of any origin.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,21 @@ import numpy as np
 
 from miles_async.api import EngineClient
 from miles_async.arguments.rollout import RolloutArguments
+from miles_async.errors import TransientEngineError
+from miles_async.staleness.versions import oldest_version
 from miles_async.trajectory.turn import take_turn, with_last_token
 from miles_async.types import NO_VERSION, Attempt, Generation, JsonObject, Prompt, Sample, TurnSpan
 
 _FEW_TOKENS = 512  # decoded faster than handed to a thread and back
 
+LOWEST_LOGPROB = -1e4
+"""No float32 softmax ends below -104. SGLang (0.5) reports the lowest float, -3.4e38, where the probability is 0."""
+
+HIGHEST_LOGPROB = 1e-3
+"""Probabilities end at 1; the rest is rounding."""
+
 Began = Callable[[str, int], None]
-"""``staleness.oldest_versions.OldestVersions.note``: (routing key, version of a token that carries loss)."""
+"""``staleness.versions.OldestVersions.note``: (routing key, version of a token that carries loss)."""
 
 
 class Decoder(Protocol):
@@ -153,3 +163,24 @@ def build_sample(prompt: Prompt, turn: Generation, text: str) -> Sample:
             "turn_spans": [[[*TurnSpan(start, length, False, turn.constrained, turn.started_at, turn.finished_at)]]],
         },
     )
+
+
+def check_sample(sample: Sample) -> int:
+    """Check the tokens that carry loss, over all branches, before a sample is rewarded (C1, C12). Return the oldest of
+    their versions.
+
+    Raises:
+        VersionUnknownError: one has no weight version, or there is none.
+        TransientEngineError: one has no usable log-prob; the numerics of the engine, or of a Generate, are broken.
+    """
+    oldest = oldest_version(sample)
+    of_branches = [branch.rollout_logprobs[branch.loss_tokens()] for branch in sample.branches]
+    logprobs = of_branches[0] if len(of_branches) == 1 else np.concatenate(of_branches)
+    lowest, highest = np.minimum.reduce(logprobs), np.maximum.reduce(logprobs)
+    if not (lowest >= LOWEST_LOGPROB and highest <= HIGHEST_LOGPROB):  # NaN is neither
+        unusable = logprobs[~((logprobs >= LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB))]
+        raise TransientEngineError(
+            f"expected a log-prob, at most 0, of every token that carries loss, found {unusable[0]:g} "
+            f"({len(unusable)} of {len(logprobs)} tokens): the numerics of the engine, or of a Generate, are broken"
+        )
+    return oldest

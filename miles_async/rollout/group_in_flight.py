@@ -1,4 +1,4 @@
-"""One attempt while it is generated: the samples that are under way, and those that its group goes on without."""
+"""One attempt while it is generated: its samples under way, and those left out of its group."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import structlog
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.rollout.generate import routing_key
 from miles_async.runtime.texts import shortened
-from miles_async.staleness.oldest_versions import OldestVersions
-from miles_async.staleness.versions import group_of
+from miles_async.staleness.versions import OldestVersions, group_of
 from miles_async.types import Attempt, Group, Sample
 
 log = structlog.get_logger(__name__)
@@ -81,7 +80,7 @@ class GroupInFlight:
             task.cancel()  # those that are done don't mind
 
     def abort_samples(self, indices: Iterable[int]) -> None:
-        """Cancel these samples unless they are finished; the group goes on without them."""
+        """Cancel these samples unless they are finished; the group is made without them."""
         if len(self._finished) == self._whole:
             return  # the rest are being stopped
         for index in set(indices) - self._finished.keys() - self._left_out:

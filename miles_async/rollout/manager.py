@@ -26,10 +26,10 @@ from miles_async.rollout.dumps import RolloutDump
 from miles_async.runtime.clock import now
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards
-from miles_async.seams import PromptSource
+from miles_async.seams import PromptSource, Resumption
 from miles_async.staleness.ledger import Balance, Ledger
 from miles_async.train_data.batch_maker import BatchMaker
-from miles_async.types import Changes, EngineStats, Group, PreparedBatch, RolloutStats, TrainShard
+from miles_async.types import Changes, EngineStats, Group, PreparedBatch, RolloutStats, TokenScores, TrainShard
 
 log = structlog.get_logger(__name__)
 
@@ -67,6 +67,14 @@ class Writer(Protocol):
     async def close(self) -> None: ...
 
 
+class Samples(Protocol):
+    """Records samples on disk; nothing here waits for them but the end."""
+
+    def trained(self, step: int, scores: Sequence[TokenScores]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
 MAX_ATTEMPTS_SHOWN = 100
 CLOSE_SECONDS = 5.0  # for what is in flight to end as cancelled, before engines are stopped anyway
 
@@ -87,12 +95,12 @@ class RolloutManager:
         writers: Sequence[Writer] = (),
         canary: tuple[int, ...] = (),
         dump: Callable[[RolloutDump], None] | None = None,
-        finish_samples: Callable[[], None] | None = None,
+        samples: Samples | None = None,
     ) -> None:
         """``close_reward`` ends the processes that rewards started.
         ``put`` stores a shard and returns the reference that crosses processes (``ray.put``).
         ``writers`` bring to disk what happens in the dispatcher's pool. ``canary``: see :meth:`canary`.
-        ``dump`` is given every batch, in a thread. ``finish_samples`` writes samples that are queued (``samples``).
+        ``dump`` is given every batch, in a thread. ``samples``: see ``miles_async/samples``.
         """
         self._engines = engines
         self._source = source
@@ -104,7 +112,7 @@ class RolloutManager:
         self._writers = writers
         self._canary = canary
         self._dump = dump
-        self._finish_samples = finish_samples
+        self._samples = samples
         self._closed = asyncio.Event()
         self._over = asyncio.Event()
         self._over.set()
@@ -138,8 +146,8 @@ class RolloutManager:
             await self._end_evaluation()
             for writer in self._writers:
                 await writer.close()
-            if self._finish_samples is not None:
-                await asyncio.to_thread(self._finish_samples)
+            if self._samples is not None:
+                await asyncio.to_thread(self._samples.finish)
             self._over.set()
 
     async def next_batch(self, target_version: int) -> PreparedBatch:
@@ -177,9 +185,11 @@ class RolloutManager:
         self._batches = replace(self._batches, bound=changes.bound(self._batches.bound))
         await self._dispatcher.change(changes)
 
-    async def trained(self, batch_id: int) -> None:
-        """Record that the optimizer has stepped with this batch."""
+    async def trained(self, batch_id: int, scores: Sequence[TokenScores] = ()) -> None:
+        """Record that the optimizer has stepped with this batch. ``scores``: of the branches that are shown."""
         groups, target_version = self._cut.pop(batch_id)
+        if self._samples is not None:
+            self._samples.trained(batch_id, scores)
         self._dispatcher.pool.trained(groups, target_version)
 
     async def commit_version(self, version: int) -> None:
@@ -275,7 +285,7 @@ class RolloutManager:
         self._snapshot = await self._dispatcher.snapshot()
 
     async def save(self, directory: Path) -> Mapping[str, str]:
-        """Write the last snapshot, while rollouts and training go on. Return digests of its files.
+        """Write the last snapshot, while rollouts and training continue. Return digests of its files.
 
         Raises CheckpointError.
         """
@@ -283,26 +293,16 @@ class RolloutManager:
         assert snapshot is not None, "snapshot() comes first"
         return await asyncio.to_thread(write_snapshot, directory, snapshot)
 
-    async def load(
-        self,
-        directory: Path,
-        *,
-        step: int,
-        version: int,
-        readmissions: Mapping[str, Sequence[str]],
-        accepted: Sequence[str] = (),
-    ) -> None:
-        """Restore the checkpoint that was taken after ``step`` steps, with ``version`` visible; before :meth:`run`."""
+    async def load(self, directory: Path, resumption: Resumption) -> None:
+        """Restore a checkpoint; before :meth:`run`."""
         snapshot = await asyncio.to_thread(read_snapshot, directory)
         changes = await asyncio.to_thread(self._source.restore, snapshot.source)
         if changes:
             log.warning("resumed with other prompts than were saved, by --load-anyway", changed=list(changes))
-        accepted = (*accepted, *changes)
-        self._dispatcher.restore(
-            snapshot.pool, step=step, version=version, readmissions=readmissions, accepted=accepted
-        )
+        accepted = (*resumption.accepted, *changes)
+        self._dispatcher.restore(snapshot.pool, msgspec.structs.replace(resumption, accepted=accepted))
         self._counted = self._dispatcher.pool.balance()
-        self._batch_ids = itertools.count(step + 1)
+        self._batch_ids = itertools.count(resumption.step + 1)
 
     async def close(self) -> None:
         """End what is in flight as cancelled; :meth:`run` returns. Time after this is not counted as idle."""

@@ -18,13 +18,14 @@ from miles_async.algorithms.advantages.rewards import check_reward
 from miles_async.api import EngineClient, Environment, MakeEnvironment, Reward
 from miles_async.errors import NoRoomError, RewardError
 from miles_async.rollout.generate import Began, routing_key
+from miles_async.rollout.prompt_messages import conversation
 from miles_async.runtime.services import Circuit
 from miles_async.runtime.user_code import expect, run_user_code
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import canonical
+from miles_async.trajectory.messages import canonical, with_kept_images
 from miles_async.trajectory.taker import Limits, TurnRequest, TurnTaker
 from miles_async.trajectory.tree import Trajectory
-from miles_async.types import AssistantTurn, Attempt, JsonObject, Observation, Prompt, Sample, TokenRewards
+from miles_async.types import AssistantTurn, Attempt, JsonObject, Observation, Prompt, Rewarded, Sample
 
 log = structlog.get_logger(__name__)
 
@@ -67,7 +68,9 @@ class MultiTurnGenerate:
         self, taker: TurnTaker, environment: Environment, prompt: Prompt
     ) -> tuple[Observation, dict[str, float], dict[Turn, float]]:
         """The last observation, which is not ``done`` if the episode was cut, the metrics of all, and turn rewards."""
-        messages, tools = list(conversation(prompt)), environment.tools()
+        trajectory = taker.trajectory
+        messages: list[object] = [*conversation(prompt, trajectory.keep_picture)]
+        tools = environment.tools()
         end, metrics, rewards = Observation(), dict[str, float](), dict[Turn, float]()
         for index in range(self.max_turns):
             try:
@@ -83,7 +86,7 @@ class MultiTurnGenerate:
                 rewards[turn] = check_reward(end.turn_reward)
             if end.done:
                 break
-            messages += [turn.reply, *end.messages]
+            messages += [turn.reply, *(with_kept_images(message, trajectory.keep_image) for message in end.messages)]
         return end, metrics, rewards
 
     async def _step(self, environment: Environment, index: int, turn: Turn) -> Observation:
@@ -104,11 +107,6 @@ class MultiTurnGenerate:
             log.warning("environment could not be closed", error=repr(error))
 
 
-def conversation(prompt: Prompt) -> tuple[JsonObject, ...]:
-    """The messages of a prompt; a source that only has its text means a message of the user."""
-    return prompt.messages or ({"role": "user", "content": prompt.text},)
-
-
 class GivenReward:
     """A Reward that leaves the reward which an environment or an agent gave as it is."""
 
@@ -116,7 +114,7 @@ class GivenReward:
         """``otherwise``: for a sample that came without."""
         self._otherwise = otherwise
 
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float | TokenRewards:
+    async def __call__(self, prompt: Prompt, sample: Sample) -> Rewarded:
         """Raises RewardError if there is none, or one that cannot be trained on."""
         if sample.reward is None and self._otherwise is not None:
             return await self._otherwise(prompt, sample)

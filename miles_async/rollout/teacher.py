@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from miles_async.errors import ServiceUnavailableError
-from miles_async.rollout.sample_guard import LOWEST_LOGPROB
+from miles_async.rollout.generate import LOWEST_LOGPROB
 from miles_async.runtime.services import Circuit
 from miles_async.types import Branch, Float32, Sample
 

@@ -16,8 +16,7 @@ from miles_async.errors import ConfigurationError, MilesAsyncError, StalledError
 from miles_async.observability.metrics_file import FILE_NAME
 from miles_async.observability.summary import Summary
 from miles_async.runs.ending import STOP_SECONDS, end_run
-from miles_async.runs.metrics import POLL_SECONDS, Metrics
-from miles_async.runs.records import Records
+from miles_async.runs.records import POLL_SECONDS, Metrics, Records
 from miles_async.runtime.files.run_directory import check_directory
 from miles_async.runtime.network.control import call
 from miles_async.runtime.processes.run_process import control_of, read_run_process
@@ -28,7 +27,7 @@ from miles_async.watch.status import read_rows as read_metric_rows
 
 
 def attach(run_dir: str | Path) -> Run:
-    """Open the directory of a run that goes on or is over, such as after a restart of the notebook's kernel.
+    """Open the directory of a run that is live or over, such as after a restart of the notebook's kernel.
 
     An attached run with ``--max-run-restarts`` counts as over between two of its lives.
 
@@ -41,7 +40,7 @@ def attach(run_dir: str | Path) -> Run:
 
 
 class Run:
-    """A run that was started or attached to. It goes on without this object; as a context manager it ends with it."""
+    """A run that was started or attached to. It continues without this object; as a context manager it ends with it."""
 
     def __init__(self, directory: Path, process: subprocess.Popen[bytes] | None = None) -> None:
         """``process``: the ``miles-async train`` that this program started."""
@@ -61,7 +60,7 @@ class Run:
 
     @property
     def state(self) -> State:
-        """Whether the run goes on; ``unknown`` if its driver is on another machine and has written no end."""
+        """Whether the run is live; ``unknown`` if its driver is on another machine and has written no end."""
         if self._process is not None:
             return "running" if self._process.poll() is None else "over"
         try:
@@ -105,7 +104,7 @@ class Run:
 
         Raises:
             MilesAsyncError: the run failed, or was killed.
-            TimeoutError: it goes on after ``timeout`` seconds.
+            TimeoutError: it is still running after ``timeout`` seconds.
         """
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while self.state != "over":
@@ -120,7 +119,7 @@ class Run:
         return summary
 
     def set(self, **changes: float | str | None) -> str:
-        """Change settings while the run goes on, all of them or none, as ``miles-async set`` does: flags such as
+        """Change settings of the live run, all of them or none, as ``miles-async set`` does: flags such as
         ``lr=1e-6``, or requests such as ``checkpoint="now"``. Without changes, list the settings.
 
         Returns the run's answer. Raises ConfigurationError: it refuses a change, is over, or on another machine.

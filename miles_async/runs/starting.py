@@ -46,7 +46,7 @@ def start(
 ) -> Run:
     """Start a run; return once its checks have passed and it has its run directory.
 
-    It goes on until it is done or stopped, whatever happens to this process; its output is in console.log of the run
+    It runs until it is done or stopped, whatever happens to this process; its output is in console.log of the run
     directory. Hooks are functions, classes or objects as docs/extending/ describes them, or ``module:attr``.
 
     Raises:

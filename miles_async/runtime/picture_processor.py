@@ -7,18 +7,25 @@ that their first dimension counts patches or images, so that those of several sa
 from __future__ import annotations
 
 import io
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from miles_async.arguments.model_files import read_json
 from miles_async.errors import ConfigurationError, TrajectoryError
 from miles_async.types import Picture
+from miles_async.types.pictures import content_of_url, digest_of
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MOST_PIXELS = 2**26  # of an image that an agent sends; decoded it takes three times as many bytes
 
 KEPT_BYTES = 2**28  # of model inputs of recent images: the samples of a group have the same images
 
@@ -76,6 +83,24 @@ class PictureProcessor:
             expanded += [token] * (next(counts) if token == self.image_token else 1)
         return tuple(expanded)
 
+    def read(self, url: str, known: Mapping[str, Picture]) -> Picture:
+        """Read the image of a ``data:`` URL and check all of it, unless its digest is ``known``.
+
+        Raises TrajectoryError.
+        """
+        try:
+            content = content_of_url(url)
+        except ValueError as error:
+            raise TrajectoryError(
+                "expected an image as data:image/...;base64, followed by the image in base64, since nothing is "
+                f"downloaded: {error}"
+            ) from None
+        digest = digest_of(content)
+        if digest in known:
+            return known[digest]
+        width, height = _decoded(content, most_pixels=MOST_PIXELS).size
+        return Picture(content=content, digest=digest, width=width, height=height)
+
     def inputs(self, pictures: Sequence[Picture]) -> PixelInputs:
         """Make the model's arguments of the images: all of them, in this order. Raises TrajectoryError for one that
         cannot be decoded.
@@ -86,7 +111,7 @@ class PictureProcessor:
     def _inputs(self, picture: Picture) -> PixelInputs:
         made = self._kept.pop(picture.digest, None)
         if made is None:
-            made = dict(self.processor(images=[_decoded(picture)], return_tensors="np"))
+            made = dict(self.processor(images=[_decoded(picture.content)], return_tensors="np"))
         self._kept[picture.digest] = made
         while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > self.kept_bytes:
             self._kept.popitem(last=False)
@@ -124,15 +149,19 @@ def load_picture_processor(directory: Path) -> PictureProcessor | None:
     return PictureProcessor(processor=processor, image_token=int(image_token), video_token=config.get("video_token_id"))
 
 
-def _decoded(picture: Picture) -> object:
-    """Raises TrajectoryError for content that is no whole image."""
+def _decoded(content: bytes, most_pixels: float = math.inf) -> Image.Image:
+    """Raises TrajectoryError for content that is no whole image, or one with more pixels."""
     from PIL import Image
 
     try:
-        return Image.open(io.BytesIO(picture.content)).convert("RGB")
+        image = Image.open(io.BytesIO(content))
+        if image.width * image.height <= most_pixels:
+            return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        found = f"{len(picture.content)} bytes that are none"
-        raise TrajectoryError(f"expected an image, found {found}: {error}") from error
+        raise TrajectoryError(f"expected an image, found {len(content)} bytes that are none: {error}") from error
+    raise TrajectoryError(
+        f"expected an image of at most {most_pixels:,} pixels, found one of {image.width} × {image.height}"
+    )
 
 
 def _bytes(inputs: PixelInputs) -> int:

@@ -72,7 +72,7 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
     branches: int  # of the sample
 
     reward: float | None  # None: a sample that has none, such as an example of supervised training
-    reward_parts: str | None  # JSON object: name → number, as metrics of an environment; None: the reward has no parts
+    reward_parts: str | None  # JSON object: parts of the reward, and metrics of an environment; None: none
     finish_reason: FinishReason
     truncated: bool  # ended by a limit on its length
     filtered: str | None  # why the group was not trained on (--group-filter-path and the like); None: it was
@@ -110,8 +110,8 @@ class SampleRow(SampleSummary, frozen=True, kw_only=True):
     weight_versions: list[int]  # [T] NO_VERSION (-1) where no engine sampled the token
     rollout_logprobs: list[float]  # [T] by the engine; 0 where loss_mask is 0
     advantages: list[float] | None = None  # [T] 0 where loss_mask is 0; None: not trained
-    trainer_logprobs: list[float] | None = None  # [T] before the step, 0 where loss_mask is 0; None: unknown
-    entropies: list[float] | None = None  # [T] of the trainer's distribution, nats; None: not computed
+    trainer_logprobs: list[float] | None = None  # [T] before the step, 0 where loss_mask is 0; None: not computed
+    entropies: list[float] | None = None  # [T] of the trainer's distribution, nats, likewise; None: not computed
     teacher_logprobs: list[float] | None = None  # [T] of --use-opd
     token_rewards: list[float] | None = None  # [T] on top of the sample's reward
 

@@ -45,7 +45,7 @@ class SamplesState(msgspec.Struct, frozen=True, kw_only=True):
     train_every: int = 1  # of the steps whose samples are kept
     eval_every: int = 1  # of the evaluations
     dropped: int = 0  # steps and evaluations that were not written because the disk was too slow
-    stopped: str | None = None  # why nothing more was written, such as a full disk; None: writing goes on
+    stopped: str | None = None  # why nothing more was written, such as a full disk; None: still writing
 
 
 def file_of(directory: Path, kind: Kind, step: int) -> Path:

@@ -11,19 +11,23 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import structlog
 
+from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.samples.columns import FileNote, SampleRow
 from miles_async.samples.evaluation import EvaluationSamples
+from miles_async.samples.files import DIRECTORY
 from miles_async.samples.rows import Decode, Place, TokenTexts, rows_of, without_sampling
 from miles_async.samples.store import SampleStore
 from miles_async.staleness.events import Ended, Finished, PoolEvent
 from miles_async.staleness.ledger import Outcome
 from miles_async.train_data.batch import BranchTable, token_advantages
-from miles_async.types import Float32, Group
+from miles_async.types import Float32, Group, Int64, TokenScores
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +61,7 @@ class SampleRecorder:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the end
         self._usable = True
         self._finished = False
+        self._cut: dict[int, Callable[[Sequence[TokenScores]], None]] = {}  # step → writes its samples with scores
         self._last_finished: Group | None = None
         self._filtered: list[tuple[Group, str]] = []  # since the last batch
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
@@ -74,11 +79,22 @@ class SampleRecorder:
             if len(self._filtered) < self._groups:
                 self._filtered.append((group, event.reason))
 
-    def batch(self, step: int, target_version: int, groups: tuple[Group, ...], table: BranchTable) -> None:
-        """Queue a share of a batch that is about to be trained on. ``table``: of all its groups, in order."""
+    def chosen(self, batch_id: int, groups: int) -> Sequence[int]:
+        """Positions of the groups that are written, of so many in a batch: chosen by the step's number alone, so that
+        the oldest have no advantage.
+        """
+        return sorted(random.Random(batch_id).sample(range(groups), min(groups, self._groups)))
+
+    def batch(self, batch_id: int, target_version: int, groups: tuple[Group, ...], table: BranchTable) -> None:
+        """Keep a batch that is about to be trained on until :meth:`trained`. ``table``: of all its groups, in order."""
         filtered, self._filtered = self._filtered, []
-        written_at = time.time()
-        self.queue(lambda: self._write_batch(step, target_version, groups, table, filtered, written_at))
+        place = Place(kind="train", step=batch_id, target_version=target_version, written_at=time.time())
+        self._cut[batch_id] = partial(self._write_batch, place, groups, table, filtered)
+
+    def trained(self, step: int, scores: Sequence[TokenScores] = ()) -> None:
+        """Queue the share of a batch that is written. ``scores``: of its branches, as far as the trainer has them."""
+        if write := self._cut.pop(step, None):
+            self.queue(partial(write, scores))
 
     def evaluation(self, step: int) -> EvaluationSamples:
         """Record the evaluation after ``step`` steps."""
@@ -96,6 +112,8 @@ class SampleRecorder:
     def finish(self) -> None:
         """Write what is queued, for a few seconds at most; idempotent."""
         if not self._finished:
+            for step in sorted(self._cut):  # which training did not come to, or failed at
+                self.trained(step)
             self._finished = True
             self._queue.put(None)
             self._thread.join(FINISH_SECONDS)
@@ -118,39 +136,51 @@ class SampleRecorder:
 
     def _write_batch(
         self,
-        step: int,
-        target_version: int,
+        place: Place,
         groups: tuple[Group, ...],
         table: BranchTable,
         filtered: Sequence[tuple[Group, str]],
-        written_at: float,
+        scores: Sequence[TokenScores],
     ) -> None:
+        step = place.step
         if not self._store.wants("train", step):
             return
-        chosen = _share(len(groups), self._groups, step)
+        chosen = self.chosen(step, len(groups))
+        scored = {each.branch: each for each in scores}
         rows: list[SampleRow] = []
         for index in chosen:
-            place = Place(kind="train", step=step, target_version=target_version, written_at=written_at)
+            branches = np.flatnonzero(table.group_ids == index)
+            of_branches = [scored.get(branch) for branch in branches.tolist()]
             if self._sampled:
-                rows += rows_of(groups[index], place, self._texts, advantages=_advantages(table, index))
+                advantages = _advantages(table, branches)
+                rows += rows_of(groups[index], place, self._texts, advantages=advantages, scores=of_branches)
             else:
-                rows += map(without_sampling, rows_of(groups[index], place, self._texts))
+                rows += map(without_sampling, rows_of(groups[index], place, self._texts, scores=of_branches))
         for group, reason in filtered:
-            place = Place(kind="train", step=step, filtered=reason or "filtered", written_at=written_at)
-            rows += rows_of(group, place, self._texts)
+            untrained = replace(place, target_version=None, filtered=reason or "filtered")
+            rows += rows_of(group, untrained, self._texts)
         fewer = f"--save-samples {self._groups}" if len(chosen) < len(groups) else None
         note = FileNote(kind="train", step=step, groups=len(groups), groups_written=len(chosen), why_fewer=fewer)
         self._store.write(note, rows)
 
 
-def _share(there: int, wanted: int, step: int) -> list[int]:
-    """Positions of ``wanted`` groups of a batch, chosen by the step's number alone, so that the oldest have no
-    advantage.
-    """
-    return sorted(random.Random(step).sample(range(there), min(there, wanted)))
-
-
-def _advantages(table: BranchTable, group: int) -> list[Float32]:
-    """The advantages of each branch of a group, [T] each."""
-    batch = table.join(np.flatnonzero(table.group_ids == group))
+def _advantages(table: BranchTable, branches: Int64) -> list[Float32]:
+    """The advantages of each of these branches, [T] each."""
+    batch = table.join(branches)
     return np.split(token_advantages(batch), batch.offsets[1:-1])
+
+
+def sample_recorder(
+    arguments: ObservabilityArguments, decode: Decode, *, sampled: bool = True, only_file: bool = False
+) -> SampleRecorder | None:
+    """Start a run's recorder; None with ``--save-samples 0``. For the others see :class:`SampleRecorder`."""
+    if not arguments.save_samples:
+        return None
+    return SampleRecorder(
+        arguments.run_dir / DIRECTORY,
+        groups=arguments.save_samples,
+        limit_bytes=int(arguments.save_samples_gib * 2**30),
+        decode=decode,
+        sampled=sampled,
+        only_file=only_file,
+    )

@@ -19,7 +19,19 @@ from miles_async.samples.columns import (
     SampleRow,
     Turn,
 )
-from miles_async.types import NO_VERSION, Branch, Float32, Group, Int32, JsonObject, Label, Sample, TurnSpan, UInt8
+from miles_async.types import (
+    NO_VERSION,
+    Branch,
+    Float32,
+    Group,
+    Int32,
+    JsonObject,
+    Label,
+    Sample,
+    TokenScores,
+    TurnSpan,
+    UInt8,
+)
 
 OWN_COLUMNS = ("messages", "metrics", "turn_spans")
 """Keys of a sample's metadata that become columns."""
@@ -61,21 +73,23 @@ def rows_of(
     texts: TokenTexts,
     *,
     advantages: Sequence[Float32] = (),
+    scores: Sequence[TokenScores | None] = (),
     first: int = 0,
     samples: int = 0,
 ) -> Iterator[SampleRow]:
     """One row per branch of each sample of a group.
 
-    ``advantages``: [T] of each branch, in order; () if the group is not trained on. ``first``: position of the first
-    sample, and ``samples`` in the whole group, where ``group`` has a part of it.
+    ``advantages``: [T] of each branch, in order; () if the group is not trained on. ``scores``: likewise; None where
+    the trainer has none. ``first``: position of the first sample, and ``samples`` in the whole group, where ``group``
+    has a part of it.
     """
-    of_branches = iter(advantages)
+    each_advantages, each_scores = iter(advantages), iter(scores)
     for position, sample in enumerate(group.samples, first):
         for number, branch in enumerate(sample.branches):
             fields = {
                 **_of_group(group, place, samples or len(group.samples)),
                 **_of_sample(group, sample, texts.decode),
-                **_of_branch(branch, place, next(of_branches, None)),
+                **_of_branch(branch, place, next(each_advantages, None), next(each_scores, None)),
                 **_of_tokens(branch, _spans(sample, number, branch), texts),
                 "sample": position,
                 "branch": number,
@@ -85,7 +99,8 @@ def rows_of(
 
 def without_sampling(row: SampleRow) -> SampleRow:
     """The row of an example of supervised training: what stands for a reward, versions and log-probs says nothing."""
-    unknown = dict.fromkeys(("reward", "target_version", "oldest_version", "newest_version", "age"))
+    sampled = ("reward", "target_version", "oldest_version", "newest_version", "age", "logprob_difference")
+    unknown = dict.fromkeys(sampled)
     versions = [NO_VERSION] * len(row.tokens)
     return msgspec.structs.replace(row, **unknown, weight_versions=versions, turns=[])
 
@@ -127,7 +142,10 @@ def _of_sample(group: Group, sample: Sample, decode: Decode) -> dict[str, object
     }
 
 
-def _of_branch(branch: Branch, place: Place, advantages: Float32 | None) -> dict[str, object]:
+def _of_branch(
+    branch: Branch, place: Place, advantages: Float32 | None, scores: TokenScores | None
+) -> dict[str, object]:
+    logprobs, entropies = (scores.logprobs, scores.entropies) if scores is not None else (None, None)
     carries = branch.loss_mask != 0
     versions = branch.weight_versions[carries]
     known = versions[versions >= 0]
@@ -141,8 +159,12 @@ def _of_branch(branch: Branch, place: Place, advantages: Float32 | None) -> dict
         "newest_version": int(known.max()) if len(known) else None,
         "age": None if place.target_version is None or oldest is None else place.target_version - oldest,
         "advantage": float(of_loss.mean()) if len(of_loss) else None,
-        "logprob_difference": None,
+        "logprob_difference": None
+        if logprobs is None
+        else float(np.abs(logprobs - branch.rollout_logprobs)[carries].mean()),
         "advantages": None if advantages is None else advantages.tolist(),
+        "trainer_logprobs": None if logprobs is None else logprobs.tolist(),
+        "entropies": None if entropies is None else entropies.tolist(),
     }
 
 

@@ -17,7 +17,7 @@ from miles_async.seams.loop import (
     Recorder,
 )
 from miles_async.seams.server import InferenceServer, TokenVersions
-from miles_async.seams.sides import PromptSource, RolloutSide, SavedSide, TrainerSide
+from miles_async.seams.sides import PromptSource, Resumption, RolloutSide, SavedSide, TrainerSide
 from miles_async.seams.weights import SenderHandle, WeightSender, WeightSenders, WeightTransport
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "PromptSource",
     "Publisher",
     "Recorder",
+    "Resumption",
     "RolloutSide",
     "SavedSide",
     "SenderHandle",

@@ -56,8 +56,8 @@ class LiveSettings(Protocol):
         ...
 
     def take(self, step: int, *, last: bool) -> Changes | None:
-        """What was asked for since the last call: it takes effect after ``step``. ``last``: nothing follows that step,
-        so later requests are refused.
+        """Take the changes requested since the last call; they take effect after ``step``. ``last``: nothing
+        follows that step, so later requests are refused.
         """
         ...
 

@@ -6,9 +6,20 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import msgspec
+
 from miles_async.api import Metrics
 from miles_async.seams.weights import WeightSenders
-from miles_async.types import Changes, JsonObject, PreparedBatch, Prompt, RolloutStats, SettingValue, StagedWeights
+from miles_async.types import (
+    Changes,
+    JsonObject,
+    PreparedBatch,
+    Prompt,
+    RolloutStats,
+    SettingValue,
+    StagedWeights,
+    TokenScores,
+)
 
 
 @runtime_checkable
@@ -28,6 +39,15 @@ class PromptSource(Protocol):
         ...
 
 
+class Resumption(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run continues from a checkpoint."""
+
+    step: int  # rollout steps trained
+    version: int  # visible from now on
+    readmissions: Mapping[str, Sequence[str]] = {}  # request → ids of quarantined prompts that get another budget
+    accepted: tuple[str, ...] = ()  # changes of the model since then that ``--load-anyway`` accepted
+
+
 class SavedSide(Protocol):
     """State saved in a checkpoint together with the trainer's."""
 
@@ -39,19 +59,8 @@ class SavedSide(Protocol):
         """Write the last snapshot while everything else continues. Return digests of its files, by path."""
         ...
 
-    async def load(
-        self,
-        directory: Path,
-        *,
-        step: int,
-        version: int,
-        readmissions: Mapping[str, Sequence[str]],
-        accepted: Sequence[str] = (),
-    ) -> None:
-        """Restore a checkpoint that was taken after ``step`` trained steps, with ``version`` visible.
-
-        ``accepted``: changes of the model since then that ``--load-anyway`` accepted, for the ledger.
-        """
+    async def load(self, directory: Path, resumption: Resumption) -> None:
+        """Restore a checkpoint."""
         ...
 
 
@@ -72,8 +81,10 @@ class RolloutSide(SavedSide, Protocol):
         """
         ...
 
-    async def trained(self, batch_id: int) -> None:
-        """Record that the optimizer has stepped with this batch: its groups end as ``trained`` (C2)."""
+    async def trained(self, batch_id: int, scores: Sequence[TokenScores] = ()) -> None:
+        """Record that the optimizer has stepped with this batch: its groups end as ``trained`` (C2). ``scores``: of its
+        branches that are shown.
+        """
         ...
 
     async def commit_version(self, version: int) -> None:
@@ -127,6 +138,8 @@ class RolloutSide(SavedSide, Protocol):
 
 class TrainerSide(WeightSenders, Protocol):
     """The trainer's ranks as the controller and the publisher see them."""
+
+    token_scores: Sequence[TokenScores]  # of the last step's branches that are shown
 
     async def start(self) -> None: ...
 

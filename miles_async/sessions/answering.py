@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from miles_async.errors import MilesAsyncError, NoRoomError
+from miles_async.errors import MilesAsyncError, NoRoomError, first_error
+from miles_async.runtime.clock import now
 from miles_async.runtime.tasks import gathered
-from miles_async.sessions.middleware import failure, read_conversation
+from miles_async.sessions.middleware import failure, most_text, read_conversation
 from miles_async.sessions.protocols import messages
 from miles_async.sessions.protocols.exchange import Exchange, Read, Surroundings, Writer
 from miles_async.sessions.session import Session
-from miles_async.sessions.streaming import written_meanwhile
 from miles_async.trajectory.context import Turn
 from miles_async.trajectory.streamed import StreamedTurn
-from miles_async.trajectory.taker import InThread
+from miles_async.trajectory.taker import InThread, TurnRequest
 
+_KEEP_ALIVE_SECONDS = 15.0  # without an event before a comment is written
+_PAUSE_SECONDS = 0.05  # between readings of a reply, each of which takes time in proportion to its length
 _SHORT_BYTES = 1 << 16  # of a request: parsed faster than handed to a thread and back
 
 
@@ -41,6 +43,7 @@ class Answering:
         body = await _body(request, session)
         asked: Exchange = await self._read(read, body, self._around(session))
         session.check(asked.turn)
+        await self._check_text(session, asked.turn, len(body))
         if asked.writer is not None:
             return await self._stream(request, session, asked, asked.writer)
         return web.json_response(body=msgspec.json.encode(asked.answer(await self._take(session, asked))))
@@ -61,6 +64,7 @@ class Answering:
             decode=session.taker.decode,
             variables=session.taker.trajectory.renderer.chat.variables,
             history=session.history,
+            keep_image=session.taker.trajectory.keep_image,
         )
 
     async def _read(self, read: Callable[..., Exchange], body: bytes, *arguments: Any) -> Exchange:
@@ -68,6 +72,16 @@ class Answering:
             return read(body, *arguments)
         asked: Exchange = await self._in_thread(read, body, *arguments)
         return asked
+
+    async def _check_text(self, session: Session, turn: TurnRequest, body: int) -> None:
+        """Raises NoRoomError for a conversation that is too long without its images. ``body``: bytes of the request."""
+        most = most_text(session.taker.limits.total)
+        if body <= most:
+            return
+        size = len(await self._in_thread(msgspec.json.encode, [turn.messages, turn.tools]))
+        if size > most:
+            with session.request():
+                raise NoRoomError(f"the conversation has {size} bytes without its images, and {most} are the most")
 
     async def _take(
         self, session: Session, asked: Exchange, streamed: Sequence[StreamedTurn] | None = None
@@ -103,7 +117,54 @@ class Answering:
 
 async def _body(request: web.Request, session: Session) -> bytes:
     try:
-        return await read_conversation(request, session.taker.limits.total)
+        images = session.taker.trajectory.renderer.images is not None
+        return await read_conversation(request, session.taker.limits.total, images=images)
     except NoRoomError:
         with session.request():  # the trajectory ends for want of room, as if it had been tokenized
             raise
+
+
+async def written_meanwhile(
+    response: web.StreamResponse,
+    writer: Writer,
+    streamed: Sequence[StreamedTurn],
+    changed: asyncio.Event,
+    answer: Awaitable[list[Turn]],
+) -> list[Turn]:
+    """Await the answer, one turn for each of ``streamed``, and write events meanwhile; comments if nothing is new for
+    long, to keep proxies from closing the connection.
+
+    ``changed``: set when something may be new. Raises what ``answer`` raises.
+    """
+
+    async def write() -> None:
+        written_at = now()
+        while True:
+            await _set_within(changed, _KEEP_ALIVE_SECONDS - (now() - written_at))
+            changed.clear()
+            replies = ((index, turn.advance()) for index, turn in enumerate(streamed))
+            events = b"".join(writer.wrote(index, reply) for index, reply in replies if reply is not None)
+            if not events and now() - written_at >= _KEEP_ALIVE_SECONDS:
+                events = b": generating\n\n"
+            if events:
+                await response.write(events)
+                written_at = now()
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    try:
+        async with asyncio.TaskGroup() as scope:
+            writing = scope.create_task(write())
+            turns = await answer
+            writing.cancel()
+        return turns
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    """Wait for the event, or for as long."""
+    try:
+        async with asyncio.timeout(max(0.0, seconds)):
+            await event.wait()
+    except TimeoutError:
+        pass

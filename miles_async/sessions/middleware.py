@@ -36,6 +36,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BYTES_PER_TOKEN = 32
 """Bytes of a request allowed per token of context. Text has 1 to 6, or 12 where JSON escapes it; ids come on top."""
 
+IMAGE_BYTES = 1 << 25
+"""Bytes that the images of a request may have on top, in base64, for a model that reads images."""
+
 _ALWAYS = 1 << 16  # bytes that every request may have
 _PIECE = 1 << 16
 _OF_THE_RUN = ("/sessions", "/sessions/{id}/collect")  # routes: opening a session, and taking its sample
@@ -111,9 +114,17 @@ def locked(keys: SessionKeys) -> Middleware:
     return middleware
 
 
-async def read_conversation(request: web.Request, max_total: int) -> bytes:
-    """Read a body. Raises NoRoomError if it is longer than any conversation of ``max_total`` tokens."""
-    limit = _ALWAYS + BYTES_PER_TOKEN * max_total
+def most_text(max_total: int) -> int:
+    """Bytes of a request with any conversation of ``max_total`` tokens, without images."""
+    return _ALWAYS + BYTES_PER_TOKEN * max_total
+
+
+async def read_conversation(request: web.Request, max_total: int, *, images: bool = False) -> bytes:
+    """Read a body. Raises NoRoomError if it is longer than any conversation of ``max_total`` tokens.
+
+    ``images``: there may be images in it.
+    """
+    limit = most_text(max_total) + IMAGE_BYTES * images
     body = bytearray()
     if (request.content_length or 0) <= limit:
         async for piece in request.content.iter_chunked(_PIECE):
@@ -122,9 +133,10 @@ async def read_conversation(request: web.Request, max_total: int) -> bytes:
                 break
         else:
             return bytes(body)
+    on_top = f", and {IMAGE_BYTES} for images" if images else ""
     raise NoRoomError(
         f"the request has {request.content_length or f'more than {limit}'} bytes, and {limit} are the most for a "
-        f"conversation of {max_total} tokens (--max-tokens-per-gpu), at {BYTES_PER_TOKEN} bytes per token"
+        f"conversation of {max_total} tokens (--max-tokens-per-gpu), at {BYTES_PER_TOKEN} bytes per token{on_top}"
     )
 
 

@@ -8,7 +8,7 @@
     POST /sessions/{id}/v1/messages
     POST /sessions/{id}/v1/messages/count_tokens
     POST /sessions/{id}/heartbeat              keep an idle session open
-    POST /sessions/{id}/finish                 {"reward": 1.0} or {}: the agent is done
+    POST /sessions/{id}/finish                 {"reward": 1.0, "parts": {"right": 1.0}} or less: the agent is done
     POST /sessions/{id}/abort                  {"reason": "..."}: do not train on the session
     POST /sessions/{id}/collect                end it and return its sample (the run does; msgpack)
     GET  /sessions/{id}, GET /health           status
@@ -46,7 +46,8 @@ from miles_async.sessions.protocols import chat_completions, messages, responses
 from miles_async.sessions.protocols.exchange import Read
 from miles_async.sessions.session import Session, SessionSettings
 from miles_async.trajectory.taker import Limits, MakeTrajectory, TurnTaker
-from miles_async.types import CollectedSession, JsonObject, OpenSession
+from miles_async.types import CollectedSession, JsonObject, OpenSession, RewardParts, Sample
+from miles_async.types.shared_pictures import slim
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -138,7 +139,7 @@ class SessionServer:
                 if session.ending == "open" and idle > self._session_timeout:
                     session.end("expired", f"no request or heartbeat for {idle:.0f} s (--session-timeout)")
                     self._counts["expired"] += 1
-                elif idle > 3 * self._session_timeout:  # nobody will collect it
+                elif idle > 3 * self._session_timeout:  # it will not be collected
                     del self._sessions[session_id]
 
     async def stop(self) -> None:
@@ -213,10 +214,14 @@ class SessionServer:
 
     async def _finish(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        session.reward = (await read_object(request, '{"reward": a number} or {}', _Finish)).reward
+        expected = '{"reward": a number}, with "parts": {name: number} if you like, or {}'
+        given = await read_object(request, expected, _Finish)
+        session.reward = given.reward
+        if given.reward is not None and given.parts:
+            session.reward = RewardParts(reward=given.reward, parts=given.parts)
         session.end("finished")
         self._counts["finished"] += 1
-        return web.json_response({"session_id": session.session_id, "reward": session.reward})
+        return web.json_response({"session_id": session.session_id, "reward": given.reward})
 
     async def _abort(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -254,9 +259,12 @@ class SessionServer:
 
 
 def _collected(session: Session) -> bytes:
-    sample, failure = None, session.failure
+    sample: Sample | None = None
+    failure = session.failure
     try:
         sample = session.taker.trajectory.sample("length" if session.cut else None)
+        if sample is not None:
+            (sample,) = slim([sample])
     except TransientEngineError as error:
         failure = str(error)
     return encode(
@@ -287,6 +295,11 @@ _COUNTED = (
 
 class _Finish(msgspec.Struct):
     reward: float | None = None
+    parts: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        if self.parts and self.reward is None:
+            raise ValueError("parts without a reward")
 
 
 class _Abort(msgspec.Struct):

@@ -14,7 +14,7 @@ from miles_async.sessions.protocols.exchange import History
 from miles_async.trajectory.rendering import check_options
 from miles_async.trajectory.schema_bounds import check_bounds
 from miles_async.trajectory.taker import TurnRequest, TurnTaker
-from miles_async.types import JsonObject, SessionEnding
+from miles_async.types import JsonObject, RewardParts, SessionEnding
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Session:
         self._may_constrain = may_constrain
         self.ending: SessionEnding = "open"
         self.reason = ""
-        self.reward: float | None = None
+        self.reward: float | RewardParts | None = None
         self.requests = 0
         self.cut = False
         self.failure: str | None = None

@@ -31,6 +31,8 @@ class Child(Protocol):
     def tail(self, lines: int = ...) -> str: ...
 
 
+_LOOK_SECONDS = 1.0
+
 Launch = Callable[[Path, int, int], Child]
 """(socket to report to, number of the worker, which start of it this is) → the process, not started yet."""
 
@@ -139,6 +141,6 @@ class SessionWorker:
         assert self._child is not None
         while (silent := now() - self._heard) <= self._silence_timeout:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._silence_timeout - silent + 0.1):
+                async with asyncio.timeout(min(_LOOK_SECONDS, self._silence_timeout - silent + 0.1)):
                     return f"ended with status {await self._child.wait()}"
         return f"was silent for {silent:.0f} s"

@@ -28,6 +28,7 @@ PROMPT_TOKEN = 0
 OUTPUT_LOGPROB = -0.5
 DECODER_ID = 1
 END_OF_TURN = "<end>"
+_GENERATE = ("/generate", "/health_generate")
 _OK = msgspec.json.encode({"success": True, "message": "ok"})
 
 
@@ -103,6 +104,8 @@ class SimulatedEngine:
         self._meter = meter
         self._log = log
         self._fault = fault
+        now = asyncio.get_running_loop().time()
+        self._silences = [s for s in settings.faults.silences if s.engine == index and s.at_seconds >= now]
         self._running: dict[str, _Request] = {}
         self._queue: deque[_Request] = deque()
         self._paused: str | None = None
@@ -154,7 +157,20 @@ class SimulatedEngine:
                 await self.wait_exit()
             case "corrupt":
                 self.corrupt = True
+        await self._heard(path)
+        response = await self._answer(path, body)
+        await self._heard(path)
+        return response
+
+    async def _heard(self, path: str) -> None:
+        """Wait for the end of a silence. Raises ServerDisconnectedError if the engine dies in it."""
+        for silence in self._silences:
+            left = silence.at_seconds + silence.seconds - asyncio.get_running_loop().time()
+            if 0 < left <= silence.seconds and (path in _GENERATE or not silence.only_tokens):
+                await asyncio.wait([self._dead], timeout=left)
         self._check_alive()
+
+    async def _answer(self, path: str, body: bytes) -> Response:
         if path == "/generate":
             return await self._generate(msgspec.json.decode(body))
         if path == "/server_info":

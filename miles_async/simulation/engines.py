@@ -8,12 +8,12 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import cast
 
 from miles_async.engines.client import ROUTING_KEY, RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
-from miles_async.engines.kind import Arguments, ServerHandle
+from miles_async.engines.kind import Arguments, Result, ServerHandle
 from miles_async.engines.load import Loads
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
@@ -21,7 +21,7 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.stack import engine_stats
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
-from miles_async.errors import EngineError, EngineStartError
+from miles_async.errors import EngineStartError
 from miles_async.simulation.engine import Meter, SimulatedEngine
 from miles_async.simulation.network import Host, Network, Response, SimulatedHttp
 from miles_async.simulation.recording import EventLog
@@ -168,9 +168,9 @@ class SimulatedServer:
         return await self._engine.wait_exit()
 
     async def on_host(
-        self, function: Callable[[Path, *Arguments], object], room: int, *arguments: *Arguments
-    ) -> NoReturn:
-        raise EngineError("a simulated engine has no host")
+        self, function: Callable[[Path, *Arguments], Result], room: int, *arguments: *Arguments
+    ) -> Result:
+        return function(Path("/nonexistent"), *arguments)
 
     async def stop(self) -> None:
         self._end("stopped")

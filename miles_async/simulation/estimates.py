@@ -5,7 +5,7 @@ For the time before anything was measured. Whoever has measured durations gives 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -48,6 +48,18 @@ class Assumptions:
     copy: float = 20 * GB  # bytes per second from one GPU to host memory
     files: float = 2.3 * GB  # bytes per second of files: docs/benchmarks.md, publication, 500M to one receiver
     cpu_per_sample: float = 1e-3  # seconds of the rollout process; docs/benchmarks.md, answers of 8k tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A run's durations, from which :func:`assumptions` are found."""
+
+    train_seconds: float  # one rollout step
+    sequence_tokens: float  # mean of a sequence, prompt included
+    token_seconds: float  # between two tokens of a response
+    context: float  # mean tokens in the cache per running request
+    copy_seconds: float
+    pause_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,17 +132,29 @@ def estimate(
     """
     length, context = job.prompt_tokens + median(response_tokens), job.prompt_tokens + median(response_tokens) / 2
     slots = job.slots if job.cache_tokens is None else max(1, min(job.slots, int(job.cache_tokens / context)))
-    forward = 2 * job.samples * work.sequence_flops(length)
-    forwards = job.passes.training * (4 if job.recompute else 3) + job.passes.scoring
     token_seconds = _token_seconds(replace(job, slots=slots), work, gpu, context, assumed)
     return Estimate(
         response=response_tokens.scaled(token_seconds),
-        train_seconds=forward * forwards / (job.trainer_gpus * gpu.flops * assumed.mfu),
+        train_seconds=_peak_train_seconds(job, work, gpu, length) / assumed.mfu,
         publication=publication(job.transport, work.weights * job.bytes_per_weight, assumed),
         token_seconds=token_seconds,
         slots=slots,
         rollout_cpu_seconds=job.samples * assumed.cpu_per_sample,
     )
+
+
+def assumptions(job: Job, work: ModelWork, gpu: Gpu, seen: Measured) -> dict[str, float]:
+    """The fields of Assumptions with which :func:`estimate` gives what was measured."""
+    weights = work.weights * job.bytes_per_weight
+    share = weights / job.transport.senders
+    sending = {"files": weights} if job.transport.loads_files else {"link": share}
+    peak_token_seconds = _bytes_per_token(job, work, seen.context) / (job.engine_gpus * gpu.bandwidth)
+    return {
+        "mfu": _peak_train_seconds(job, work, gpu, seen.sequence_tokens) / seen.train_seconds,
+        "decode_use": peak_token_seconds / seen.token_seconds,
+        "copy": share / seen.copy_seconds,
+        **{name: size / seen.pause_seconds for name, size in sending.items()},
+    }
 
 
 def publication(transport: Transport, weights: int, assumed: Assumptions) -> Publication:
@@ -144,27 +168,52 @@ def publication(transport: Transport, weights: int, assumed: Assumptions) -> Pub
     return Publication(transport=transport, copy_seconds=share / assumed.copy, bring_seconds=bring, pause_seconds=pause)
 
 
-def _token_seconds(job: Job, work: ModelWork, gpu: Gpu, context: float, assumed: Assumptions) -> float:
+def _peak_train_seconds(job: Job, work: ModelWork, gpu: Gpu, length: float) -> float:
+    """Seconds of a training step at the GPU's peak."""
+    forwards = job.passes.training * (4 if job.recompute else 3) + job.passes.scoring
+    return forwards * 2 * job.samples * work.sequence_flops(length) / (job.trainer_gpus * gpu.flops)
+
+
+def _bytes_per_token(job: Job, work: ModelWork, context: float) -> float:
+    """Bytes that an engine reads for the next token of all its requests."""
     weights = work.touched_weights(job.slots) + (job.caches - 1) * work.attention_weights
-    read = weights * job.bytes_per_weight + job.slots * context * job.cache_per_token
-    by_memory = read / (job.engine_gpus * gpu.bandwidth * assumed.decode_use)
+    return weights * job.bytes_per_weight + job.slots * context * job.cache_per_token
+
+
+def _token_seconds(job: Job, work: ModelWork, gpu: Gpu, context: float, assumed: Assumptions) -> float:
+    by_memory = _bytes_per_token(job, work, context) / (job.engine_gpus * gpu.bandwidth * assumed.decode_use)
     by_flops = 2 * job.slots * work.passed_weights / (job.engine_gpus * gpu.flops * assumed.mfu)
     return max(by_memory, by_flops)
 
 
-def describe(estimate: Estimate, publications: Iterable[Publication], assumed: Assumptions) -> str:
-    """The estimate and all that it assumes, for people. ``publications``: by the transports to compare."""
+def describe(
+    estimate: Estimate,
+    publications: Iterable[Publication],
+    assumed: Assumptions,
+    measured: Container[str] = (),
+    origin: str = "",
+) -> str:
+    """The estimate and all that it assumes, for people. ``publications``: by the transports to compare; ``measured``:
+    fields of ``assumed`` that ``origin`` measured.
+    """
     middle = median(estimate.response)
+    shares = {
+        "mfu": f"training reaches {assumed.mfu:.0%} of the GPU's FLOP/s (--mfu)",
+        "decode_use": f"decoding {assumed.decode_use:.0%} of its memory's bandwidth (--decode-use)",
+        "link": f"a sender {assumed.link / GB:.3g} GB/s to the engines (--link-gbytes)",
+        "copy": f"{assumed.copy / GB:.3g} GB/s to host memory",
+        "files": f"files are written and loaded at {assumed.files / GB:.3g} GB/s by each sender and engine",
+    }
+    known = [text for name, text in shares.items() if name in measured]
+    guessed = [text for name, text in shares.items() if name not in measured]
     return (
         f"Estimated, not measured: an engine runs {estimate.slots} requests at once, a response takes {middle:.3g} s "
         f"(median; {estimate.token_seconds * 1000:.3g} ms per token), a training step {estimate.train_seconds:.3g} s; "
         f"the rollout process {estimate.rollout_cpu_seconds:.3g} s of CPU per step.\n"
         + _publication_table(publications, estimate.publication.transport)
-        + f"Assumed: training reaches {assumed.mfu:.0%} of the GPU's FLOP/s (--mfu), decoding {assumed.decode_use:.0%} "
-        f"of its memory's bandwidth (--decode-use), a sender {assumed.link / GB:g} GB/s to the engines "
-        f"(--link-gbytes) and {assumed.copy / GB:g} GB/s to host memory; files are written and loaded at "
-        f"{assumed.files / GB:g} GB/s, by each sender and engine, on a shared file system, too (as measured in memory, "
-        f"docs/benchmarks.md); of these files {estimate.publication.transport.sent:.0%} are sent (--weight-delta); "
+        + (f"Measured in {origin}: {', '.join(known)}.\n" if known else "")
+        + f"Assumed: {', '.join(guessed)}{', ' if guessed else ''}also on a shared file system; "
+        f"of files {estimate.publication.transport.sent:.0%} are sent (--weight-delta); "
         f"{assumed.cpu_per_sample * 1000:g} ms of CPU per sample; engines always run as many requests as their cache "
         "holds, and prompts cost them nothing. Not counted: digests and deltas, which are computed beside training.\n"
     )

@@ -41,7 +41,7 @@ from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.settings import SimulationSettings
 from miles_async.simulation.trainer import SimulatedTrainer
 from miles_async.simulation.virtual_time import run_in_virtual_time
-from miles_async.staleness.oldest_versions import OldestVersions
+from miles_async.staleness.versions import OldestVersions
 from miles_async.train_data.batch_maker import BatchMaker, RecordBatch
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.distributed.driver import DistributedTransport

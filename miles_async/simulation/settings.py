@@ -31,6 +31,16 @@ class Crash:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Silence:
+    """An engine's process, or its detokenizer, is stopped for a while: answers wait until it continues."""
+
+    at_seconds: float
+    seconds: float
+    engine: int
+    only_tokens: bool = False  # the detokenizer: what needs no token is answered
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CallFault:
     """Fault at the n-th call of one HTTP path of an engine, counted over its restarts."""
 
@@ -46,6 +56,7 @@ class Faults:
 
     crashes: tuple[Crash, ...] = ()
     calls: tuple[CallFault, ...] = ()
+    silences: tuple[Silence, ...] = ()
     mean_seconds_between_crashes: float | None = None  # per engine, exponential
     never_restart: bool = False  # engines that died don't come up again
     trainer_fails_at_step: int | None = None

@@ -16,7 +16,7 @@ from miles_async.runtime.files.digests import digest_pieces, split, write_digest
 from miles_async.simulation.engine import TENSORS, canary_logprobs, simulated_digest
 from miles_async.simulation.recording import EventLog
 from miles_async.simulation.settings import SimulationSettings
-from miles_async.types import SettingValue, StagedWeights, TensorMeta, TrainShard
+from miles_async.types import SettingValue, StagedWeights, TensorMeta, TokenScores, TrainShard
 from miles_async.weights.transports.distributed.driver import Broadcasts
 
 CANARY = (1, 2, 3)
@@ -37,6 +37,7 @@ class SimulatedTrainer:
         self._train_times = random.Random(f"{settings.seed} trainer")
         self._publish_times = random.Random(f"{settings.seed} publications")
         self.busy_seconds = 0.0
+        self.token_scores: Sequence[TokenScores] = ()
 
     async def start(self) -> None: ...
 

@@ -1,5 +1,5 @@
-"""The age bound and the bookkeeping that keeps it: versions, policy, admission, oldest versions, buffer, ledger,
-attempts, events, and the pool that moves them together.
+"""The age bound and the bookkeeping that keeps it: versions, policy, admission, buffer, ledger, attempts,
+events, and the pool that moves them together.
 
 Read in that order. Pure Python and numpy: no Ray, no network, no wall clock, no asyncio, so that everything that
 docs/architecture.md promises in C1–C6 can be checked here by property tests alone (``tests/property``).

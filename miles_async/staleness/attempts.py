@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 from miles_async.errors import DataError
 from miles_async.staleness.ledger import Outcome
-from miles_async.types import Attempt, Prompt
+from miles_async.types import UNISSUED, Attempt, Prompt
 
 
 class Cause(enum.StrEnum):
@@ -44,35 +45,12 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...]  # one per ended attempt, in order
 
 
-class Retry(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that waits for its next attempt, with counters of earlier ones and nothing else of them (M7)."""
-
-    prompt: Prompt
-    epoch: int
-    data_failures: int = 0
-    infra_failures: int = 0
-    stale_count: int = 0
-    history: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, attempt: Attempt) -> Retry:
-        """Another try of an attempt that ended through no fault: with the same counters."""
-        return cls(
-            prompt=attempt.prompt,
-            epoch=attempt.epoch,
-            data_failures=attempt.data_failures,
-            infra_failures=attempt.infra_failures,
-            stale_count=attempt.stale_count,
-            history=attempt.history,
-        )
-
-
 class BookState(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt book at one moment, for a checkpoint."""
 
     next_id: int
-    retries: tuple[Retry, ...]  # in the order in which they are issued
-    quarantined: tuple[Retry, ...]
+    retries: tuple[Attempt, ...]  # in the order in which they are issued
+    quarantined: tuple[Attempt, ...]
     readmissions: tuple[str, ...]  # ids of the requests that were granted
 
 
@@ -81,7 +59,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: Outcome
     reason: str
-    retry: Retry | None = None  # queued already; None: a fresh prompt follows
+    retry: Attempt | None = None  # queued already; None: a fresh prompt follows
     dead_letter: DeadLetter | None = None
 
 
@@ -91,8 +69,8 @@ class AttemptBook:
     def __init__(self, policy: RetryPolicy) -> None:
         self._policy = policy
         self._next_id = 0
-        self._retries: deque[Retry] = deque()
-        self._quarantined: dict[str, Retry] = {}  # prompt_id → what is needed to try it again
+        self._retries: deque[Attempt] = deque()
+        self._quarantined: dict[str, Attempt] = {}  # prompt_id → what is needed to try it again
         self._readmissions: set[str] = set()  # requests that were granted
 
     @property
@@ -117,17 +95,8 @@ class AttemptBook:
             DataError: the prompt source has only quarantined prompts left.
         """
         attempt_id, self._next_id = self._next_id, self._next_id + 1
-        retry = self._retries.popleft() if self._retries else self._take_fresh(fresh)
-        return Attempt(
-            attempt_id=attempt_id,
-            prompt=retry.prompt,
-            epoch=retry.epoch,
-            data_failures=retry.data_failures,
-            infra_failures=retry.infra_failures,
-            stale_count=retry.stale_count,
-            history=retry.history,
-            issued_version=issued_version,
-        )
+        waiting = self._retries.popleft() if self._retries else self._take_fresh(fresh)
+        return replace(waiting, attempt_id=attempt_id, issued_version=issued_version)
 
     def ended(self, attempt: Attempt, cause: Cause, reason: str) -> Verdict:
         """Decide what follows an attempt that ended untrained; queue the retry, if there is one.
@@ -150,8 +119,8 @@ class AttemptBook:
         last_stale = attempt.stale_count + 1 >= self._policy.max_prompt_attempts
         if cause is Cause.STALE and (last_stale or not self._policy.recycle_stale):
             return Verdict(outcome=Outcome.STALE_DROPPED, reason=reason)
-        retry = msgspec.structs.replace(
-            Retry.of(attempt),
+        retry = replace(
+            unissued(attempt),
             data_failures=attempt.data_failures + (cause is Cause.DATA),
             infra_failures=attempt.infra_failures + (cause is Cause.INFRASTRUCTURE),
             stale_count=attempt.stale_count + (cause is Cause.STALE),
@@ -177,7 +146,7 @@ class AttemptBook:
         readmitted = [self._quarantined.pop(prompt_id) for prompt_id in prompt_ids if prompt_id in self._quarantined]
         for retry in readmitted:
             history = (*retry.history, "readmitted")
-            self._retries.append(Retry(prompt=retry.prompt, epoch=retry.epoch, history=history))
+            self._retries.append(Attempt(prompt=retry.prompt, epoch=retry.epoch, history=history))
         return tuple(retry.prompt.prompt_id for retry in readmitted)
 
     def state(self) -> BookState:
@@ -195,7 +164,7 @@ class AttemptBook:
         self._quarantined = {retry.prompt.prompt_id: retry for retry in state.quarantined}
         self._readmissions = set(state.readmissions)
 
-    def _quarantine(self, last: Retry, reason: str) -> Verdict:
+    def _quarantine(self, last: Attempt, reason: str) -> Verdict:
         self._quarantined[last.prompt.prompt_id] = last
         # Overlapping epochs: another attempt of the same prompt may be waiting for its next try.
         self._retries = deque(retry for retry in self._retries if retry.prompt.prompt_id not in self._quarantined)
@@ -206,12 +175,12 @@ class AttemptBook:
             )
         return Verdict(outcome=Outcome.QUARANTINED, reason=reason, dead_letter=dead_letter(last))
 
-    def _take_fresh(self, fresh: Callable[[], tuple[int, Prompt]]) -> Retry:
+    def _take_fresh(self, fresh: Callable[[], tuple[int, Prompt]]) -> Attempt:
         # The end of one epoch and the start of the next hold each quarantined prompt at most once.
         for _ in range(2 * len(self._quarantined) + 1):
             epoch, prompt = fresh()
             if prompt.prompt_id not in self._quarantined:
-                return Retry(prompt=prompt, epoch=epoch)
+                return Attempt(prompt=prompt, epoch=epoch)
         raise self.only_quarantined()
 
     def only_quarantined(self) -> DataError:
@@ -223,6 +192,11 @@ class AttemptBook:
         )
 
 
-def dead_letter(last: Retry) -> DeadLetter:
+def unissued(attempt: Attempt) -> Attempt:
+    """Another try of an attempt, which waits to be issued: with its counters and nothing else of it (M7)."""
+    return replace(attempt, attempt_id=UNISSUED, issued_version=0)
+
+
+def dead_letter(last: Attempt) -> DeadLetter:
     """Dead letter of a quarantined prompt."""
     return DeadLetter(prompt_id=last.prompt.prompt_id, epoch=last.epoch, reasons=last.history)

@@ -7,23 +7,12 @@ import itertools
 from collections.abc import Iterator
 from statistics import pvariance
 
-import msgspec
-
 from miles_async.arguments.staleness import BatchOrder
 from miles_async.errors import ContractViolation, VersionUnknownError
 from miles_async.staleness.events import Trimmed
 from miles_async.staleness.policy import is_stale
 from miles_async.staleness.versions import group_of, oldest_version
 from miles_async.types import Group
-
-
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one cut: the groups that left the buffer, and the trimmed ones."""
-
-    target_version: int  # the optimizer will step from it
-    groups: tuple[Group, ...]  # batch_size groups, in batch order; () if too few were fresh
-    stale: tuple[Group, ...]  # swept: too old for target_version; oldest admission first
-    trimmed: tuple[Trimmed, ...] = ()  # groups that lost their stale samples and stay, or are in ``groups`` (C7)
 
 
 class StalenessBuffer:
@@ -85,8 +74,11 @@ class StalenessBuffer:
         stale = (ids for version, ids in self._by_version.items() if is_stale(version, target_version, self._bound))
         return sum(map(len, stale))
 
-    def cut(self, target_version: int) -> Cut:
+    def cut(self, target_version: int) -> tuple[tuple[Group, ...], tuple[Group, ...], tuple[Trimmed, ...]]:
         """Take one batch for the version the optimizer will step from, after sweeping what is too old for it.
+
+        Return the batch in its order, () if too few groups were fresh; the stale groups that were swept, oldest
+        admission first; and those that lost their stale samples and stay, or are in the batch (C7).
 
         Not the version when rollouts were collected: a batch prepared while another one trains is cut for the
         version that will be current then. With too few fresh groups only the sweep happens, so that stale
@@ -95,7 +87,7 @@ class StalenessBuffer:
         stale, trimmed = self._sweep(target_version)
         enough = len(self._groups) >= self._batch_size
         groups = tuple(self._pop_first() for _ in range(self._batch_size)) if enough else ()
-        return Cut(target_version=target_version, groups=groups, stale=stale, trimmed=trimmed)
+        return groups, stale, trimmed
 
     def _sweep(self, target_version: int) -> tuple[tuple[Group, ...], tuple[Trimmed, ...]]:
         swept: list[int] = []

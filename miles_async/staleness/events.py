@@ -84,7 +84,14 @@ class EpochBegan(msgspec.Struct, frozen=True):
     left_out: int  # rows that it does not
 
 
-PoolEvent = Restored | Issued | Finished | Trimmed | Cut | Ended | Checked | Changed | EpochBegan
+class PromptsOpened(msgspec.Struct, frozen=True):
+    """The prompt data of a run. Of the prompt source, and for the ledger alone."""
+
+    files: Mapping[str, str]  # beginning of the prompts' ids → digest of the content
+    earlier_rates: int  # prompts whose pass rate is known from --pass-rates
+
+
+PoolEvent = Restored | Issued | Finished | Trimmed | Cut | Ended | Checked | Changed | EpochBegan | PromptsOpened
 
 PoolObserver = Callable[[PoolEvent], None]
 """Receives every event on the pool's thread, after the change. It must not wait or raise."""

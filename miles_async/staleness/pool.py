@@ -16,7 +16,7 @@ import msgspec
 from miles_async.errors import ContractViolation
 from miles_async.staleness import events
 from miles_async.staleness.admission import Admission
-from miles_async.staleness.attempts import AttemptBook, BookState, Cause, DeadLetter, Retry, RetryPolicy
+from miles_async.staleness.attempts import AttemptBook, BookState, Cause, DeadLetter, RetryPolicy, unissued
 from miles_async.staleness.buffer import StalenessBuffer
 from miles_async.staleness.events import PoolEvent, PoolObserver
 from miles_async.staleness.ledger import Balance, Ledger, LedgerState, Outcome, Row, Stage
@@ -29,7 +29,7 @@ class PoolState(msgspec.Struct, frozen=True, kw_only=True):
 
     ledger: LedgerState
     book: BookState
-    owed: tuple[Retry, ...]  # for attempts in flight and prompts that were offered
+    owed: tuple[Attempt, ...]  # for attempts in flight and prompts that were offered
     steps: int  # trained, over all processes of the run
 
 
@@ -161,20 +161,20 @@ class Pool:
             raise ContractViolation(
                 f"a cut for version {target_version}, after attempts were ended as too old for {self._reviewed_for}"
             )
-        cut = self._buffer.cut(target_version)
-        for trimmed in cut.trimmed:
-            self._emit(trimmed)
-        for group in cut.stale:
+        groups, too_old, trimmed = self._buffer.cut(target_version)
+        for event in trimmed:
+            self._emit(event)
+        for group in too_old:
             age = target_version - group.oldest_version
             self._end_untrained(group.attempt, Cause.STALE, f"age {age}", target_version=target_version)
-        if not cut.groups:
+        if not groups:
             return None
-        attempt_ids = tuple(group.attempt.attempt_id for group in cut.groups)
+        attempt_ids = tuple(group.attempt.attempt_id for group in groups)
         self._ledger.cut(attempt_ids, target_version)
-        self._cut.update(zip(attempt_ids, cut.groups, strict=True))
+        self._cut.update(zip(attempt_ids, groups, strict=True))
         self._emit(events.Cut(attempt_ids, target_version))
         self.check()
-        return cut.groups
+        return groups
 
     def trained(self, groups: tuple[Group, ...], target_version: int) -> None:
         """End groups as trained from ``target_version``; their slots are freed at the next commit."""
@@ -275,8 +275,8 @@ class Pool:
         Attempts in flight and offered prompts are saved as owed, to be issued again.
         """
         groups = {group.attempt.attempt_id: group for group in self._buffer} | self._cut
-        owed = [Retry.of(attempt) for attempt_id, attempt in self._live.items() if attempt_id not in groups]
-        owed += [Retry(prompt=prompt, epoch=epoch) for epoch, prompt in self._fresh]
+        owed = [unissued(attempt) for attempt_id, attempt in self._live.items() if attempt_id not in groups]
+        owed += [Attempt(prompt=prompt, epoch=epoch) for epoch, prompt in self._fresh]
         return PoolSnapshot(
             state=PoolState(ledger=self._ledger.state(), book=self._book.state(), owed=tuple(owed), steps=self._steps),
             groups=tuple(groups[attempt_id] for attempt_id in sorted(groups)),
@@ -306,7 +306,7 @@ class Pool:
         self._ledger.restore(state.ledger, kept={group.attempt.attempt_id for group in kept})
         self._steps = state.steps
         self._total_groups = None if total_groups is None else self._ledger.trained + total_groups
-        owed = (*(Retry.of(group.attempt) for group in too_old), *state.owed)
+        owed = (*(unissued(group.attempt) for group in too_old), *state.owed)
         self._book.restore(msgspec.structs.replace(state.book, retries=(*owed, *state.book.retries)))
         for request_id, prompt_ids in (readmissions or {}).items():
             self._book.readmit(request_id, prompt_ids)

@@ -7,11 +7,13 @@ fresher.
 
 That rests on two facts: weights only get newer during one generation call, and a serving engine is never
 older than the version that was visible when the call was dispatched (C8: publication is all-or-nothing).
+
+Of samples in flight :class:`OldestVersions` keeps what is certain already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -55,8 +57,6 @@ def parse_spans(
     num_tokens: int,
     dispatch_version: int,
     tokens_in_flight: int = ONE_STEP,
-    *,
-    newest_possible: int = MAX_VERSION,
 ) -> tuple[VersionSpan, ...]:
     """Spans that cover [0, num_tokens) and are nowhere fresher than the truth.
 
@@ -77,10 +77,9 @@ def parse_spans(
         num_tokens: output tokens of the call.
         dispatch_version: visible when the call was sent.
         tokens_in_flight: that one forward pass of the engine may yield for a request.
-        newest_possible: a version above it cannot have been published yet, so the report is wrong.
 
     Raises:
-        VersionUnknownError: nothing usable was reported: absent, "default", negative, malformed, too new.
+        VersionUnknownError: nothing usable was reported: absent, "default", negative, malformed, too large.
 
     >>> reported = [{"version": "3", "start": 0, "end": 4}, {"version": "4", "start": 4, "end": 6}]
     >>> parse_spans(reported, "4", num_tokens=6, dispatch_version=3)
@@ -88,31 +87,31 @@ def parse_spans(
     """
     if num_tokens == 0:
         return ()
-    dispatched = _parse_version(dispatch_version, "dispatch", newest_possible)
-    reported = _read_spans(reported_spans, newest_possible)
+    dispatched = _parse_version(dispatch_version, "dispatch")
+    reported = _read_spans(reported_spans)
     versions = [span.version for span in reported]
     if reported and _is_believable(reported, num_tokens, tokens_in_flight):
         return _assign_edges(reported, num_tokens, dispatched, tokens_in_flight)
     if reported_scalar is not None or not versions:
-        versions.append(_parse_version(reported_scalar, "weight_version", newest_possible))
+        versions.append(_parse_version(reported_scalar, "weight_version"))
     return (VersionSpan(min(dispatched, *versions), 0, num_tokens),)
 
 
-def _parse_version(raw: object, source: str, newest_possible: int) -> int:
+def _parse_version(raw: object, source: str) -> int:
     version = -1
     if isinstance(raw, int) and not isinstance(raw, bool):
         version = int(raw)
     elif isinstance(raw, str) and raw.isascii() and raw.isdigit() and len(raw) <= len(str(MAX_VERSION)):
         version = int(raw)
-    if not 0 <= version <= newest_possible:
+    if not 0 <= version <= MAX_VERSION:
         raise VersionUnknownError(
-            f"expected a version from 0 to {newest_possible} as {source}, found {raw!r}; an engine that "
+            f"expected a version from 0 to {MAX_VERSION} as {source}, found {raw!r}; an engine that "
             f'says "default" or nothing was not given a version by a publication'
         )
     return version
 
 
-def _read_spans(raw: object, newest_possible: int) -> list[VersionSpan]:
+def _read_spans(raw: object) -> list[VersionSpan]:
     """The reported spans, positions unchecked; [] if there are none or they are not spans at all."""
     if not isinstance(raw, Sequence) or isinstance(raw, str | bytes):
         return []
@@ -120,7 +119,7 @@ def _read_spans(raw: object, newest_possible: int) -> list[VersionSpan]:
     for entry in raw:
         if not isinstance(entry, Mapping):
             raise VersionUnknownError(f"expected weight_versions entries {{version, start, end}}, found {entry!r}")
-        version = _parse_version(entry.get("version"), "weight_versions", newest_possible)
+        version = _parse_version(entry.get("version"), "weight_versions")
         start, end = entry.get("start"), entry.get("end")
         if isinstance(start, int) and isinstance(end, int):
             spans.append(VersionSpan(version, start, end))
@@ -212,3 +211,42 @@ def group_of(attempt: Attempt, samples: Sequence[Sample], *, stopped: int = 0, a
     )
     vars(group)["columns"] = columns  # where ``Group.columns`` keeps them
     return group
+
+
+class OldestVersions:
+    """Upper bounds on the oldest version of samples in flight, by routing key (one per sample).
+
+    The oldest version of a sample's loss tokens is known only when the sample is finished. But any version that one of
+    them has for certain is a bound. Two things are certain. Tokens that were kept have their labels (:meth:`note`). And
+    the first token of an answer is never labelled newer than the version its request was dispatched under
+    (:func:`parse_spans`), so a request gives its sample's bound from its dispatch on, if its answer is the beginning of
+    the sample (``dispatched``).
+    """
+
+    def __init__(self, dispatched: Callable[[str], int | None] = lambda key: None) -> None:
+        """``dispatched``: routing key → version under which its request in flight was dispatched. Pass it only if the
+        first token of every answer carries loss, as in single-turn generation.
+        """
+        self._dispatched = dispatched
+        self._versions: dict[str, int | None] = {}  # of watched samples
+
+    def watch(self, key: str) -> None:
+        """Begin to watch a sample, or watch it from the start again: nothing is known about it."""
+        self._versions[key] = None
+
+    def forget(self, key: str) -> None:
+        """Stop watching a sample that failed or whose group ended. No-op for one that is not watched."""
+        self._versions.pop(key, None)
+
+    def note(self, key: str, version: int) -> None:
+        """Note a kept token of ``version`` that carries loss. No-op for a sample that is not watched (evaluation)."""
+        if key in self._versions:
+            known = self._versions[key]
+            self._versions[key] = version if known is None else min(known, version)
+
+    def oldest(self, key: str) -> int | None:
+        """Return the bound of a sample; None if it may still be of any version."""
+        if key not in self._versions:
+            return None
+        known = self._versions[key]
+        return self._dispatched(key) if known is None else known

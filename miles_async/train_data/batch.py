@@ -9,15 +9,17 @@ exactly their tokens.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from miles_async.algorithms.advantages.rewards import rewards_of, sizes_of
 from miles_async.errors import ConfigurationError, ContractViolation
-from miles_async.types import Branch, Float32, Group, Int32, Int64, RoutedExperts, TrainBatch
+from miles_async.types import Branch, Float32, Group, Int32, Int64, RoutedExperts, TrainBatch, TrainShard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +85,7 @@ def tabulate(
     Raises:
         ConfigurationError: a sample lacks the experts, or the teacher's log-probs, that are to be joined.
         VersionUnknownError: a branch has no loss token, or one without a version.
-        ContractViolation: a loss token has no finite log-prob or advantage, despite ``rollout.sample_guard`` and the
+        ContractViolation: a loss token has no finite log-prob or advantage, despite ``rollout.generate`` and the
             guards of rewards.
     """
     assert groups, "a batch holds at least one group"
@@ -189,3 +191,30 @@ def _offsets(lengths: Int64) -> Int64:
 def _refuse(expected: str, without: Int64) -> None:
     if len(without):
         raise ContractViolation(f"expected a finite {expected}; samples {np.unique(without)} differ")
+
+
+DIGEST_BYTES = 16
+
+
+def digests(shards: Sequence[TrainShard]) -> dict[str, str]:
+    """Field of TrainBatch → hash of that array over all micro-batches of all ranks, in order; and ``layout``: how
+    they are dealt to ranks and optimizer steps. Arrays that batches don't have are left out.
+    """
+    batches = [batch for shard in shards for step in shard.optimizer_steps for batch in step]
+    layout = [
+        (s.dp_rank, s.dp_size, s.target_version, [len(step) for step in s.optimizer_steps], s.loss_tokens)
+        for s in shards
+    ]
+    result = {"layout": hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=DIGEST_BYTES).hexdigest()}
+    for name in TrainBatch.__struct_fields__:
+        arrays = [getattr(batch, name) for batch in batches]
+        if any(array is None for array in arrays):
+            continue
+        hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for array in arrays:
+            if name == "pictures":
+                hasher.update(msgspec.msgpack.encode([[picture.digest for picture in own] for own in array]))
+            else:
+                hasher.update(array.data)  # offsets are hashed too, so where one ends is
+        result[name] = hasher.hexdigest()
+    return result

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from miles_async.api import AdvantageEstimator
 from miles_async.staleness.policy import check_ages
@@ -15,7 +17,7 @@ from miles_async.train_data.batch import BranchTable, experts_of, part, tabulate
 from miles_async.train_data.metrics import age_histogram, batch_metrics
 from miles_async.train_data.siblings import Siblings, balance_siblings
 from miles_async.train_data.work import sequence_work
-from miles_async.types import Group, Int64, PreparedBatch, TrainBatch, TrainShard
+from miles_async.types import Group, Int64, PreparedBatch, ShownBranch, TrainBatch, TrainShard
 
 FILLER = -1
 """Sample and group id of a single token without loss, which only makes the number of micro-batches equal."""
@@ -23,8 +25,17 @@ FILLER = -1
 RecordBatch = Callable[[tuple[Group, ...], tuple[TrainShard, ...], float], None]
 """(groups, their shards, ``quadratic_work`` of the split)"""
 
-ShowBatch = Callable[[int, int, tuple[Group, ...], BranchTable], None]
-"""(batch id, target version, groups, the branches of all of them)"""
+
+class Viewer(Protocol):
+    """Shows batches to people. Called in the thread that makes them; must not wait."""
+
+    def chosen(self, batch_id: int, groups: int) -> Collection[int]:
+        """Positions of the groups, of so many, whose scores by the trainer are wanted."""
+        ...
+
+    def batch(self, batch_id: int, target_version: int, groups: tuple[Group, ...], table: BranchTable) -> None:
+        """Take a batch. ``table``: the branches of all groups."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +52,7 @@ class BatchMaker:
     with_experts: bool = False  # shards have the experts that engines chose
     with_teacher: bool = False  # shards have a teacher's log-probs
     record: RecordBatch | None = None  # called with every batch
-    show: ShowBatch | None = None  # called with every batch of :meth:`make`; must not wait
+    viewer: Viewer | None = None  # sees every batch of :meth:`make`
 
     def make(
         self, groups: tuple[Group, ...], target_version: int, *, batch_id: int, put: Callable[[TrainShard], object]
@@ -52,26 +63,29 @@ class BatchMaker:
         experts to replay or a teacher's log-probs.
         """
         table = self._tabulate(groups)
+        shown = self.viewer.chosen(batch_id, len(groups)) if self.viewer is not None else ()
         prepared = PreparedBatch(
             batch_id=batch_id,
             target_version=target_version,
             oldest_version=min(group.oldest_version for group in groups),
             prompt_ids=tuple(group.attempt.prompt.prompt_id for group in groups),
-            shards=tuple(map(put, self._shards(groups, table, target_version))),
+            shards=tuple(map(put, self._shards(groups, table, target_version, shown))),
             metrics=batch_metrics(groups, table, target_version),
             ages=age_histogram(table, target_version),
         )
-        if self.show is not None:
-            self.show(batch_id, target_version, groups, table)
+        if self.viewer is not None:
+            self.viewer.batch(batch_id, target_version, groups, table)
         return prepared
 
     def shards(self, groups: tuple[Group, ...], target_version: int) -> tuple[TrainShard, ...]:
         """The shards alone, by data-parallel rank. Raises like :meth:`make`."""
         return self._shards(groups, self._tabulate(groups), target_version)
 
-    def _shards(self, groups: tuple[Group, ...], table: BranchTable, target_version: int) -> tuple[TrainShard, ...]:
+    def _shards(
+        self, groups: tuple[Group, ...], table: BranchTable, target_version: int, shown: Collection[int] = ()
+    ) -> tuple[TrainShard, ...]:
         check_ages(table.oldest_versions.tolist(), target_version, self.bound)
-        shards = self.split(table, target_version)
+        shards = self.split(table, target_version, shown)
         if self.record is not None:
             self.record(groups, shards, self.quadratic_work)
         return shards
@@ -84,8 +98,9 @@ class BatchMaker:
     def _tabulate(self, groups: tuple[Group, ...]) -> BranchTable:
         return tabulate(groups, self.estimator(groups), with_experts=self.with_experts, with_teacher=self.with_teacher)
 
-    def split(self, table: BranchTable, target_version: int) -> tuple[TrainShard, ...]:
-        """One shard per rank; every branch of the batch is in exactly one micro-batch of one of them.
+    def split(self, table: BranchTable, target_version: int, shown: Collection[int] = ()) -> tuple[TrainShard, ...]:
+        """One shard per rank; every branch of the batch is in exactly one micro-batch of one of them. ``shown``:
+        positions of the groups whose scores are wanted.
 
         Optimizer steps take samples in batch order, so groups stay together where the sizes allow, and all branches of
         a sample do; steps are as equal as possible. Within a step, ranks get equal work as nearly as their branches
@@ -98,7 +113,9 @@ class BatchMaker:
         steps = -(-num_samples // (self.samples_per_optimizer_step or num_samples))
         firsts = [int(samples[0]) for samples in np.array_split(np.arange(num_samples), steps)]
         branches = np.split(np.arange(len(table.branches)), np.searchsorted(table.sample_ids, firsts[1:]))
-        dealt = [_deal(table, indices, self._plan(table, indices)) for indices in branches]
+        plans = [self._plan(table, indices) for indices in branches]
+        dealt = [_deal(table, indices, plan) for indices, plan in zip(branches, plans, strict=True)]
+        wanted = np.isin(table.group_ids, [*shown])
         return tuple(
             TrainShard(
                 dp_rank=rank,
@@ -106,6 +123,11 @@ class BatchMaker:
                 target_version=target_version,
                 optimizer_steps=tuple(step[rank] for step in dealt),
                 loss_tokens=tuple(int(table.loss_tokens[indices].sum()) for indices in branches),
+                shown=tuple(
+                    place
+                    for step, (indices, plan) in enumerate(zip(branches, plans, strict=True))
+                    for place in _places(table, indices, plan[rank], step, wanted)
+                ),
             )
             for rank in range(self.dp_size)
         )
@@ -130,6 +152,18 @@ def _deal(table: BranchTable, indices: Int64, plan: Ranks) -> list[tuple[TrainBa
     count = max(map(len, plan))
     filler = _filler(table, int(indices[0]))
     return [(*islice(micro_batches, len(of_rank)), *[filler] * (count - len(of_rank))) for of_rank in plan]
+
+
+def _places(
+    table: BranchTable, indices: Int64, micro_batches: Sequence[Sequence[int]], step: int, wanted: npt.NDArray[np.bool_]
+) -> Iterator[ShownBranch]:
+    """Where :func:`_deal` puts the ``wanted`` branches of a rank's optimizer step."""
+    for number, members in enumerate(micro_batches):
+        branches = indices[sorted(members)]
+        ends = np.cumsum(table.lengths[branches])
+        for branch, end in zip(branches[wanted[branches]].tolist(), ends[wanted[branches]].tolist(), strict=True):
+            first = end - int(table.lengths[branch])
+            yield ShownBranch(branch=branch, step=step, micro_batch=number, first=first, end=end)
 
 
 def _filler(table: BranchTable, index: int) -> TrainBatch:

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from miles_async.arguments.model import EXPERT_COUNTS, attention_layers
+from miles_async.arguments.model import (
+    EXPERT_COUNTS,
+    LAYER_PATTERN,
+    attention_layers,
+    experts_per_token,
+    full_attention,
+)
 from miles_async.types import JsonObject
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -42,8 +48,16 @@ def model_work(config: JsonObject) -> ModelWork | None:
     per_layer, per_pair = _latent_attention(config) if config.get("kv_lora_rank") else _attention(config)
     layers, vocabulary = attention_layers(config), config["hidden_size"] * config["vocab_size"]
     shared, routed, share = _feed_forward(config)
-    attention = layers * per_layer
-    if others := config["num_hidden_layers"] - layers:
+    attention, pair = layers * per_layer, layers * per_pair
+    if (whole := full_attention(config)) is not None:
+        count, size, groups = whole
+        weights, products = _attention({**config, "head_dim": size, "num_key_value_heads": groups})
+        if config.get("attention_k_eq_v"):  # keys are the values, too
+            weights -= config["hidden_size"] * size * groups
+        attention, pair = attention + count * (weights - per_layer), pair + count * (products - per_pair)
+    if pattern := config.get(LAYER_PATTERN):
+        attention += pattern.count("M") * _mamba(config)
+    elif others := config["num_hidden_layers"] - layers:
         attention += layers * _output_gate(config) + others * _gated_delta_net(config)
     always = attention + shared + vocabulary
     return ModelWork(
@@ -53,7 +67,7 @@ def model_work(config: JsonObject) -> ModelWork | None:
         expert_share=share,
         attention_weights=attention,
         embedding_weights=vocabulary,
-        pair=layers * per_pair,
+        pair=pair,
     )
 
 
@@ -96,6 +110,13 @@ def _gated_delta_net(config: JsonObject) -> int:
     return int(config["hidden_size"] * (2 * keys + 3 * values + 2 * heads))
 
 
+def _mamba(config: JsonObject) -> int:
+    """Weights of a Mamba-2 layer. Its recurrence costs less than they do, and is left out."""
+    heads, groups = config["mamba_num_heads"], config.get("mamba_n_groups", config.get("n_groups", 8))
+    width = heads * config["mamba_head_dim"]
+    return int(config["hidden_size"] * (3 * width + 2 * groups * config["ssm_state_size"] + heads))
+
+
 def _latent_attention(config: JsonObject) -> tuple[int, int]:
     """The same for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
     hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
@@ -109,6 +130,8 @@ def _latent_attention(config: JsonObject) -> tuple[int, int]:
 
 def _feed_forward(config: JsonObject) -> tuple[int, int, float]:
     """All layers: (weights of every token, weights of routed experts, the share of these that one token takes)."""
+    if config.get(LAYER_PATTERN):
+        return _ungated_feed_forward(config)
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     dense = 3 * hidden * config["intermediate_size"]
     experts = next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
@@ -120,5 +143,20 @@ def _feed_forward(config: JsonObject) -> tuple[int, int, float]:
     shared_expert = expert * (config.get("n_shared_experts") or 0)
     if shared_width := config.get("shared_expert_intermediate_size"):
         shared_expert = 3 * hidden * shared_width + hidden  # and its gate
+    if config.get("enable_moe_block"):  # Gemma 4 has its MLP beside the experts
+        shared_expert = dense
     shared = mixtures * (hidden * experts + shared_expert)
-    return first_dense * dense + shared, mixtures * experts * expert, config["num_experts_per_tok"] / experts
+    return first_dense * dense + shared, mixtures * experts * expert, (experts_per_token(config) or 0) / experts
+
+
+def _ungated_feed_forward(config: JsonObject) -> tuple[int, int, float]:
+    """The same for Nemotron-H, where an MLP or a mixture is a layer of its own, of two matrices."""
+    hidden, pattern = config["hidden_size"], config[LAYER_PATTERN]
+    dense, mixtures = pattern.count("-") * 2 * hidden * config["intermediate_size"], pattern.count("E")
+    if not mixtures:
+        return dense, 0, 0.0
+    experts, latent = config["n_routed_experts"], config.get("moe_latent_size")
+    shared = 2 * hidden * config["moe_shared_expert_intermediate_size"] * config["n_shared_experts"]
+    shared += hidden * experts + (2 * hidden * latent if latent else 0)
+    routed = mixtures * experts * 2 * (latent or hidden) * config["moe_intermediate_size"]
+    return dense + mixtures * shared, routed, config["num_experts_per_tok"] / experts

@@ -23,14 +23,21 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 import msgspec
 import ray
 
-from miles_async.api import ChangesSettings, LeavesDevice, SavesInBackground, TrainBackend
+from miles_async.api import (
+    ChangesSettings,
+    LeavesDevice,
+    SavesInBackground,
+    ScoresTokens,
+    TimesParts,
+    TrainBackend,
+)
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.runtime.cluster.call_once import CallId, CallOnce
 from miles_async.runtime.files.digests import Piece, read_pieces, write_digested
 from miles_async.runtime.network.addresses import Network
 from miles_async.seams import WeightSender
 from miles_async.trainer.profiling import Profiling, RankProfiler
-from miles_async.types import SettingValue, StagedWeights, TrainShard
+from miles_async.types import RankTimes, SettingValue, StagedWeights, TokenScores, TrainShard
 
 if TYPE_CHECKING:  # the driver imports this module, and has no use for torch
     import torch.distributed as dist
@@ -147,11 +154,17 @@ class TrainerActor:
             changes_settings=isinstance(self._backend, ChangesSettings),
         )
 
-    def train(self, shard: TrainShard) -> dict[str, float]:
+    def train(self, shard: TrainShard) -> tuple[dict[str, float], Sequence[TokenScores], RankTimes]:
+        """Return metrics over all ranks, the scores of the branches of this shard that are shown, and what the step
+        took here.
+        """
+        backend, began, started = self._ready, time.time(), time.perf_counter()
         with self._profiler.step(self._steps + 1):
-            metrics = self._ready.train(shard)
+            metrics = backend.train(shard)
         self._steps += 1
-        return metrics
+        scores = backend.token_scores() if isinstance(backend, ScoresTokens) else ()
+        whole = {"training": time.perf_counter() - started}
+        return metrics, scores, RankTimes(began, backend.part_seconds() if isinstance(backend, TimesParts) else whole)
 
     def change(self, values: Mapping[str, SettingValue]) -> None:
         """Train with other settings from now on; without effect if the backend's cannot change."""

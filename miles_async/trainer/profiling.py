@@ -16,8 +16,6 @@ MEMORY_EVENTS = 100_000  # allocations and frees that PyTorch keeps, the newest;
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profiling:
-    """What is profiled."""
-
     directory: Path  # made with the first file
     step: int  # rollout step, from 1
     ranks: frozenset[int]

@@ -9,7 +9,7 @@ ProcessLostError if a rank was lost, else as TrainerError.
 from __future__ import annotations
 
 import asyncio
-from collections import ChainMap
+from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from miles_async.api import Metrics
 from miles_async.errors import MilesAsyncError, ProcessLostError, StalledError, TrainerError
 from miles_async.runtime.cluster.actor_link import ActorLink, why_gone
 from miles_async.runtime.files.digests import joined, split
+from miles_async.runtime.files.whole_file import write_whole
 from miles_async.runtime.network.addresses import LOCAL, Network
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.seams import WeightSender
@@ -39,7 +40,7 @@ from miles_async.trainer.actor import (
 )
 from miles_async.trainer.placement import Placement, RankResources
 from miles_async.trainer.profiling import Profiling
-from miles_async.types import SettingValue, StagedWeights, WeightDelta
+from miles_async.types import RanksReport, RankTimes, SettingValue, StagedWeights, TokenScores, WeightDelta
 
 log = structlog.get_logger(__name__)
 
@@ -51,6 +52,7 @@ GRACE_SECONDS = 2.0
 IDLE_PING_SECONDS = 5.0
 LOST_PEER_SECONDS = 90.0  # if only lost peers are reported: Ray takes a minute to declare a node dead
 SENDER_CLOSE_SECONDS = 5.0
+TIMED_STEPS = 20  # the last ones
 LOST_PEER = 3  # the last in order of likely causes
 
 
@@ -70,21 +72,26 @@ class TrainerRanks:
         canary_tokens: Sequence[int] = (),
         network: Network = LOCAL,
         log_directory: Path | None = None,
+        times_file: Path | None = None,
         profiling: Profiling | None = None,
         start_timeout: float = 600.0,
         step_timeout: float = 3600.0,
     ) -> None:
         """The callables run in the actors and must be picklable. ``node_ids``: the nodes, if already chosen.
         ``senders``: number of pipeline stages that send weights. ``canary_tokens``: scored by :meth:`copy_weights`,
-        unless empty; may be set later. Timeouts in seconds: of :meth:`start`, and of any other call on all ranks.
+        unless empty; may be set later. ``times_file``: gets what the last steps took on each rank. Timeouts in
+        seconds: of :meth:`start`, and of any other call on all ranks.
         """
         self._world_size = world_size
         self._placement = Placement(resources, nodes, world_size // nodes, node_ids)
         self._threads = resources.threads
         self._backend, self._sender, self._senders = backend, sender, senders
         self.canary_tokens = tuple(canary_tokens)
+        self.token_scores: Sequence[TokenScores] = ()
         self._network = network
         self._log_directory = log_directory
+        self._times_file = times_file
+        self._times: deque[tuple[RankTimes, ...]] = deque(maxlen=TIMED_STEPS)
         self._profiling = profiling
         self._start_timeout, self._step_timeout = start_timeout, step_timeout
         self._actors: list[Any] = []  # Ray's handles of TrainerActor, which have no types
@@ -151,7 +158,22 @@ class TrainerRanks:
                 f"expected {self.data_parallel_size} shards, one per data-parallel rank, got {len(shards)}"
             )
         own = [(shards[info.data_parallel_rank],) for info in self._ranks]
-        return (await self._call(TrainerActor.train, own, self._step_timeout))[0]
+        metrics, scores, times = zip(*await self._call(TrainerActor.train, own, self._step_timeout), strict=True)
+        self.token_scores = [*chain.from_iterable(scores)]
+        await self._write_times(times)
+        first: Metrics = metrics[0]
+        return first
+
+    async def _write_times(self, step: tuple[RankTimes, ...]) -> None:
+        if self._times_file is None:
+            return
+        self._times.append(step)
+        report = RanksReport(steps=tuple(self._times))
+        try:
+            await asyncio.to_thread(lambda file: write_whole(file, msgspec.json.encode(report)), self._times_file)
+        except OSError as error:  # the page lacks them; that is no reason to stop
+            log.warning("times of ranks cannot be written any more", error=str(error))
+            self._times_file = None
 
     async def copy_weights(self, version: int) -> None:
         await self._on_all(TrainerActor.copy_weights, version, self.canary_tokens)

@@ -34,6 +34,7 @@ def make_branch(leaf: Turn, counted: set[Turn], rewards: Mapping[Turn, float]) -
         weight_versions=versions,
         routed_experts=with_last_token(_experts(path)),
         token_rewards=token_rewards if rewards else None,
+        pictures=leaf.context.pictures,
     )
 
 

@@ -38,6 +38,17 @@ class Constraint:
         return [schema for schema in (self.schema, *parameters) if schema is not None]
 
 
+def constraint_of(called: Tools, schema: JsonObject | None, tools: Tools, *, parallel: bool) -> Constraint | None:
+    """The constraint of a request; None if it has none.
+
+    ``called``: tools of which a call is demanded: then an answer consists of calls only. ``schema``: of the answer,
+    unless it calls ``tools``.
+    """
+    if called:
+        return Constraint(tools=called, parallel=parallel)
+    return None if schema is None else Constraint(schema=schema, tools=tools, parallel=parallel)
+
+
 def grammar(
     constraint: Constraint, before: str, *, call_style: str | None, reasoning_tags: tuple[str, str] | None
 ) -> str:
@@ -92,30 +103,20 @@ def _calls(tools: Tools, parallel: bool, style: str | None) -> Format:
 
 
 def _qwen_call(name: str, parameters: JsonObject) -> Format:
-    return {
-        "type": "tag",
-        "begin": f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ',
-        "content": {"type": "json_schema", "json_schema": _object(parameters)},
-        "end": "}\n</tool_call>",
-    }
+    return _call(f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ', parameters, "}\n</tool_call>")
 
 
 def _llama3_call(name: str, parameters: JsonObject) -> Format:
-    return {
-        "type": "tag",
-        "begin": f'{{"name": {json.dumps(name)}, "parameters": ',
-        "content": {"type": "json_schema", "json_schema": _object(parameters)},
-        "end": "}",
-    }
+    return _call(f'{{"name": {json.dumps(name)}, "parameters": ', parameters, "}")
 
 
 def _glm_call(name: str, parameters: JsonObject) -> Format:
-    return {
-        "type": "tag",
-        "begin": f"<tool_call>{name}\n",
-        "content": {"type": "json_schema", "json_schema": _object(parameters), "style": "glm_xml"},
-        "end": "\n</tool_call>",
-    }
+    return _call(f"<tool_call>{name}\n", parameters, "\n</tool_call>", style="glm_xml")
+
+
+def _call(begin: str, parameters: JsonObject, end: str, **style: str) -> Format:
+    content = {"type": "json_schema", "json_schema": _object(parameters), **style}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def _object(parameters: JsonObject) -> JsonObject:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from miles_async.trajectory.messages import Message
-from miles_async.types import Generation, Int32, JsonObject
+from miles_async.types import Generation, Int32, JsonObject, Picture
 
 Tools = Sequence[JsonObject]
 
@@ -30,6 +30,7 @@ class Context:
     appended: Int32  # tokens after these
     appended_text: str
     length: int  # tokens in all
+    pictures: tuple[Picture, ...] = ()  # of all of them, in order
 
     @property
     def prompt_length(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from miles_async.errors import TrajectoryError
 from miles_async.types import JsonObject
@@ -12,10 +12,37 @@ Message = JsonObject
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
+KeepImage = Callable[[str], str]
+"""Keeps an image for a conversation: its ``data:`` URL → its digest. Raises TrajectoryError."""
+
+
+def no_images(url: str) -> str:
+    """The ``KeepImage`` of a model that reads no images."""
+    raise TrajectoryError("expected messages without images: the model (--hf-checkpoint) reads none")
+
+
+def with_kept_images(message: object, keep: KeepImage) -> object:
+    """A message whose ``image_url`` parts are kept images: ``{"type": "image", "image": digest}``.
+
+    Raises TrajectoryError.
+    """
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping) or not isinstance(content, list):
+        return message
+    return {**message, "content": [_kept(part, keep) for part in content]}
+
+
+def _kept(part: object, keep: KeepImage) -> object:
+    match part:
+        case {"type": "image_url", "image_url": str(url) | {"url": str(url)}}:
+            return {"type": "image", "image": keep(url)}
+    return part
+
 
 def canonical(message: object) -> Message:
-    """Return role, content as text, and other fields that a chat template may render; drop the rest.
+    """Return role, content, and other fields that a chat template may render; drop the rest.
 
+    The content is a text, or with images a list of parts, each a text or ``{"type": "image", "image": digest}``.
     Arguments of tool calls, which clients send as JSON texts, become objects: that is what templates expect.
     Raises TrajectoryError.
 
@@ -24,7 +51,8 @@ def canonical(message: object) -> Message:
     """
     if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
         raise TrajectoryError(f"expected a message with a role ({', '.join(_ROLES)}), found {_shown(message)}")
-    return _known_fields(message)
+    parts = _parts(message.get("content")) if message["role"] != "assistant" else None
+    return _known_fields(message, None if parts is None else [*_joined(parts)])
 
 
 def _known_fields(message: JsonObject, parts: list[Message] | None = None) -> Message:
@@ -74,7 +102,8 @@ def is_echo(sent: Message, reply: Message) -> bool:
 def _echoed(message: Message, sent: Message) -> Message:
     ignored = {"name"} if "reasoning_content" in sent else {"name", "reasoning_content"}
     kept = {key: value for key, value in message.items() if key not in ignored}
-    return {**kept, "content": message["content"].strip()}
+    content = message["content"]
+    return {**kept, "content": content.strip() if isinstance(content, str) else content}
 
 
 def text_of(message: Message) -> str:
@@ -88,13 +117,37 @@ def text_of(message: Message) -> str:
 
 
 def _parts(content: object) -> list[Message] | None:
-    """Parts of a content with images, each a text or ``{"type": "image"}``; None for a content without images."""
-    if not isinstance(content, list) or {"type": "image"} not in content:
+    """Parts of a content with images, each a text or of type image; None for a content without images."""
+    if not isinstance(content, list) or not any(map(_is_image, content)):
         return None
-    others = [part for part in content if part != {"type": "image"}]
+    others = [part for part in content if not _is_image(part)]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in others):
         raise TrajectoryError(f"expected parts of type text or image as content; found {_shown(content)}")
     return list(content)
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def _joined(parts: list[Message]) -> Iterator[Message]:
+    """The parts with one text between two images."""
+    text = ""
+    for part in [*parts, None]:
+        if part is not None and not _is_image(part):
+            text += part["text"]
+            continue
+        if text:
+            yield {"type": "text", "text": text}
+        if part is not None:
+            yield {"type": "image", "image": str(part.get("image"))}
+        text = ""
+
+
+def images_of(message: Message) -> list[str]:
+    """Digests of the images of a canonical message, in order."""
+    content = message["content"]
+    return [] if isinstance(content, str) else [part["image"] for part in content if _is_image(part)]
 
 
 def _text(message: JsonObject) -> str:

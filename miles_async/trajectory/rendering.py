@@ -10,12 +10,12 @@ Changes that a template makes inside of a turn, such as dropping earlier reasoni
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from miles_async.errors import TrajectoryError
 from miles_async.trajectory.messages import Message
-from miles_async.types import JsonObject
+from miles_async.types import JsonObject, Picture
 
 _MARK = secrets.token_hex(8)  # in no conversation
 
@@ -69,11 +69,38 @@ class ChatFormat(Protocol):
         ...
 
 
+class ImageFormat(Protocol):
+    """How a model reads images (``runtime.picture_processor.PictureProcessor``)."""
+
+    @property
+    def image_token(self) -> int:
+        """The token that stands for a part of an image."""
+        ...
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """All tokens in whose place the model reads something else."""
+        ...
+
+    def read(self, url: str, known: Mapping[str, Picture]) -> Picture:
+        """Read the image of a ``data:`` URL, unless its digest is ``known``. Raises TrajectoryError."""
+        ...
+
+    def expand(self, token_ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Sequence[int]:
+        """Repeat the token that the template wrote for each image as often as the image has parts.
+
+        Raises TrajectoryError unless it wrote one for each.
+        """
+        ...
+
+
 class Renderer:
     """Renders conversations in pieces."""
 
-    def __init__(self, chat: ChatFormat) -> None:
+    def __init__(self, chat: ChatFormat, images: ImageFormat | None = None) -> None:
+        """``images``: None for a model that reads none."""
         self.chat = chat
+        self.images = images
         self.abridges = True  # what is new may be rendered without turns long before
         self._stops = {chat.decode_all([token]): token for token in chat.stop_ids}  # by their text
         self._keeps_calls = not self._renders_without_calls()  # tool messages need the calls that they answer
@@ -87,6 +114,13 @@ class Renderer:
         except TrajectoryError:
             return False
         return True
+
+    def tokenize(self, text: str, pictures: Sequence[Picture]) -> Sequence[int]:
+        """Tokenize rendered text with these images. Raises TrajectoryError as ``ImageFormat.expand`` does."""
+        tokens = self.chat.tokenize(text)
+        if self.images is None:
+            return tokens
+        return self.images.expand(tokens, [(picture.width, picture.height) for picture in pictures])
 
     def opening(self, options: JsonObject) -> str:
         """Return what the template writes to open the next turn; empty if that depends on the conversation."""

@@ -10,8 +10,8 @@ from miles_async.trajectory.messages import Message
 from miles_async.trajectory.rendering import ChatFormat
 from miles_async.types import JsonObject
 
-Call = tuple[str, object]
-"""Name and arguments; arguments are an object, or the model's text if it is not one."""
+Call = tuple[str, object] | tuple[str, object, str]
+"""Name and arguments, which are an object, or the model's text if it is not one; and the id, if the model wrote one."""
 
 
 class ParseCalls(Protocol):
@@ -32,6 +32,9 @@ class SplitReasoning(Protocol):
         ...
 
 
+CALL_ID = "call"
+"""What ids of calls begin with that are ours."""
+
 THINK_TAGS = ("<think>", "</think>")
 
 
@@ -46,7 +49,7 @@ class ReplyParser:
     call_style: str | None = None  # a name of ``constraints.CALL_STYLES``, if calls are written in one of these ways
     call_begins: Sequence[str] | None = None  # every call begins with one of these; None: unknown, so no content is
     # certain before the turn is over
-    reasoning_grows: bool = True  # what is read as reasoning in a text stays that when the text goes on
+    reasoning_grows: bool = True  # what is read as reasoning in a text stays that when the text grows
 
     def reply(
         self,
@@ -65,7 +68,7 @@ class ReplyParser:
             text: what was sampled, without the tokens that bound it.
             before: text of the template in front of it, which may begin the reasoning.
             tools: that were offered; nothing is read as a call without them.
-            call_ids: what the ids of tool calls begin with.
+            call_ids: what the ids of tool calls begin with to which the model gave none.
             stops: texts that end the turn, and are not part of the message.
             parallel: the message may have several calls; else it has the first one.
             shown: what the agent has seen of the message already. Text that it was shown as content stays content,
@@ -80,7 +83,7 @@ class ReplyParser:
     def certain(
         self, text: str, before: str, tools: Sequence[JsonObject], *, stops: Sequence[str] = (), parallel: bool = True
     ) -> Message:
-        """What a message has for certain whose ``text`` may go on: reasoning and content, no calls.
+        """What a message has for certain whose ``text`` may continue: reasoning and content, no calls.
 
         Nothing that may begin a call or a stop, and no white space at the end. Arguments: see :meth:`reply`.
         """
@@ -115,15 +118,26 @@ class ReplyParser:
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
+            ids = _ids(calls, call_ids)
             message["tool_calls"] = [
-                {"id": f"{call_ids}{n:02d}", "type": "function", "function": {"name": name, "arguments": arguments}}
-                for n, (name, arguments) in enumerate(calls)
+                {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for call_id, (name, arguments, *_) in zip(ids, calls, strict=True)
             ]
         return message
 
 
+def _ids(calls: Sequence[Call], begin: str) -> Sequence[str]:
+    """The ids that the model wrote, since the template may write them again with results. Ours for calls without one,
+    or with that of another call of the turn.
+    """
+    ids: dict[str, None] = {}
+    for n, (_, _, *written) in enumerate(calls):
+        ids[written[0] if written and written[0] not in ids else f"{begin}{n:02d}"] = None
+    return [*ids]
+
+
 def extends(message: Message, shown: Message) -> bool:
-    """Return whether a message goes on as what was ``shown`` of it begins."""
+    """Return whether a message continues what was ``shown`` of it."""
     reasoning, begun = message.get("reasoning_content", ""), shown.get("reasoning_content", "")
     content = shown["content"]
     same = reasoning == begun if content else reasoning.startswith(begun)  # content comes after all reasoning

@@ -1,4 +1,4 @@
-"""A turn that is shown while it is sampled."""
+"""A turn that is shown while it is sampled, from tokens that are decoded as they come."""
 
 from __future__ import annotations
 
@@ -6,11 +6,42 @@ from collections.abc import Callable, Sequence
 
 from miles_async.errors import TransientEngineError
 from miles_async.trajectory.context import Context
-from miles_async.trajectory.growing_text import GrowingText
 from miles_async.trajectory.messages import Message
 from miles_async.trajectory.replies import ReplyParser, extends
 
 _NOTHING: Message = {"role": "assistant", "content": ""}
+_UNFINISHED = "\ufffd"  # decoded from an incomplete character
+_LONGEST_UNFINISHED = 3  # of these for one character: all of its bytes but the last
+
+
+class GrowingText:
+    """Text of tokens that come one by one: always a prefix of the text of all tokens.
+
+    Decoding everything each time would take quadratic time, and a token alone may have no text: several make a
+    character, and some decoders drop a leading space. So the latest tokens are decoded together with those before them.
+    What may still be an unfinished character is held back.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """``decode``: of a response with all tokens (``ChatFormat.decode_all``)."""
+        self._decode = decode
+        self._text = ""  # of the tokens that are read
+        self._window: list[int] = []  # the tokens read last, and those that aren't yet
+        self._read = 0  # of the window
+        self._before = ""  # text of these
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Return the text so far, the new tokens included."""
+        self._window += token_ids
+        text = self._decode(self._window)
+        new = text[len(self._before) :]
+        if not new.endswith(_UNFINISHED):
+            if new:
+                self._text += new
+                self._window = self._window[self._read :]
+                self._read, self._before = len(self._window), self._decode(self._window)
+            return self._text
+        return self._text + new[:-_LONGEST_UNFINISHED]
 
 
 class StreamedTurn:

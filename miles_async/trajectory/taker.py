@@ -12,7 +12,7 @@ from miles_async.arguments.sessions import TurnHistory
 from miles_async.errors import NoRoomError
 from miles_async.trajectory.constraints import GRAMMAR, Constraint, grammar
 from miles_async.trajectory.context import Context, Tools, Turn
-from miles_async.trajectory.rendering import Renderer
+from miles_async.trajectory.rendering import ImageFormat, Renderer
 from miles_async.trajectory.replies import CALL_ENDS, ReplyParser
 from miles_async.trajectory.streamed import StreamedTurn
 from miles_async.trajectory.tree import Trajectory
@@ -91,7 +91,9 @@ class TurnTaker:
         )
         room = self.limits.room(context)
         sampling = {**self.sampling, "max_new_tokens": min(room, request.max_tokens or room)}
-        parser, stops = self.trajectory.parser, [*request.stops]
+        parser, images, stops = self.trajectory.parser, self.trajectory.renderer.images, [*request.stops]
+        if images is not None:
+            sampling["stop_token_ids"] = sorted(images.placeholders)
         if request.tools and not request.parallel_calls and (end := CALL_ENDS.get(parser.call_style or "")):
             stops.append(end)
         if stops:
@@ -110,6 +112,8 @@ class TurnTaker:
             routed=context.routed,
             decoder_id=parser.chat.decoder_id,
             on_tokens=streamed,
+            pictures=context.pictures,
+            image_token=None if images is None else images.image_token,
         )
         shown = None if streamed is None else streamed.end()
         add = partial(self.trajectory.add, context, sampled, stops=stopped, parallel_calls=parallel, shown=shown)
@@ -127,10 +131,12 @@ class TurnTaker:
 MakeTrajectory = Callable[[], Trajectory]
 
 
-def trajectory_factory(parser: ReplyParser, *, turn_history: TurnHistory = "sampled") -> MakeTrajectory:
+def trajectory_factory(
+    parser: ReplyParser, *, turn_history: TurnHistory = "sampled", images: ImageFormat | None = None
+) -> MakeTrajectory:
     """Make trajectories with the chat template and parsers of the run.
 
-    ``turn_history``: what a turn continues (``--turn-history``).
+    ``turn_history``: what a turn continues (``--turn-history``). ``images``: None for a model that reads none.
     """
-    renderer = Renderer(parser.chat)
+    renderer = Renderer(parser.chat, images)
     return lambda: Trajectory(renderer, parser, as_template_writes=turn_history == "template")

@@ -7,7 +7,8 @@ An agent that edits or truncates its history forks the tree at the last turn tha
                      └───── user ── turn                sampled ones 1, each with its log-prob and weight version (R3)
 
 Every sampled token carries loss in one branch. The one exception is a stop token that the template doesn't write after
-the turn, or with which it opens another message: a continuation then follows the template.
+the turn, such as a token that stands for an image, or with which it opens another message: a continuation then follows
+the template.
 
 Tokens of earlier turns stay even if the template would drop some of them. With ``as_template_writes`` the tree forks
 there instead: the turn continues the conversation as the template writes it, as the first turn of a branch.
@@ -29,11 +30,11 @@ import numpy as np
 from miles_async.errors import EngineError, TrajectoryError
 from miles_async.trajectory.branches import make_branch, turn_spans
 from miles_async.trajectory.context import Context, Tools, Turn, conversation_to, depth_of, path_to
-from miles_async.trajectory.messages import Message, canonical, is_echo
+from miles_async.trajectory.messages import Message, canonical, images_of, is_echo, no_images
 from miles_async.trajectory.next_text import check_abridged, next_text, renders_whole
 from miles_async.trajectory.rendering import Renderer
-from miles_async.trajectory.replies import ReplyParser, extends
-from miles_async.types import Branch, FinishReason, Generation, Int32, JsonObject, Sample, TurnSpan
+from miles_async.trajectory.replies import CALL_ID, ReplyParser, extends
+from miles_async.types import Branch, FinishReason, Generation, Int32, JsonObject, Picture, Sample, TurnSpan
 
 _LITTLE = 1 << 12  # characters of new messages: rendered and tokenized faster than handed to a thread and back
 _FEW = 32  # messages of a conversation, all of which are rendered as fast
@@ -61,6 +62,16 @@ class Trajectory:
     as_template_writes: bool = False  # else as it was sampled
     turns: list[Turn] = field(default_factory=list)  # in order of completion
     _latest: _Request = field(default=_Request(), init=False)
+    _pictures: dict[str, Picture] = field(default_factory=dict, init=False)  # by digest
+
+    def keep_image(self, url: str) -> str:
+        """Keep the image of a ``data:`` URL for messages that name its digest. Raises TrajectoryError."""
+        images = self.renderer.images
+        return no_images(url) if images is None else self.keep_picture(images.read(url, self._pictures))
+
+    def keep_picture(self, picture: Picture) -> str:
+        """Keep an image, and return its digest."""
+        return self._pictures.setdefault(picture.digest, picture).digest
 
     def extend(self, messages: Sequence[object], tools: Tools = (), options: JsonObject | None = None) -> Context:
         """Turn a conversation whose next turn is the model's into tokens.
@@ -84,9 +95,9 @@ class Trajectory:
         """
         if not messages or canonical(messages[-1])["role"] != "assistant":
             return len(self._read(messages, tools, options).input_ids)
-        chat = self.renderer.chat
         conversation = [canonical(message) for message in messages]
-        return len(chat.tokenize(chat.render(conversation, tools, options or {}, generation_prompt=False)))
+        text = self.renderer.chat.render(conversation, tools, options or {}, generation_prompt=False)
+        return len(self.renderer.tokenize(text, self._pictures_of(conversation)))
 
     def _read(self, messages: Sequence[object], tools: Tools, options: JsonObject | None) -> _Request:
         messages, latest = list(messages), self._latest
@@ -132,7 +143,7 @@ class Trajectory:
         """
         chat = self.parser.chat
         text = chat.decode(sampled.output_ids.tolist()) if sampled.text is None else chat.trim(sampled.text)
-        call_ids = f"call{len(self.turns):03d}"
+        call_ids = f"{CALL_ID}{len(self.turns):03d}"
         reply = self.parser.reply(
             text, context.text, context.tools, call_ids, stops=stops, parallel=parallel_calls, shown=shown
         )
@@ -200,7 +211,8 @@ class Trajectory:
     ) -> Context:
         """Context of ``new`` messages after ``parent``, which the template writes as ``text``."""
         kept, appended_text = self._after(parent, text)
-        appended = np.array(self.renderer.chat.tokenize(appended_text), np.int32)
+        pictures = self._pictures_of(new)
+        appended = np.array(self.renderer.tokenize(appended_text, pictures), np.int32)
         before = None if parent is None else parent.context
         return Context(
             parent=parent,
@@ -216,7 +228,14 @@ class Trajectory:
             appended=appended,
             appended_text=appended_text,
             length=len(appended) + (0 if before is None else before.length + kept),
+            pictures=pictures if before is None else before.pictures + pictures,
         )
+
+    def _pictures_of(self, messages: Sequence[Message]) -> tuple[Picture, ...]:
+        digests = [digest for message in messages for digest in images_of(message)]
+        if unknown := [digest for digest in digests if digest not in self._pictures]:
+            raise TrajectoryError(f"expected images as parts of type image_url, found an image {unknown[0][:80]!r}")
+        return tuple(self._pictures[digest] for digest in digests)
 
     def _as_written(self, conversation: Sequence[Message], tools: Tools, options: JsonObject) -> Context:
         """Context with the conversation as the template writes it, in a new branch where it was sampled otherwise."""
@@ -256,6 +275,8 @@ class Trajectory:
         if parent is None:
             return 0, text
         output_ids, stop_ids = parent.sampled.output_ids, self.renderer.chat.stop_ids
+        if self.renderer.images is not None:
+            stop_ids |= self.renderer.images.placeholders
         kept = len(output_ids)
         closing, stop, rest = self.renderer.after_turn(text)
         stopped = kept > 0 and int(output_ids[-1]) in stop_ids

@@ -6,6 +6,8 @@ a new attempt of the same prompt with nothing to clear.
 
 from miles_async.types.batches import (
     PreparedBatch,
+    ShownBranch,
+    TokenScores,
     TrainBatch,
     TrainShard,
 )
@@ -20,8 +22,10 @@ from miles_async.types.fleet import (
     SessionEnding,
 )
 from miles_async.types.pictures import Picture
+from miles_async.types.reports import EngineReport, EnginesReport, RanksReport, RankTimes
 from miles_async.types.samples import (
     NO_VERSION,
+    UNISSUED,
     AssistantTurn,
     Attempt,
     Branch,
@@ -36,6 +40,8 @@ from miles_async.types.samples import (
     Label,
     Observation,
     Prompt,
+    Rewarded,
+    RewardParts,
     RoutedExperts,
     Sample,
     TokenRewards,
@@ -58,6 +64,7 @@ from miles_async.types.weights import (
 
 __all__ = [
     "NO_VERSION",
+    "UNISSUED",
     "AssistantTurn",
     "Attempt",
     "Branch",
@@ -65,7 +72,9 @@ __all__ = [
     "Changes",
     "CollectedSession",
     "EngineLoad",
+    "EngineReport",
     "EngineStats",
+    "EnginesReport",
     "FinishReason",
     "FleetMembers",
     "Float32",
@@ -87,15 +96,21 @@ __all__ = [
     "PreparedBatch",
     "Prompt",
     "Publication",
+    "RankTimes",
+    "RanksReport",
+    "RewardParts",
+    "Rewarded",
     "RolloutStats",
     "RoutedExperts",
     "Sample",
     "SessionEnding",
     "SettingValue",
+    "ShownBranch",
     "StagedWeights",
     "TensorMeta",
     "TensorShare",
     "TokenRewards",
+    "TokenScores",
     "TrainBatch",
     "TrainShard",
     "TurnSpan",

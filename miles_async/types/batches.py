@@ -42,6 +42,24 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.offsets) - 1
 
 
+class ShownBranch(msgspec.Struct, frozen=True, kw_only=True):
+    """Place of a branch whose tokens are shown to people, in a rank's shard."""
+
+    branch: int  # its position in the batch before any split
+    step: int  # optimizer step
+    micro_batch: int  # of that step
+    first: int  # its tokens [first, end) in the micro-batch
+    end: int
+
+
+class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer's scores of the T tokens of a branch; 0 for tokens without loss."""
+
+    branch: int  # its position in the batch before any split
+    logprobs: Float32 | None  # [T] before the first optimizer step on the batch; None: not computed
+    entropies: Float32 | None  # [T] of the distributions, nats, in the optimizer step; None: not computed
+
+
 class TrainShard(msgspec.Struct, frozen=True, kw_only=True):
     """Training data of one data-parallel rank for one rollout step.
 
@@ -55,6 +73,7 @@ class TrainShard(msgspec.Struct, frozen=True, kw_only=True):
     target_version: int  # the version the optimizer steps from (C1)
     optimizer_steps: tuple[tuple[TrainBatch, ...], ...]
     loss_tokens: tuple[int, ...]  # tokens that carry loss per optimizer step, summed over all ranks
+    shown: tuple[ShownBranch, ...] = ()  # of this rank's branches, those whose scores are wanted
 
 
 class PreparedBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from miles_async.types.samples import Sample
+from miles_async.types.samples import RewardParts, Sample
 
 
 class Incarnation(msgspec.Struct, frozen=True, order=True):
@@ -29,7 +29,7 @@ class FleetMembers(msgspec.Struct, frozen=True, kw_only=True):
     joining: tuple[Incarnation, ...]  # up, but their weights are unknown until a publication reaches them
     starting: tuple[str, ...]  # ids of those that are not up yet
     ranks: Mapping[str, int]  # process-group ranks by engine id (its tensor-parallel size)
-    bucketwise: frozenset[str] = frozenset()  # ids of those that have to be told to receive each bucket
+    bucketwise: frozenset[str] = frozenset()  # ids of those that need a call to receive each bucket
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SessionEnding = Literal["open", "finished", "aborted", "expired"]
-"""finished and aborted by its agent or the run; expired: nobody used it."""
+"""finished and aborted by its agent or the run; expired: it was not used."""
 
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class CollectedSession(msgspec.Struct, frozen=True, kw_only=True):
 
     ending: SessionEnding
     sample: Sample | None  # of its trajectory; None: it had no turn
-    reward: float | None  # that its agent gave
+    reward: float | RewardParts | None  # that its agent gave
     requests: int  # for chat completions, failed ones too
     cut: bool  # the last request found no room
     failure: str | None  # what engines or network did to the last request

@@ -2,7 +2,7 @@
 
 Per-token arrays of a sample are aligned with ``tokens`` (prompt and response together): entry ``i`` of
 ``loss_mask``, ``rollout_logprobs`` and ``weight_versions`` describes ``tokens[i]``. The logits that
-predict ``tokens[i]`` are those at position ``i - 1``; the trainer does that shift, nobody else.
+predict ``tokens[i]`` are those at position ``i - 1``; only the trainer shifts.
 """
 
 from __future__ import annotations
@@ -172,6 +172,17 @@ class TokenRewards(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[Float32, ...]  # per branch [T], aligned with its tokens, 0 where no loss is carried
 
 
+class RewardParts(msgspec.Struct, frozen=True, kw_only=True):
+    """A reward of a sample and the numbers that it was made of, which are logged as ``rollout/NAME/mean`` and shown."""
+
+    reward: float
+    parts: Mapping[str, float]
+
+
+Rewarded = float | TokenRewards | RewardParts
+"""Return types of a reward."""
+
+
 class AssistantTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of the model, as an environment sees it."""
 
@@ -191,16 +202,21 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Mapping[str, float] = {}  # added up over the episode, logged as rollout/NAME/mean: {"tool_errors": 1}
 
 
+UNISSUED = -1
+"""Id of an attempt that waits to be admitted."""
+
+
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """One try of a prompt: the unit that is admitted, generated, buffered and accounted for.
 
     ``attempt_id`` is unique in a run directory (``prompt_id`` repeats in every epoch and in every retry), so
-    overlapping epochs never mix prompts. It rises in order of admission; the cut takes oldest first.
+    overlapping epochs never mix prompts. It rises in order of admission; the cut takes oldest first. What waits to be
+    admitted, for the first time or again, has none yet.
     """
 
-    attempt_id: int
     prompt: Prompt
     epoch: int
+    attempt_id: int = UNISSUED
     data_failures: int = 0  # earlier tries of this prompt that ended for its own fault
     infra_failures: int = 0  # earlier tries that engines or network ended
     stale_count: int = 0  # earlier tries that were too old

@@ -20,11 +20,11 @@ class TensorMeta(msgspec.Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    digest: str = ""  # ``tensor_digest`` of its elements; empty where nobody compares it
+    digest: str = ""  # ``tensor_digest`` of its elements; empty if not compared
 
 
 class WeightDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes since an earlier version: beside each bucket's file one with its changed tensors, encoded."""
+    """Changes since an earlier version: next to each bucket's file one with its changed tensors, encoded."""
 
     base_version: int
     bucket_bytes: dict[int, int]  # of each bucket's file; 0: nothing changed, and there is none
@@ -66,7 +66,7 @@ class HeldPart(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str  # in which it is held
-    digest: str  # of these elements in their places, see ``tensor_digest``; "" where nobody asked for it
+    digest: str  # of these elements in their places, see ``tensor_digest``; "" if not asked for
 
 
 class TensorShare(msgspec.Struct, frozen=True):

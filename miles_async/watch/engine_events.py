@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 
 EVENTS: Mapping[str, str] = {
     "engine is up": "serving",
@@ -12,3 +13,11 @@ EVENTS: Mapping[str, str] = {
     "engine is gone": "gone",
 }
 """Message → state of its engine afterwards."""
+
+
+def time_of(timestamp: object) -> float | None:
+    """Seconds since 1970 of a line's timestamp; None if it is none."""
+    try:
+        return datetime.fromisoformat(str(timestamp)).timestamp()
+    except ValueError:
+        return None

@@ -11,6 +11,7 @@ from typing import TypeVar
 from urllib.parse import urlencode
 
 from miles_async.errors import DataError
+from miles_async.runtime.files.whole_file import write_whole
 from miles_async.samples.columns import Kind
 from miles_async.types import JsonObject
 from miles_async.watch.bundle import bundle
@@ -160,7 +161,5 @@ def _digest(text: str) -> str:
 
 def write_report(runs: Sequence[Run], path: Path) -> int:
     """Write the report and return its bytes. Raises OSError; the file is whole or absent then."""
-    unfinished = path.with_name(path.name + ".partial")
-    unfinished.write_text(report(runs), encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, report(runs).encode())
     return path.stat().st_size

@@ -8,15 +8,26 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from miles_async.errors import ConfigurationError, LedgerError
 from miles_async.ledger.reader import LedgerReader, Settled, open_ledger
 from miles_async.observability.metrics_file import FILE_NAME
-from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
+from miles_async.runtime.files.run_directory import (
+    CONFIG_FILE,
+    ENGINES_FILE,
+    LEDGER_FILE,
+    RANKS_FILE,
+    check_directory,
+)
 from miles_async.runtime.processes.run_process import RUN_FILE
 from miles_async.staleness.ledger import Balance
-from miles_async.types import JsonObject
+from miles_async.types import EnginesReport, JsonObject, RanksReport
 from miles_async.watch.metrics_table import MetricsTable
+
+Report = TypeVar("Report")
 
 MARKS = (RUN_FILE, FILE_NAME, LEDGER_FILE, CONFIG_FILE)
 """Files by which a directory is known as a run's."""
@@ -75,6 +86,20 @@ class Run:
             found = json.loads(path.read_text(encoding="utf-8")) if path else {}
             return found if isinstance(found, dict) else {}
         return {}
+
+    def engines(self) -> EnginesReport | None:
+        """engines.json; None if it is absent or cannot be read."""
+        return self._report(ENGINES_FILE, EnginesReport)
+
+    def ranks(self) -> RanksReport | None:
+        """ranks.json; None if it is absent or cannot be read."""
+        return self._report(RANKS_FILE, RanksReport)
+
+    def _report(self, name: str, kind: type[Report]) -> Report | None:
+        path = self.file(name)
+        with suppress(OSError, UnicodeError, msgspec.MsgspecError):
+            return msgspec.json.decode(path.read_bytes(), type=kind) if path else None
+        return None
 
     def flags(self) -> Mapping[str, Mapping[str, object]]:
         """Group → flag without dashes → value as TOML has it; empty if config.toml is absent or unreadable."""

@@ -19,6 +19,7 @@ PREVIEW = 200  # characters of prompt, response and label
 MOST_ROWS = 5_000  # of one file
 SEARCH_SECONDS = 1.0  # after which a search says where it stopped
 MOST_FOUND = 200
+MOST_NOTES = 20
 _TEXTS = ("prompt", "response", "label")
 _LEFT_OUT = ("messages", "prompt_metadata", "metadata", "kind", "written_at")  # of a list
 _COLUMNS = [*(name for name in SampleSummary.__struct_fields__ if name not in _LEFT_OUT), "turns"]
@@ -30,6 +31,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     rows: list[JsonObject]
     next_step: int | None  # where to search on, backwards; None: all was searched
+    notes: list[str]  # files that were skipped, the first ones
 
 
 def files_of(run_dir: Path) -> tuple[SamplesFile, ...]:
@@ -51,17 +53,18 @@ def previews(path: Path) -> list[JsonObject]:
 
 
 def search(files: Sequence[SamplesFile], text: str, *, clock: Callable[[], float] = time.monotonic) -> Found:
-    """Search prompts, responses and labels, in any case, the newest step first. Files that are gone are skipped."""
+    """Search prompts, responses and labels, in any case, the newest step first."""
     end = clock() + SEARCH_SECONDS
     rows: list[JsonObject] = []
+    notes: list[str] = []
     for file in sorted(files, reverse=True):
         if len(rows) >= MOST_FOUND or clock() > end:
-            return Found(rows=rows, next_step=file.step)
+            return Found(rows=rows, next_step=file.step, notes=notes[:MOST_NOTES])
         try:
             rows += _read(file.path, text)
-        except DataError:
-            continue
-    return Found(rows=rows, next_step=None)
+        except DataError as error:
+            notes.append(str(error))
+    return Found(rows=rows, next_step=None, notes=notes[:MOST_NOTES])
 
 
 @lru_cache(maxsize=4)  # a view sorts and filters one file again and again

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 from urllib.parse import quote
 
 import msgspec
@@ -49,6 +49,9 @@ from miles_async.watch.access import CHANGE, Doorkeeper
 from miles_async.watch.run import Run
 from miles_async.watch.timeline.build import compressed, trace
 from miles_async.watch.views import attempts, engines, files, flags, logs, metrics, overview, samples
+
+if TYPE_CHECKING:
+    import uvicorn
 
 STATIC = Path(__file__).parent / "static"
 
@@ -73,17 +76,22 @@ def make_app(runs: Sequence[Run], key: Secret, write_key: Secret | None = None) 
     return Starlette(routes=routes, middleware=[Middleware(Doorkeeper, key=key, write_key=write_key)])
 
 
-def serve(runs: Sequence[Run], key: Secret, door: socket.socket, write_key: Secret | None = None) -> None:
-    """Serve until interrupted. ``door``: a socket bound to loopback."""
+def make_server(runs: Sequence[Run], key: Secret, write_key: Secret | None = None) -> uvicorn.Server:
+    """The server of :func:`make_app`. Its ``run`` serves until interrupted; what takes time at first begins here."""
     import uvicorn
 
     threading.Thread(target=_read_ahead, args=(runs,), name="read-ahead", daemon=True).start()
     config = uvicorn.Config(make_app(runs, key, write_key), log_level="warning", access_log=False, server_header=False)
-    uvicorn.Server(config).run(sockets=[door])
+    return uvicorn.Server(config)
 
 
 def _read_ahead(runs: Sequence[Run]) -> None:
+    import pyarrow.compute  # they take 0.3 s, for which the first list of samples would wait
+    import pyarrow.parquet  # noqa: F401
+
     for run in runs:
+        with suppress(OSError):  # a file that was removed meanwhile
+            samples.samples(run, "train", None)
         run.read_ahead()
 
 

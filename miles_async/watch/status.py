@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 from miles_async.arguments.config_file import read_config_file
-from miles_async.errors import ConfigurationError
+from miles_async.errors import ConfigurationError, LedgerError
+from miles_async.ledger.reader import open_ledger
 from miles_async.observability.heartbeat import read_balance, standing_line
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
 from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE
 from miles_async.runtime.processes.run_process import RunProcess, find_driver
+from miles_async.runtime.texts import last_lines
 from miles_async.types import JsonObject
 
 WARNINGS = 5  # the last ones that the command shows
@@ -45,6 +47,7 @@ class Status:
     checkpoint: int | None  # step of the last one
     groups: Mapping[str, int]  # the balance; empty without a ledger
     standing: str  # where they stand, and what the run waits for
+    changes: Sequence[str]  # of settings while it was live, and requests, in order
     warnings: Sequence[JsonObject]  # the last ones, as the logs have them
 
 
@@ -80,6 +83,7 @@ def read_status(run_dir: Path, run: RunProcess, rows: Sequence[JsonObject]) -> S
         checkpoint=max(saved, default=None),
         groups={} if balance is None else balance.summary(),
         standing="" if balance is None else standing_line(balance),
+        changes=_changes(run_dir / LEDGER_FILE),
         warnings=last_warnings(run_dir),
     )
 
@@ -89,6 +93,13 @@ def state_of(run: RunProcess, summary: JsonObject) -> State:
     here = run.host == socket.gethostname()
     alive = here and find_driver(run) is not None
     return "running" if alive else "over" if here or "ending" in summary else "unknown"
+
+
+def _changes(ledger: Path) -> list[str]:
+    """None if there is no ledger yet, or none that can be read."""
+    with suppress(LedgerError), open_ledger(ledger) as reader:
+        return [str(change) for change in reader.changes()]
+    return []
 
 
 def trained_rows(rows: Sequence[JsonObject]) -> list[JsonObject]:
@@ -112,21 +123,12 @@ def last_warnings(run_dir: Path, count: int = WARNINGS) -> list[JsonObject]:
     """The last warnings and errors of driver and rollout side, in order of time."""
     found: list[JsonObject] = []
     for name in ("driver", "rollout"):
-        for line in _last_lines(run_dir / "logs" / f"{name}.log"):
+        for line in last_lines(run_dir / "logs" / f"{name}.log", LOG_TAIL):
             with suppress(ValueError):  # torn by the end of a process, or by where the tail begins
                 entry = json.loads(line)
                 if entry.get("level") in ("warning", "error", "critical"):
                     found.append({"side": name, **entry})
     return sorted(found, key=lambda entry: str(entry.get("timestamp", "")))[-count:]
-
-
-def _last_lines(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_TAIL))
-            return file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def seconds_since(moment: float) -> float:

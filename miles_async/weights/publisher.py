@@ -103,7 +103,7 @@ class WeightPublisher:
         async with self._lock:  # a delivery under way includes the engines that wait
             assert self._delivered is not None
             staged = self._delivered
-            joining = await self._repairs.joining()
+            joining = (await self._repairs.fleet.members()).joining
             if not joining:
                 return ()
             await self._tell_senders(WeightSender.pin, staged)  # before a delivery lets them remove it
@@ -126,7 +126,7 @@ class WeightPublisher:
             self._engines.last_loss = self._repairs.last_loss or self._engines.last_loss
         if overtaken:
             async with self._lock:  # so that no delivery overtakes it this time
-                waiting = set(await self._repairs.joining())
+                waiting = set((await self._repairs.fleet.members()).joining)
                 again = [engine for engine in repaired if engine in waiting]
                 repaired = await self._repairs.repair(self._delivered, again, nullcontext(True))
         return tuple(map(str, repaired))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -29,12 +30,16 @@ from miles_async.runtime.memory import free_memory
 from miles_async.runtime.tensor_digest import digest
 from miles_async.types import StagedWeights, TensorMeta, WeightDelta
 from miles_async.weights.delta import Bytes, encode
-from miles_async.weights.export import Bucket, into_buckets, share
 from miles_async.weights.files import MANIFEST, bucket_file, delta_file, version_directory
 from miles_async.weights.slab import Slab
 from miles_async.weights.staging_options import StagingOptions
 
 log = structlog.get_logger(__name__)
+
+Bucket = dict[str, Tensor]
+"""Tensors of bounded size, which become one file and one update request: small buckets save an engine memory, large
+ones save requests.
+"""
 
 _LIST = b"\xdd"  # MessagePack's prefix of a list, whose length follows in 4 bytes
 
@@ -80,25 +85,27 @@ class Staging:
             if copy is None or copy.version != version:
                 raise TrainerError(f"weights of version {version} cannot be staged: they were not copied")
             copy.wait()
+            self._remove_old(version)
             try:
                 staged = self._write(version, directory, copy.buckets)
             except (OSError, SafetensorError) as error:
                 raise TrainerError(
                     f"the weights of version {version} cannot be staged in {directory}: {error} (--weight-staging-dir)"
                 ) from error
-        self._staged.pop(version, None)
         self._staged[version] = staged
-        for old in list(self._staged)[: -self._options.keep]:
-            if old not in self._pinned:
-                shutil.rmtree(self._staged.pop(old).directory, ignore_errors=True)
         return staged
 
+    def _remove_old(self, version: int) -> None:
+        """Make room for ``version``, which is copied once the one before is delivered: engines need no older one."""
+        self._staged.pop(version, None)
+        for old in list(self._staged)[: 1 - self._options.keep]:
+            if old not in self._pinned:
+                shutil.rmtree(self._staged.pop(old).directory, ignore_errors=True)
+
     def pin(self, version: int) -> None:
-        """Keep the files of ``version``, however many versions are staged after it."""
         self._pinned.add(version)
 
     def unpin(self, version: int) -> None:
-        """Undo :meth:`pin`: an old version is removed when the next one is staged."""
         self._pinned.discard(version)
 
     def file(self, version: int, name: str) -> Path:
@@ -158,6 +165,39 @@ class Staging:
         dtype = str(tensor.dtype).removeprefix("torch.")
         found = digest(_raw(tensor), tensor.itemsize, tensor.shape) if self._options.digests else ""
         return TensorMeta(name, dtype, tuple(tensor.shape), found)
+
+
+def share(tensors: Iterable[tuple[str, Tensor]], sender: int, senders: int) -> Iterator[tuple[str, Tensor]]:
+    """Every ``senders``-th module, starting with number ``sender``. Takes all tensors: exporting is collective."""
+    for number, module in enumerate(_modules(tensors)):
+        if number % senders == sender:
+            yield from module
+
+
+def into_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
+    """Buckets of at most ``max_bytes`` in the order given; a larger module gets a whole bucket."""
+    if max_bytes < 1:
+        raise ValueError(f"buckets need at least one byte, not {max_bytes} (--update-weight-buffer-size)")
+    pending: Bucket = {}
+    size = 0
+    for named in _modules(tensors):
+        module = dict(named)
+        module_size = sum(tensor.nbytes for tensor in module.values())
+        if pending and size + module_size > max_bytes:
+            yield pending
+            pending, size = {}, 0
+        pending |= module
+        size += module_size
+    if pending:
+        yield pending
+
+
+def _modules(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """A module is never split: some of SGLang's loaders join tensors of one (q_a_proj and kv_a_proj_with_mqa of
+    DeepSeek-V3's attention), and forget the first unless they get the second with it.
+    """
+    for _, module in groupby(tensors, key=lambda item: item[0].rsplit(".", 2)[0]):  # "module.linear.weight"
+        yield module
 
 
 class _DeltaWriter:

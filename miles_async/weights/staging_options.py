@@ -20,14 +20,14 @@ class StagingOptions:
     bucket_bytes: int
     sender: int = 0  # index among ``senders``, each of which stages a share
     senders: int = 1
-    keep: int = KEPT_VERSIONS  # how many of the newest versions stay
+    keep: int = KEPT_VERSIONS  # how many of the newest versions stay; at least 2
     digests: bool = True
     delta: DeltaEncoding | None = None  # also write what changed since the version before
 
     @property
     def versions(self) -> int:
-        """Most versions at a time: the kept ones, one pinned by a repair, and one being written."""
-        return self.keep + 2
+        """Most versions at a time: the kept ones, of which the newest may be in writing, and one pinned by a repair."""
+        return self.keep + 1
 
     @property
     def room(self) -> int | None:

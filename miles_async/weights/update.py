@@ -98,10 +98,6 @@ class FleetUpdater:
             self.state = PublicationState.IDLE
         return _summarize(version, staged, updates)
 
-    async def joining(self) -> tuple[Incarnation, ...]:
-        """Engines that wait for weights."""
-        return (await self.fleet.members()).joining
-
     async def repair(
         self, staged: StagedWeights, joining: Sequence[Incarnation], admission: Admission
     ) -> tuple[Incarnation, ...]:
@@ -262,7 +258,6 @@ class EngineUpdate:
         return {engine: found for engine, found in results.items() if not isinstance(found, Exception)}
 
     async def _lose(self, problems: Mapping[Incarnation, str]) -> None:
-        """Fence these engines for these reasons."""
         self.left = tuple(engine for engine in self.left if engine not in problems)
         for engine, problem in problems.items():
             log.warning("engine fenced", engine=str(engine), reason=problem)

@@ -14,7 +14,7 @@ from miles_async.staleness.events import PoolObserver
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.train_data import work
-from miles_async.train_data.batch_maker import BatchMaker, RecordBatch, ShowBatch
+from miles_async.train_data.batch_maker import BatchMaker, RecordBatch, Viewer
 
 
 def make_pool(
@@ -42,7 +42,7 @@ def make_batches(
     *,
     quadratic_work: float = 0.0,
     record: RecordBatch | None = None,
-    show: ShowBatch | None = None,
+    viewer: Viewer | None = None,
 ) -> BatchMaker:
     """Make batches for the trainer that the flags describe. ``quadratic_work``: see ``train_data.work``."""
     return BatchMaker(
@@ -58,7 +58,7 @@ def make_batches(
         with_experts=arguments.algorithm.routing_replay == "rollout",
         with_teacher=arguments.algorithm.use_opd,
         record=record,
-        show=show,
+        viewer=viewer,
     )
 
 

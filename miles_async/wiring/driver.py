@@ -1,8 +1,7 @@
-"""The driver's process: Arguments in, a finished run out.
+"""One run, wired: its parts, and the loop of the configured sides.
 
-It runs controller, publisher and recorder. The rollout side (``rollout_process.py``) and the trainer's ranks
-(``trainer_process.py``) are Ray actors. However the run ends (done, an error on either side, Ctrl-C, SIGTERM), both
-sides are stopped, then Ray, and the summary says what was done so far.
+The driver's process (``driver_process.py``) runs controller, publisher and recorder. The rollout side
+(``rollout_process.py``) and the trainer's ranks (``trainer_process.py``) are Ray actors.
 """
 
 from __future__ import annotations
@@ -19,47 +18,36 @@ from pathlib import Path
 from typing import NoReturn
 
 import structlog
-from msgspec import to_builtins
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.config_file import to_toml
 from miles_async.arguments.debug import Sides
-from miles_async.arguments.paths import with_absolute_paths
 from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.bad_steps import BadSteps
 from miles_async.checkpoints.kept_settings import kept_settings
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, new_run_name
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
-from miles_async.checkpoints.save_lock import SaveLock, save_lock
+from miles_async.checkpoints.save_lock import SaveLock
 from miles_async.controller import Controller
 from miles_async.errors import (
-    ConfigurationError,
-    ProcessLostError,
     PublicationError,
     StalledError,
     first_error,
 )
 from miles_async.observability.heartbeat import heartbeat
-from miles_async.observability.logs import configure_logging
 from miles_async.observability.progress import Progress, open_progress
 from miles_async.observability.recorder import RunRecorder
-from miles_async.observability.summary import Ending
 from miles_async.observability.trackers import open_trackers
-from miles_async.observability.wandb_shared import with_shared_id
 from miles_async.rollout.actor import RolloutActor, RolloutProcess
 from miles_async.runtime.cluster.node_files import marked
-from miles_async.runtime.cluster.own_ray import OwnRay
-from miles_async.runtime.cluster.ray_cluster import ray_cluster
+from miles_async.runtime.cluster.ray_cluster import OwnRay, ray_cluster
 from miles_async.runtime.device import choose_device
 from miles_async.runtime.environment import secret_environment, worker_environment
-from miles_async.runtime.files.owned_directory import OwnedDirectory, sweep_temporary, temporary_parent
-from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, Claim, claimed
+from miles_async.runtime.files.owned_directory import sweep_temporary
+from miles_async.runtime.files.run_directory import LEDGER_FILE
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.control import ControlServer, Handler
 from miles_async.runtime.network.keys import make_run_keys
 from miles_async.runtime.processes.fork_server_process import ForkServers
-from miles_async.runtime.processes.last_resort import LastResort
-from miles_async.runtime.processes.restarts import own_restarts, write_restarts
 from miles_async.runtime.processes.run_process import kill_marked, read_run_process
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards, first_of
@@ -94,83 +82,6 @@ _STARTING: Mapping[Sides, str] = {
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 ENGINE_RESTART_SECONDS = 60.0  # for an engine's death to be noticed, before it starts again
-
-
-def run(arguments: Arguments, imports: ForkServers) -> int:
-    """Run to the end. Returns the exit code: 0 done, 130 interrupted. Raises the first error of either side.
-
-    ``imports``: what processes of this run are forked from (``early_imports.py``).
-    """
-    arguments = with_absolute_paths(arguments)
-    run_dir = arguments.observability.run_dir
-    sweep_temporary(arguments.weights.weight_staging_dir)  # of runs that were killed
-    try:
-        temporary = OwnedDirectory(temporary_parent(), mode=0o700)
-    except OSError as error:
-        raise ConfigurationError(f"the run has no place for temporary files (TMPDIR): {error}") from error
-    try:
-        with (
-            save_lock(arguments.checkpoint.save, run_dir) as lock,
-            claimed(run_dir, temporary.path / "control") as claim,
-        ):
-            configure_logging(run_dir, arguments.observability.log_level)
-            if lock is not None and lock.taken_from is not None:
-                log.warning("--save was locked by a run that is over", owner=str(lock.taken_from))
-            write_config(arguments, run_dir)
-            _note_restarts(run_dir)
-            arguments = replace(arguments, observability=with_shared_id(arguments.observability))
-            return _to_the_end(Run(arguments, imports, run_dir, temporary.path, lock), claim)
-    finally:
-        temporary.remove()
-        sweep_temporary(arguments.weights.weight_staging_dir)  # of engines and ranks that were killed
-
-
-def _to_the_end(training: Run, claim: Claim) -> int:
-    with LastResort(training.end_at_once, training.lost) as last_resort:
-
-        async def main() -> None:
-            last_resort.interrupts_this_task()
-            await first_of(training.main(last_resort.all_is_up), claim.until_lost())
-
-        try:
-            asyncio.run(main())
-        except BaseException as error:
-            # Ray's processes got the same signal: their failures are not the run's.
-            if last_resort.interrupted or isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
-                if isinstance(error, Exception):
-                    log.warning("something failed while the run was being ended", error=repr(first_error(error)))
-                training.report.try_to_write("interrupted")
-                return EXIT_INTERRUPTED
-            cause = first_error(error)
-            training.report.try_to_write("lost" if training.lost() else _ending_with(cause), str(cause))
-            raise cause from error
-        training.report.write("finished")
-        return 0
-
-
-def _ending_with(error: BaseException) -> Ending:
-    if isinstance(error, ProcessLostError):
-        return "lost"
-    return "stalled" if isinstance(error, StalledError) else "failed"
-
-
-def write_config(arguments: Arguments, run_dir: Path) -> None:
-    """Every flag in force. Raises ConfigurationError if it cannot be written."""
-    try:
-        (run_dir / CONFIG_FILE).write_text(to_toml(arguments))
-    except OSError as error:
-        raise ConfigurationError(f"--run-dir {run_dir}: {error}") from error
-
-
-def _note_restarts(run_dir: Path) -> None:
-    """Record earlier restarts in the run directory and the log."""
-    restarts = own_restarts()
-    try:
-        write_restarts(run_dir, restarts)
-    except OSError as error:
-        raise ConfigurationError(f"--run-dir {run_dir}: {error}") from error
-    if restarts:
-        log.warning("the run was restarted", times=len(restarts), **to_builtins(restarts[-1]))
 
 
 class Run:
@@ -353,6 +264,7 @@ class Run:
                     first=first,
                     steps=arguments.rollout.num_rollout,
                     save=save,
+                    trained=supervised.trained if supervised is not None else None,
                 )
         finally:
             if supervised is not None:
@@ -366,7 +278,9 @@ class Run:
                 fleet,
                 make_transport(arguments.weights, trainer, fleet, self._device, name=name, repair=repair),
                 arguments.weights,
-                tolerance=canary_tolerance(arguments.weights.canary_tolerance, bf16=bool(arguments.model.bf16)),
+                tolerance=canary_tolerance(
+                    arguments.weights.canary_tolerance, bf16=bool(arguments.model.bf16), device=self._device
+                ),
                 engines_timeout=engines_timeout,
             )
 

@@ -20,12 +20,14 @@ from miles_async.arguments.server_groups import ServerGroup, of_role, server_gro
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.kind import LaunchServer, ServerSpec
 from miles_async.engines.placement import RayServers
+from miles_async.engines.reports import EngineReports
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack, FrozenEngines
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.cluster.node_files import NodeFiles
 from miles_async.runtime.environment import secret_environment
+from miles_async.runtime.files.run_directory import ENGINES_FILE
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.keys import EngineKeys
 from miles_async.runtime.tasks import gathered, quietly
@@ -73,6 +75,7 @@ class RunEngines:
         }
         self._stacks += self.frozen.values()
         self._services: list[Service] = [*self._stacks]
+        self._reports = EngineReports([stack.loads for stack in self._stacks], make.run_dir / ENGINES_FILE)
         self.wait_for_joining = self.train.supervisor.wait_for_joining
 
     def add(self, service: Service) -> None:
@@ -89,7 +92,7 @@ class RunEngines:
 
     async def supervise(self) -> None:
         """Supervise everything until cancelled; raise the first error."""
-        await gathered(*(service.supervise() for service in self._services))
+        await gathered(self._reports.run(), *(service.supervise() for service in self._services))
 
     async def stop(self) -> None:
         """End all processes, even if stopping one fails."""

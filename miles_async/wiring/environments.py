@@ -13,17 +13,14 @@ from miles_async.api import Environment, MakeEnvironment
 from miles_async.arguments.sessions import SessionsArguments, is_url, parse_environment, parse_environment_config
 from miles_async.errors import ConfigurationError
 from miles_async.integrations.generate_rows import generated_rows, rows_of
-from miles_async.integrations.packages import require
 from miles_async.integrations.verifiers_episodes import HOST, VerifiersEpisodes, host_environment
 from miles_async.rollout.agent_command import command_words
 from miles_async.runtime.hooks import load_factory
 from miles_async.runtime.network.keys import Secret
+from miles_async.runtime.packages import require
 from miles_async.types import JsonObject
 
 VERIFIERS_LOG = "verifiers.log"
-
-_PACKAGES = {"gymnasium": "gymnasium", "reasoning_gym": "reasoning-gym"}
-"""The package of each kind, which is also the name of its extra."""
 
 if TYPE_CHECKING:
     from miles_async.wiring.engines import Service
@@ -39,10 +36,10 @@ class RunEnvironments:
 
 def run_environments(sessions: SessionsArguments, log_dir: Path) -> RunEnvironments:
     """Load what the flags name and start nothing. Raises ConfigurationError."""
-    make = _own_environment(sessions)
+    own = _own_environment(sessions)
     if not sessions.mcp_server:
-        assert make is not None
-        return RunEnvironments(make)
+        assert own is not None
+        return own
     _check_mcp(sessions)
     from miles_async.integrations.mcp_tools import MakeWithTools, McpServers  # here, since only such runs need the SDK
 
@@ -52,7 +49,9 @@ def run_environments(sessions: SessionsArguments, log_dir: Path) -> RunEnvironme
         start_timeout=sessions.environment_timeout,
         log_path=log_dir / "mcp-servers.log",
     )
-    return RunEnvironments(MakeWithTools(servers, make), [servers])
+    if own is None:
+        return RunEnvironments(MakeWithTools(servers, None), [servers])
+    return RunEnvironments(MakeWithTools(servers, own.make), [servers, *own.services])
 
 
 def check_environments(sessions: SessionsArguments) -> None:
@@ -68,14 +67,16 @@ def check_environments(sessions: SessionsArguments) -> None:
         _check_mcp(sessions)
 
 
-def environment_rows(sessions: SessionsArguments, count: int, seed: int) -> list[JsonObject]:
-    """Generate prompts of ``--environment``. Raises ConfigurationError."""
+def environment_rows(sessions: SessionsArguments, seed: int) -> list[JsonObject]:
+    """Generate prompts of ``--environment``, those that are held out last. Raises ConfigurationError."""
     kind, name, config = _parsed(sessions)
     if kind == "verifiers":
         assert sessions.environment_python is not None
         python = str(Path(sessions.environment_python).absolute())
-        words = [python, str(HOST), "rows", json.dumps(verifiers_config(sessions)), str(count)]
+        counts = [str(sessions.environment_prompts), str(sessions.environment_eval_prompts)]
+        words = [python, str(HOST), "rows", name, json.dumps(config), *counts]
         return rows_of(words, f"--environment {sessions.environment}", host_environment(python))
+    count = sessions.environment_prompts + sessions.environment_eval_prompts
     return generated_rows(kind, name, config, count, seed)
 
 
@@ -87,43 +88,50 @@ def _parsed(sessions: SessionsArguments) -> tuple[str, str, Mapping[str, object]
         python = sessions.environment_python or ""
         if shutil.which(python) is None:
             raise ConfigurationError(f"--environment-python {python}: there is no such program")
-    else:
-        require(_PACKAGES[kind], f"--environment {sessions.environment}")
+    elif kind in ("gymnasium", "reasoning_gym"):
+        require(kind.replace("_", "-"), f"--environment {sessions.environment}")
     return kind, name, parse_environment_config(sessions.environment_config)
-
-
-def verifiers_config(sessions: SessionsArguments) -> Mapping[str, object]:
-    """Verifiers' configuration of the environment: ``--environment-config`` with the name as its taskset."""
-    _, name, config = _parsed(sessions)
-    given = config.get("taskset", {})
-    if not isinstance(given, Mapping):
-        raise ConfigurationError(f"--environment-config: expected an object as taskset, found {given!r}")
-    return {**config, "taskset": {**given, "id": name}}
 
 
 def verifiers_agent(sessions: SessionsArguments, api_key: Secret, log_dir: Path) -> VerifiersEpisodes:
     """The agent of ``--environment verifiers:NAME``, not started yet. Raises ConfigurationError."""
     assert sessions.environment_python is not None
+    _, name, config = _parsed(sessions)
     return VerifiersEpisodes(
         str(Path(sessions.environment_python).absolute()),
-        verifiers_config(sessions),
+        name,
+        config,
         api_key=api_key,
         log_path=log_dir / VERIFIERS_LOG,
         start_timeout=sessions.agent_timeout,
     )
 
 
-def _own_environment(sessions: SessionsArguments) -> MakeEnvironment | None:
-    if sessions.environment is not None:
-        kind, name, config = _parsed(sessions)
-        if kind != "gymnasium":
-            return None
-        from miles_async.integrations.gymnasium_text import GymnasiumText
-
-        return GymnasiumText(name, config)
-    if sessions.environment_path is None:
+def _own_environment(sessions: SessionsArguments) -> RunEnvironments | None:
+    """The environment without tools of MCP servers; None if there is none, or if it only has prompts."""
+    if sessions.environment_path is not None:
+        return RunEnvironments(
+            load_factory(sessions.environment_path, MakeEnvironment, Environment, "--environment-path")
+        )
+    if sessions.environment is None:
         return None
-    return load_factory(sessions.environment_path, MakeEnvironment, Environment, "--environment-path")
+    kind, name, config = _parsed(sessions)
+    match kind:
+        case "gymnasium":
+            from miles_async.integrations.gymnasium_text import GymnasiumText
+
+            return RunEnvironments(GymnasiumText(name, config))
+        case "openenv":
+            from miles_async.integrations.openenv_episodes import OpenEnv
+
+            server = OpenEnv(name, config, answer_timeout=sessions.environment_timeout)
+            return RunEnvironments(server, [server])
+        case "nemo-gym":
+            from miles_async.integrations.nemo_gym_episodes import NemoGym
+
+            gym = NemoGym(name, answer_timeout=sessions.environment_timeout, max_turns=sessions.max_turns)
+            return RunEnvironments(gym, [gym])
+    return None
 
 
 def _check_mcp(sessions: SessionsArguments) -> None:

@@ -35,7 +35,7 @@ def with_generated_prompts(arguments: Arguments) -> Arguments:
         )
     kind, name = parse_environment(sessions.environment)
     trained, held_out = sessions.environment_prompts, sessions.environment_eval_prompts
-    rows = environment_rows(sessions, trained + held_out, data.rollout_seed)
+    rows = environment_rows(sessions, data.rollout_seed)
     trained = min(trained, len(rows) - held_out)  # a data set may have fewer
     if trained < 1:
         raise ConfigurationError(

@@ -59,10 +59,12 @@ class Episodes:
         self._template = template
         self._log_dir = run_dir / "logs"
         sessions = arguments.sessions
+        self._images = load_picture_processor(arguments.model.directory)
         self._make_trajectory = (
             trajectory_factory(
                 reply_parser(template, sessions.tool_call_parser, sessions.reasoning_parser),
                 turn_history=sessions.turn_history,
+                images=self._images,
             )
             if sessions.plays_episodes
             else None
@@ -100,8 +102,7 @@ class Episodes:
                 service=self.circuit,
                 began=self._began,
             )
-        images = load_picture_processor(self._arguments.model.directory)
-        return SingleTurnGenerate(sampling, self._template, began=self._began, images=images)
+        return SingleTurnGenerate(sampling, self._template, began=self._began, images=self._images)
 
     def _limits(self, sampling: Sampling) -> Limits:
         return Limits(
@@ -192,10 +193,12 @@ def _circuit(arguments: Arguments, services: Services) -> Circuit:
 
 def run_template(arguments: Arguments) -> ChatTemplate:
     """The tokenizer and chat template of this run's prompts. Raises ConfigurationError."""
+    plays, images = arguments.sessions.plays_episodes, load_picture_processor(arguments.model.directory)
     return ChatTemplate(
         load_tokenizer(arguments.model.directory, arguments.model.trust_remote_code),
         arguments.data.apply_chat_template,
-        continues_answers=not arguments.sessions.plays_episodes,
+        continues_answers=not plays,
+        ends=images.placeholders if plays and images is not None else frozenset(),
     )
 
 

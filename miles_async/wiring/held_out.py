@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import msgspec
@@ -15,7 +16,6 @@ from miles_async.prompts.templates import ChatTemplate
 from miles_async.rollout.generate import sampling_parameters
 from miles_async.rollout.multi_turn import GivenReward
 from miles_async.runtime.services import Services
-from miles_async.runtime.tasks import afterwards
 from miles_async.samples.recorder import SampleRecorder
 from miles_async.types import JsonObject, Prompt
 from miles_async.wiring.engines import RunEngines
@@ -40,11 +40,10 @@ class RunRewards:
         return self._rewards[flags]
 
     async def close(self) -> None:
-        """End the processes that rewards started."""
-        first, *others = self._rewards.values()
-        async with afterwards(first.close):
-            for reward in others:
-                await reward.close()
+        """Close every reward, even if one raises; this ends the processes they started."""
+        async with AsyncExitStack() as stack:
+            for reward in self._rewards.values():
+                stack.push_async_callback(reward.close)
 
 
 def make_evaluator(

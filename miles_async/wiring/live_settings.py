@@ -55,7 +55,7 @@ class LiveSettings:
         self._passed = step
 
     def take(self, step: int, *, last: bool) -> Changes | None:
-        """What was asked for since the last call: it takes effect after ``step``."""
+        """Take the changes requested since the last call; they take effect after ``step``."""
         before, after, requests = in_force(self._now), in_force(self._asked), self._requests
         self._passed, self._now, self._requests = step, self._asked, {}
         self._over = last or "stop" in requests

@@ -14,8 +14,7 @@ from miles_async.arguments.server_groups import server_groups
 from miles_async.engines.placement import EnginePlace
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.clock import now
-from miles_async.runtime.cluster.node_choice import GpuNeed, NodeChoice, choose_nodes
-from miles_async.runtime.cluster.nodes import alive_nodes, free_gpus
+from miles_async.runtime.cluster.nodes import GpuNeed, NodeChoice, alive_nodes, choose_nodes, free_gpus
 
 log = structlog.get_logger(__name__)
 

@@ -22,10 +22,12 @@ from miles_async.prompts.examples import Example, ExampleSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.rollout.dumps import read_dump
 from miles_async.runtime.files.digests import write_digested
+from miles_async.runtime.picture_processor import load_picture_processor
+from miles_async.samples.recorder import sample_recorder
+from miles_async.seams import Resumption
 from miles_async.staleness.versions import group_of
-from miles_async.types import NO_VERSION, Attempt, Branch, Group, JsonObject, PreparedBatch, Sample
+from miles_async.types import NO_VERSION, Attempt, Branch, Group, JsonObject, PreparedBatch, Sample, TokenScores
 from miles_async.wiring.decisions import make_batches, quadratic_work_of
-from miles_async.wiring.run_samples import sample_recorder
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +43,8 @@ def example_source(arguments: Arguments) -> ExampleSource:
     positions = read_config(model.directory).get("max_position_embeddings")
     most = arguments.micro_batch_tokens
     most = min(most, positions) if isinstance(positions, int) else most
-    return ExampleSource(arguments.data, template, most, anyway=arguments.checkpoint.load_anyway)
+    images = load_picture_processor(model.directory)
+    return ExampleSource(arguments.data, template, most, anyway=arguments.checkpoint.load_anyway, images=images)
 
 
 class SupervisedBatches:
@@ -53,15 +56,19 @@ class SupervisedBatches:
         """Raises ConfigurationError, DataError."""
         self._source = example_source(arguments)
         self._count = arguments.rollout.rollout_batch_size
-        self._samples = sample_recorder(arguments.observability, self._source.template, sampled=False)
-        show = self._samples.batch if self._samples else None
-        self._maker = make_batches(arguments, quadratic_work=quadratic_work_of(arguments), show=show)
+        self._samples = sample_recorder(arguments.observability, self._source.template.decode_all, sampled=False)
+        self._maker = make_batches(arguments, quadratic_work=quadratic_work_of(arguments), viewer=self._samples)
         self._taken = 0
         self._snapshot: JsonObject = {}
 
     async def __call__(self, step: int) -> PreparedBatch:
         """The batch of a step; steps are asked for in order. Raises DataError."""
         return await asyncio.to_thread(self._prepare, step)
+
+    def trained(self, step: int, scores: Sequence[TokenScores]) -> None:
+        """Write the samples of a step with what the trainer computed for their tokens."""
+        if self._samples is not None:
+            self._samples.trained(step, scores)
 
     async def finish(self) -> None:
         """Write samples that are queued (``--save-samples``)."""
@@ -77,15 +84,7 @@ class SupervisedBatches:
         content = msgspec.json.encode(self._snapshot)
         return {CURSOR_FILE: await asyncio.to_thread(write_digested, directory / CURSOR_FILE, content)}
 
-    async def load(
-        self,
-        directory: Path,
-        *,
-        step: int,
-        version: int,
-        readmissions: Mapping[str, Sequence[str]],
-        accepted: Sequence[str] = (),
-    ) -> None:
+    async def load(self, directory: Path, resumption: Resumption) -> None:
         """Continue from the cursor of a checkpoint. Raises CheckpointError."""
         try:
             state = msgspec.json.decode((directory / CURSOR_FILE).read_bytes(), type=JsonObject)
@@ -128,6 +127,7 @@ def _branch(answered: Answered) -> Branch:
         loss_mask=answered.loss_mask,
         rollout_logprobs=np.zeros(len(answered.tokens), np.float32),
         weight_versions=np.where(answered.loss_mask != 0, VERSION, NO_VERSION).astype(np.int32),
+        pictures=answered.pictures,
     )
 
 

@@ -42,8 +42,8 @@ from miles_async.ledger.schedule import (
 from miles_async.runtime.files.run_directory import CONFIG_FILE, SCHEDULE_FILE
 from miles_async.runtime.serialization import encode, read_frames
 from miles_async.staleness.pool import Pool, PoolSnapshot
+from miles_async.train_data.batch import digests
 from miles_async.train_data.batch_maker import BatchMaker
-from miles_async.train_data.digests import digests
 from miles_async.types import Attempt, Group, Prompt, TrainBatch, TrainShard
 from miles_async.wiring.decisions import make_batches, make_pool
 

@@ -39,8 +39,9 @@ from miles_async.runtime.network.open_files import allow_open_files
 from miles_async.runtime.network.proxies import without_proxies_for
 from miles_async.runtime.picture_processor import load_picture_processor
 from miles_async.runtime.services import Services
-from miles_async.staleness.oldest_versions import OldestVersions
+from miles_async.samples.recorder import sample_recorder
 from miles_async.staleness.pool import Pool
+from miles_async.staleness.versions import OldestVersions
 from miles_async.weights.verify import canary_tokens
 from miles_async.wiring.decisions import make_batches, make_pool, quadratic_work_of
 from miles_async.wiring.engines import ForkedEngines, RunEngines, StackMaker
@@ -48,7 +49,6 @@ from miles_async.wiring.generation import Episodes, run_services, run_template
 from miles_async.wiring.held_out import RunRewards, make_evaluator
 from miles_async.wiring.placement import RunPlacement
 from miles_async.wiring.run_prompts import open_source, prompt_notes
-from miles_async.wiring.run_samples import sample_recorder
 
 log = structlog.get_logger(__name__)
 
@@ -81,6 +81,7 @@ async def build_rollout(
     template = run_template(arguments)
     ledger = LedgerWriter(run_dir / LEDGER_FILE)
     source = open_source(arguments, template, began=ledger.note)
+    ledger.note(source.opened)
     for note in prompt_notes(arguments, source, template):
         log.warning("prompts and turns", note=note)
     services = run_services(arguments)
@@ -101,7 +102,7 @@ async def build_rollout(
     for service in episodes.services:
         engines.add(service)
     schedule = ScheduleWriter(run_dir / SCHEDULE_FILE) if arguments.observability.record else None
-    samples = sample_recorder(arguments.observability, template, only_file=arguments.evaluation.eval_only)
+    samples = sample_recorder(arguments.observability, template.decode_all, only_file=arguments.evaluation.eval_only)
     pool = make_pool(
         arguments.rollout,
         arguments.staleness,
@@ -116,7 +117,7 @@ async def build_rollout(
             arguments,
             quadratic_work=quadratic_work_of(arguments),
             record=schedule.batch if schedule else None,
-            show=samples.batch if samples else None,
+            viewer=samples,
         ),
         evaluator=make_evaluator(arguments, engines, template, episodes, rewards, services, samples),
         close_reward=rewards.close,
@@ -124,7 +125,7 @@ async def build_rollout(
         writers=(ledger, schedule) if schedule else (ledger,),
         canary=run_canary(source, arguments.model.directory, canary_length(arguments)),
         dump=_dump(arguments),
-        finish_samples=samples.finish if samples else None,
+        samples=samples,
     )
     await engines.start()  # last: until here there is nothing to clean up
     evaluation = engines.evaluation

@@ -20,6 +20,7 @@ from miles_async.prompts.templates import ChatTemplate, load_tokenizer
 from miles_async.runtime import garbage
 from miles_async.runtime.network.keys import SessionKeys, take_session_keys
 from miles_async.runtime.network.tls import Tls
+from miles_async.runtime.picture_processor import load_picture_processor
 from miles_async.sessions.engine_link import Alive, EngineLink
 from miles_async.sessions.server import SessionServer
 from miles_async.trajectory.taker import trajectory_factory
@@ -49,9 +50,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 async def serve(settings: ServerSettings, keys: SessionKeys, socket_path: Path) -> None:
     """Serve until the rollout process is gone."""
     tokenizer = load_tokenizer(Path(settings.hf_checkpoint), settings.trust_remote_code)
-    template = ChatTemplate(tokenizer, apply_chat_template=True)
+    images = load_picture_processor(Path(settings.hf_checkpoint))
+    ends = images.placeholders if images is not None else frozenset[int]()
+    template = ChatTemplate(tokenizer, apply_chat_template=True, ends=ends)
     parser = reply_parser(template, settings.tool_call_parser, settings.reasoning_parser)
-    make = trajectory_factory(parser, turn_history=settings.turn_history)
+    make = trajectory_factory(parser, turn_history=settings.turn_history, images=images)
     link = await EngineLink.connect(socket_path)
     server = SessionServer(link, make, keys=keys, session_timeout=settings.session_timeout)
     garbage.settle()

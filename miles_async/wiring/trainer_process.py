@@ -15,7 +15,7 @@ from miles_async.backends import create_backend
 from miles_async.observability.wandb_shared import report_machine
 from miles_async.runtime.cluster.node_files import NodeFiles
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets, secret_environment
-from miles_async.runtime.files.run_directory import PROFILES
+from miles_async.runtime.files.run_directory import PROFILES, RANKS_FILE
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.processes.fork_server_process import ForkServer
 from miles_async.trainer.actor import TrainerActor
@@ -70,6 +70,7 @@ def trainer_ranks(
         senders=count_senders(weights, arguments.model.pipeline_model_parallel_size),
         network=network,
         log_directory=run_dir / "logs",
+        times_file=run_dir / RANKS_FILE,
         profiling=_profiling(arguments, run_dir),
     )
 

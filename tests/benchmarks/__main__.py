@@ -33,6 +33,7 @@ from tests.benchmarks import (
     start,
     trackers,
     trainer_step,
+    watch_page,
 )
 from tests.benchmarks.report import report
 
@@ -69,6 +70,7 @@ PARTS = {
     "samples": samples.rows,
     "samples_cpu": samples.cpu,
     "trackers": trackers.rows,
+    "watch_page": watch_page.rows,
 }
 
 

@@ -28,7 +28,7 @@ def rows() -> Iterator[Row]:
 def measure(shape: tuple[int, int], dtype: str) -> Row:
     import torch
 
-    from miles_async.engines.sglang.region_digest import region_digest
+    from miles_async.engines.sglang.region_digest import Region, region_digests
     from miles_async.runtime.tensor_digest import digest
 
     rows, columns = shape
@@ -40,8 +40,8 @@ def measure(shape: tuple[int, int], dtype: str) -> Row:
         "shape": f"{rows} × {columns}",
         "dtype": dtype,
         "whole_gb_s": rate(tensor.nbytes, lambda: digest(raw, tensor.itemsize, shape)),
-        "rows_gb_s": rate(tensor.nbytes, lambda: region_digest(fused, 0, tensor.stride(), columns)),
-        "columns_gb_s": rate(shard.nbytes, lambda: region_digest(shard, 0, tensor.stride(), columns)),
+        "rows_gb_s": rate(tensor.nbytes, lambda: region_digests([Region(fused, 0, tensor.stride(), columns)])),
+        "columns_gb_s": rate(shard.nbytes, lambda: region_digests([Region(shard, 0, tensor.stride(), columns)])),
         "memory_gb_s": rate(tensor.nbytes, lambda: raw.view("int64").sum()),
     }
 

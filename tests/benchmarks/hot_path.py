@@ -18,8 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from miles_async.engines.sglang.answers import MEDIA_TYPE, pack, read_answer
-from miles_async.rollout.generate import build_sample
-from miles_async.rollout.sample_guard import check_sample
+from miles_async.rollout.generate import build_sample, check_sample
 from miles_async.runtime.detokenize import decode_tokens
 from miles_async.staleness.versions import group_of, token_versions
 from miles_async.train_data.batch import tabulate

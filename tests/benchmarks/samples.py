@@ -25,8 +25,8 @@ from miles_async.runtime.network.keys import METRICS_KEY_VARIABLE
 from miles_async.samples.reader import samples_files
 from miles_async.samples.recorder import SampleRecorder
 from miles_async.staleness.versions import group_of
-from miles_async.train_data.batch import tabulate
-from miles_async.types import NO_VERSION, Attempt, Group, Prompt, Sample
+from miles_async.train_data.batch import BranchTable, tabulate
+from miles_async.types import NO_VERSION, Attempt, Group, Prompt, Sample, TokenScores
 from tests.benchmarks.quickstart_overlap import WARM_UP_STEPS, run_cell
 from tests.benchmarks.report import RESULTS, Row
 
@@ -121,14 +121,17 @@ def cpu() -> Iterator[Row]:
     for samples, tokens in SHAPES:
         groups = tuple(_group(number, samples, tokens) for number in range(BATCH))
         table = tabulate(groups, np.linspace(-1, 1, BATCH * samples, dtype=np.float32))
+        scores = _scores(table)
         with tempfile.TemporaryDirectory() as directory:
             recorder = SampleRecorder(Path(directory) / "samples", groups=GROUPS, limit_bytes=1 << 34, decode=_decode)
             waited, computed, written_all = 0.0, list[float](), threading.Event()
-            recorder.batch(0, 9, groups, table)  # which imports pyarrow
+            recorder.batch(0, 9, groups, table)
+            recorder.trained(0)  # which imports pyarrow
             recorder.queue(partial(_note_time, computed))
             for step in range(1, STEPS + 1):
                 began = time.perf_counter()
                 recorder.batch(step, 9, groups, table)
+                recorder.trained(step, scores)
                 waited += time.perf_counter() - began
             recorder.queue(partial(_note_time, computed))
             recorder.queue(written_all.set)
@@ -147,6 +150,15 @@ def cpu() -> Iterator[Row]:
 
 def _note_time(times: list[float]) -> None:
     times.append(time.thread_time())
+
+
+def _scores(table: BranchTable) -> list[TokenScores]:
+    """Of all branches, with log-probs that don't repeat; no entropies, as by default."""
+    draw = np.random.default_rng(0)
+    return [
+        TokenScores(branch=branch, logprobs=-draw.exponential(1, length).astype(np.float32), entropies=None)
+        for branch, length in enumerate(table.lengths.tolist())
+    ]
 
 
 def _group(number: int, samples: int, tokens: int) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 import time
@@ -46,13 +47,15 @@ def rows() -> Iterator[Row]:
 def _trackers(directory: Path) -> dict[str, Callable[[], Tracker]]:
     prometheus = PrometheusOptions(run="bench", host="127.0.0.1", port=0, key=Secret("key"))
     mlflow = MlflowOptions(run_dir=directory, uri=(directory / "mlflow").as_uri(), experiment="bench", run_name="bench")
-    return {
+    trackers: dict[str, Callable[[], Tracker]] = {
         FILE_NAME: lambda: MetricsFile(directory / FILE_NAME),
         "tensorboard": lambda: TensorBoardTracker(directory / "tensorboard"),
         "prometheus": lambda: PrometheusTracker(prometheus),
         "wandb (offline)": lambda: WandbTracker(WandbOptions(directory=directory)),
-        "mlflow (files)": lambda: MlflowTracker(mlflow),
     }
+    if importlib.util.find_spec("mlflow"):  # an extra
+        trackers["mlflow (files)"] = lambda: MlflowTracker(mlflow)
+    return trackers
 
 
 class _Timed:

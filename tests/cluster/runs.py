@@ -48,9 +48,7 @@ def apart(steps: int) -> tuple[str, ...]:
 
 def machine_with_ranks(cluster: Machines, run: RealRun) -> Machine:
     """The machine on which the run's ranks are now."""
-    ranks = [each for each in run.processes() if " ".join(each.cmdline()).startswith("ray::TrainerActor")]
-    assert ranks, "the run has no trainer ranks"
-    return next(machine for machine in cluster.all if machine.has(ranks[0].pid))
+    return next(machine for machine in cluster.all if machine.has(run.actors("TrainerActor")[0].pid))
 
 
 def assert_each_trained_once(run: RealRun, steps: int) -> None:

@@ -22,6 +22,7 @@ STOPS = {
     "glm": ("<|endoftext|>", "<|user|>", "<|observation|>"),
     "mistral": ("</s>",),
     "wandering": ("</s>",),
+    "qwen25_vl": ("<|im_end|>", "<|endoftext|>"),
 }
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -29,6 +30,7 @@ SPECIAL = (
     *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     *("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
     *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 )
 VISIBLE = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<arg_key>")
 ORDINARY_TOKENS = 380  # ids below are neither special nor added

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.trajectory.context import Context, Turn
+from miles_async.trajectory.messages import with_kept_images
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import THINK_TAGS, ReplyParser
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import Generation, JsonObject
+from miles_async.types.pictures import data_url
 from tests.fakes.chat_formats import ORDINARY_TOKENS, STOPS, TOOLS, chat_format
+from tests.fakes.pictures import picture, picture_processor
 from tests.fakes.reply_parsers import BEGINS, PARSERS, split_think
 from tests.json_dict import JsonDict
 
@@ -45,6 +48,19 @@ def follow_ups() -> st.SearchStrategy[list[JsonObject]]:
         st.tuples(system, user).map(list),
         st.tuples(tool, user).map(list),
     )
+
+
+PICTURES = [picture(*size) for size in ((1, 1), (2, 1), (3, 2))]
+
+
+def with_pictures() -> st.SearchStrategy[list[JsonObject]]:
+    """Messages of the user and of tools with images at any place between texts."""
+    text = texts.map(lambda text: {"type": "text", "text": text})
+    image = st.sampled_from(PICTURES).map(lambda each: {"type": "image_url", "image_url": {"url": data_url(each)}})
+    parts = st.lists(text | image, min_size=1, max_size=5)
+    user = parts.map(lambda content: {"role": "user", "content": content})
+    tool = parts.map(lambda content: {"role": "tool", "content": content, "tool_call_id": "call00000"})
+    return st.one_of(st.tuples(user).map(list), st.tuples(tool, user).map(list), st.lists(tool, min_size=1, max_size=2))
 
 
 @dataclass(frozen=True)
@@ -91,14 +107,17 @@ class Episode:
             reasoning_tags=THINK_TAGS,
             call_begins=BEGINS.get(calls),
         )
-        self.trajectory = Trajectory(Renderer(self.chat), parser, as_template_writes=self.as_template_writes)
+        self.images = picture_processor(self.chat) if self.style == "qwen25_vl" else None
+        renderer = Renderer(self.chat, self.images)
+        self.trajectory = Trajectory(renderer, parser, as_template_writes=self.as_template_writes)
         self.histories: dict[Turn, list[JsonObject]] = {}  # the messages up to each turn's reply
         self.said = 0
 
     def turn(self, appended: Sequence[JsonObject], say: Say) -> Turn:
         """The agent appends messages, the model answers."""
         self.messages += appended
-        context = self.trajectory.extend(self.messages, self.tools, self.options)
+        messages = [with_kept_images(message, self.trajectory.keep_image) for message in self.messages]
+        context = self.trajectory.extend(messages, self.tools, self.options)
         turn = self.trajectory.add(context, self.sampled(context, self.output_ids(say, appended)))
         self.messages.append(as_client_sends(turn.reply))
         self.histories[turn] = list(self.messages)

@@ -14,9 +14,9 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from miles_async.engines.sglang import STREAM
 from miles_async.engines.sglang.answers import DECODER, MEDIA_TYPE, PACK, TEXT_FROM, pack
 from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, REPORT_ACTION, fingerprint, write_report
-from miles_async.engines.sglang.names import STREAM
 from miles_async.engines.sglang.scores import PACK_SCORES, pack_scores
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.tls import Tls

@@ -16,7 +16,7 @@ import numpy as np
 
 from miles_async.errors import EngineError
 from miles_async.runtime.files.digests import digest_pieces, split
-from miles_async.seams import arguments_of
+from miles_async.seams import Resumption, arguments_of
 from miles_async.types import (
     CanaryScore,
     Changes,
@@ -31,6 +31,7 @@ from miles_async.types import (
     StagedWeights,
     TensorMeta,
     TensorShare,
+    TokenScores,
 )
 
 CANARY = (1, 2, 3)
@@ -85,6 +86,7 @@ class FakeTrainer:
         self.senders = senders
         self.train_seconds = train_seconds
         self.trained: list[PreparedBatch] = []
+        self.token_scores: Sequence[TokenScores] = ()
 
     async def start(self) -> None: ...
 
@@ -365,6 +367,7 @@ class FakeRollout:
         self.closed = asyncio.Event()
         self.batches = 0
         self.evaluated_sets: list[Collection[str] | None] = []
+        self.scores: list[Sequence[TokenScores]] = []  # of the batches that were trained
 
     async def run(self) -> None:
         if self.error:
@@ -387,8 +390,9 @@ class FakeRollout:
     async def change(self, changes: Changes) -> None:
         self.events.append(f"change {dict(changes.values)} after {changes.after}")
 
-    async def trained(self, batch_id: int) -> None:
+    async def trained(self, batch_id: int, scores: Sequence[TokenScores] = ()) -> None:
         self.events.append("trained")
+        self.scores.append(scores)
 
     async def commit_version(self, version: int) -> None:
         self.events.append(f"commit {version}")
@@ -430,16 +434,8 @@ class FakeRollout:
         self.events.append(f"rollout saved {directory.name}")
         return {}
 
-    async def load(
-        self,
-        directory: Path,
-        *,
-        step: int,
-        version: int,
-        readmissions: Mapping[str, Sequence[str]],
-        accepted: Sequence[str] = (),
-    ) -> None:
-        self.events.append(f"rollout loaded {directory.name}, to go on from {version}")
+    async def load(self, directory: Path, resumption: Resumption) -> None:
+        self.events.append(f"rollout loaded {directory.name}, to go on from {resumption.version}")
 
     async def close(self) -> None:
         self.closed.set()

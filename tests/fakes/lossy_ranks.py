@@ -15,6 +15,7 @@ from miles_async.runtime.cluster.call_once import CallId, CallOnce
 from miles_async.trainer.actor import RankInfo
 from miles_async.trainer.placement import RankResources
 from miles_async.trainer.ranks import TrainerRanks
+from miles_async.types import RankTimes
 
 STEP_SECONDS = 3.0
 
@@ -98,13 +99,18 @@ class LossyRank:
             pass
 
     async def _execute(self, call: CallId, method: Callable[..., object], *arguments: object) -> object:
-        async def work() -> str | dict[str, str]:
+        async def work() -> object:
             what = f"{method.__name__}{arguments}"
             self.did.append(what)
             await asyncio.sleep(STEP_SECONDS)
             await self._collective.join(f"{len(self.did)}: {method.__name__}")
             answer = f"rank {self._number}: {what}"
-            return {answer: ""} if method.__name__ == "save" else answer  # digests by file
+            match method.__name__:
+                case "save":
+                    return {answer: ""}  # digests by file
+                case "train":
+                    return answer, (), RankTimes(0.0, {})  # metrics, scores of tokens, and the step's parts
+            return answer
 
         return await self._once.run_async(call, work)
 

@@ -10,7 +10,7 @@ from typing import Any
 from miles_async.sessions.protocols import chat_completions, messages, responses
 from miles_async.sessions.protocols.exchange import Exchange, Surroundings
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import Message
+from miles_async.trajectory.messages import KeepImage, Message, no_images
 from miles_async.trajectory.replies import extends
 from miles_async.trajectory.streamed import StreamedTurn
 from miles_async.trajectory.tree import Trajectory
@@ -27,11 +27,11 @@ class Client:
     history: dict[str, Any] = field(default_factory=dict)
     streams: bool = False
 
-    def exchange(self, appended: Sequence[JsonObject]) -> Exchange:
+    def exchange(self, appended: Sequence[JsonObject], keep_image: KeepImage = no_images) -> Exchange:
         """Append messages, which are those of chat completions, and ask for the model's turn."""
         self.asked += 1
         self.append(appended)
-        around = Surroundings(answer_id=f"{self.asked}", decode=str, history=self.history)
+        around = Surroundings(answer_id=f"{self.asked}", decode=str, history=self.history, keep_image=keep_image)
         return self.read(json.dumps({**self.body(), "stream": self.streams}).encode(), around)
 
     def take(self, trajectory: Trajectory, exchange: Exchange, sampled: Generation, pieces: Sequence[int] = ()) -> Turn:
@@ -87,6 +87,28 @@ class ChatClient(Client):
         self.items.append(answer["choices"][0]["message"])
 
 
+def blocks_of(parts: Sequence[JsonObject]) -> list[JsonObject]:
+    """Parts of chat completions as Anthropic has them."""
+    return [part if part["type"] == "text" else _image_block(part["image_url"]["url"]) for part in parts]
+
+
+def _image_block(url: str) -> JsonObject:
+    kind, _, data = url.removeprefix("data:").partition(";base64,")
+    return {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
+
+
+def _inputs(content: Any) -> Any:
+    """A content of chat completions as Responses have it."""
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "input_text", "text": part["text"]}
+        if part["type"] == "text"
+        else {"type": "input_image", "image_url": part["image_url"]["url"], "detail": "auto"}
+        for part in content
+    ]
+
+
 class MessagesClient(Client):
     def read(self, body: bytes, around: Surroundings) -> Exchange:
         return messages.read(body, around)
@@ -97,16 +119,20 @@ class MessagesClient(Client):
             match message:
                 case {"role": "tool"}:
                     call, result = message["tool_call_id"], message["content"]
-                    block = {"type": "tool_result", "tool_use_id": call, "content": result}
+                    if isinstance(result, list):
+                        result = blocks_of(result)
+                    blocks = [{"type": "tool_result", "tool_use_id": call, "content": result}]
+                case {"role": "user", "content": list(parts)}:
+                    blocks = blocks_of(parts)
                 case {"role": "user"}:
-                    block = {"type": "text", "text": message["content"]}
+                    blocks = [{"type": "text", "text": message["content"]}]
                 case _:
                     self.items.append(message)
                     continue
             if self.items and self.items[-1]["role"] == "user":
-                self.items[-1]["content"].append(block)
+                self.items[-1]["content"] += blocks
             else:
-                self.items.append({"role": "user", "content": [block]})
+                self.items.append({"role": "user", "content": blocks})
 
     def body(self) -> JsonObject:
         functions = [dict(tool["function"]) for tool in self.tools]
@@ -123,9 +149,9 @@ class ResponsesClient(Client):
 
     def append(self, appended: Sequence[JsonObject]) -> None:
         self.items += [
-            {"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]}
+            {"type": "function_call_output", "call_id": message["tool_call_id"], "output": _inputs(message["content"])}
             if message["role"] == "tool"
-            else message
+            else {**message, "content": _inputs(message["content"])}
             for message in appended
         ]
 

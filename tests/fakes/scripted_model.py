@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from miles_async.seams.streams import OnTokens
-from miles_async.types import GenerateRequest, Generation
+from miles_async.types import GenerateRequest, Generation, Picture
 
 Script = Callable[[int, list[int]], Sequence[int] | Exception]
 """(number of the call, input ids) → what is said."""
@@ -17,7 +17,7 @@ Script = Callable[[int, list[int]], Sequence[int] | Exception]
 class ScriptedModel:
     """Log-prob of the n-th token of a call: -(n + 1) / 10; "experts" of a token: its id and the number of the call.
     ``aborts``: calls that end after that many tokens. Streams tell tokens one by one. ``holds``: numbers of
-    tokens after which they wait for an event; ``restarts``: calls that begin again, once, after that many tokens.
+    tokens after which they wait for an event; ``restarts``: tokens that calls tell first, and take back.
     """
 
     def __init__(self, script: Script, *, version: int = 0, seconds: float = 0.0) -> None:
@@ -26,12 +26,13 @@ class ScriptedModel:
         self.seconds = seconds
         self.aborts: dict[int, int] = {}
         self.holds: dict[int, asyncio.Event] = {}
-        self.restarts: dict[int, int] = {}
+        self.restarts: dict[int, list[int]] = {}
         self.given_up = 0  # streams that ended before they were over
         self.requests: list[list[int]] = []
         self.said: list[list[int]] = []
         self.sampling: list[dict[str, object]] = []
         self.routing_keys: list[str] = []
+        self.pictures: list[tuple[Picture, ...]] = []
 
     async def generate(self, request: GenerateRequest) -> Generation:
         call = len(self.requests)
@@ -39,6 +40,7 @@ class ScriptedModel:
         self.requests.append(input_ids)
         self.sampling.append(dict(request.sampling))
         self.routing_keys.append(request.routing_key)
+        self.pictures.append(request.pictures)
         await asyncio.sleep(self.seconds)
         said = self.script(call, input_ids)
         if isinstance(said, Exception):
@@ -66,16 +68,16 @@ class ScriptedModel:
         generation = await self.generate(request)
         try:
             if call in self.restarts:
-                await self._tell(generation, self.restarts[call], on_tokens)
+                await self._tell(self.restarts[call], on_tokens)
                 on_tokens(0, ())
-            await self._tell(generation, len(generation.output_ids), on_tokens)
+            await self._tell(generation.output_ids.tolist(), on_tokens)
         except BaseException:
             self.given_up += 1
             raise
         return generation
 
-    async def _tell(self, generation: Generation, count: int, on_tokens: OnTokens) -> None:
-        for at, token in enumerate(generation.output_ids[:count].tolist()):
+    async def _tell(self, token_ids: Sequence[int], on_tokens: OnTokens) -> None:
+        for at, token in enumerate(token_ids):
             on_tokens(at, [token])
             if (held := self.holds.get(at + 1)) is not None:
                 await held.wait()

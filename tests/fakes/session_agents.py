@@ -17,6 +17,7 @@ from miles_async.sessions.server import SessionServer
 from miles_async.sessions.session import SessionSettings
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import THINK_TAGS, ReplyParser
+from miles_async.trajectory.taker import MakeTrajectory
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import CollectedSession, JsonObject, OpenSession
 from tests.fakes.chat_formats import chat_format
@@ -84,8 +85,10 @@ class Agent:
 
 
 @asynccontextmanager
-async def agent_of(model: ScriptedModel, *, timeout: float = 60.0, **settings: object) -> AsyncIterator[Agent]:
-    server = SessionServer(model, make_trajectory, keys=KEYS.sessions, session_timeout=timeout)
+async def agent_of(
+    model: ScriptedModel, *, timeout: float = 60.0, make: MakeTrajectory = make_trajectory, **settings: object
+) -> AsyncIterator[Agent]:
+    server = SessionServer(model, make, keys=KEYS.sessions, session_timeout=timeout)
     await server.start("127.0.0.1")
     expiry = asyncio.ensure_future(server.expire())
     async with aiohttp.ClientSession(headers=KEYS.sessions.run.headers()) as http:

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.registry import EngineRegistry, EngineState
+from miles_async.engines.sglang import STREAM
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.names import STREAM
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError

@@ -94,23 +94,22 @@ class Head:
         return hidden.requires_grad_(), weight.mul_(0.02).requires_grad_(), labels
 
 
-def chunked_step(inputs: tuple[Tensor, Tensor, Tensor], chunk: int) -> Tensor:
-    """Log-probs in chunks, and their gradients."""
+def chunked_step(inputs: tuple[Tensor, Tensor, Tensor], chunk: int) -> list[Tensor]:
+    """Log-probs in chunks; gradients of hidden states and weight."""
     hidden, weight, labels = inputs
     logprobs, _ = vocab_logprobs(hidden, weight, labels, VocabSettings(temperature=1.0, chunk=chunk))
     return _with_gradients(logprobs, inputs)
 
 
-def plain_step(inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def plain_step(inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
     """The same from all logits at one time."""
     hidden, weight, labels = inputs
     logits = (hidden @ weight.t()).float()
     return _with_gradients(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0], inputs)
 
 
-def _with_gradients(logprobs: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    torch.autograd.grad(logprobs.sum(), inputs[:2])
-    return logprobs.detach()
+def _with_gradients(logprobs: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    return [logprobs.detach(), *torch.autograd.grad(logprobs.sum(), inputs[:2])]
 
 
 def _wait_for(device: str) -> None:

@@ -18,7 +18,7 @@ HEADS = {
 def test_chunks_take_bounded_memory_and_the_plain_forms_values(name: str, figures: Figures) -> None:
     head = HEADS[name]
     inputs = head.make("cuda")
-    gradients = sum(tensor.nbytes for tensor in inputs[:2])
+    gradient_bytes = sum(tensor.nbytes for tensor in inputs[:2])
     chunked = peak_bytes(lambda: chunked_step(inputs, CHUNK), "cuda")
     plain = peak_bytes(lambda: plain_step(inputs), "cuda")
     figures.add(
@@ -30,6 +30,9 @@ def test_chunks_take_bounded_memory_and_the_plain_forms_values(name: str, figure
         plain_seconds=seconds_of(lambda: plain_step(inputs), "cuda"),
     )
     # The weight's gradient is summed in fp32 where Megatron has no buffer for it.
-    assert chunked <= head.logits_bytes(CHUNK) + 3 * gradients
+    assert chunked <= head.logits_bytes(CHUNK) + 3 * gradient_bytes
     assert plain >= head.logits_bytes(head.tokens)
-    torch.testing.assert_close(chunked_step(inputs, CHUNK), plain_step(inputs), rtol=0, atol=2e-2)
+    (ours, *our_gradients), (expected, *gradients) = chunked_step(inputs, CHUNK), plain_step(inputs)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-2)
+    for gradient, plain_gradient in zip(our_gradients, gradients, strict=True):
+        assert (gradient - plain_gradient).float().norm() < 1e-2 * plain_gradient.float().norm()

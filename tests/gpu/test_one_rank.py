@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,8 @@ def test_a_step_equals_plain_pytorch(family: str, bf16: bool, recompute: str, tm
         logprobs_max=float(difference.max()),
         grad_norm=abs(ours["grad_norm"] / step["grad_norm"] - 1),
     )
-    assert difference.mean() < (0.02 if bf16 else 1e-5)  # a rounded router may choose another expert for a token
+    exact = 1e-3 if find_spec("transformer_engine") else 1e-5  # Transformer Engine multiplies fp32 in TF32
+    assert difference.mean() < (0.02 if bf16 else exact)  # a rounded router may choose another expert for a token
     assert ours["grad_norm"] == pytest.approx(step["grad_norm"], rel=0.05 if bf16 else 1e-3)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
@@ -11,6 +10,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from miles_async.weights.slab import Slab
 from tests.gpu.figures import Figures, seconds_of
+from tests.gpu.ipc_reader import open_and_answer
 
 GIGABYTE = 10**9
 
@@ -49,20 +49,12 @@ def test_the_next_step_changes_weights_while_they_are_copied() -> None:
         assert [place.unique().tolist() for place in copies] == [[100 * version + number] for number in range(8)]
 
 
-def _open(receive: Any, answer: Any) -> None:
-    rebuild, arguments = receive.recv()
-    tensor = rebuild(*arguments)
-    answer.send(float(tensor.double().sum()))
-    del tensor
-    receive.recv()  # the sender has its answer
-
-
 def test_another_process_opens_a_tensor_by_its_ipc_handle(figures: Figures) -> None:
     context = multiprocessing.get_context("spawn")
     theirs, ours = context.Pipe(duplex=False)
     back, answer = context.Pipe(duplex=False)
     tensor = torch.arange(2**20, device="cuda", dtype=torch.float32)
-    process = context.Process(target=_open, args=(theirs, answer), daemon=True)
+    process = context.Process(target=open_and_answer, args=(theirs, answer), daemon=True)
     process.start()
     handle: tuple[Callable[..., object], tuple[object, ...]] = reduce_tensor(tensor)
     ours.send(handle)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from tests.integration.tiny_models import FAMILIES
 
-DENSE = ("llama", "qwen2", "qwen3", "qwen3-tied", "gemma", "qwen3.5")
+DENSE = ("llama", "qwen2", "qwen3", "qwen3-tied", "gemma", "gemma4", "qwen3.5", "nemotron-h")
 MIXTURES = (
     "qwen3-moe", "qwen3-next", "qwen3.5-moe", "olmoe", "gpt-oss", "glm4-moe", "glm4-moe-lite", "minimax-m2",
-    "deepseek-v3", "moonlight", "deepseek-v32", "glm5",
+    "deepseek-v3", "moonlight", "deepseek-v32", "glm5", "nemotron-h-moe", "gemma4-moe",
 )  # fmt: skip
 EVERYWHERE = tuple(name for name in FAMILIES if name != "kimi-k2")  # which differs from deepseek-v3 in its config only
 
@@ -26,9 +26,9 @@ DEEPER = {
 COMPARED: dict[str, tuple[str, ...]] = {
     "one-rank": tuple(FAMILIES),
     "one-rank-3-micro-batches": ("qwen3", "qwen3-moe"),
-    "dp2": ("qwen3", "qwen3-tied", "qwen3-moe", "qwen3-next"),
+    "dp2": ("qwen3", "qwen3-tied", "qwen3-moe", "qwen3-next", "nemotron-h"),
     "dp2-overlap": ("qwen3", "qwen3-tied", "qwen3-moe"),
-    "one-rank-recompute-block": ("qwen3", "qwen3-moe", "qwen3-next", "gemma3"),
+    "one-rank-recompute-block": ("qwen3", "qwen3-moe", "qwen3-next", "gemma3", "gemma4", "nemotron-h"),
     "one-rank-shared-prefixes": ("qwen3", "llama", "qwen3-moe"),
     "tp2-shared-prefixes": ("qwen3",),
     "pp2-shared-prefixes": ("qwen3-tied",),
@@ -42,7 +42,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "tp2-pp2-virtual2": ("qwen3-tied-four-layers", "deepseek-v3-four-layers"),
     "dp2-pp2-virtual2": ("qwen3-four-layers",),
     "cp2": EVERYWHERE,
-    "tp2-cp2": ("qwen3-tied", "qwen3-moe", "qwen3-next", "deepseek-v3"),
+    "tp2-cp2": ("qwen3-tied", "qwen3-moe", "qwen3-next", "deepseek-v3", "nemotron-h"),
     "pp2-cp2": ("qwen3-tied", "deepseek-v3"),
     "pp2-virtual2-cp2": ("qwen3-tied-four-layers",),
     "dp2-cp2": ("qwen3", "qwen3-moe"),
@@ -62,6 +62,8 @@ COMPARED: dict[str, tuple[str, ...]] = {
         "minimax-m2",
         "deepseek-v3",
         "moonlight",
+        "nemotron-h-moe",
+        "gemma4-moe",
     ),
 }
 """Layout of test_megatron_layouts.py → models. There log-probs, losses, norms of gradients, the export and the model
@@ -107,6 +109,8 @@ SERVED_AT_NIGHT = (
     ("qwen3-tied", 2),
     ("gemma2", 1),
     ("gemma3", 1),
+    ("gemma4", 2),
+    ("gemma4-moe", 1),
     ("glm4", 2),
     ("olmoe", 1),
     ("glm4-moe", 1),
@@ -115,9 +119,11 @@ SERVED_AT_NIGHT = (
     ("qwen3-next", 2),
     ("qwen3.5", 1),
     ("qwen3.5-moe", 1),
+    ("nemotron-h", 2),
+    ("nemotron-h-moe", 1),
 )
 
-WITH_IMAGES: dict[str, str] = {"qwen2_5_vl": "qwen2.5-vl"}
+WITH_IMAGES: dict[str, str] = {"qwen2_5_vl": "qwen2.5-vl", "qwen3_vl": "qwen3-vl"}
 """model_type → tiny model of test_vision_models.py, which compares samples with images and without on one rank and on
 two data-parallel ones, and of test_vision_engine.py, which publishes to an engine of one rank and samples there.
 """

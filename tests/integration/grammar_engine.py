@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 from transformers import PreTrainedTokenizerBase
 
 from miles_async.engines.client import RouterClient
@@ -22,8 +23,8 @@ from tests.integration.tiny_models import save_tiny
 @asynccontextmanager
 async def grammar_engine(
     model: Path, tokenizer: PreTrainedTokenizerBase, fork_server: Path, *, request_timeout: float
-) -> AsyncIterator[RouterClient]:
-    """Write a tiny Qwen3 with the vocabulary of ``tokenizer`` to ``model``, and serve it."""
+) -> AsyncIterator[tuple[RouterClient, psutil.Process]]:
+    """Write a tiny Qwen3 with the vocabulary of ``tokenizer`` to ``model``, and serve it: its client and scheduler."""
     save_tiny("qwen3-tied", model, vocab_size=len(tokenizer), max_position_embeddings=4096)
     tokenizer.save_pretrained(model)
     spec = ServerSpec(
@@ -40,16 +41,18 @@ async def grammar_engine(
     body = {"new_version": "1", "abort_all_requests": False}
     async with http.session.post(f"{url}/update_weight_version", json=body) as response:
         assert response.status == 200
+    [scheduler] = [child for child in psutil.Process(await server.pid()).children() if "scheduler" in child.name()]
     registry = EngineRegistry(version=1)
     registry.engines["engine-0"] = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=url, verified=True)
     registry.router_up = True
     registry.notify()
     try:
-        yield RouterClient(
+        client = RouterClient(
             SGLangServer(http),
             http, registry, Traffic(), router_url=lambda: url,
             request_timeout=request_timeout, retries=0, gate_timeout=20.0,
         )  # fmt: skip
+        yield client, scheduler
     finally:
         await http.close()
         await server.stop()

@@ -23,6 +23,7 @@ from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.model import ModelArguments, RecomputeGranularity
 from miles_async.arguments.optimizer import EssLrScaling, OptimizerArguments
 from miles_async.backends.megatron.backend import MegatronBackend
+from miles_async.types import TokenScores
 from tests.integration.toy_batches import to_shards, toy_samples
 
 LR = 1e-3
@@ -59,6 +60,7 @@ class Observed:
     logprobs_alone: list[list[float]]  # each sequence in a pack of its own
     export_differs: list[str]
     steps: list[dict[str, float]] = field(default_factory=list)
+    scores: list[TokenScores] = field(default_factory=list)  # of the first rollout step
     logprobs_after: list[list[float]] = field(default_factory=list)
     without_advantages: dict[str, float] = field(default_factory=dict)  # metrics of one more step
     moved: list[str] = field(default_factory=list)  # tensors that this step changed
@@ -184,6 +186,7 @@ def _observe(store: dist.Store, rank: int, world_size: int, training: Training, 
     for samples in rollout_steps(training.optimizer_steps):
         shards = to_shards(samples, dp_size=backend.data_parallel_size, micro_batches=layout.micro_batches)
         observed.steps.append(backend.train(shards[backend.data_parallel_rank]))
+        observed.scores = observed.scores or [*backend.token_scores()]
     observed.logprobs_after = backend.logprobs(SEQUENCES)
     if training.exports:
         before = {name: tensor.clone() for name, tensor in backend.export_weights()}

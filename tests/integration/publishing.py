@@ -8,8 +8,9 @@ import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save
 
 from miles_async.arguments import WeightsArguments
+from miles_async.engines.fleet import Fleet
+from miles_async.engines.http import Http
+from miles_async.engines.kind import ServerSpec
+from miles_async.engines.registry import EngineRegistry
+from miles_async.engines.server_process import ServerProcess
+from miles_async.engines.sglang.api import SGLangServer
+from miles_async.engines.sglang.kind import SGLANG
+from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
+from miles_async.engines.traffic import Traffic
 from miles_async.seams import EngineFleet, WeightSender
 from miles_async.trainer.ranks import united
 from miles_async.types import Picture, Publication, StagedWeights
@@ -28,6 +38,7 @@ from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_sender, make_transport
 from miles_async.weights.transports.object_store_rank import ObjectStoreSender
 from miles_async.weights.update import FleetUpdater
+from tests.fakes.fake_fleet import FakeRouter
 from tests.fakes.fake_sides import FakeTrainer, InProcess
 from tests.integration.megatron_scenario import Layout, make_backend
 from tests.integration.tiny_models import VOCAB
@@ -44,6 +55,8 @@ TRANSPORTS: dict[str, dict[str, object]] = {
     "disk, xor": {"weight_transport": "disk", "weight_delta": "xor"},
     "object_store, overwrite": {"weight_transport": "object_store", "weight_delta": "overwrite", "senders": 2},
 }
+Held = tuple[int, list[int]]
+"""What publications could leave open: listening sockets of this process, file descriptors of each of the engines'."""
 Corrupt = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]
 """Spoils tensors of a staged file in place, given all tensors of the version before."""
 
@@ -54,16 +67,21 @@ def listening_sockets() -> int:
     return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections())
 
 
-async def until_equal(held: Callable[[], object], expected: object) -> None:
-    """Sockets may be closed a moment later than the publication that used them ends."""
-    for _ in range(50):
-        if held() == expected:
-            return
-        await asyncio.sleep(0.1)
-    assert held() == expected
+async def until_no_more(held: Callable[[], Held], most: Held) -> None:
+    """Waits until nothing is held beyond ``most``: idle HTTP connections are closed after seconds, by either side."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(20):
+            while exceeds(held(), most):  # noqa: ASYNC110  (the system tells nobody)
+                await asyncio.sleep(0.1)
+    assert not exceeds(held(), most), f"{held()} where at most {most} was expected"
 
 
-async def settled(held: Callable[[], object]) -> object:
+def exceeds(now: Held, most: Held) -> bool:
+    """Whether any number is above its like."""
+    return now[0] > most[0] or any(a > b for a, b in zip(now[1], most[1], strict=True))
+
+
+async def settled(held: Callable[[], Held]) -> Held:
     """Read what is held once it has been the same for half a second."""
     last, same = held(), 0
     while same < 5:
@@ -97,6 +115,35 @@ class Trainer:
 
     def close(self) -> None:
         self._backend.close()
+
+
+@dataclass(frozen=True)
+class OneEngine:
+    """A real SGLang server."""
+
+    fleet: Fleet
+    server: SGLangServer
+    http: Http
+    url: str
+
+
+@asynccontextmanager
+async def one_engine(spec: ServerSpec) -> AsyncIterator[OneEngine]:
+    """Start a server of ``spec``, in a fleet of its own; stop it at the end."""
+    registry, http = EngineRegistry(), Http()
+    router, server = FakeRouter(registry), SGLangServer(http)
+    launch = partial(ServerProcess, SGLANG, spec)
+    group = EngineGroup(engines=1, ranks=spec.tensor_parallel_size, streams=True, launch=launch)
+    supervisor = EngineSupervisor(registry, router, server, [group])
+    try:
+        await router.start()
+        await supervisor.start()
+        url = registry.engines["engine-0"].url
+        assert url is not None
+        yield OneEngine(Fleet(registry, supervisor, server, Traffic()), server, http, url)
+    finally:
+        await supervisor.stop()
+        await http.close()
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,14 @@ class RealRun:
 
     def engine_processes(self) -> list[psutil.Process]:
         """The SGLang servers' main processes, oldest first."""
-        found = [p for p in self.processes() if "miles_async.engines.sglang.launcher" in " ".join(_command_line(p))]
+        found = [p for p in self.processes() if "miles_async.engines.sglang.launcher" in " ".join(command_line(p))]
         return sorted(found, key=lambda process: process.create_time())
+
+    def actors(self, name: str) -> list[psutil.Process]:
+        """The processes of Ray's actors of that class."""
+        found = [each for each in self.processes() if " ".join(command_line(each)).startswith(f"ray::{name}")]
+        assert found, f"the run has no process of {name}"
+        return sorted(found, key=lambda process: process.pid)
 
     def peak_memory(self) -> int:
         """The most bytes that one of its living processes has had in memory so far."""
@@ -104,7 +110,7 @@ class RealRun:
         deadline = time.monotonic() + LEAVING_SECONDS
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert not left, [_command_line(process) for process in left]
+        assert not left, [command_line(process) for process in left]
 
     def end(self) -> None:
         """Whatever happened: leave nothing running."""
@@ -151,7 +157,8 @@ def traceback_in(output: str) -> bool:
     return re.search(r"^Traceback", output, re.MULTILINE) is not None
 
 
-def _command_line(process: psutil.Process) -> list[str]:
+def command_line(process: psutil.Process) -> list[str]:
+    """Empty if it has ended."""
     try:
         return process.cmdline()
     except psutil.Error:

@@ -15,14 +15,24 @@ MAX_LENGTH = 512
 
 def save_served(family: str, directory: Path, *, seed: int, dtype: str = "float32") -> Path:
     """A model of ``tiny_models.FAMILIES`` with a tokenizer of the words t0 .. t63."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    save_tiny(family, directory, seed=seed, dtype=dtype, max_position_embeddings=MAX_LENGTH)
+    save_words(directory)
+    return directory
+
+
+def save_words(directory: Path, special: Sequence[str] = ()) -> None:
+    """A tokenizer of the words t0, t1, ... and ``special`` ones, which have the last ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    save_tiny(family, directory, seed=seed, dtype=dtype, max_position_embeddings=MAX_LENGTH)
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t3"))
+    words = [*(f"t{i}" for i in range(VOCAB - len(special))), *special]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="t3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t2", pad_token="t0").save_pretrained(directory)
-    return directory
+    if special:
+        tokenizer.decoder = decoders.Fuse()  # SGLang looks for images in the text of the prompt's tokens
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="t2", pad_token="t0", additional_special_tokens=[*special]
+    ).save_pretrained(directory)
 
 
 def reference_logprobs(model: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:

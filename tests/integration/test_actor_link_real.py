@@ -51,9 +51,12 @@ class Worker:
 
     def perform(self, call: CallId, number: int, seconds: float, cut_after: float | None) -> tuple[int, list[int]]:
         def work() -> tuple[int, list[int]]:
-            if cut_after is not None:
-                threading.Timer(cut_after, _cut_connections).start()
+            cut = None if cut_after is None else threading.Timer(cut_after, _cut_connections)
+            if cut is not None:
+                cut.start()
             time.sleep(seconds)
+            if cut is not None and cut_after < seconds:
+                cut.join()  # else on a slow machine it would come later
             self._did.append(number)
             return os.getpid(), list(self._did)
 

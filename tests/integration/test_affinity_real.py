@@ -24,6 +24,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import FrozenEngines
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.runtime.network.addresses import LOCAL
+from tests.integration.real_run import command_line
 from tests.integration.served_models import save_served
 from tests.integration.tiny_models import VOCAB
 
@@ -98,7 +99,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
     supervision.cancel()
     await asyncio.gather(supervision, return_exceptions=True)
     await stack.stop()
-    assert not [p for p in psutil.Process().children(recursive=True) if str(model) in " ".join(p.cmdline())]
+    assert not [p for p in psutil.Process().children(recursive=True) if str(model) in " ".join(command_line(p))]
 
 
 async def until_serving(stack: FrozenEngines, count: int) -> None:

@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 HEARING, DEAF_ONE = "hearing-0", "deaf-0"
-TOLERANCE = canary_tolerance(None, bf16=True)
+TOLERANCE = canary_tolerance(None, bf16=True, device="cpu")
 
 
 @dataclass

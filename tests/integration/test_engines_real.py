@@ -23,7 +23,6 @@ import pytest_asyncio
 from msgspec import structs
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
-from miles_async.engines.event_stream import event_data
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.placement import RayServers
@@ -45,7 +44,9 @@ from miles_async.types import GenerateRequest, Generation, Incarnation, Int32, J
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.spec import RankSide
 from tests.fakes.fake_engine import FakeEngine
+from tests.integration.real_run import command_line
 from tests.integration.served_models import reference_logprobs, save_served
+from tests.integration.streamed_request import StreamedRequest, events
 
 pytestmark = [
     pytest.mark.integration,
@@ -54,7 +55,7 @@ pytestmark = [
 ]
 
 ENGINE = "engine-0"
-LONG = 300  # tokens: still running when we look, done soon after
+LONG = 300  # tokens: many more than come while something is asked, done soon after
 DEADLINE = 30.0
 
 
@@ -147,6 +148,14 @@ class Engine:
             assert response.status == status, await response.text()
             return await response.json() if "json" in response.content_type else await response.text()
 
+    async def begun(self, **fields: object) -> StreamedRequest:
+        """A request of LONG tokens, of which some are there."""
+        sampling = {"max_new_tokens": LONG, "temperature": 1.0, "ignore_eos": True}
+        body = {"input_ids": [5, 6, 7, 8], "sampling_params": sampling, "return_logprob": True, **fields}
+        request = StreamedRequest(self.http, self.url, body)
+        await request.goes_on()
+        return request
+
     async def name_version(self, version: str) -> None:
         await self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
@@ -197,13 +206,6 @@ async def test_an_answer_is_packed_on_request_with_the_same_log_probs_to_the_las
     assert reported == 2 * [[{"version": "1", "start": 0, "end": 64}]]
 
 
-async def _events(engine: Engine, body: dict[str, object]) -> AsyncIterator[bytes]:
-    async with engine.http.session.post(f"{engine.url}/generate", json=body | {"stream": True}) as response:
-        assert (response.status, response.content_type) == (200, "text/event-stream")
-        async for data in event_data(response.content.iter_any()):
-            yield data
-
-
 @pytest.mark.parametrize("packs", [False, True])
 async def test_a_stream_has_tokens_while_they_are_sampled_and_the_answer_at_its_end(
     engine: Engine, packs: bool
@@ -217,7 +219,7 @@ async def test_a_stream_has_tokens_while_they_are_sampled_and_the_answer_at_its_
     answers = []
     versions = partial(token_versions, dispatch_version=1, tokens_in_flight=1)
     last = b""
-    async for last in _events(engine, body | {"extra_key": f"streamed {packs}"}):
+    async for last in events(engine.http, engine.url, body | {"extra_key": f"streamed {packs}"}):
         assert not answers or last == b"[DONE]"
         event = engine.api.read_event(last, len(came), engine.url)
         came += [(token, asyncio.get_running_loop().time()) for token in event.token_ids]
@@ -239,7 +241,7 @@ async def test_an_aborted_stream_ends_with_the_tokens_that_there_are(engine: Eng
     body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True, "rid": "streamed", PACK: True}
     tokens, answers = 0, []
     versions = partial(token_versions, dispatch_version=1, tokens_in_flight=1)
-    async for data in _events(engine, body):
+    async for data in events(engine.http, engine.url, body):
         event = engine.api.read_event(data, tokens, engine.url)
         tokens += len(event.token_ids)
         answers += [] if event.answer is None else [read_answer(*event.answer, engine.url, versions)]
@@ -252,10 +254,10 @@ async def test_an_aborted_stream_ends_with_the_tokens_that_there_are(engine: Eng
 
 async def test_a_refusal_is_an_event_of_a_stream(engine: Engine) -> None:  # covers: A5
     body: dict[str, object] = {"input_ids": [3] * 100_000, "sampling_params": {"max_new_tokens": 1}, PACK: True}
-    events = [data async for data in _events(engine, body)]
+    came = [data async for data in events(engine.http, engine.url, body)]
     with pytest.raises(RequestRejectedError, match=r"HTTP 400: .*longer than"):
-        engine.api.read_event(events[0], 0, engine.url)
-    assert events[1:] == [b"[DONE]"]
+        engine.api.read_event(came[0], 0, engine.url)
+    assert came[1:] == [b"[DONE]"]
 
 
 async def test_an_engine_without_speculative_decoding_has_one_token_in_flight(engine: Engine) -> None:
@@ -270,7 +272,7 @@ async def test_only_an_engine_that_goes_on_makes_progress(engine: Engine) -> Non
         with pytest.raises(EngineError, match="no answer within 3 s"):
             await engine.api.make_progress(engine.url, 3.0)
         # The router asks for this twice before it takes an engine: an answer may not wait for a token.
-        async with asyncio.timeout(3), Http().session as session, session.get(f"{engine.url}/health") as response:
+        async with asyncio.timeout(15), Http().session as session, session.get(f"{engine.url}/health") as response:
             assert response.status == 200
     finally:
         await engine.api.resume(engine.url, DEADLINE)
@@ -288,10 +290,9 @@ async def test_the_extra_key_separates_prefix_caches(engine: Engine) -> None:  #
 
 async def test_a_version_that_changes_on_the_way_makes_two_spans(engine: Engine) -> None:  # covers: M1
     await engine.name_version("1")
-    task = asyncio.ensure_future(engine.generate(LONG))
-    await asyncio.sleep(0.15)
+    request = await engine.begun()
     await engine.name_version("2")
-    meta = (await task)["meta_info"]
+    meta = (await request.reply)["meta_info"]
     assert [span["version"] for span in meta["weight_versions"]] == ["1", "2"]
     assert meta["weight_versions"][0]["end"] == meta["weight_versions"][1]["start"]
     assert meta["weight_versions"][1]["end"] == LONG
@@ -310,11 +311,10 @@ async def test_a_paused_engine_gives_its_memory_up_and_takes_it_back(engine: Eng
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_pause_modes(engine: Engine, mode: str) -> None:  # covers: M11
     await engine.name_version("1")
-    task = asyncio.ensure_future(engine.generate(LONG))
-    await asyncio.sleep(0.15)
+    request = await engine.begun()
     await engine.api.pause(engine.url, mode, DEADLINE)
-    await asyncio.sleep(0.1)
-    assert task.done() == (mode == "abort")
+    await asyncio.wait([request.reply], timeout=DEADLINE if mode == "abort" else 0.1)
+    assert request.reply.done() == (mode == "abort")
     if mode == "in_place":
         with pytest.raises(EngineError, match="400"):
             await engine.api.flush_cache(engine.url, DEADLINE)
@@ -326,7 +326,7 @@ async def test_pause_modes(engine: Engine, mode: str) -> None:  # covers: M11
     assert not late.done()
     await engine.api.resume(engine.url, DEADLINE)
     assert len((await late)["output_ids"]) == 2
-    reply = await task
+    reply = await request.reply
     versions = [span["version"] for span in reply["meta_info"]["weight_versions"]]
     if mode == "abort":
         assert reply["meta_info"]["finish_reason"]["type"] == "abort"
@@ -339,13 +339,11 @@ async def test_pause_modes(engine: Engine, mode: str) -> None:  # covers: M11
 
 
 async def test_abort_is_by_exact_id(engine: Engine) -> None:
-    task = asyncio.ensure_future(engine.generate(LONG, rid="request-12"))
-    await asyncio.sleep(0.15)
+    request = await engine.begun(rid="request-12")
     await engine.api.abort(engine.url, "request-1", DEADLINE)
-    await asyncio.sleep(0.1)
-    assert not task.done()
+    await request.goes_on()
     await engine.api.abort(engine.url, "request-12", DEADLINE)
-    reply = await task
+    reply = await request.reply
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
     assert len(reply["output_ids"]) == len(reply["meta_info"]["output_token_logprobs"]) < LONG
 
@@ -421,17 +419,18 @@ class Trainer:
         assert left == dict.fromkeys(one(stack))
         self.sender.close()
 
-    async def publish(self, stack: EngineStack, version: int, mode: str) -> None:
-        """The steps of weights.publisher up to the verification, asserting that no engine fails."""
+    def stage(self, version: int) -> None:
         from safetensors.torch import load_file
 
-        fleet, engine = stack.fleet, one(stack)
         self.sender.copy(version, load_file(self.model / "model.safetensors").items())
-        staged = self.sender.stage(version)
+        assert len(self.sender.stage(version).buckets) > 1
+
+    async def publish(self, stack: EngineStack, version: int, mode: str) -> None:
+        """The steps of weights.publisher from the pause to the verification, asserting that no engine fails."""
+        fleet, engine = stack.fleet, one(stack)
         assert await fleet.call(engine, InferenceServer.pause, mode) == dict.fromkeys(engine)
         if mode != "in_place":
             assert await fleet.call(engine, InferenceServer.flush_cache) == dict.fromkeys(engine)
-        assert len(staged.buckets) > 1
         _, received = await asyncio.gather(
             asyncio.to_thread(self.sender.send, "g", version, True),
             fleet.call(engine, InferenceServer.receive_stream, ["g"], version, mode != "in_place"),
@@ -446,10 +445,11 @@ def one(stack: EngineStack) -> tuple[Incarnation]:
 
 
 async def _in_flight(running: Running, count: int) -> None:
+    """Wait until the engine generates for so many."""
+    server = SGLangServer(running.stack.http)
     async with asyncio.timeout(DEADLINE):
-        while running.stack.traffic.in_flight < count:  # noqa: ASYNC110
+        while (await server.load(running.url, DEADLINE)).running < count:  # noqa: ASYNC110, the server tells nobody
             await asyncio.sleep(0.01)
-    await asyncio.sleep(0.15)
 
 
 async def _generate(running: Running, tokens: int, key: str = "a") -> Generation:
@@ -465,6 +465,7 @@ async def test_the_first_publication_opens_the_gate(running: Running) -> None:  
     assert not waiting.done()
     trainer = Trainer(running.models[1])
     async with trainer.connected(running.stack):
+        trainer.stage(0)
         await trainer.publish(running.stack, 0, "retract")
     [score] = (await running.stack.fleet.call(one(running.stack), InferenceServer.score, range(3, 40))).values()
     assert not isinstance(score, Exception)
@@ -484,6 +485,7 @@ async def test_a_publication_meets_requests_in_flight(
 ) -> None:  # covers: C8, M11
     trainer = Trainer(running.models[version % 2])
     async with trainer.connected(running.stack):
+        trainer.stage(version)
         tasks = [asyncio.ensure_future(_generate(running, LONG, key=str(i))) for i in range(4)]
         await _in_flight(running, 4)
         await trainer.publish(running.stack, version, mode)
@@ -632,6 +634,7 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
             await asyncio.sleep(0.05)
     trainer = Trainer(running.models[1])
     async with trainer.connected(stack):
+        trainer.stage(3)
         await trainer.publish(stack, 3, "retract")
     await stack.fleet.admit(one(stack), 3)
     generation = await interrupted  # the request that was cut has been done again
@@ -651,5 +654,5 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path: Path, engine_impor
     with pytest.raises(EngineStartError, match=r"ended with status 1(.|\n)*nothing-here"):
         async with asyncio.timeout(120):
             await stack.start()
-    children = [child.cmdline() for child in psutil.Process().children(recursive=True)]
-    assert not [command for command in children if str(tmp_path) in " ".join(command)]
+    children = psutil.Process().children(recursive=True)
+    assert not [child for child in children if str(tmp_path) in " ".join(command_line(child))]

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes import mcp_server
 from tests.integration.example_runs import assert_agent_agrees, assert_turns_were_trained
+from tests.integration.page_views import assert_views_show
 from tests.integration.real_run import RealRun, real_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420), pytest.mark.long]
@@ -49,7 +50,9 @@ def test_an_agent_with_an_openai_client_is_trained_on_what_its_session_saw(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: M13, M14, R3, C2, A6, A7
-    for variable in ("http_proxy", "https_proxy", "all_proxy"):  # for the outside: nothing of the run asks it
-        monkeypatch.setenv(variable, "http://127.0.0.1:9")
-    run = run_of("blackbox_agent", tmp_path / "run")
+    with monkeypatch.context() as patch:
+        for variable in ("http_proxy", "https_proxy", "all_proxy"):  # for the outside: nothing of the run asks it
+            patch.setenv(variable, "http://127.0.0.1:9")
+        run = run_of("blackbox_agent", tmp_path / "run")
     assert_agent_agrees(assert_turns_were_trained(run, STEPS, most_turns=2))
+    assert {len(row.turns) for row in assert_views_show(run.run_dir)} >= {1, 2}

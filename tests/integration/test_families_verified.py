@@ -4,23 +4,14 @@ more or less, and no parameter that a publication leaves as it was. A real serve
 
 from __future__ import annotations
 
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from miles_async.engines.fleet import Fleet
-from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.registry import EngineRegistry
-from miles_async.engines.server_process import ServerProcess
-from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.kind import SGLANG
-from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
-from miles_async.engines.traffic import Traffic
-from tests.fakes.fake_fleet import FakeRouter
 from tests.integration.family_table import SERVED, SERVED_AT_NIGHT
-from tests.integration.publishing import Trainer, publishing
+from tests.integration.publishing import Trainer, one_engine, publishing
 from tests.integration.served_models import save_served
 
 pytestmark = [
@@ -30,7 +21,8 @@ pytestmark = [
 ]
 
 CASES = [*SERVED, *(pytest.param(*case, marks=pytest.mark.long) for case in SERVED_AT_NIGHT)]
-IN_OTHER_FORM = {"gemma": 5}  # two norms of each of two layers, and the last one
+# Gemma: two norms of each of two layers, and the last one. Nemotron-H: decays of each layer of Mamba-2.
+IN_OTHER_FORM = {"gemma": 5, "nemotron-h": 2, "nemotron-h-moe": 1}
 
 
 @pytest.mark.parametrize(("family", "ranks"), CASES)
@@ -52,23 +44,11 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
         dummy_weights=True,
         fork_server=engine_imports,
     )
-    registry, http = EngineRegistry(), Http()
-    router = FakeRouter(registry)
-    group = EngineGroup(engines=1, ranks=ranks, streams=True, launch=partial(ServerProcess, SGLANG, spec))
-    supervisor = EngineSupervisor(registry, router, SGLangServer(http), [group])
-    await router.start()
-    await supervisor.start()
-    trainer = Trainer(model)
-    try:
-        async with publishing(
-            trainer, Fleet(registry, supervisor, SGLangServer(http), Traffic()), tmp_path / "staged", tolerance=1e-4
-        ) as published:
-            for _ in range(2):
-                publication = await published.next()
-                assert publication.engines == ("engine-0",)
-                assert publication.incomparable_tensors == IN_OTHER_FORM.get(family, 0)
-                assert publication.compared_tensors == len(trainer.weights()) - publication.incomparable_tensors
-    finally:
-        trainer.close()
-        await supervisor.stop()
-        await http.close()
+    async with one_engine(spec) as engine:
+        with closing(Trainer(model)) as trainer:
+            async with publishing(trainer, engine.fleet, tmp_path / "staged", tolerance=1e-4) as published:
+                for _ in range(2):
+                    publication = await published.next()
+                    assert publication.engines == ("engine-0",)
+                    assert publication.incomparable_tensors == IN_OTHER_FORM.get(family, 0)
+                    assert publication.compared_tensors == len(trainer.weights()) - publication.incomparable_tensors

@@ -28,7 +28,7 @@ from miles_async.trajectory.replies import ReplyParser, extends
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import JsonObject
 from miles_async.wiring.reply_parsers import reply_parser
-from tests.fakes.chat_formats import chat_template
+from tests.fakes.chat_formats import TEMPLATES, chat_template
 from tests.fakes.protocol_clients import CLIENTS, Client
 from tests.integration.test_reply_parsers import CONVERSATIONS, TOOL, sampled
 
@@ -46,6 +46,7 @@ class Family:
 
     models: str  # model_type in config.json, with the model where families have several templates
     file: str = ""  # of trl; empty if it has none
+    written_after: str = ""  # a template of tests/fakes/chat_templates in its place
     stops: Sequence[str]
     calls: str
     reasoning: str | None = None
@@ -53,6 +54,7 @@ class Family:
     opens: str = ""  # what the model writes first if the template opens reasoning that it writes into no past turn
     parallel: bool = True
     moves_tools: bool = False  # the template writes tools in front of the last question, and so changes what is above
+    own_ids: bool = False  # the model gives calls their ids
 
 
 IM_END = ("<|im_end|>",)
@@ -96,10 +98,13 @@ FAMILIES = {
         opens=f"{THOUGHT}\n</think>\n\n",
     ),
     "deepseek_v31": Family(models="deepseek_v3 (V3.1)", stops=DEEPSEEK, calls="deepseekv31", reasoning="deepseek-r1"),
+    "kimi_k2": Family(models="kimi_k2", written_after="kimi_k2", stops=IM_END, calls="kimi_k2", own_ids=True),
 }
 
 
 def template_of(name: str) -> Path:
+    if written := FAMILIES[name].written_after:
+        return TEMPLATES / f"{written}.jinja"
     if file := FAMILIES[name].file:
         return Path(str(distribution("trl").locate_file(f"trl/chat_templates/{file}.jinja")))
     return Path(os.environ.get("CHAT_TEMPLATES", "/nonexistent")) / f"{name}.jinja"
@@ -122,10 +127,11 @@ def parser_of(name: str) -> ReplyParser:
 def calling(name: str, case: str) -> Message:
     """A turn of the model, as a message."""
     calls = [{"name": "search", "arguments": arguments} for arguments in CONVERSATIONS[case]]
+    ids = "functions.search:{}" if FAMILIES[name].own_ids else "call000{:02d}"
     message = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": f"call000{n:02d}", "type": "function", "function": call} for n, call in enumerate(calls)],
+        "tool_calls": [{"id": ids.format(n), "type": "function", "function": call} for n, call in enumerate(calls)],
     }
     return {**message, "reasoning_content": THOUGHT} if FAMILIES[name].thinks else message
 
@@ -180,8 +186,7 @@ def test_calls_go_round_and_the_tokens_stay(name: str, case: str, protocol: str,
     assert turn.reply["content"] == ""
     thought = THOUGHT if FAMILIES[name].thinks or FAMILIES[name].opens else ""
     assert turn.reply.get("reasoning_content", "") == thought
-    found = [call["function"] for call in turn.reply["tool_calls"]]
-    assert found == [call["function"] for call in expected["tool_calls"]]
+    assert turn.reply["tool_calls"] == expected["tool_calls"]
     conversation = [QUESTION, {**turn.reply, "content": ""}, *results(turn.reply)]
     thinking = chat.render(conversation, [DESCRIBED], {}, generation_prompt=True).rstrip().endswith("<think>")
     answer = f"{'hm</think>' if thinking else ''}It is 68.{FAMILIES[name].stops[0]}"

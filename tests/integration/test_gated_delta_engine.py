@@ -1,5 +1,6 @@
-"""A real SGLang server on a CPU generates with gated delta nets (Qwen3-Next, Qwen3.5) what transformers would: its
-log-probs are theirs, whether a prompt is read at once, in parts, from the cache of prefixes, or beside other requests.
+"""A real SGLang server on a CPU generates with gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 (Nemotron-H) and caches
+of two kinds of layers (Gemma 4) what transformers would: its log-probs are theirs, whether a prompt is read at once, in
+parts, from the cache of prefixes, or beside other requests.
 """
 
 from __future__ import annotations
@@ -67,7 +68,15 @@ def check(model: Path, prompt: list[int], answer: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3-next", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3.5", "qwen3.5-moe"))],
+    [
+        "qwen3-next",
+        "nemotron-h",
+        "gemma4",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("qwen3.5", "qwen3.5-moe", "nemotron-h-moe", "gemma4-moe")
+        ),
+    ],
 )
 async def test_logprobs_equal_transformers(family: str, tmp_path: Path, engine_imports: Path) -> None:
     model = save_served(family, tmp_path / "model", seed=0)

@@ -26,9 +26,8 @@ from miles_async.engines.external import ExternalServers
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry, EngineState
-from miles_async.engines.sglang import patches, relay, weight_stream
+from miles_async.engines.sglang import WEIGHT_GROUP_SECONDS_VARIABLE, patches, relay, weight_stream
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.names import WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.types import JsonObject, StagedWeights

@@ -64,7 +64,7 @@ def test_a_killed_driver_engine_and_rank_cost_nothing_but_time(
         for engine in chance.sample(run.engine_processes(), 2):
             _kill(run, engine.pid, chance)  # goes on by itself, also when no engine is left
         run.wait_for_steps(3, START_SECONDS)
-        _kill(run, _actors(run, "TrainerActor")[0].pid, chance)
+        _kill(run, run.actors("TrainerActor")[0].pid, chance)
         assert run.wait(START_SECONDS) == 0, run.output
         run.assert_nothing_left()
     (restart,) = read_restarts(run.run_dir)
@@ -109,13 +109,13 @@ def test_who_is_killed_is_named_and_four_lives_train_each_prompt_once(tmp_path: 
 
     with real_run(tmp_path / "manager", *resume) as run:
         run.wait_for_steps(3, START_SECONDS)
-        _kill(run, _actors(run, "RolloutActor")[0].pid, chance)
+        _kill(run, run.actors("RolloutActor")[0].pid, chance)
         _check_error(run, "error: the rollout manager's process died: ")
     second = _check_checkpoint(checkpoints, run, first)
 
     with real_run(tmp_path / "rank", *resume) as run:
         run.wait_for_steps(3, START_SECONDS)
-        _kill(run, chance.choice(_actors(run, "TrainerActor")).pid, chance)
+        _kill(run, chance.choice(run.actors("TrainerActor")).pid, chance)
         _check_error(run, "error: trainer rank ")
     third = _check_checkpoint(checkpoints, run, second)
 
@@ -135,12 +135,6 @@ def test_who_is_killed_is_named_and_four_lives_train_each_prompt_once(tmp_path: 
     # Exactly once: neither trained twice nor lost, over all that the four lives kept.
     rest = [row.prompt_id for row in trained(run.run_dir)]
     assert sorted(third.prompts + rest) == sorted(source_order(num_steps * BATCH_SIZE))
-
-
-def _actors(run: RealRun, name: str) -> list[psutil.Process]:
-    found = [process for process in run.processes() if " ".join(process.cmdline()).startswith(f"ray::{name}")]
-    assert found, f"the run has no process of {name}"
-    return sorted(found, key=lambda process: process.pid)
 
 
 def _kill(run: RealRun, pid: int, chance: random.Random) -> None:

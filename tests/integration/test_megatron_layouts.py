@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from miles_async.backends.megatron.families.hf_config import read_config
+from miles_async.types import TokenScores
 from tests.integration.family_table import COMPARED, DEEPER, EVERY_DAY
 from tests.integration.megatron_scenario import (
     CORRECTED,
@@ -31,6 +32,7 @@ from tests.integration.plain_reference import PlainTrainer
 from tests.integration.rank_processes import run_ranks
 from tests.integration.selection import selected
 from tests.integration.tiny_models import FAMILIES, model_type, save_tiny
+from tests.integration.toy_batches import ToySample
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -185,6 +187,24 @@ def test_losses_and_gradient_norms_equal_plain_pytorch(
             assert ours["loss_tokens"] == reference["loss_tokens"]
 
 
+def test_scores_of_shown_samples_are_those_of_the_model_before_the_step(
+    ranks: Ranks, plain: Observed, case: Case, models: dict[str, Training]
+) -> None:
+    """Each sample by one rank; entropies of the first optimizer step, where the algorithm computes them."""
+    scores = sorted((each for rank in ranks for each in rank.scores), key=lambda each: each.branch)
+    samples = [sample for step in rollout_steps(models[case[1]].optimizer_steps)[0] for sample in step]
+    assert [each.branch for each in scores] == [*range(len(samples))]
+    for found, expected, sample in zip(scores, plain.scores, samples, strict=True):
+        assert found.logprobs is not None
+        assert expected.logprobs is not None
+        np.testing.assert_allclose(found.logprobs, expected.logprobs * sample.loss_mask, rtol=0, atol=1e-5)
+        if models[case[1]].algorithm != CORRECTED:
+            assert found.entropies is None
+        elif found.branch < len(samples) // models[case[1]].optimizer_steps:
+            assert expected.entropies is not None
+            assert found.entropies == pytest.approx(expected.entropies * sample.loss_mask, abs=1e-5)
+
+
 def test_trained_model_equals_plain_pytorch(ranks: Ranks, plain: Observed) -> None:
     for rank in ranks:
         _assert_close(rank.logprobs_after, plain.logprobs_after, 5e-3)
@@ -240,8 +260,18 @@ def _plain(training: Training) -> Observed:
             return [trainer.logprobs(sequence).tolist() if len(sequence) > 1 else [] for sequence in SEQUENCES]
 
     before = logprobs()
+    samples = [sample for step in rollout_steps(training.optimizer_steps)[0] for sample in step]
+    scores = [_plain_scores(trainer, branch, sample) for branch, sample in enumerate(samples)]
     steps = [trainer.train(samples * training.epochs) for samples in rollout_steps(training.optimizer_steps)]
-    return Observed(before, [], [], steps, logprobs())
+    return Observed(before, [], [], steps, scores, logprobs())
+
+
+def _plain_scores(trainer: PlainTrainer, branch: int, sample: ToySample) -> TokenScores:
+    with torch.no_grad():
+        logits = trainer.model(torch.tensor(sample.tokens)[None].long()).logits[0, :-1]
+        entropies = torch.distributions.Categorical(logits=logits).entropy()
+        logprobs = trainer.logprobs(sample.tokens)
+    return TokenScores(branch=branch, logprobs=np.append([0], logprobs), entropies=np.append([0], entropies))
 
 
 def _assert_close(ours: list[list[float]], reference: list[list[float]], tolerance: float) -> None:

@@ -63,10 +63,13 @@ LOADED_BY_TWO = [
     ("pp2-unequal", "tp2", "qwen3-tied"),
     ("dp2", "pp2-unequal", "qwen3-tied"),
     ("tp2", "pp2", "qwen3-next"),
+    ("tp2", "pp2", "nemotron-h"),
+    ("tp2", "pp2", "gemma4"),
 ]
 SAVED += [("cp2", "qwen3-tied"), ("pp2-virtual2", "qwen3-tied"), ("pp2-unequal", "qwen3-tied")]
-# Norms after attention; sinks, biases of experts; gated delta nets, whose projections are several tensors in one.
-SAVED += [("tp2", "glm4"), ("tp2-ep2", "gpt-oss"), ("tp2", "qwen3-next")]
+# Norms after attention; sinks, biases of experts; linear attention and Mamba-2, with several tensors in one; heads that
+# differ by layer.
+SAVED += [("tp2", "glm4"), ("tp2-ep2", "gpt-oss"), ("tp2", "qwen3-next"), ("tp2", "nemotron-h"), ("tp2", "gemma4")]
 LOADED: dict[int, list[tuple[str, str, str]]] = {  # ranks → layout of the save, layout, model
     2: LOADED_BY_TWO,
     1: [(source, "one", model) for source, model in SAVED],
@@ -236,7 +239,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     """Observations of each rank in each case, or a traceback."""
     root = tmp_path_factory.mktemp("resharding")
     split_files(save_tiny("qwen3-moe", root / "qwen3-moe", num_hidden_layers=2), 3)  # two ranks write their exports
-    for family in ("glm4", "gpt-oss", "qwen3-next"):
+    for family in ("glm4", "gpt-oss", "qwen3-next", "nemotron-h", "gemma4"):
         save_tiny(family, root / family)
     save_tiny("qwen3-tied", root / "qwen3-tied", num_hidden_layers=4)  # two virtual stages on each of two ranks
     ranks = [run_ranks(2, _two_ranks, root, timeout=300)]

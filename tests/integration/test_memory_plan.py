@@ -56,6 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gemma": save_tiny("gemma", root / "gemma"),
         "latent": save_tiny("deepseek-v3", root / "latent"),
         "hybrid": save_tiny("qwen3.5", root / "hybrid"),
+        "state space": save_tiny("nemotron-h", root / "state-space"),
         "dense": save_tiny("qwen3", root / "dense", **SIZES),
         "mixture": save_tiny("qwen3-moe", root / "mixture", **SIZES, moe_intermediate_size=512, num_experts=8),
     }
@@ -218,11 +219,12 @@ def test_keys_and_values_of_other_ranks_are_counted(models: dict[str, Path], fam
     assert stage.activations == alone.activations + stage.received
 
 
-def test_gated_delta_nets_keep_what_their_kernels_keep(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("family", ["hybrid", "state space"])
+def test_recurrences_keep_what_their_kernels_keep(models: dict[str, Path], family: str) -> None:
     """Twice the tokens keep twice as much: no matrix over pairs of tokens, and no state per token."""
-    asked = request(models["hybrid"])
+    asked = request(models[family])
     [stage], [longer] = measure_here(asked), measure_here(replace(asked, tokens=2 * TOKENS))
-    with safe_open(models["hybrid"] / "model.safetensors", "pt") as weights:
+    with safe_open(models[family] / "model.safetensors", "pt") as weights:
         sizes = [math.prod(weights.get_slice(name).get_shape()) for name in weights.keys()]
     assert stage.parameters == sum(sizes)
     assert longer.kept == pytest.approx(2 * stage.kept, rel=0.01)

@@ -21,14 +21,14 @@ import pytest
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.parser import parse_arguments
-from miles_async.arguments.paths import with_absolute_paths
 from miles_async.arguments.server_groups import server_groups
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.ledger.reader import AttemptRecord
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate, load_tokenizer
-from miles_async.train_data.digests import digests
+from miles_async.train_data.batch import digests
+from miles_async.wiring.driver_process import with_absolute_paths
 from miles_async.wiring.engines import server_spec
 from miles_async.wiring.replay import Replay
 from tests.integration.plain_loop import Step, plain_loop

@@ -11,7 +11,8 @@ import pytest
 
 from miles_async.rollout.dumps import read_dump
 from miles_async.types import JsonObject
-from tests.integration.real_run import RealRun, real_run
+from tests.integration.page_views import assert_views_show
+from tests.integration.real_run import REVERSE, RealRun, real_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -82,6 +83,18 @@ def test_one_rank_trains_alone_what_two_do(trained: Callable[[int], list[JsonObj
     for one, two in zip(trained(1), trained(2), strict=True):
         for name in ("reward/mean", "train/loss", "train/grad_norm", "train/logprob_diff_mean"):
             assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.long
+def test_the_page_shows_a_supervised_run(tmp_path: Path) -> None:
+    """Which has neither a ledger nor rewards."""
+    command = (*REVERSE[:-1], "@examples/quickstart/sft.args")
+    with real_run(tmp_path / "run", "--num-rollout", "2", "--actor-num-gpus-per-node", "1", command=command) as run:
+        finished(run)
+    rows = assert_views_show(run.run_dir)
+    assert len(rows) == STEPS * 2
+    assert all(row.reward is None and row.trainer_logprobs is not None for row in rows)
+    assert not (run.run_dir / "ledger.sqlite").exists()
 
 
 @pytest.mark.long

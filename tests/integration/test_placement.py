@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,9 @@ from miles_async.engines.placement import RayServers
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.cluster.nodes import free_gpus
 from miles_async.runtime.cluster.reservation import Reservation
+from miles_async.trainer.actor import TrainerActor
 from miles_async.trainer.placement import Placement, RankResources
+from miles_async.wiring.gpus import shared_places
 from miles_async.wiring.placement import place_run
 
 KIND = EngineKind(name="none", command=None, environment=None, is_up=None, calls=None)  # type: ignore[arg-type]
@@ -93,6 +96,40 @@ async def test_ranks_and_engines_are_where_it_was_decided(node_ids: list[str], m
     restarted = launch(0, 1)  # where it was
     assert await restarted.start() == engines_node
     for server in (restarted, servers[1]):
+        await server.stop()
+    ranks.release()
+
+
+class OnGpu:
+    """A rank that says which GPU it has and what it sees."""
+
+    location = TrainerActor.location
+
+    def visible(self) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+async def test_engines_that_share_gpus_see_those_of_their_ranks(
+    node_ids: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines start after ranks have all GPUs, and reserve none."""
+    run = arguments(colocate=True, actor_num_gpus_per_node=4, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
+    resources = RankResources.for_device("cuda", {}, shares_gpu=True)
+    ranks = Placement(replace(resources, num_cpus=0), 1, 4, (await place_run(run, "cuda")).trainer)
+    await ranks.reserve(10.0)
+    actors = [ray.remote(OnGpu).options(**ranks.options(rank)).remote() for rank in range(4)]
+    locations = [await actor.location.remote() for actor in actors]
+    gpus = [gpu for _, gpu in locations]
+    assert sorted(gpus) == ["0", "1", "2", "3"]
+    assert [await actor.visible.remote() for actor in actors] == gpus
+
+    places = shared_places(run, locations)["engine"]
+    assert [place.gpus for place in places] == [(gpus[0], gpus[1]), (gpus[2], gpus[3], gpus[0])]
+    monkeypatch.setattr("miles_async.engines.placement.EngineActor", Where)
+    spec = ServerSpec(model_path="m", device="cuda", dtype="float32", tensor_parallel_size=2)
+    servers = [RayServers(KIND, spec, {}, places=places)(index, 0) for index in range(2)]
+    assert [await server.start() for server in servers] == [node for node, _ in locations[:2]]
+    for server in servers:
         await server.stop()
     ranks.release()
 

@@ -8,6 +8,7 @@ from statistics import mean
 import pytest
 
 from tests.integration.example_runs import assert_observations_carry_no_loss, trained_samples
+from tests.integration.page_views import assert_views_show
 from tests.integration.real_run import RealRun, real_run
 from tests.unit.test_extending_pages import PAGES, files
 
@@ -38,6 +39,9 @@ def test_an_environment_of_gymnasium_is_learned(
     for sample in trained_samples(run):
         assert_observations_carry_no_loss(sample)
         assert sample.metadata["turns"] <= 2 + sample.metadata["metrics"]["invalid_actions"]
+    rows = assert_views_show(run.run_dir)
+    assert max(len(row.turns) for row in rows) > 1
+    assert all(row.reward_parts is not None for row in rows)  # invalid_actions
     rewards = [step["reward/mean"] for step in run.steps]
     assert mean(rewards[-5:]) > mean(rewards[:3]) + 0.03  # 0.06 when it was written; a mean of a step errs by 0.02
     assert run.summary["eval_reward_first"] is not None

@@ -36,12 +36,13 @@ from miles_async.weights.transports.host_files import Source
 from miles_async.weights.transports.object_store_rank import ObjectStoreSender
 from tests.integration.faulty_engines import Fault, FaultyEngine, PassOn, dies, does_nothing, hangs, refuses
 from tests.integration.publishing import (
+    Held,
     Publishing,
     Trainer,
     listening_sockets,
     publishing,
     random_sequences,
-    until_equal,
+    until_no_more,
 )
 from tests.integration.served_models import save_served
 
@@ -56,7 +57,6 @@ BOTH = ("engine-0", "engine-1")
 PUBLICATION_SECONDS = 36.0  # six times as long as a step may take
 SMALL_BUCKET = 10_000  # bytes: several for each of two senders
 MIDDLE = 4  # index of a bucket: the third one of the first of two senders
-SLACK_SECONDS = 4.0  # for what takes healthy engines time, on a busy machine
 REQUESTS = 6  # at once
 PROMPT = (5, 6, 7, 8)
 RECEIVE = {"distributed": "/update_weights_from_distributed", "disk": "/update_weights_from_disk"}
@@ -126,7 +126,7 @@ class Cluster:
                 assert score.weight_version == str(self.trainer.version)
                 np.testing.assert_allclose(score.logprobs, self.trainer.logprobs(sequence), atol=1e-4)
 
-    def held(self) -> tuple[int, list[int]]:
+    def held(self) -> Held:
         """Count what publications could leave: listening sockets here, and what the schedulers have open."""
         return listening_sockets(), [engine.scheduler().num_fds() for engine in self.engines.values()]
 
@@ -354,7 +354,9 @@ async def test_an_engine_that_fails_in_the_middle_of_the_weights_is_restarted_an
         cluster.publishing(senders=senders, update_weight_buffer_size=SMALL_BUCKET) as published,
         cluster.requests() as answers,
     ):
+        started = asyncio.get_running_loop().time()
         staged = await published.next()
+        healthy = asyncio.get_running_loop().time() - started
         assert staged.fenced == ()
         assert sharing == [True]
         await more(answers)
@@ -365,7 +367,7 @@ async def test_an_engine_that_fails_in_the_middle_of_the_weights_is_restarted_an
         publication = await published.next()
         assert failed == [MIDDLE]
         assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
-        assert asyncio.get_running_loop().time() - started < 2 * PUBLICATION_SECONDS / 6 + SLACK_SECONDS
+        assert asyncio.get_running_loop().time() - started < 2 * PUBLICATION_SECONDS / 6 + max(4.0, 3 * healthy)
         engine.faults = {}
         if engine.server().is_running() and "hangs" in fault:
             engine.scheduler().resume()
@@ -404,4 +406,4 @@ async def test_no_failure_left_anything(cluster: Cluster) -> None:
     """Of all those before."""
     async with cluster.publishing() as published:
         await published.next()
-    await until_equal(cluster.held, cluster.held_at_first)
+    await until_no_more(cluster.held, cluster.held_at_first)

@@ -12,13 +12,17 @@ import pytest
 
 from miles_async.commands.plan import plan
 from tests.unit.arguments.test_model_presets import CASES, MODELS, config_of
-from tests.unit.examples import test_math, test_tasks
+from tests.unit.examples import test_math, test_tasks, test_vision
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.long]
 
 RECIPES = {
     folder / name: model
-    for folder, recipes in ((test_math.MATH, test_math.RECIPES), (test_tasks.TASKS, test_tasks.RECIPES))
+    for folder, recipes in (
+        (test_math.MATH, test_math.RECIPES),
+        (test_tasks.TASKS, test_tasks.RECIPES),
+        (test_vision.VISION, test_vision.RECIPES),
+    )
     for name, model in recipes.items()
 }
 

@@ -174,6 +174,23 @@ def test_channels_of_gpt_oss() -> None:
     assert (replies[1]["content"], replies[1].get("tool_calls")) == ("68", None)
 
 
+def test_calls_of_kimi_keep_the_ids_that_it_wrote() -> None:
+    # covers: M14
+    def ids(*written: str) -> list[str]:
+        calls = [
+            f'<|tool_call_begin|>{call_id}<|tool_call_argument_begin|>{{"query": "x"}}<|tool_call_end|>'
+            for call_id in written
+        ]
+        text = f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
+        parser = ReplyParser(chat=chat_format("qwen3"), parse_calls=SGLangCalls("kimi_k2"))
+        return [call["id"] for call in parser.reply(text, "", [TOOL], "call007")["tool_calls"]]
+
+    assert ids("functions.search:3", "functions.search:4") == ["functions.search:3", "functions.search:4"]
+    assert ids("5") == ["5"]
+    assert ids("functions.search:0", "functions.search:0") == ["functions.search:0", "call00701"]
+    assert ids("functions.search:0", "functions.sea/rch") == ["call00700"]  # the second is not read
+
+
 @each_family
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("protocol", ["chat completions", "messages", "responses"])

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -17,6 +19,7 @@ import pytest
 
 from miles_async.observability.metric_names import describe
 from miles_async.samples.reader import read_note, read_rows, samples_files
+from miles_async.watch.run import Run
 from miles_async.wiring.replay import Replay
 from tests.integration.real_run import (
     REVERSE,
@@ -99,6 +102,10 @@ def assert_samples_are_kept(run: RealRun) -> None:
             assert "".join(row.token_texts[row.prompt_length :]).startswith(row.response)
             assert max(age or 0 for age in row.ages()) == (row.age or 0) <= 2
             assert (row.advantages is not None) == (file.kind == "train")
+            trained = file.kind == "train" and row.filtered is None
+            assert (row.trainer_logprobs is not None) == trained
+            if trained and row.age == 0:
+                assert row.logprob_difference < 1e-4
 
 
 def assert_replay_is_identical(run: RealRun) -> None:
@@ -149,11 +156,11 @@ def test_tensor_parallel_in_place_and_several_optimizer_steps(tmp_path: Path) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-moe"])
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_hybrid_model_is_trained_and_published(family: str, mode: str, tmp_path: Path) -> None:
-    """Gated delta nets: engines hold what is trained, and their log-probs are the trainer's, after each publication,
-    which finds requests under way.
+    """Gated delta nets and Mamba-2: engines hold what is trained, and their log-probs are the trainer's, after each
+    publication, which finds requests under way.
     """
     # covers: C8, M11
     model = save_tiny(family, tmp_path / "model")
@@ -182,16 +189,26 @@ def test_rolling_publications_from_two_pipeline_stages_until_it_is_interrupted(t
     flags += ("--pipeline-model-parallel-size", "2")
     with real_run(tmp_path / "run", *flags) as run:
         run.wait_for_steps(4, RUN_SECONDS)
-        assert {process.nice() for process in run.processes()} == {psutil.Process().nice()}, "one side comes first"
+        for process in run.processes():
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                assert process.nice() == psutil.Process().nice(), "one side comes first"
         ctrl_c(run)
         assert_interrupted(run)
     summary = run.summary
     assert summary["age_max"] <= 1
     assert "engine fenced" not in (run.run_dir / "logs" / "rollout.log").read_text()
-    paused = ("pausing", "flush", "send", "compare", "resume")
-    for step in run.steps[:-1]:  # two engines one after the other: each pauses for half of what is done in pauses
-        seconds = sum(step[f"publish/{name}_seconds"] for name in paused)
-        assert seconds == pytest.approx(2 * step["publish/pause_seconds"], rel=0.2)
+    parts = [f"publish/{name}_seconds" for name in ("pausing", "flush", "send", "compare", "resume")]
+    for step in run.steps[:-1]:  # two engines one after the other: what is done in pauses takes longer than one of them
+        pause = step["publish/pause_seconds"]  # of each engine, in which time may pass in which nothing is done
+        assert pause < sum(step[part] for part in parts) < 2.05 * pause
+    known = Run(run.run_dir, "run")
+    engines, ranks = known.engines(), known.ranks()
+    assert engines is not None
+    assert ranks is not None
+    pauses = sorted(pause for engine in engines.engines.values() for pause in [*engine.pauses][1:] if pause[1])
+    assert len(pauses) >= 4  # the first ones were of engines that joined, together
+    assert all(before[1] <= after[0] for before, after in pairwise(pauses))
+    assert {len(step) for step in ranks.steps} == {2}
 
 
 def assert_interrupted(run: RealRun) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -29,7 +30,7 @@ from miles_async.runtime.processes.fork_server_process import ForkServer
 from miles_async.trainer import ranks
 from miles_async.trainer.placement import RankResources
 from miles_async.trainer.ranks import TrainerRanks
-from miles_async.types import StagedWeights
+from miles_async.types import RanksReport, StagedWeights
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.distributed.driver import Broadcasts
 from miles_async.weights.transports.spec import RankSide
@@ -116,7 +117,9 @@ async def trainer(
     """Two data-parallel ranks, shared by the tests in which nobody dies."""
     staged = tmp_path_factory.mktemp("staged")
     sender = partial(make_sender, staged)
-    running = trainer_ranks(model, resources, sender=sender, log_directory=tmp_path_factory.mktemp("logs"))
+    times = tmp_path_factory.mktemp("run") / "ranks.json"
+    logs = tmp_path_factory.mktemp("logs")
+    running = trainer_ranks(model, resources, sender=sender, log_directory=logs, times_file=times)
     await running.start()
     yield running
     pids = [info.pid for info in running.ranks]
@@ -152,6 +155,21 @@ async def test_a_step_trains_all_ranks_on_their_own_shards(trainer: TrainerRanks
     assert metrics["grad_norm"] > 0
     with pytest.raises(TrainerError, match="expected 2 shards"):
         await trainer.train(references()[:1])
+
+
+async def test_every_rank_tells_what_the_parts_of_a_step_took(trainer: TrainerRanks) -> None:
+    assert trainer._times_file is not None
+    trainer._times_file.unlink(missing_ok=True)
+    began = time.time()
+    await trainer.train(references())
+    lasted = time.time() - began
+    times = msgspec.json.decode(trainer._times_file.read_bytes(), type=RanksReport).steps[-1]
+    assert len(times) == 2
+    for rank in times:
+        assert began - 0.1 < rank.began < began + lasted
+        assert [*rank.seconds] == ["packing", "scoring", "forward and backward", "reducing gradients", "optimizer"]
+        assert 0 < sum(rank.seconds.values()) < lasted
+        assert rank.seconds["forward and backward"] > 0
 
 
 async def test_output_of_ranks_goes_to_the_log_directory(trainer: TrainerRanks) -> None:  # covers: A7

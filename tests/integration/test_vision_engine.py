@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from examples.vision import prepare
 from miles_async.engines.answer_guard import check_answer
-from miles_async.engines.fleet import Fleet
-from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.registry import EngineRegistry
-from miles_async.engines.server_process import ServerProcess
-from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.sglang.kind import SGLANG
-from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
-from miles_async.engines.traffic import Traffic
 from miles_async.staleness.versions import token_versions
 from miles_async.types import GenerateRequest, Generation
-from tests.fakes.fake_fleet import FakeRouter
-from tests.integration.publishing import Trainer, publishing
+from tests.integration.example_runs import trained_samples
+from tests.integration.publishing import OneEngine, Trainer, one_engine, publishing
+from tests.integration.real_run import real_run
 from tests.integration.tiny_models import VOCAB
-from tests.integration.vision_models import IMAGE, VIDEO, cases, save_served_vision, vision_samples
+from tests.integration.vision_models import CONFIGS, IMAGE, VIDEO, cases, save_served_vision, vision_samples
 
 pytestmark = [
     pytest.mark.integration,
@@ -36,10 +31,56 @@ SAMPLES = 3  # of each prompt
 SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "stop_token_ids": [IMAGE, VIDEO]}
 
 
-async def test_engines_read_images_as_the_trainer_does(tmp_path: Path, engine_imports: Path) -> None:
+async def answer(engine: OneEngine, request: GenerateRequest, sample: int, version: int) -> Generation:
+    body = engine.server.encode(request, request_id=f"v{version}-{sample}", version=version, experts=False)
+    headers = {"Content-Type": "application/json"}
+    async with engine.http.session.post(f"{engine.url}/generate", data=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        reply = await response.read()
+    versions = partial(token_versions, dispatch_version=version, tokens_in_flight=1)
+    found = engine.server.decode(reply, response.content_type, engine.url, versions)
+    check_answer(found, request, VOCAB, engine.url)
+    return found
+
+
+def test_agents_show_images(tmp_path: Path, imported_reverse: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn's images, those of the prompt and those of the agent, are read by engine and trainer alike."""
+    # covers: M13, M14, R3
+    monkeypatch.setattr(prepare, "WARM_START_STEPS", 0)
+    prepare.main(["--output", str(tmp_path)])
+    flags = {
+        "--hf-checkpoint": tmp_path / "model",
+        "--prompt-data": tmp_path / "data" / "train.jsonl",
+        "--image-root": tmp_path / "data" / "pictures",
+        "--eval-prompt-data": "none",
+        "--eval-interval": "none",
+        "--num-rollout": 2,
+        "--rollout-batch-size": 2,
+        "--n-samples-per-prompt": 4,
+        "--rollout-max-response-len": 40,
+        "--agent-path": "tests.integration.picture_agent:show",
+    }
+    words = [str(word) for flag in flags.items() for word in flag]
+    program = (*imported_reverse[: imported_reverse.index("train")], "train", "@examples/vision/colours.args")
+    with real_run(tmp_path / "run", *words, "--record", command=program) as run:
+        assert run.wait(200) == 0, run.output
+        run.assert_nothing_left()
+    assert run.summary["balanced"]
+    assert run.summary["logprob_diff"]["max"] < 1e-4
+    samples = [*trained_samples(run)]
+    assert len(samples) == 2 * 2 * 4
+    for sample in samples:
+        assert [(each.width, each.height) for each in sample.pictures] == [(56, 56), (56, 84)]
+        assert sample.metadata["turns"] == 2
+        assert not sample.more_branches
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+async def test_engines_read_images_as_the_trainer_does(name: str, tmp_path: Path, engine_imports: Path) -> None:
     # covers: C8, M16
+    model = save_served_vision(tmp_path / "model", name)
     spec = ServerSpec(
-        model_path=str(save_served_vision(tmp_path / "model")),
+        model_path=str(model),
         device="cpu",
         dtype="float32",
         start_timeout=200,
@@ -48,49 +89,26 @@ async def test_engines_read_images_as_the_trainer_does(tmp_path: Path, engine_im
         dummy_weights=True,
         fork_server=engine_imports,
     )
-    registry, http = EngineRegistry(), Http()
-    router, server = FakeRouter(registry), SGLangServer(http)
-    group = EngineGroup(engines=1, ranks=1, streams=True, launch=partial(ServerProcess, SGLANG, spec))
-    supervisor = EngineSupervisor(registry, router, server, [group])
-    await router.start()
-    await supervisor.start()
-    trainer = Trainer(Path(spec.model_path), vision_samples)
-
-    async def answer(request: GenerateRequest, sample: int, version: int) -> Generation:
-        body = server.encode(request, request_id=f"v{version}-{sample}", version=version, experts=False)
-        url = registry.engines["engine-0"].url
-        headers = {"Content-Type": "application/json"}
-        async with http.session.post(f"{url}/generate", data=body, headers=headers) as response:
-            assert response.status == 200, await response.text()
-            reply = await response.read()
-        versions = partial(token_versions, dispatch_version=version, tokens_in_flight=1)
-        found = server.decode(reply, response.content_type, str(url), versions)
-        check_answer(found, request, VOCAB, str(url))
-        return found
-
-    fleet = Fleet(registry, supervisor, server, Traffic())
-    try:
-        async with publishing(trainer, fleet, tmp_path / "staged", tolerance=1e-4) as published:
-            for version in range(2):
-                publication = await published.next()
-                assert publication.engines == ("engine-0",)
-                assert (publication.compared_tensors, publication.incomparable_tensors) == (len(trainer.weights()), 0)
-                requests = [
-                    GenerateRequest(
-                        input_ids=np.array(tokens, np.int32),
-                        sampling=SAMPLING,
-                        routing_key="",
-                        pictures=pictures,
-                        image_token=IMAGE,
-                    )
-                    for tokens, pictures in cases()[2:] * SAMPLES  # prompts don't end at a placeholder
-                ]
-                calls = [answer(request, sample, version) for sample, request in enumerate(requests)]
-                for request, found in zip(requests, await asyncio.gather(*calls), strict=True):
-                    sequence = [*request.input_ids.tolist(), *found.output_ids.tolist()]
-                    trained = trainer.logprobs(sequence, request.pictures)[len(request.input_ids) - 1 :]
-                    np.testing.assert_allclose(found.logprobs, trained, atol=1e-4)
-    finally:
-        trainer.close()
-        await supervisor.stop()
-        await http.close()
+    requests = [
+        GenerateRequest(
+            input_ids=np.array(tokens, np.int32),
+            sampling=SAMPLING,
+            routing_key="",
+            pictures=pictures,
+            image_token=IMAGE,
+        )
+        for tokens, pictures in cases()[2:] * SAMPLES  # prompts don't end at a placeholder
+    ]
+    async with one_engine(spec) as engine:
+        with closing(Trainer(model, vision_samples)) as trainer:
+            async with publishing(trainer, engine.fleet, tmp_path / "staged", tolerance=1e-4) as published:
+                for version in range(2):
+                    publication = await published.next()
+                    assert publication.engines == ("engine-0",)
+                    compared = (publication.compared_tensors, publication.incomparable_tensors)
+                    assert compared == (len(trainer.weights()), 0)
+                    calls = [answer(engine, request, sample, version) for sample, request in enumerate(requests)]
+                    for request, found in zip(requests, await asyncio.gather(*calls), strict=True):
+                        sequence = [*request.input_ids.tolist(), *found.output_ids.tolist()]
+                        trained = trainer.logprobs(sequence, request.pictures)[len(request.input_ids) - 1 :]
+                        np.testing.assert_allclose(found.logprobs, trained, atol=1e-4)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import count_elements
 from miles_async.backends.megatron.memory.plan import measure
@@ -18,7 +19,7 @@ from miles_async.backends.megatron.memory.stages import StageRequest
 from tests.integration.megatron_scenario import LR, Layout, export_differences, make_backend
 from tests.integration.rank_processes import run_ranks
 from tests.integration.toy_batches import to_shards
-from tests.integration.vision_models import PlainVisionTrainer, cases, save_tiny_qwen25_vl, vision_samples
+from tests.integration.vision_models import CONFIGS, PlainVisionTrainer, cases, save_tiny_vision, vision_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -26,10 +27,17 @@ Seen = dict[str, Any]
 STEPS = tuple(tuple(vision_samples(6, seed=seed)) for seed in range(2))
 
 
-@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.long)])
+MODELS = [
+    pytest.param((name, tied), marks=[] if tied else [pytest.mark.long], id=f"{name}-{'tied' if tied else 'untied'}")
+    for name in CONFIGS
+    for tied in (True, False)
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model") / request.param
-    return save_tiny_qwen25_vl(directory, tied=request.param == "tied")
+    name, tied = request.param
+    return save_tiny_vision(tmp_path_factory.mktemp("model") / name, name, tied=tied)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +73,11 @@ def _observe(rank: int, world_size: int, store: dist.Store, model: Path) -> Seen
     backend.train(to_shards([STEPS[0]], dp_size=1, micro_batches=3)[0])
     seen["frozen"] = [name for name, tensor in backend.export_weights() if tensor.equal(before[name])]
     backend.close()
+
+    supervised = AlgorithmArguments(loss_type="sft_loss")
+    backend = make_backend(rank, world_size, dist.PrefixStore("sft", store), model, Layout(), supervised)
+    seen["supervised"] = backend.train(to_shards([STEPS[0]], dp_size=1, micro_batches=3)[0])
+    backend.close()
     return seen
 
 
@@ -89,6 +102,13 @@ def test_training_is_that_of_transformers(seen: Seen, plain: PlainVisionTrainer)
         expected = [plain.logprobs(tokens).tolist() for tokens, _ in cases()]
     for after, reference in zip(seen["after"], expected, strict=True):
         np.testing.assert_allclose(after, reference, atol=1e-3)
+
+
+def test_answers_about_images_are_learned_as_in_transformers(seen: Seen, plain: PlainVisionTrainer):
+    with torch.no_grad():
+        logprobs = torch.cat([plain.logprobs(sample.tokens, plain.initial) for sample in STEPS[0]])
+    learned = torch.cat([torch.tensor(sample.loss_mask[1:]) for sample in STEPS[0]]) == 1
+    assert seen["supervised"]["loss"] == pytest.approx(-float(logprobs[learned].mean()), rel=1e-4)
 
 
 def test_the_vision_tower_is_trained(seen: Seen):

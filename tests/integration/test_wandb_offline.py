@@ -12,8 +12,7 @@ import pytest
 import stamina
 
 from examples.quickstart.prepare import main as prepare_quickstart
-from miles_async.observability.sample_tables import COLUMNS
-from miles_async.observability.wandb_tracker import INIT_TIMEOUT, WandbOptions, open_wandb
+from miles_async.observability.wandb_tracker import COLUMNS, INIT_TIMEOUT, WandbOptions, open_wandb
 from tests.integration.real_run import REVERSE, ROOT
 from tests.unit.observability.sample_files import write_samples
 

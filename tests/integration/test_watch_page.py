@@ -10,10 +10,14 @@ import pytest
 
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile, read_metrics
 from miles_async.runtime.processes.run_process import MARK
+from miles_async.samples.columns import FileNote, Turn
+from miles_async.samples.files import file_of
+from miles_async.samples.parquet_writer import write_file
 from miles_async.watch.report import write_report
 from miles_async.watch.run import open_runs
 from tests.fakes.live_run import live_run
 from tests.integration.watch_browser import CHROMIUM, DRIVER, KEY, Page, browser, served
+from tests.unit.samples.sample_rows import row
 from tests.unit.watch.run_files import HOSTILE, STEPS, write_finished_run
 from tests.unit.watch.timeline.trace_files import read_trace
 
@@ -77,6 +81,7 @@ def test_the_overview_has_the_numbers_of_the_run(page: Page, run_dir: Path) -> N
     assert float(page.text(".tile[data-name=reward] b")) == pytest.approx(mean, abs=5e-4)
     assert page.text(".tile[data-name=age] b") == "0.75"
     assert page.text(".tile[data-name='tokens/s'] b") == "2,000"
+    assert "after step 20: lr 0.0005 → 0.0004" in page.text("main")
     assert "filtered" in page.text(".ends")
     assert "--engine-timeout" in page.text(".warnings")
     assert page.all(".u-over")  # a chart was drawn
@@ -111,12 +116,48 @@ def test_samples_are_sorted_filtered_searched_and_opened(page: Page) -> None:
     page.one(".controls input[type=checkbox]").click()
     page.until(lambda: len(page.all("tbody tr")) == 6)  # of all three steps
     page.go("samples?run=0&step=10")
+    conditions = page.one("input[aria-label=conditions]")
+    conditions.send_keys("reward>=0.5 group=2 tokens<4 age=2 turns=1")
+    page.until(lambda: column() == ["0.5", "0.75"])
+    conditions.send_keys(" advantage>0.25")
+    page.until(lambda: "no sample fits" in page.text("main"))
+    assert conditions.get_attribute("aria-invalid") == "false"
+    page.go("samples?run=0&step=10&where=reward%3E0.25+magic%3D1")
+    page.until(lambda: column() == ["0.5", "0.75"] * 2)
+    page.go("samples?run=0&step=10")
     page.all("tbody tr")[1].click()
     page.until(lambda: "Sample 1 of group 1" in page.text("main"))
     assert "21" in page.text(".message.assistant")
+    assert "1, 0.5 s" in page.text(".pairs")
     assert "token 0, id 5" not in page.text("output")
     page.one(".tokens").send_keys("\ue014" * 3)  # arrow right
     page.until(lambda: "id 7 · version 7 · age 2 · carries loss" in page.text("output"))
+    known = "log-prob -0.5 · trainer's log-prob -0.75 · engine − trainer 0.25 · advantage 0.25 · entropy 1.5"
+    assert known in page.text("output").replace("−0", "-0")
+    for mode, largest in (("differences", "+0.25"), ("entropies", "size 1.5")):
+        page.one(f"select[aria-label='shade tokens by'] option[value={mode}]").click()
+        assert largest in page.text(".legend")
+        assert len(page.all(".tokens .shade")) == 5
+
+
+def test_lanes_are_walked_with_the_keyboard(page: Page) -> None:
+    page.go("engines?run=0")
+    assert page.text(".lane-names").split("\n") == ["trainer", "rank 0", "rank 1", "engine-0"]
+    assert [cell.text for cell in page.all(".engines tbody td")[3:6]] == ["38 %", "7", "2"]
+    canvas = page.one(".lanes canvas")
+    canvas.send_keys("\ue012")  # arrow left
+    page.until(
+        lambda: (
+            "all of it: trainer waiting for the batch 25 %"
+            in page.text(".lanes output").replace("copying weights 75 %, ", "")
+        )
+    )
+    canvas.send_keys("\ue015" + "\ue012" * 9)  # arrow down, arrow left
+    page.until(lambda: "rank 0 forward and backward" in page.text(".lanes output"))
+    drawn = (
+        "return arguments[0].getContext('2d').getImageData(0, 0, arguments[0].width, 17).data.some((each) => each > 0)"
+    )
+    assert page.driver.execute_script(drawn, canvas)
 
 
 def test_texts_of_the_run_stay_texts(page: Page) -> None:
@@ -130,6 +171,31 @@ def test_texts_of_the_run_stay_texts(page: Page) -> None:
     assert "<b>reward</b> raised" in page.text("main")
     page.go("logs?run=0&name=engine-0.0.log")
     assert "⟨U+001B⟩[31mred" in page.text(".log")
+
+
+def test_every_turn_has_its_time(tab: Page, tmp_path: Path) -> None:
+    turns = [Turn(start=2, end=3, started_at=1.8e9, seconds=0.25), Turn(start=3, end=5, seconds=None)]
+    note = FileNote(kind="train", step=10, groups=1, groups_written=1)
+    write_file(file_of(write_finished_run(tmp_path / "run") / "samples", "train", 10), note, [row(turns=turns)])
+    with served([tmp_path / "run"]) as base:
+        tab.open(base, "samples?run=0&kind=train&step=10&attempt=17&sample=0")
+        first, second = (each.text.split() for each in tab.all("tbody tr"))
+    assert (first[:3], first[-1]) == (["1", "2", "1"], "0.25")
+    assert second == ["2", "3", "2", "–", "–"]
+
+
+def test_a_megabyte_is_shown_in_part_until_all_of_it_is_asked_for(tab: Page, tmp_path: Path) -> None:
+    run_dir, text = tmp_path / "run", "<b>ä</b>" * 125_000
+    note = FileNote(kind="train", step=10, groups=1, groups_written=1)
+    write_file(file_of(write_finished_run(run_dir) / "samples", "train", 10), note, [row(response=text)])
+    with served([run_dir]) as base:
+        tab.open(base, "samples?run=0&kind=train&step=10&attempt=17&sample=0")
+        length = "return document.querySelector('.message.response .words').textContent.length"
+        assert tab.driver.execute_script(length) == 100_000
+        assert "900,000 more characters" in tab.text(".message.response")
+        next(each for each in tab.all("button") if each.text == "load the whole texts").click()
+        tab.until(lambda: tab.driver.execute_script(length) == len(text))
+    assert tab.all(".message b") == []
 
 
 def test_the_keyboard_reaches_everything(page: Page) -> None:

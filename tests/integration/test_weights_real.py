@@ -4,7 +4,6 @@ the way is found, and nothing is left behind. One server with a mixture of exper
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -36,15 +35,17 @@ from tests.fakes.fake_fleet import FakeRouter
 from tests.integration.publishing import (
     TRANSPORTS,
     Corrupt,
+    Held,
     Publishing,
     Trainer,
     listening_sockets,
     publishing,
     random_sequences,
     settled,
-    until_equal,
+    until_no_more,
 )
 from tests.integration.served_models import save_served
+from tests.integration.streamed_request import StreamedRequest
 
 pytestmark = [
     pytest.mark.integration,
@@ -55,8 +56,7 @@ pytestmark = [
 
 ENGINE = "engine-0"
 PROMPT = (5, 6, 7, 8)
-LONG = 80
-GENERATING_SECONDS = 30.0  # until a request is under way
+LONG = 160  # tokens: many more than come before a pause
 
 
 class RecordingFleet(Fleet):
@@ -98,19 +98,16 @@ class Server:
     def publishing(self, **options: object) -> AbstractAsyncContextManager[Publishing]:
         return publishing(self.trainer, self.fleet, self.staged, **options)
 
-    async def is_generating(self) -> bool:
+    def stream(self, tokens: int) -> StreamedRequest:
         url = self.registry.engines[ENGINE].url
-        async with self.http.session.get(f"{url}/v1/loads") as response:
-            return any(load["num_running_reqs"] for load in (await response.json())["loads"])
-
-    async def generate(self, tokens: int) -> JsonObject:
-        url = self.registry.engines[ENGINE].url
+        assert url is not None
         sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
         body["extra_key"] = f"v{self.registry.version}"  # as the client does
-        async with self.http.session.post(f"{url}/generate", json=body) as response:
-            assert response.status == 200
-            return await response.json()
+        return StreamedRequest(self.http, url, body)
+
+    async def generate(self, tokens: int) -> JsonObject:
+        return await self.stream(tokens).reply
 
     def trained(self, reply: JsonObject) -> list[float]:
         """What the trainer gives for the output."""
@@ -163,15 +160,11 @@ async def test_what_is_trained_is_what_generates(server: Server, transport: str,
     async with server.publishing(pause_generation_mode=mode, **TRANSPORTS[transport]) as published:
         await published.next()
         before = server.trainer.logprobs(random_sequences()[-1])
-        in_flight: list[asyncio.Task[JsonObject]] = []
+        in_flight: list[StreamedRequest] = []
 
         async def start_request() -> None:
-            in_flight.append(asyncio.ensure_future(server.generate(LONG)))
-            async with asyncio.timeout(GENERATING_SECONDS):
-                while not await server.is_generating():  # servers tell nobody
-                    if in_flight[-1].done():  # it was answered between two looks
-                        in_flight.append(asyncio.ensure_future(server.generate(LONG)))
-                    await asyncio.sleep(0.01)
+            in_flight.append(server.stream(LONG))
+            await in_flight[0].goes_on()
 
         server.fleet.before_pause = start_request
         publication = await published.next()
@@ -187,7 +180,7 @@ async def test_what_is_trained_is_what_generates(server: Server, transport: str,
         assert isinstance(score, CanaryScore)
         np.testing.assert_allclose(score.logprobs, server.trainer.logprobs(sequence), atol=1e-4)
     assert np.abs(np.subtract(score.logprobs, before)).max() > 1e-2  # else older weights would pass as well
-    check_interrupted(server, await in_flight[-1], mode)
+    check_interrupted(server, await in_flight[0].reply, mode)
     reply = await server.generate(16)  # the prompt of the request that was in flight
     assert reply["meta_info"]["weight_versions"] == [{"version": str(version), "start": 0, "end": 16}]
     np.testing.assert_allclose(logprobs(reply), server.trained(reply), atol=1e-4)
@@ -285,7 +278,7 @@ async def test_an_external_engine_is_brought_to_the_weights_and_left_running(ser
 
 
 async def test_nothing_is_left_by_publications(server: Server) -> None:
-    def held() -> tuple[int, list[int]]:
+    def held() -> Held:
         return listening_sockets(), [process.num_fds() for process in server.processes]
 
     async def publish(transport: dict[str, object]) -> None:
@@ -297,5 +290,5 @@ async def test_nothing_is_left_by_publications(server: Server) -> None:
         await publish(transport)
         before = await settled(held)
         await publish(transport)
-        await until_equal(held, before)
+        await until_no_more(held, before)
     assert server.registry.engines[ENGINE].state is EngineState.SERVING

@@ -40,6 +40,10 @@ _LLAMA3_ROPE = {
 }
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}
+_ROPE_OF_GEMMA4 = {
+    "sliding_attention": _DEFAULT_ROPE,
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -72,6 +76,18 @@ _LATENT = {
 # With few heads, scores of several tokens are 0: which of them are chosen is left to chance.
 _INDEXED = {"n_group": 1, "topk_group": 1, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 16}
 
+_GEMMA4 = {name: value for name, value in _GEMMA.items() if name != "rope_theta"} | {
+    "num_key_value_heads": 2,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": _ROPE_OF_GEMMA4,
+    # Heads of layers without a window; what transformers writes holds them under per_layer_config.
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+}
 _HYBRID_ROPE = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
 _GATED_DELTA = {  # one gated delta net and one layer of attention, whose heads differ in number and size
     "layer_types": ["linear_attention", "full_attention"],
@@ -83,6 +99,15 @@ _GATED_DELTA = {  # one gated delta net and one layer of attention, whose heads 
     "rope_parameters": _HYBRID_ROPE,
 }
 _GATED_DELTA_MIXTURE = _MIXTURE | _GATED_DELTA | {"num_experts": 12, "shared_expert_intermediate_size": 48}
+
+_MAMBA = _DENSE | {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "n_groups": 4,
+    "chunk_size": 8,
+    "time_step_min": 1e-9,  # a bound of steps that transformers has; NVIDIA's code, SGLang and Megatron have none
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", _DENSE | {"rope_parameters": _LLAMA3_ROPE, "max_position_embeddings": 16384}),
@@ -102,6 +127,13 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         _GEMMA
         | {"num_key_value_heads": 2, "sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24}
         | {"rope_parameters": {"sliding_attention": _DEFAULT_ROPE, "full_attention": _LINEAR_ROPE}},
+    ),
+    "gemma4": ("Gemma4Text", _GEMMA4),
+    "gemma4-moe": (
+        "Gemma4Text",
+        _GEMMA4
+        | {"attention_k_eq_v": False, "enable_moe_block": True, "num_experts": 12, "top_k_experts": 2}
+        | {"moe_intermediate_size": 32},
     ),
     "qwen3-moe": ("Qwen3Moe", _MIXTURE | {"num_experts": 12, "norm_topk_prob": True}),
     "qwen3-next": ("Qwen3Next", _GATED_DELTA_MIXTURE),
@@ -136,6 +168,17 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "rope_parameters": _YARN}
         | _READ_BY_SGLANG,
     ),
+    "nemotron-h": (
+        "NemotronH",
+        _MAMBA | {"layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]},
+    ),
+    "nemotron-h-moe": (
+        "NemotronH",
+        _SIGMOID_ROUTED
+        | _MAMBA
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "n_shared_experts": 1}
+        | {"moe_shared_expert_intermediate_size": 48},
+    ),
     "olmoe": (
         "Olmoe",
         _MIXTURE | {"intermediate_size": 32, "num_experts": 12, "num_key_value_heads": 4, "pad_token_id": None},
@@ -169,6 +212,9 @@ MODEL_TYPES = {  # where names differ
     "qwen3.5": "qwen3_5_text",
     "qwen3.5-moe": "qwen3_5_moe_text",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4-moe": "gemma4_text",
+    "nemotron-h-moe": "nemotron_h",
     "moonlight": "deepseek_v3",
     "glm5": "glm_moe_dsa",
 }
@@ -193,20 +239,29 @@ def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "floa
         model = transformers.AutoModelForCausalLM.from_config(
             getattr(transformers, f"{name}Config")(**(settings | config))
         )
-        biases = (buffer for buffer_name, buffer in model.named_buffers() if "correction_bias" in buffer_name)
-        for tensor in (*model.parameters(), *biases):
+        biases = [buffer for buffer_name, buffer in model.named_buffers() if "correction_bias" in buffer_name]
+        factors = [buffer for buffer_name, buffer in model.named_buffers() if "layer_scalar" in buffer_name]
+        for tensor in (*model.parameters(), *biases, *factors):
             if tensor.ndim > 1:
                 tensor.data.mul_(3)
             if tensor.ndim == 1 or not tensor.any():
                 tensor.data.add_(0.1 * torch.randn_like(tensor))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, dtype))
+    for tensor in (*model.parameters(), *factors):
+        tensor.data = tensor.data.to(getattr(torch, dtype))
     model.save_pretrained(directory)
     path = directory / "config.json"
     written: dict[str, object] = {"model_type": model_type(family)}  # Kimi's is another
     if "full_attention_interval" in settings:  # SGLang reads what transformers leaves out
         written |= {name: _HYBRID_ROPE[name] for name in ("rope_theta", "partial_rotary_factor")}
-    path.write_text(json.dumps(json.loads(path.read_text()) | written))
+    found = json.loads(path.read_text())
+    if name == "NemotronH":  # as published, and as SGLang reads it
+        kinds = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+        written |= {
+            "num_hidden_layers": len(found["layers_block_type"]),
+            "hybrid_override_pattern": "".join(kinds[kind] for kind in found.pop("layers_block_type")),
+            "mamba_n_groups": settings["n_groups"],
+        }
+    path.write_text(json.dumps(found | written))
     return directory
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from miles_async.types import Picture, TrainBatch, TrainShard
+from miles_async.types import Picture, ShownBranch, TrainBatch, TrainShard
 
 VERSION = 3  # the trainer's, in all of these tests
 
@@ -85,7 +85,7 @@ def to_batch(samples: Sequence[ToySample]) -> TrainBatch:
 
 
 def to_shards(steps: Sequence[Sequence[ToySample]], *, dp_size: int, micro_batches: int) -> list[TrainShard]:
-    """``steps``: the samples of each optimizer step, dealt out to ranks and micro-batches one by one."""
+    """``steps``: the samples of each optimizer step, dealt out to ranks and micro-batches one by one. All are shown."""
     loss_tokens = tuple(sum(int(sample.loss_mask.sum()) for sample in step) for step in steps)
     return [
         TrainShard(
@@ -97,9 +97,22 @@ def to_shards(steps: Sequence[Sequence[ToySample]], *, dp_size: int, micro_batch
                 for step in steps
             ),
             loss_tokens=loss_tokens,
+            shown=tuple(_places(steps, rank, dp_size, micro_batches)),
         )
         for rank in range(dp_size)
     ]
+
+
+def _places(steps: Sequence[Sequence[ToySample]], rank: int, dp_size: int, micro_batches: int) -> Iterator[ShownBranch]:
+    """All samples of a rank, numbered through all steps."""
+    for step, samples in enumerate(steps):
+        before = sum(map(len, steps[:step]))
+        for part in range(micro_batches):
+            first = 0
+            for index in range(len(samples))[rank::dp_size][part::micro_batches]:
+                end = first + len(samples[index].tokens)
+                yield ShownBranch(branch=before + index, step=step, micro_batch=part, first=first, end=end)
+                first = end
 
 
 def long_sample_shard(tokens: int, *, ranks: int = 1, micro_batches: int = 1) -> TrainShard:

@@ -14,7 +14,9 @@ import numpy as np
 
 from miles_async.types import Picture
 from miles_async.types.pictures import digest_of
+from tests.integration.family_table import WITH_IMAGES
 from tests.integration.plain_reference import PlainTrainer
+from tests.integration.served_models import save_words
 from tests.integration.tiny_models import VOCAB
 from tests.integration.toy_batches import ToySample, toy_samples
 
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 IMAGE, VIDEO, START, END = VOCAB - 4, VOCAB - 3, VOCAB - 2, VOCAB - 1
 TEXT = VOCAB - 4  # ids below are of texts
 
-_LANGUAGE = {
+MODEL_TYPES = {name: kind for kind, name in WITH_IMAGES.items()}
+
+_LANGUAGE: dict[str, object] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -33,19 +37,40 @@ _LANGUAGE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
     "bos_token_id": None,
     "eos_token_id": None,
 }
-_VISION = {  # one layer with windows of 2 × 2 tokens, one without
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 44,  # not divisible by 8, as that of Qwen2.5-VL-7B's
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "window_size": 56,
-    "fullatt_block_indexes": [1],
+_ROPE: dict[str, object] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+_VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
+
+CONFIGS: dict[str, dict[str, dict[str, object]]] = {
+    "qwen2.5-vl": {
+        "text_config": _LANGUAGE | {"rope_parameters": _ROPE},
+        "vision_config": {  # one layer with windows of 2 × 2 tokens, one without
+            **_VISION,
+            "intermediate_size": 44,  # not divisible by 8, as that of Qwen2.5-VL-7B's
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+        },
+    },
+    "qwen3-vl": {
+        "text_config": {
+            **_LANGUAGE,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        },
+        "vision_config": {  # features of two of its three layers go to the first two layers of the language model
+            **_VISION,
+            "depth": 3,
+            "intermediate_size": 48,
+            "patch_size": 14,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
 }
+"""Model → parts of its config."""
 _PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": 14,
@@ -56,23 +81,24 @@ _PREPROCESSOR = {
 }
 
 
-def save_tiny_qwen25_vl(directory: Path, *, tied: bool, seed: int = 0) -> Path:
-    """Its parameters are shaken so that no two of them are alike."""
+def save_tiny_vision(directory: Path, name: str, *, tied: bool, seed: int = 0) -> Path:
+    """A model of CONFIGS, its parameters shaken so that no two of them are alike."""
     import torch
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = Qwen2_5_VLConfig(
-            text_config=dict(_LANGUAGE),
-            vision_config=dict(_VISION),
+        parts = {part: dict(fields) for part, fields in CONFIGS[name].items()}
+        config = AutoConfig.for_model(
+            MODEL_TYPES[name],
+            **parts,
             image_token_id=IMAGE,
             video_token_id=VIDEO,
             vision_start_token_id=START,
             vision_end_token_id=END,
             tie_word_embeddings=tied,
         )
-        model = Qwen2_5_VLForConditionalGeneration(config)
+        model = AutoModelForImageTextToText.from_config(config)
         for tensor in model.parameters():
             if tensor.ndim > 1:
                 tensor.data.mul_(3)
@@ -83,20 +109,10 @@ def save_tiny_qwen25_vl(directory: Path, *, tied: bool, seed: int = 0) -> Path:
     return directory
 
 
-def save_served_vision(directory: Path, *, seed: int = 0) -> Path:
+def save_served_vision(directory: Path, name: str, *, seed: int = 0) -> Path:
     """With a tokenizer of the words t0 .. t59 and the names of the four tokens about images."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    save_tiny_qwen25_vl(directory, tied=True, seed=seed)
-    special = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
-    words = [*(f"t{i}" for i in range(TEXT)), *special]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="t3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()  # SGLang looks for images in the text of the prompt's tokens
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="t2", pad_token="t0", additional_special_tokens=special
-    ).save_pretrained(directory)
+    save_tiny_vision(directory, name, tied=True, seed=seed)
+    save_words(directory, special=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"))
     return directory
 
 

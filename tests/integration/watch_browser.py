@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-import uvicorn
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
@@ -21,7 +20,7 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from miles_async.runtime.network.keys import Secret
 from miles_async.watch.run import open_runs
-from miles_async.watch.server import make_app
+from miles_async.watch.server import make_server
 
 KEY = "read-key"
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -127,10 +126,7 @@ def served(directories: Sequence[Path], write_key: str | None = None) -> Iterato
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         door.listen()
-        config = uvicorn.Config(
-            make_app(open_runs(directories), Secret(KEY), changing), log_level="error", access_log=False
-        )
-        server = uvicorn.Server(config)
+        server = make_server(open_runs(directories), Secret(KEY), changing)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, daemon=True)
         thread.start()
         try:

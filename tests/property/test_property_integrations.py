@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,13 +18,18 @@ from miles_async.api import MakeEnvironment
 from miles_async.integrations.gymnasium_text import GymnasiumText
 from miles_async.integrations.mcp_session import Answer, McpServer, McpSession
 from miles_async.integrations.mcp_tools import MakeWithTools, McpServers
-from miles_async.types import JsonObject
+from miles_async.integrations.nemo_gym_episodes import NemoGym, NemoGymEpisode
+from miles_async.integrations.openenv_episodes import OpenEnv, OpenEnvEpisode
+from miles_async.integrations.openenv_session import ActionRefusedError, OpenEnvSession, Seen
+from miles_async.types import JsonObject, Prompt
 from tests.fakes.chat_formats import ORDINARY_TOKENS
 from tests.fakes.episodes import texts, words
 from tests.fakes.faithful import assert_faithful
 from tests.fakes.scripted_model import ScriptedModel
 from tests.unit.integrations.test_gymnasium_text import Echo, prompt
 from tests.unit.rollout.test_multi_turn import ATTEMPT, CHAT, END, generate_with
+
+ECHO = [{"type": "function", "function": {"name": "echo", "description": "", "parameters": {}}}]
 
 
 def ended(text: str) -> list[int]:
@@ -66,7 +72,7 @@ class SayingServers(McpServers):
     def __init__(self, answer: Callable[[], str]) -> None:
         super().__init__(["a server"], shared=False, start_timeout=1.0, log_path=Path())
         self._server_of["echo"] = self._servers[0]
-        self.tools = [{"type": "function", "function": {"name": "echo", "description": "", "parameters": {}}}]
+        self.tools = ECHO
         self._saying = Saying(answer)
 
     def session_for(self, tool: str, own: dict[McpServer, McpSession]) -> McpSession:
@@ -88,3 +94,62 @@ def test_environments_of_gymnasium(turns: list[list[int]]) -> None:
         episode_is_faithful(lambda given: make(prompt()), turns)
     finally:
         del gymnasium.registry["Said-v0"]
+
+
+class SayingSession(OpenEnvSession):
+    """A session with a server that says and refuses whatever is drawn."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        super().__init__("")
+        self._data = data
+
+    async def reset(self, arguments: JsonObject) -> Seen:
+        return Seen(observation={})
+
+    async def step(self, action: JsonObject) -> Seen:
+        if self._data.draw(st.booleans()):
+            raise ActionRefusedError(self._data.draw(texts))
+        return Seen(observation={"result": self._data.draw(texts), "text": self._data.draw(texts)}, reward=0.5)
+
+
+@settings(max_examples=40)
+@given(
+    data=st.data(), uses_tools=st.booleans(), turns=turns_of(st.builds(called, words, words) | st.builds(ended, words))
+)
+def test_environments_of_openenv(data: st.DataObject, uses_tools: bool, turns: list[list[int]]) -> None:
+    server = OpenEnv("", {})
+    server.tools = ECHO if uses_tools else ()
+
+    def make(given: Prompt) -> OpenEnvEpisode:
+        episode = server(given)
+        episode._session = SayingSession(data)
+        return episode
+
+    episode_is_faithful(make, turns)
+
+
+class SayingGym(NemoGymEpisode):
+    """An episode with a server that says whatever is drawn."""
+
+    data: st.DataObject
+
+    async def _post(self, path: str, body: object) -> tuple[int, str]:
+        json.dumps(body)
+        if path == "verify":
+            return 200, '{"reward": 0.5}'
+        return self.data.draw(st.sampled_from([200, 422, 500])) if path == "echo" else 200, self.data.draw(texts)
+
+
+@settings(max_examples=40)
+@given(data=st.data(), turns=turns_of(st.builds(called, st.sampled_from(["echo", "none"]), words)))
+def test_tasks_of_nemo_gym(data: st.DataObject, turns: list[list[int]]) -> None:
+    function = {"type": "function", **ECHO[0]["function"]}
+    task = {"responses_create_params": {"input": "?", "tools": [function]}}
+    gym = NemoGym("", answer_timeout=1.0, max_turns=4)
+
+    def make(given: Prompt) -> NemoGymEpisode:
+        episode = SayingGym(gym, Prompt(prompt_id="p", token_ids=(1,), text="?", metadata={"nemo_gym": task}))
+        episode.data = data
+        return episode
+
+    episode_is_faithful(make, turns)

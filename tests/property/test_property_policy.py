@@ -46,12 +46,12 @@ def test_cut_takes_the_oldest_fresh_groups_and_sweeps_exactly_the_stale(
             attempt_id, version = 6 * target + position, max(0, target - ages[position])
             buffer.put(make_group(attempt_id, [[target, version]]))
             model[attempt_id] = version
-        cut = buffer.cut(target)
+        cut, swept, _ = buffer.cut(target)
         stale = sorted(i for i, version in model.items() if bound is not None and target - version > bound)
         fresh = sorted(model.keys() - set(stale))
         taken = fresh[:batch_size] if len(fresh) >= batch_size else []
-        assert [group.attempt.attempt_id for group in cut.stale] == stale
-        assert [group.attempt.attempt_id for group in cut.groups] == taken
+        assert [group.attempt.attempt_id for group in swept] == stale
+        assert [group.attempt.attempt_id for group in cut] == taken
         for attempt_id in stale + taken:
             del model[attempt_id]
         assert [group.attempt.attempt_id for group in buffer] == sorted(model)

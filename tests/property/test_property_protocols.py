@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 from miles_async.trajectory.context import Turn
 from miles_async.types import JsonObject
 from tests.fakes.chat_formats import TOOLS
-from tests.fakes.episodes import Episode, Say, anything, canonical_answers, follow_ups, questions, texts
+from tests.fakes.episodes import (
+    Episode,
+    Say,
+    anything,
+    canonical_answers,
+    follow_ups,
+    questions,
+    texts,
+    with_pictures,
+)
 from tests.fakes.protocol_clients import CLIENTS
 
 each_style = pytest.mark.parametrize("style", ["qwen3", "llama3", "glm"])
@@ -61,6 +70,15 @@ def test_every_protocol_gives_the_same_samples(style: str, data: st.DataObject, 
         assert found == expected, name
 
 
+@settings(max_examples=25)
+@given(data=st.data())
+def test_every_protocol_gives_the_same_samples_of_images(data: st.DataObject) -> None:
+    rounds = data.draw(st.lists(st.tuples(with_pictures(), anything()), min_size=1, max_size=3))
+    expected, *others = [[*tree("qwen25_vl", (), name, rounds)] for name in CLIENTS]
+    assert len(expected) == 1
+    assert others == [expected] * len(others)
+
+
 def tree(
     style: str,
     tools: Sequence[JsonObject],
@@ -72,7 +90,7 @@ def tree(
     episode, client = Episode(style, tools), CLIENTS[protocol](tools, streams=pieces is not None)
     turns: list[Turn] = []
     for appended, say in rounds:
-        exchange = client.exchange(appended)
+        exchange = client.exchange(appended, episode.trajectory.keep_image)
         request = exchange.turn
         context = episode.trajectory.extend(request.messages, request.tools, request.options)
         generation = episode.sampled(context, episode.output_ids(say, appended))
@@ -88,4 +106,5 @@ def tree(
             "mask": branch.loss_mask.tolist(),
             "logprobs": branch.rollout_logprobs.tolist(),
             "versions": branch.weight_versions.tolist(),
+            "pictures": branch.pictures,
         }

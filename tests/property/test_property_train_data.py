@@ -146,6 +146,22 @@ def test_split(table: BranchTable, dp_size: int, max_tokens: int, per_step: int 
         seen |= expected
 
 
+@given(tables(), st.integers(1, 4), st.integers(5, 30), st.none() | st.integers(1, 20), st.booleans(), st.data())
+def test_shards_say_where_the_branches_of_shown_groups_are(
+    table: BranchTable, dp_size: int, max_tokens: int, per_step: int | None, share: bool, data: st.DataObject
+) -> None:
+    groups = data.draw(st.sets(st.integers(0, int(table.group_ids[-1]))))
+    shards = split(table, dp_size, max_tokens, per_step, 4, share_prefixes=share, shown=groups)
+    found = {}
+    for shard in shards:
+        for place in shard.shown:
+            micro_batch = shard.optimizer_steps[place.step][place.micro_batch]
+            assert place.branch not in found
+            found[place.branch] = micro_batch.tokens[place.first : place.end].tolist()
+    wanted = np.flatnonzero(np.isin(table.group_ids, [*groups])).tolist()
+    assert found == {branch: table.branches[branch].tokens.tolist() for branch in wanted}
+
+
 def assert_every_branch_once(batch: TrainBatch, shards: tuple[TrainShard, ...]) -> None:
     found: dict[int, tuple[object, ...]] = {}
     for micro_batch in (m for shard in shards for step in shard.optimizer_steps for m in step):

@@ -15,16 +15,21 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from miles_async.backends.megatron.packing.images import images_of
+from miles_async.engines.sglang.images import engine_inputs
 from miles_async.errors import TrajectoryError
+from miles_async.trajectory import messages
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import canonical
+from miles_async.trajectory.messages import canonical, with_kept_images
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.tree import Trajectory, _Request
-from miles_async.types import NO_VERSION, Branch, JsonObject, Sample
-from tests.fakes.chat_formats import TOOLS
-from tests.fakes.episodes import Episode, anything, canonical_answers, follow_ups, questions
+from miles_async.types import NO_VERSION, Branch, GenerateRequest, JsonObject, Sample
+from tests.fakes.chat_formats import TOOLS, chat_format
+from tests.fakes.episodes import Episode, Say, anything, canonical_answers, follow_ups, questions, with_pictures
+from tests.fakes.pictures import picture_processor
 
 STYLES = ("qwen3", "llama3", "glm")
+PLACEHOLDER = picture_processor(chat_format("qwen25_vl")).image_token
 each_style = pytest.mark.parametrize("style", STYLES)
 
 
@@ -67,6 +72,40 @@ def test_sampled_tokens_stay_and_the_rest_is_what_the_template_writes(
         assert not left_out or (len(left_out) == 1 and left_out[0] in episode.chat.stop_ids)
 
     assert as_text(episode, sample) == reference_text(episode, int(turns[-1].sampled.output_ids[-1]))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_images_stand_where_the_template_writes_them(data: st.DataObject) -> None:
+    """In every branch, whatever the agent goes back to and whatever the model samples, a placeholder included."""
+    episode = Episode("qwen25_vl")
+    assert episode.images is not None
+    answers = anything() | st.just(Say(ids=(1, PLACEHOLDER), stop=None))
+    turns: list[Turn] = []
+    for number in range(data.draw(st.integers(1, 5))):
+        parent = data.draw(st.sampled_from([None, *turns]))
+        appended = [{"role": "user", "content": f"{number}"}, *data.draw(with_pictures() | follow_ups())]
+        episode.messages = [] if parent is None else list(episode.histories[parent])
+        turns.append(episode.turn(appended, data.draw(answers)))
+        assert turns[-1].context.parent is parent
+    sample = episode.trajectory.sample()
+    assert sample is not None
+    for branch in sample.branches:
+        images = images_of(branch.tokens, np.array([0, len(branch.tokens)]), [branch.pictures], episode.images)
+        assert (images.pictures if images is not None else ()) == branch.pictures
+    for turn in turns:
+        request = GenerateRequest(
+            input_ids=turn.context.input_ids(),
+            sampling={},
+            routing_key="",
+            pictures=turn.context.pictures,
+            image_token=PLACEHOLDER,
+        )
+        tokens, fields = engine_inputs(request)
+        assert len(fields.get("image_data", ())) == (tokens == PLACEHOLDER).sum()
+        history = [canonical(with_kept_images(m, episode.trajectory.keep_image)) for m in episode.histories[turn][:-1]]
+        asked = [digest for message in history for digest in messages.images_of(message)]
+        assert [each.digest for each in turn.context.pictures] == asked
 
 
 def as_text(episode: Episode, sample: Sample) -> str:

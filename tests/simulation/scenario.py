@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from miles_async.arguments import EnginesArguments, RolloutArguments, StalenessArguments, WeightsArguments
 from miles_async.simulation.distributions import Fixed, LogNormal
-from miles_async.simulation.settings import Faults, SimulationSettings
+from miles_async.simulation.settings import Faults, Silence, SimulationSettings
 
 NO_LIMIT = 10**9
 
@@ -44,6 +44,19 @@ def settings(**changes: object) -> SimulationSettings:
     return replace(base, **{"rollout": rollout, **changes})
 
 
+def silences(chance: random.Random) -> tuple[Silence, ...]:
+    """Silences of engines, in one run of four."""
+    return tuple(
+        Silence(
+            at_seconds=chance.uniform(0.0, 60.0),
+            seconds=chance.choice([1.0, 10.0, 45.0, 1000.0]),
+            engine=chance.randrange(3),
+            only_tokens=chance.random() < 0.5,
+        )
+        for _ in range(chance.choice([0, 0, 0, 2]))
+    )
+
+
 def random_settings(seed: int) -> SimulationSettings:
     """Any combination of the knobs, those that validation refuses included."""
     chance = random.Random(seed)
@@ -76,7 +89,7 @@ def random_settings(seed: int) -> SimulationSettings:
         train_seconds=LogNormal(chance.choice([0.1, 1.0, 5.0]), 0.3),
         publish_seconds=Fixed(chance.choice([0.0, 0.1, 2.0])),
         copy_seconds=chance.choice([0.0, 0.5]),
-        faults=Faults(mean_seconds_between_crashes=chance.choice([None, None, 60.0])),
+        faults=Faults(mean_seconds_between_crashes=chance.choice([None, None, 60.0]), silences=silences(chance)),
         limit_seconds=20_000,
         seed=seed,
     )

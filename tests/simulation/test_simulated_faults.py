@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.errors import EngineError, ProcessLostError, PublicationError, ServiceOutageError, StalledError
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace
+from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.run import simulate
-from miles_async.simulation.settings import CallFault, Crash, Faults
+from miles_async.simulation.settings import CallFault, Crash, Faults, Silence
 from tests.simulation.scenario import settings
 
 PUBLICATION = (
@@ -31,6 +33,11 @@ def up(trace: bytes, engine: str) -> int:
     return sum(f" engine-up engine={engine} ".encode() in line for line in trace.splitlines())
 
 
+def longest_gap(result: SimulationResult) -> float:
+    """Seconds between two steps."""
+    return max(later.ended - earlier.ended for earlier, later in pairwise(result.steps))
+
+
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_a_crash_while_generating_costs_its_samples_and_the_engine_comes_back(mode: str) -> None:
     # covers: C6, C8
@@ -39,6 +46,29 @@ def test_a_crash_while_generating_costs_its_samples_and_the_engine_comes_back(mo
     assert up(result.trace, "engine-0") == 2
     assert result.balance["failed"] == 0  # samples are generated again, attempts survive
     assert len(result.publications[-1][1].engines) == 2  # repaired: it takes part in publications
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("only_tokens", "seconds"), [(False, 16.0), (True, 25.0)])
+def test_steps_go_on_soon_though_one_engine_of_two_is_silent(only_tokens: bool, seconds: float, seed: int) -> None:
+    # covers: C2, C10
+    silence = Silence(at_seconds=40.0 + 1.3 * seed, seconds=45.0, engine=0, only_tokens=only_tokens)
+    result = simulate(settings(steps=60, seed=seed, faults=Faults(silences=(silence,))))
+    assert longest_gap(result) < seconds
+    assert up(result.trace, "engine-0") == 2
+    assert up(result.trace, "engine-1") == 1
+    assert result.balance["trained"] == 120  # each attempt once, whatever was sent twice
+    assert result.balance["failed"] == 0
+
+
+@pytest.mark.parametrize("only_tokens", [False, True])
+def test_late_answers_of_an_engine_that_continues_count_once(only_tokens: bool) -> None:
+    # covers: C2
+    silence = Silence(at_seconds=20.0, seconds=5.0, engine=0, only_tokens=only_tokens)
+    result = simulate(settings(steps=60, faults=Faults(silences=(silence,))))
+    assert 5 < longest_gap(result) < 9
+    assert died(result.trace) == 0
+    assert result.balance["trained"] == 120
 
 
 @pytest.mark.parametrize("path", PUBLICATION)

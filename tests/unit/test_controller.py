@@ -25,7 +25,15 @@ from miles_async.arguments.optimizer import BadStepAction
 from miles_async.controller import Controller
 from miles_async.errors import ContractViolation, EngineError, PublicationError, TrainerError, first_error
 from miles_async.seams import Position
-from miles_async.types import Changes, FleetMembers, PreparedBatch, Publication, SettingValue, StagedWeights
+from miles_async.types import (
+    Changes,
+    FleetMembers,
+    PreparedBatch,
+    Publication,
+    SettingValue,
+    StagedWeights,
+    TokenScores,
+)
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
@@ -511,6 +519,13 @@ async def test_changes_are_made_between_two_cuts_and_by_the_trainer_between_two_
         "cut for 0", "cut for 1", of_rollout, "cut for 2",
     ]  # fmt: skip
     assert [event for event in events if event in ("train", of_trainer)] == ["train", "train", of_trainer, "train"]
+
+
+async def test_samples_get_the_scores_of_each_step() -> None:
+    b = bench(steps=2)
+    b.trainer.token_scores = [TokenScores(branch=0, logprobs=None, entropies=None)]
+    await b.controller.run()
+    assert b.rollout.scores == [b.trainer.token_scores] * 2
 
 
 @pytest.mark.parametrize(("bound", "lowered", "steps"), [(2, 1, 2), (1, 2, None)])

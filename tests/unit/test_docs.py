@@ -61,6 +61,8 @@ MADE_LATER = {
         "console.log",
         "carried/",
         "evaluation.json",
+        "engines.json",
+        "ranks.json",
         "samples/eval-00000000.parquet",
         "report.html",
         "runs/quickstart/report.html",

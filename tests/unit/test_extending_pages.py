@@ -23,7 +23,7 @@ from miles_async.weights.transports.spec import TransportSpec
 PAGES = Path(__file__).parents[2] / "docs" / "extending"
 WITH_EXAMPLES = [*sorted(PAGES.glob("*.md")), PAGES.parent / "environments.md"]
 FILE = re.compile(r"```python\n# (?P<name>\w+)\.py\n(?P<source>.*?)```", re.DOTALL)
-FLAG = re.compile(r"^    (?:.*\s)?(?P<flag>--[\w-]+) (?P<hook>\w+:\w+)", re.MULTILINE)
+FLAG = re.compile(r"^    (?:.*\s)?(?P<flag>--[\w-]+) (?P<hook>[\w-]+:\w\S*)", re.MULTILINE)
 
 CHOOSE: dict[str, Callable[[AlgorithmArguments], object]] = {
     "--policy-loss": policy_loss,

@@ -11,7 +11,7 @@ from miles_async.arguments import OptimizerArguments
 from miles_async.bad_steps import BadSteps
 from miles_async.errors import DataError, EngineStartError, TrainerError
 from miles_async.single_side import evaluation_alone, rollouts_alone, training_alone
-from miles_async.types import PreparedBatch
+from miles_async.types import PreparedBatch, TokenScores
 from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer
 
 STEPS = 3
@@ -150,6 +150,17 @@ async def test_training_takes_the_batch_of_each_step(first: int) -> None:
     assert events == ["train"] * (STEPS - first)
     assert [step for step, _ in recorded.steps] == list(range(first + 1, STEPS + 1))
     assert all({"reward/mean", "train/loss", "time/train_seconds"} <= metrics.keys() for _, metrics in recorded.steps)
+
+
+async def test_samples_get_the_scores_of_each_step() -> None:
+    trainer, taken = FakeTrainer([]), list[tuple[int, object]]()
+    trainer.token_scores = [TokenScores(branch=0, logprobs=None, entropies=None)]
+
+    def trained(step: int, scores: object) -> None:
+        taken.append((step, scores))
+
+    await training_alone(trainer, batch, Recorded(), STOPS, first=0, steps=2, trained=trained)
+    assert taken == [(1, trainer.token_scores), (2, trainer.token_scores)]
 
 
 async def test_checkpoints_are_saved_between_steps() -> None:

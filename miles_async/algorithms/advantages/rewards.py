@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from miles_async.errors import RewardError
-from miles_async.types import Float32, Group, Sample, TokenRewards, UInt8
+from miles_async.types import Float32, Group, Rewarded, RewardParts, Sample, TokenRewards, UInt8
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -26,8 +26,14 @@ def check_reward(reward: float) -> float:
     return reward
 
 
-def with_reward(sample: Sample, given: float | TokenRewards) -> Sample:
-    """Set the sample's reward, and add rewards of tokens to its own. Raises RewardError for unusable numbers."""
+def with_reward(sample: Sample, given: Rewarded) -> Sample:
+    """Set the sample's reward; add rewards of tokens to its own, and parts to its metrics. Raises RewardError for
+    unusable numbers.
+    """
+    if isinstance(given, RewardParts):
+        parts = {name: check_reward(float(part)) for name, part in given.parts.items()}
+        metadata = {**sample.metadata, "metrics": {**sample.metadata.get("metrics", {}), **parts}}
+        return msgspec.structs.replace(sample, reward=check_reward(float(given.reward)), metadata=metadata)
     if not isinstance(given, TokenRewards):
         return msgspec.structs.replace(sample, reward=check_reward(given))
     if len(given.tokens) != len(sample.branches):

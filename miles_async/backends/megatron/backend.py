@@ -19,10 +19,11 @@ from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.families import hf_config
+from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.backends.megatron.platform import Platform
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.runtime.serialization import decode, encode
-from miles_async.types import Picture, SettingValue, TrainShard
+from miles_async.types import Picture, SettingValue, TokenScores, TrainShard
 
 if TYPE_CHECKING:
     from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer, StagedSave
@@ -64,6 +65,7 @@ class MegatronBackend:
         from miles_async.backends.megatron import distributed
         from miles_async.backends.megatron.checkpoints.checkpoint import seed_all
         from miles_async.backends.megatron.kept_weights import KeptWeights
+        from miles_async.backends.megatron.laps import Laps
         from miles_async.backends.megatron.learner import Learner, load_critic
         from miles_async.backends.megatron.model.build import load_model
         from miles_async.backends.megatron.model.scores import Scorer
@@ -107,6 +109,9 @@ class MegatronBackend:
         kept = None
         if minimised.old_policy == "kept":
             kept = KeptWeights(modules=self._model.modules, most=minimised.kept_versions)
+        self._laps = Laps(self.device)
+        for learner in self._learners.values():
+            self._laps.watch_reduction(learner.model.modules[0])
         self._runner = StepRunner(
             policy=policy,
             kept=kept,
@@ -121,9 +126,11 @@ class MegatronBackend:
             scorer=Scorer(temperature=temperature, chunk=optimizer.logprob_chunk),
             layout=self._model.pack_layout,
             device=self.device,
+            laps=self._laps,
         )
         self._critic_follows = critic.critic_lr is None  # the policy's learning rate
         self._stepped_from: int | None = None  # the version of the last shard
+        self._scores: Sequence[TokenScores] = ()  # of its branches that are shown
         self._on_host: HostStorages | None = None
         self._host_buffers: dict[str, HostBuffer] = {}  # of staged saves
         self._staged: list[StagedSave] | None = None
@@ -154,10 +161,16 @@ class MegatronBackend:
         # The same version twice: the weights in between were not published, and engines have older ones.
         same_weights = shard.target_version != self._stepped_from
         self._stepped_from = shard.target_version
-        metrics = self._runner.train(shard, same_weights=same_weights)
+        metrics, self._scores = self._runner.train(shard, same_weights=same_weights)
         for learner in self._learners.values():
             complete_parameters(learner.model.modules)
         return metrics | self._per_rollout.update(metrics)
+
+    def token_scores(self) -> Sequence[TokenScores]:
+        return self._scores
+
+    def part_seconds(self) -> Mapping[str, float]:
+        return self._laps.seconds()
 
     def change(self, values: Mapping[str, SettingValue]) -> None:
         """Train later steps with other settings."""
@@ -306,5 +319,5 @@ def _checked(model: ModelArguments, world_size: int, temperature: float) -> Path
         raise ConfigurationError(f"--rollout-temperature {temperature}: training needs a temperature above 0")
     config = hf_config.read_config(model.hf_checkpoint)
     hf_config.check_model(config, model.hf_checkpoint)
-    hf_config.check_layout(config, model, world_size)
+    check_layout(config, model, world_size)
     return model.hf_checkpoint

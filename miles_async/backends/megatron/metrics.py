@@ -15,6 +15,7 @@ from miles_async.algorithms.spread import spread_metrics
 from miles_async.algorithms.value_loss import value_metrics
 from miles_async.backends.megatron.step_limits import Breach
 from miles_async.bad_steps import PREFIX
+from miles_async.types import ShownBranch
 
 MEAN = "mean/"  # prefix of sums that are reported as means over loss tokens
 TOTALS = ("loss_tokens", "tokens")
@@ -29,6 +30,10 @@ MASKS = {
 """Metric → reason, for metrics that count tokens without effect on the policy."""
 
 
+ScoresOnDevice = Sequence[Tensor | None]
+"""Log-probs and entropies of the tokens of a micro-batch, [N] each."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Tally:
     """This rank's results of the optimizer steps of one rollout step."""
@@ -39,6 +44,7 @@ class Tally:
     lags: list[tuple[int, int]] = field(default_factory=list)  # steps made since the batch's version, loss tokens
     critic_grad_norms: list[float] = field(default_factory=list)
     breaches: list[Breach] = field(default_factory=list)  # of steps that were skipped
+    shown: dict[ShownBranch, ScoresOnDevice] = field(default_factory=dict)  # branch → scores of its micro-batch
 
 
 def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:

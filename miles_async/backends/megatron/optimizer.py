@@ -7,12 +7,14 @@ of parameters, and else torch's AdamW, on every machine without CUDA.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core import utils
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 from torch.nn import Module
 
 from miles_async.arguments.megatron_settings import megatron_settings
@@ -38,6 +40,7 @@ class Training:
 def make_optimizer(modules: list[Module], training: Training) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build AdamW over data-parallel shards and the learning-rate schedule."""
     arguments, model = training.optimizer, training.model
+    clip_by_foreach()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -121,6 +124,30 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
     """
     for adam, parameter in _torch_adam_parameters(optimizer):
         adam.state[parameter]["step"] = adam.state[parameter]["step"].clone()
+
+
+def clip_by_foreach() -> None:
+    """Take norms of gradients and clip them in a few launches, without waiting for the GPU at each parameter.
+
+    megatron-core 0.19.2 takes both from Transformer Engine, unless a function is absent that 2.11 does not have
+    (``multi_tensor_scale_tensor``), then from Apex. Its own functions, which these replace, move the norm of each
+    gradient to the host.
+    """
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = total_norm
+        clip_grads.multi_tensor_scale_impl = scale
+
+
+def total_norm(
+    chunk_size: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """Norm of all gradients together: float [1] on their device."""
+    return torch.nn.utils.get_total_norm(lists[0]).reshape(1), None
+
+
+def scale(chunk_size: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
+    """Multiply in place: Megatron gives the same gradients as source and target."""
+    torch._foreach_mul_(lists[1], factor)
 
 
 def _torch_adam_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.optim.Optimizer, torch.nn.Parameter]]:

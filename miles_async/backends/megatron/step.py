@@ -33,15 +33,16 @@ from miles_async.api import Need
 from miles_async.backends.megatron.distributed import gather_from_replicas, reduce_metrics
 from miles_async.backends.megatron.gradient_norms import GradientNorms
 from miles_async.backends.megatron.kept_weights import KeptWeights
+from miles_async.backends.megatron.laps import Laps
 from miles_async.backends.megatron.learner import Critic, Learner
-from miles_async.backends.megatron.metrics import MEAN, Tally, accumulate, mean, step_metrics
+from miles_async.backends.megatron.metrics import MEAN, ScoresOnDevice, Tally, accumulate, mean, step_metrics
 from miles_async.backends.megatron.model.forward import Pipeline, Scoring
 from miles_async.backends.megatron.model.output import ModelOutput
 from miles_async.backends.megatron.model.scores import Scorer, values_of
 from miles_async.backends.megatron.packing.pack import PackedBatch, PackLayout, pack_batch
 from miles_async.backends.megatron.step_limits import StepLimits
 from miles_async.errors import ContractViolation
-from miles_async.types import TrainShard
+from miles_async.types import ShownBranch, TokenScores, TrainShard
 
 Packs = list[PackedBatch]
 
@@ -63,14 +64,17 @@ class StepRunner:
     scorer: Scorer
     layout: PackLayout
     device: torch.device
+    laps: Laps  # of the last rollout step
 
-    def train(self, shard: TrainShard, *, same_weights: bool) -> dict[str, float]:
-        """Run all optimizer steps of the shard; return metrics over all ranks. Collective.
+    def train(self, shard: TrainShard, *, same_weights: bool) -> tuple[dict[str, float], list[TokenScores]]:
+        """Run all optimizer steps of the shard; return metrics over all ranks, and the scores of the branches that are
+        shown, on one of the ranks that have them. Collective.
 
         ``same_weights``: engines have these weights as the shard's version. Raises ContractViolation if the ranks' loss
         tokens differ from the number in the shard.
         """
         started = time.perf_counter()
+        self.laps.begin()
         present = shard.target_version if same_weights else None  # the version of these weights on engines
         if self.kept is not None and present is not None:
             self.kept.keep(present)
@@ -78,8 +82,14 @@ class StepRunner:
             [pack_batch(batch, shard.target_version, self.layout, self.device) for batch in step]
             for step in shard.optimizer_steps
         ]
+        if parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0:
+            for place in shard.shown:
+                packed = steps[place.step][place.micro_batch]
+                steps[place.step][place.micro_batch] = dataclasses.replace(packed, shown=(*packed.shown, place))
+        self.laps.end("packing")
         steps = self._with_values(self._with_logprobs(steps, present))
         steps = self._prepared(steps, self._trajectories(shard)) * self.epochs
+        self.laps.end("scoring")
         loss_tokens = shard.loss_tokens * self.epochs
         tally = Tally()
         rollouts = self.policy.scheduler.num_steps // max(len(steps), 1)  # trained so far
@@ -97,13 +107,15 @@ class StepRunner:
             if not critic_alone:
                 tally.lags.append((len(tally.grad_norms), loss_tokens[index]))
                 self._train_policy(index, packs, tally, same_weights=same_weights)
+            self.laps.end("optimizer")
         reduced = reduce_metrics(tally.sums, self.device)
         _check_loss_tokens(reduced, sum(loss_tokens), shard.target_version)
         of_critic = {}
         if self.critic is not None:
             of_critic = {"critic_grad_norm": mean(tally.critic_grad_norms), "critic_lr": self.critic.learner.lr}
         seconds = time.perf_counter() - started
-        return of_critic | step_metrics(reduced, tally, lr=self.policy.lr, steps=len(steps), seconds=seconds)
+        metrics = step_metrics(reduced, tally, lr=self.policy.lr, steps=len(steps), seconds=seconds)
+        return of_critic | metrics, [_on_host(place, scores) for place, scores in tally.shown.items()]
 
     def _train_critic(self, critic: Critic, packs: Packs, tally: Tally) -> None:
         for _ in range(critic.updates):
@@ -116,7 +128,7 @@ class StepRunner:
                 tally.critic_grad_norms.append(norm)
 
     def _train_policy(self, index: int, packs: Packs, tally: Tally, *, same_weights: bool) -> None:
-        sums, norm = self.policy.gradient(packs, partial(self._loss, index))
+        sums, norm = self.policy.gradient(packs, partial(self._loss, index, tally.shown))
         accumulate(tally.sums, sums)
         if (breach := self.limits.breach(norm, sums, self.device, same_weights=same_weights)) is not None:
             tally.breaches.append(breach)
@@ -221,7 +233,9 @@ class StepRunner:
             self.policy.optimizer.step()
         return factor
 
-    def _loss(self, index: int, packed: PackedBatch, output: ModelOutput) -> LossSums:
+    def _loss(
+        self, index: int, shown: dict[ShownBranch, ScoresOnDevice], packed: PackedBatch, output: ModelOutput
+    ) -> LossSums:
         objective, batch = self.objective, packed.batch
         logprobs, entropy = self.scorer(packed, output, entropy="entropy" in objective.needs)
         if entropy is not None:
@@ -231,6 +245,12 @@ class StepRunner:
             before = logprobs.detach()
         if before is not None and objective.old_policy == "trainer":
             batch = batch.with_computed("old_logprobs", before)
+        if packed.shown:
+            found = before if before is not None else batch.computed.get("trainer_logprobs")
+            if found is None and index == 0:
+                found = logprobs
+            for place in packed.shown:  # with --ppo-epochs, those of the first pass stay
+                shown.setdefault(place, [None if each is None else each.detach() for each in (found, entropy)])
         progress = (self.policy.scheduler.num_steps - 1) / self.total_steps  # which counts this step already
         sums = objective(logprobs, batch, entropy=entropy, progress=progress)
         loss, of_ahead = sums.loss, {}
@@ -255,6 +275,12 @@ class StepRunner:
             versions = packed.batch.weight_versions[carries_loss]
             counts[f"{MEAN}unkept_version_fraction"] = int((self.kept.scoring(versions) != versions).sum())
         return {name: torch.tensor(float(count), device=self.device) for name, count in counts.items()}
+
+
+def _on_host(place: ShownBranch, scores: ScoresOnDevice) -> TokenScores:
+    own = slice(place.first, place.end)
+    logprobs, entropies = (None if values is None else values[own].float().cpu().numpy() for values in scores)
+    return TokenScores(branch=place.branch, logprobs=logprobs, entropies=entropies)
 
 
 def _computed(packed: PackedBatch, name: Need, values: Tensor) -> PackedBatch:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
+from typing import Literal, get_args
 
 from miles_async.arguments.argument_files import split_line
+from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
 from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Translation, mentions, translate
 from miles_async.arguments.megatron_fields import as_megatron_flags
@@ -18,11 +21,11 @@ from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.arguments.validation import flag_problems
 from miles_async.commands.checks import passed_on_problems
-from miles_async.commands.migrate.defaults import untold_defaults
+from miles_async.commands.migrate.defaults import DEFAULTS, untold_defaults
 from miles_async.commands.migrate.shell_script import ShellCommand, find_command
-from miles_async.commands.migrate.tables import SYSTEMS, table
 from miles_async.commands.migrate.verl import PROGRAMS as VERL_PROGRAMS
 from miles_async.commands.migrate.verl import FromVerl, from_verl
+from miles_async.commands.migrate.verl_keys import KEYS
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.cluster.ray_address import with_ray_address
@@ -64,6 +67,9 @@ CLUSTER = """\
 CORRECTION = "--use-rollout-logprobs\n"
 CORRECTIONS = {"--use-rollout-logprobs", "--use-tis"}
 BOUNDS = {"--max-weight-staleness", "--on-policy"}
+
+System = Literal["slime", "miles", "verl"]
+SYSTEMS: tuple[System, ...] = get_args(System)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -215,3 +221,34 @@ def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
     if lines:
         yield f"# {title}:\n"
         yield from (f"#   {line}\n" for line in lines)
+
+
+def table(system: System) -> Iterator[str]:
+    """Yield each flag, value, default and key of another system (``--table``).
+
+    slime and miles share a table, with the flags of Megatron-LM, SGLang and smg that they take.
+    """
+    if system == "verl":
+        for key in sorted(KEYS, key=lambda key: key.key):
+            yield _line(key.key, key.only, key.verdict, key.note)
+        return
+    rows = sorted(FOREIGN_FLAGS.values(), key=lambda row: (row.origin, row.flag))
+    for origin, of_origin in groupby(rows, key=lambda row: row.origin):
+        yield f"# {origin}\n"
+        yield from (_line(row.flag, row.only, row.verdict, row.note) for row in of_origin)
+    yield "# Values\n"
+    for value in FOREIGN_VALUES.values():
+        verdict = f"works, as {' '.join(value.ours)}" if value.ours else "refused"
+        yield _line(f"{value.flag} {value.value}", (), verdict, value.note)
+    yield "# Defaults that differ from ours and decide what is trained, as our flags\n"
+    for default in DEFAULTS:
+        shown = f"{default.flag} {default.value if isinstance(default.value, str) else ''}".rstrip()
+        conditions = [f"unless {' or '.join(default.unless)}" if default.unless else "",
+                      f"with {default.needs}" if default.needs else ""]  # fmt: skip
+        note = ", ".join(filter(None, [default.about, *conditions]))
+        yield f"{shown}  {note}".rstrip() + "\n"
+
+
+def _line(name: str, only: Iterable[str], verdict: str, note: str) -> str:
+    values = " or ".join(only)
+    return f"{name}{f' {values}' if values else ''}  {verdict}: {note.replace('`', '')}\n"

@@ -86,9 +86,9 @@ KEYS: tuple[VerlKey, ...] = (
     _refused("data.apply_chat_template_kwargs.*", "set their defaults in chat_template.jinja of --hf-checkpoint"),
     _refused("data.custom_cls.*", "write the prompts to a file first, or name a data set of the hub: --prompt-data"),
     _refused("data.sampler.*", "a sampler orders the rows of an epoch: --prompt-sampler module:attr"),
-    _refused("data.image_key", "models that read images are not trained"),
-    _refused("data.video_key", "models that read images are not trained"),
-    _refused(f"{_ACTOR}.freeze_vision_tower", "models that read images are not trained"),
+    _refused("data.image_key", """name the column so: --multimodal-keys '{"image": "images"}'"""),
+    _refused("data.video_key", "models that read videos are not trained"),
+    _switch(f"{_ACTOR}.freeze_vision_tower", "--freeze-vision-tower", off=("--no-freeze-vision-tower",)),
     # The model.
     VerlKey(f"{_MODEL}.path", "works", "is `--hf-checkpoint`, a directory", flag="--hf-checkpoint"),
     _is(f"{_MODEL}.lora_rank", "--lora-rank"),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import aiohttp
 import msgspec
 import orjson
 
-from miles_async.arguments.weights import PauseMode
 from miles_async.engines.http import ERROR_TEXT, Http, decode_json
+from miles_async.engines.sglang import STREAM
 from miles_async.engines.sglang.answers import DECODER, PACK, TEXT_FROM, read_answer, read_event
 from miles_async.engines.sglang.held_report import (
     FINGERPRINT_ACTION,
@@ -20,10 +22,9 @@ from miles_async.engines.sglang.held_report import (
     read_reports,
 )
 from miles_async.engines.sglang.images import engine_inputs
-from miles_async.engines.sglang.names import STREAM
 from miles_async.engines.sglang.scores import PACK_SCORES, read_scores
 from miles_async.errors import EngineError, EngineTimeoutError, RequestRejectedError
-from miles_async.seams import TokenVersions
+from miles_async.seams import InferenceServer, TokenVersions
 from miles_async.seams.streams import StreamEvent
 from miles_async.types import (
     CanaryScore,
@@ -35,6 +36,8 @@ from miles_async.types import (
     TensorMeta,
     TensorShare,
 )
+
+Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 UNKNOWN_TOKENS_IN_FLIGHT = 1 << 31
 """More than any response has, so that all its tokens count as old as the oldest. For servers that don't tell the
@@ -91,10 +94,34 @@ class _CheckReply(msgspec.Struct):
     ranks: list[_RankCheck]
 
 
+def _post(declared: Operation, path: str, *names: str, **fixed: object) -> Operation:
+    """An operation, declared by ``InferenceServer``, that POSTs its arguments under these names, and fixed values."""
+
+    @functools.wraps(declared)
+    async def operation(server: SGLangServer, url: str, *arguments: Any) -> None:
+        *given, timeout = arguments
+        await server._call(url, path, timeout, dict(zip(names, given, strict=True)) | fixed)
+
+    return cast(Operation, operation)
+
+
 class SGLangServer:
     """Implements ``seams.InferenceServer`` and ``seams.streams.StreamingServer``."""
 
     generate_path = "/generate"
+
+    # Operations that are one POST.
+    pause = _post(InferenceServer.pause, "/pause_generation", "mode")
+    resume = _post(InferenceServer.resume, "/continue_generation")
+    flush_cache = _post(InferenceServer.flush_cache, "/flush_cache")
+    abort = _post(InferenceServer.abort, "/abort_request", "rid")
+    abort_all = _post(InferenceServer.abort_all, "/abort_request", abort_all=True)
+    leave_group = _post(InferenceServer.leave_group, "/destroy_weights_update_group", "group_name")
+    begin_update = _post(InferenceServer.begin_update, "/begin_weight_update")
+    end_update = _post(InferenceServer.end_update, "/end_weight_update")
+    # Both need a server that was started with --enable-memory-saver, the former one without requests.
+    release_memory = _post(InferenceServer.release_memory, "/release_memory_occupation", tags=MEMORY_TAGS)
+    retake_memory = _post(InferenceServer.retake_memory, "/resume_memory_occupation", tags=MEMORY_TAGS)
 
     def __init__(self, http: Http) -> None:
         self._http = http
@@ -163,28 +190,6 @@ class SGLangServer:
             kv_use=max(load.token_usage for load in loads),
         )
 
-    async def pause(self, url: str, mode: PauseMode, timeout: float) -> None:
-        await self._call(url, "/pause_generation", timeout, {"mode": mode})
-
-    async def resume(self, url: str, timeout: float) -> None:
-        await self._call(url, "/continue_generation", timeout, {})
-
-    async def release_memory(self, url: str, timeout: float) -> None:
-        """Needs a server that was started with --enable-memory-saver, and without requests."""
-        await self._call(url, "/release_memory_occupation", timeout, {"tags": MEMORY_TAGS})
-
-    async def retake_memory(self, url: str, timeout: float) -> None:
-        await self._call(url, "/resume_memory_occupation", timeout, {"tags": MEMORY_TAGS})
-
-    async def flush_cache(self, url: str, timeout: float) -> None:
-        await self._call(url, "/flush_cache", timeout, {})
-
-    async def abort(self, url: str, request_id: str, timeout: float) -> None:
-        await self._call(url, "/abort_request", timeout, {"rid": request_id})
-
-    async def abort_all(self, url: str, timeout: float) -> None:
-        await self._call(url, "/abort_request", timeout, {"abort_all": True})
-
     async def join_group(
         self,
         url: str,
@@ -206,9 +211,6 @@ class SGLangServer:
         }
         await self._call(url, "/init_weights_update_group", timeout, body)
 
-    async def leave_group(self, url: str, group_name: str, timeout: float) -> None:
-        await self._call(url, "/destroy_weights_update_group", timeout, {"group_name": group_name})
-
     async def receive_stream(
         self, url: str, group_names: Sequence[str], version: int, flush_cache: bool, timeout: float
     ) -> None:
@@ -223,12 +225,6 @@ class SGLangServer:
             "weight_version": str(version),
         }
         await self._call(url, "/update_weights_from_distributed", timeout, body)
-
-    async def begin_update(self, url: str, timeout: float) -> None:
-        await self._call(url, "/begin_weight_update", timeout, {})
-
-    async def end_update(self, url: str, timeout: float) -> None:
-        await self._call(url, "/end_weight_update", timeout, {})
 
     async def receive_bucket(
         self,

@@ -1,7 +1,7 @@
 """Reports of the weights that a server holds: written by each of its ranks, read by the run.
 
 A report has a line for each tensor, and engines that are alike write the same. So a run asks every engine for the
-fingerprint of its report, and reads one report of those that have the same.
+fingerprint of its report, and reads one of the reports that share it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ def read_reports(ranks: Sequence[str]) -> HeldWeights:
 
 
 def fingerprint(report: str) -> str:
-    """Fingerprint of a rank's report."""
     return hashlib.blake2b(report.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 

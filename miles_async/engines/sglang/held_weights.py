@@ -16,7 +16,7 @@ For SGLang 0.5.23, through its own hooks. A tensor that a loader casts or moves 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,12 @@ from torch import Tensor, UntypedStorage
 
 from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, REPORT_ACTION, fingerprint, write_report
 from miles_async.engines.sglang.loader_watch import Copied, LoaderWatch
-from miles_async.engines.sglang.region_digest import region_digest
-from miles_async.runtime.tensor_digest import to_text
+from miles_async.engines.sglang.region_digest import Region, region_digests
 from miles_async.types import HeldPart, HeldWeights, TensorShare
 
-# SGLang's class → parts of the names of tensors that its loader computes with: Gemma multiplies by (1 + weight).
-COMPUTED: dict[str, tuple[str, ...]] = {"GemmaForCausalLM": ("norm.weight",)}
+# SGLang's class → parts of the names of tensors that its loader computes with: Gemma multiplies by (1 + weight),
+# Nemotron-H by -exp(A_log).
+COMPUTED: dict[str, tuple[str, ...]] = {"GemmaForCausalLM": ("norm.weight",), "NemotronHForCausalLM": ("A_log",)}
 
 
 class WatchedModel:
@@ -63,7 +63,8 @@ class WatchedModel:
             if len(memories[name]) < len(copies) or (copies and self._is_computed(name)):
                 other_form.append(name)
                 memories[name] = []
-        digests = iter(_digests(pair for name in memories if share.includes(name) for pair in memories[name]))
+        compared = (pair for name in memories if share.includes(name) for pair in memories[name])
+        digests = iter(region_digests(_region(*pair) for pair in compared))
         parts = {
             name: tuple(_part(*pair, next(digests) if share.includes(name) else "") for pair in pairs)
             for name, pairs in memories.items()
@@ -109,13 +110,8 @@ def register() -> None:
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _answer, HookType.AROUND)
 
 
-def _digests(memories: Iterable[tuple[Copied, Tensor]]) -> list[str]:
-    """Digests of all regions, launched on the device before the first result is waited for."""
-    sums = [
-        region_digest(memory, copied.origin.offset, copied.origin.strides, copied.origin.row_length)
-        for copied, memory in memories
-    ]
-    return [to_text(value) for value in torch.stack(sums).tolist()] if sums else []
+def _region(copied: Copied, memory: Tensor) -> Region:
+    return Region(memory, copied.origin.offset, copied.origin.strides, copied.origin.row_length)
 
 
 def _part(copied: Copied, memory: Tensor, digest: str) -> HeldPart:

@@ -14,20 +14,20 @@ from __future__ import annotations
 import os
 import sys
 
-from miles_async.engines.sglang import cpu
-from miles_async.engines.sglang.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
+from miles_async.engines.sglang import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE, cpu
 
 cpu.prepare(sys.argv)
 # sglang.srt.debug_utils.dumper imports megatron.core, and through it wandb, wherever it finds it.
 sys.modules["megatron"] = None  # type: ignore[assignment]
 
 # After the packages that torch looks for.
-from miles_async.engines.sglang import patches, weight_stream  # noqa: E402
+from miles_async.engines.sglang import gemma4, patches, weight_stream  # noqa: E402
 
 patches.move_load_file()
 patches.narrow_rank_store()
 patches.sleep_while_paused()
 weight_stream.register()
+gemma4.register()
 cpu.install(sys.argv)
 if HELD_WEIGHTS_VARIABLE in os.environ:
     from miles_async.engines.sglang import held_weights

@@ -66,7 +66,7 @@ def _pack_answer(body: Mapping[str, Any], content: Any) -> bytes | None:
 
 
 def _text(body: Mapping[str, Any], reply: Mapping[str, Any]) -> str | None:
-    """Decode the model's turn, its earlier chunks too. None if it goes on, or if the client decodes otherwise."""
+    """Decode the model's turn, its earlier chunks too. None if it continues, or if the client decodes otherwise."""
     try:
         if reply["meta_info"]["finish_reason"]["type"] == "abort" or _fingerprint() != body[DECODER]:
             return None

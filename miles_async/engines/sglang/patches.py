@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from miles_async.engines.sglang.names import WEIGHT_GROUP_SECONDS_VARIABLE
+from miles_async.engines.sglang import WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.runtime.network.ports import bind_held_port
 from miles_async.runtime.network.process_group_errors import errors_are_raised
 

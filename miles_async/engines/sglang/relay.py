@@ -80,14 +80,12 @@ class Relay:
         return kept
 
     def start(self, group: dist.ProcessGroup, size: int) -> _Arriving:
-        """See ``Line``."""
         slot = self._slots[self._started % len(self._slots)]
         self._started += 1
         slot.clear()
         return _Arriving(group, self._route, slot, size)
 
     def finish(self) -> None:
-        """See ``Line``."""
         for slot in self._slots:
             slot.clear()
         self._started = 0  # the next publication touches no more memory than this one

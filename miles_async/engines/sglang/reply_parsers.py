@@ -58,6 +58,8 @@ _HARMONY = "gpt-oss"  # both parsers' name for the format of gpt-oss
 _TO_ROLE = re.compile(  # recipient in front of the channel, as gpt-oss's template writes it
     r"(\A|<\|start\|>assistant) *to=(\S+?) *<\|channel\|>commentary *(?:<\|constrain\|>)?json<\|message\|>"
 )
+_KIMI = "kimi_k2"
+_KIMI_ID = re.compile(r"<\|tool_call_begin\|>\s*([^\s<|]+)\s*<\|tool_call_argument_begin\|>\s*\{")
 _MISTRAL = re.compile(r"\[TOOL_CALLS\](?=[\[{])")  # tokenizers differ in the space behind it, which SGLang expects
 
 
@@ -112,6 +114,8 @@ class SGLangCalls:
             log.debug("a detector of SGLang failed", parser=self.name, error=repr(error))
             return text, []
         calls: list[Call] = [(item.name, _arguments(item.parameters)) for item in found if item.name]
+        if self.name == _KIMI:
+            calls = _with_ids(calls, text)
         return (rest.rstrip(), calls) if calls else (text, [])
 
     def _made(self, tools: Sequence[JsonObject]) -> FunctionCallParser:
@@ -204,6 +208,16 @@ def _harmony(text: str) -> str:
     opened = f"<|start|>assistant{text}" if text.startswith("<|channel|>") else text
     last = opened.rpartition("<|channel|>")[2]
     return f"{opened}<|call|>" if last.startswith("commentary to=") and "<|call|>" not in last else opened
+
+
+def _with_ids(calls: Sequence[Call], text: str) -> list[Call]:
+    """Calls of Kimi with the ids that it wrote, such as functions.search:0, which SGLang reads names from. Without them
+    where it wrote other calls as well, that could not be read.
+    """
+    ids = _KIMI_ID.findall(text)
+    if len(ids) != len(calls):
+        return [*calls]
+    return [(call[0], call[1], call_id) for call, call_id in zip(calls, ids, strict=True)]
 
 
 def _tool(tool: JsonObject) -> Any:

@@ -12,8 +12,8 @@ import aiohttp
 
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
+from miles_async.engines.sglang import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.engines.sglang.cpu.memory import memory_flags
-from miles_async.engines.sglang.names import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
 
 _KEEP_ALIVE_SECONDS = "86400"  # closing a connection of the router's just as a request comes fails the request
 

@@ -19,7 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from miles_async.engines.sglang.names import STREAM
+from miles_async.engines.sglang import STREAM
 from miles_async.engines.sglang.stream_buckets import received
 from miles_async.runtime.rank_records import gather_records
 

@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import psutil
 import ray
 from ray._private.node import Node
 
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.cluster import agent_setup, worker_setup
-from miles_async.runtime.cluster.own_ray import OwnRay
 from miles_async.runtime.cluster.ray_address import TOKEN_MODE, find_entry
+from miles_async.runtime.processes.run_process import is_alive
 
 OBJECT_STORE_BYTES = 1 << 30  # of a cluster that we start: train batches pass through it, weights don't
 SHUTDOWN_SECONDS = 30.0
@@ -168,3 +169,38 @@ def _start_no_services() -> None:
 
 def _start_nothing(node: Node, **options: object) -> None:
     pass
+
+
+NEEDED = ("gcs_server", "raylet")  # no call into Ray is answered without both
+
+
+class OwnRay:
+    """Watches the processes that ``ray.init`` starts as children of this one."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, psutil.Process] = {}
+        self._lost = ""
+        self._ending = False
+
+    def lost(self) -> str:
+        """Name the processes that ended without a shutdown of Ray; empty if none did."""
+        if self._lost or self._ending:
+            return self._lost
+        if len(self._seen) < len(NEEDED):  # Ray is starting; looking through all processes is not for later
+            named = {_name(child): child for child in psutil.Process().children()}
+            self._seen |= {name: child for name, child in named.items() if name in NEEDED}
+        dead = [f"{name} (process {process.pid})" for name, process in self._seen.items() if not is_alive(process)]
+        if dead:
+            self._lost = f"Ray has ended: {' and '.join(dead)}"
+        return self._lost
+
+    def ends(self) -> None:
+        """Expect Ray to end from now on."""
+        self._ending = not self.lost()
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""

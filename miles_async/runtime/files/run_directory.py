@@ -30,6 +30,8 @@ CONFIG_FILE = "config.toml"  # every flag in force
 LEDGER_FILE = "ledger.sqlite"
 SCHEDULE_FILE = "schedule.msgpack"  # --record
 PROFILES = "profiles"  # directory: --profile-step
+ENGINES_FILE = "engines.json"  # an EnginesReport
+RANKS_FILE = "ranks.json"  # a RanksReport
 CODE_DIRECTORY = "carried"  # functions and classes given to miles_async.start, written before the run starts
 
 _WATCH_SECONDS = 1.0

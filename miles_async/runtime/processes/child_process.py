@@ -19,6 +19,7 @@ from miles_async.runtime.network.proxies import without_proxies
 from miles_async.runtime.processes import dies_with_parent
 from miles_async.runtime.processes.forking import CannotForkError, ForkedProcess, fork
 from miles_async.runtime.processes.run_process import is_alive
+from miles_async.runtime.texts import last_lines
 
 _POLL_SECONDS = 0.1
 _TAIL_BYTES = 64 * 1024
@@ -124,13 +125,7 @@ class ChildProcess:
 
     def tail(self, lines: int = 30) -> str:
         """The last lines of its log, for error messages."""
-        try:
-            with self.log_path.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                text = log.read().decode(errors="replace")
-        except FileNotFoundError:
-            return "(no log)"
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(last_lines(self.log_path, _TAIL_BYTES)[-lines:]) or "(no log)"
 
     def _signal_group(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

@@ -7,13 +7,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import msgspec
-
 from miles_async.errors import TrajectoryError
 from miles_async.sessions.protocols.exchange import (
     Decode,
     Delta,
     Exchange,
+    IgnoredOfOpenAI,
     Progress,
     Surroundings,
     check_supported,
@@ -23,20 +22,18 @@ from miles_async.sessions.protocols.exchange import (
     stop_problems,
     with_text_arguments,
 )
-from miles_async.trajectory.constraints import Constraint
+from miles_async.trajectory.constraints import constraint_of
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import Message
+from miles_async.trajectory.messages import KeepImage, Message, no_images, with_kept_images
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
 _MOST_CHOICES = 128  # OpenAI's limit of n
 
 
-class _Ignored(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields without effect: sampling parameters are the run's, which the trainer's log-probs assume."""
+class _Ignored(IgnoredOfOpenAI, frozen=True, kw_only=True):
+    """Further fields without effect."""
 
-    temperature: object = None
-    top_p: object = None
     top_k: object = None
     min_p: object = None
     presence_penalty: object = None
@@ -44,13 +41,7 @@ class _Ignored(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: object = None
     logit_bias: object = None
     seed: object = None
-    user: object = None
-    metadata: object = None
     store: object = None
-    service_tier: object = None
-    safety_identifier: object = None
-    prompt_cache_key: object = None
-    prompt_cache_retention: object = None
     prediction: object = None
     verbosity: object = None
 
@@ -92,27 +83,22 @@ class ChatRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in stops if stop]
 
-    def turn(self, variables: frozenset[str] = frozenset()) -> TurnRequest:
-        """The turn that is asked for. Raises TrajectoryError for a constraint that is not supported.
+    def turn(self, variables: frozenset[str] = frozenset(), keep: KeepImage = no_images) -> TurnRequest:
+        """The turn that is asked for. Raises TrajectoryError for a constraint that is not supported, or an image.
 
-        ``variables``: see ``Surroundings``.
+        ``variables``, ``keep``: see ``Surroundings``.
         """
         tools = [] if self.tool_choice == "none" else self.tools or []  # shown to the model
         parallel = self.parallel_tool_calls is not False
         schema, called = _schema(self.response_format), self._called_tools()
-        constraint = None
-        if called:  # an answer consists of calls only
-            constraint = Constraint(tools=called, parallel=parallel)
-        elif schema is not None:
-            constraint = Constraint(schema=schema, tools=tools, parallel=parallel)
         return TurnRequest(
-            messages=self.messages,
+            messages=[with_kept_images(message, keep) for message in self.messages],
             tools=tools,
             options={**effort_options(self.reasoning_effort, variables), **(self.chat_template_kwargs or {})},
             max_tokens=self.limit,
             stops=self.stops,
             parallel_calls=parallel,
-            constraint=constraint,
+            constraint=constraint_of(called, schema, tools, parallel=parallel),
         )
 
     def _called_tools(self) -> list[JsonObject]:
@@ -137,7 +123,7 @@ def read(body: bytes, around: Surroundings) -> Exchange:
     """Read a request. Raises TrajectoryError if it is malformed or asks for something unsupported."""
     request, completion_id = read_request(body), f"chatcmpl-{around.answer_id}"
     return Exchange(
-        turn=request.turn(around.variables),
+        turn=request.turn(around.variables, around.keep_image),
         answer=partial(completion, request=request, completion_id=completion_id, decode=around.decode),
         writer=_ChatWriter(request, completion_id, around.decode) if request.stream else None,
         choices=request.choices,

@@ -11,7 +11,7 @@ import msgspec
 
 from miles_async.errors import TrajectoryError
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import Message
+from miles_async.trajectory.messages import KeepImage, Message, no_images
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
@@ -21,6 +21,24 @@ Decode = Callable[[Sequence[int]], str]
 """Tokens → text, special tokens included."""
 
 MOST_STOPS, LONGEST_STOP = 16, 256  # engines look for every stop after each token; OpenAI's limit is 4 of them
+
+
+class Ignored(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields without effect: sampling parameters are the run's, which the trainer's log-probs assume."""
+
+    temperature: object = None
+    top_p: object = None
+    metadata: object = None
+    service_tier: object = None
+
+
+class IgnoredOfOpenAI(Ignored, frozen=True, kw_only=True):
+    """Those of both protocols of OpenAI."""
+
+    user: object = None
+    safety_identifier: object = None
+    prompt_cache_key: object = None
+    prompt_cache_retention: object = None
 
 
 class Writer(Protocol):
@@ -63,6 +81,7 @@ class Surroundings:
     decode: Decode
     variables: frozenset[str] = frozenset()  # of the chat template, that requests may set
     history: History = field(default_factory=dict)
+    keep_image: KeepImage = no_images
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +204,30 @@ def texts(content: object, where: str) -> str:
             raise TrajectoryError(f"{where}: expected text, found a part of type {kind}")
         joined += text
     return joined
+
+
+def content_of(content: object, where: str, keep: KeepImage) -> str | list[JsonObject]:
+    """The text of a content, or its parts if there are images in it. Raises TrajectoryError as :func:`texts` does."""
+    parts = content if isinstance(content, list) else [content]
+    urls = [_image_url(part) for part in parts]
+    if not any(url is not None for url in urls):
+        return texts(content, where)
+    return [
+        {"type": "text", "text": texts([part], where)} if url is None else {"type": "image", "image": keep(url)}
+        for part, url in zip(parts, urls, strict=True)
+    ]
+
+
+def _image_url(part: object) -> str | None:
+    """URL of an image of the Responses or the Messages API."""
+    match part:
+        case {"type": "input_image", "image_url": str(url)}:
+            return url
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            return url
+        case {"type": "image", "source": {"type": "base64", "media_type": str(kind), "data": str(data)}}:
+            return f"data:{kind};base64,{data}"
+    return None
 
 
 def sse(data: JsonObject, event: str = "") -> bytes:

@@ -25,7 +25,7 @@ from miles_async.types import JsonObject
 Keep = Callable[[Turn], None]
 """Keeps the conversation for requests that continue it, if the request asks for that."""
 
-_SIGNATURE = "miles_async"  # clients want one at each thinking block; nobody checks it
+_SIGNATURE = "miles_async"  # clients want one at each thinking block, and check nothing
 
 
 def read(body: bytes, around: Surroundings) -> Exchange:
@@ -56,7 +56,7 @@ def _whole(request: MessagesRequest, around: Surroundings) -> Kept:
     before, continued = Kept(messages=()), request.continued
     if continued is not None:
         before = kept(around.history, continued, "thread.previous_message_id")
-    return request.conversation(before)
+    return request.conversation(before, around.keep_image)
 
 
 def _head(request: MessagesRequest, answer_id: str) -> JsonObject:

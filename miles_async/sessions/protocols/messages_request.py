@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from miles_async.errors import TrajectoryError
-from miles_async.sessions.protocols.exchange import Kept, check_supported, effort_options, parsed, stop_problems, texts
-from miles_async.trajectory.constraints import Constraint
+from miles_async.sessions.protocols.exchange import (
+    Ignored,
+    Kept,
+    check_supported,
+    content_of,
+    effort_options,
+    parsed,
+    stop_problems,
+    texts,
+)
+from miles_async.trajectory.constraints import constraint_of
+from miles_async.trajectory.messages import KeepImage, no_images
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
@@ -19,14 +27,10 @@ UNPARSED = "unparsed_arguments"
 _BILLING = "x-anthropic-billing-header:"  # begins a block of Claude Code's system prompt that differs at every request
 
 
-class _Ignored(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields without effect: sampling parameters are the run's, which the trainer's log-probs assume."""
+class _Ignored(Ignored, frozen=True, kw_only=True):
+    """Further fields without effect."""
 
-    temperature: object = None
-    top_p: object = None
     top_k: object = None
-    metadata: object = None
-    service_tier: object = None
     inference_geo: object = None
     speed: object = None
     betas: object = None
@@ -66,12 +70,12 @@ class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields
                 return message_id
         raise TrajectoryError(f"thread = {self.thread}: expected type create, or continue and a previous_message_id")
 
-    def conversation(self, before: Kept) -> Kept:
+    def conversation(self, before: Kept, keep: KeepImage = no_images) -> Kept:
         """All messages and tools, in the form of chat completions. Raises TrajectoryError.
 
         ``before``: the conversation that this request continues, whose system prompt and tools stay.
         """
-        new = (each for message in self.messages for each in _chat_messages(message))
+        new = (each for message in self.messages for each in _chat_messages(message, keep))
         tools = before.tools if self.tools is None else [_function(tool) for tool in self.tools]
         return Kept(messages=[*before.messages, *_system(self.system), *new], tools=tools)
 
@@ -81,11 +85,6 @@ class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields
         tools = [] if choice.get("type") == "none" else conversation.tools
         parallel = choice.get("disable_parallel_tool_use") is not True
         schema, called = self._schema(), _called(choice, tools)
-        constraint = None
-        if called:  # an answer consists of calls only
-            constraint = Constraint(tools=called, parallel=parallel)
-        elif schema is not None:
-            constraint = Constraint(schema=schema, tools=tools, parallel=parallel)
         return TurnRequest(
             messages=conversation.messages,
             tools=tools,
@@ -96,7 +95,7 @@ class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields
             max_tokens=self.max_tokens,
             stops=self.stops,
             parallel_calls=parallel,
-            constraint=constraint,
+            constraint=constraint_of(called, schema, tools, parallel=parallel),
         )
 
     def _thinking(self, variables: frozenset[str]) -> JsonObject:
@@ -144,7 +143,7 @@ def _system(system: object) -> list[JsonObject]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _chat_messages(message: JsonObject) -> list[JsonObject]:
+def _chat_messages(message: JsonObject, keep: KeepImage) -> list[JsonObject]:
     """Messages of chat completions for one message. Raises TrajectoryError."""
     role, content = message.get("role"), message.get("content")
     if role == "assistant":
@@ -156,17 +155,26 @@ def _chat_messages(message: JsonObject) -> list[JsonObject]:
     messages: list[JsonObject] = []
     for block in _blocks(content):
         match block:
-            case {"type": "text", "text": str(text)}:
+            case {"type": "text", "text": str()} | {"type": "image", "source": {}}:
+                said = content_of([block], "messages of the user", keep)
                 if messages and messages[-1]["role"] == "user":
-                    messages[-1] = {"role": "user", "content": messages[-1]["content"] + text}
+                    messages[-1] = {"role": "user", "content": _followed_by(messages[-1]["content"], said)}
                 else:
-                    messages.append({"role": "user", "content": text})
+                    messages.append({"role": "user", "content": said})
             case {"type": "tool_result", "tool_use_id": str(call), **result}:
-                content = texts(result.get("content"), "tool_result")
+                content = content_of(result.get("content"), "tool_result", keep)
                 messages.append({"role": "tool", "content": content, "tool_call_id": call})
             case _:
-                raise TrajectoryError(f"expected text and tool_result blocks from the user, found {_kind(block)}")
+                kind = _kind(block)
+                raise TrajectoryError(f"expected text, image and tool_result blocks from the user, found {kind}")
     return messages
+
+
+def _followed_by(content: str | list[JsonObject], more: str | list[JsonObject]) -> str | list[JsonObject]:
+    if isinstance(content, str) and isinstance(more, str):
+        return content + more
+    both = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in (content, more))
+    return [part for parts in both for part in parts]
 
 
 def _assistant(blocks: Sequence[object]) -> JsonObject:

@@ -29,14 +29,14 @@ def read(body: bytes, around: Surroundings) -> Exchange:
     before: Sequence[JsonObject] = ()
     if (previous := request.previous_response_id) is not None:
         before = kept(history, previous, "previous_response_id").messages
-    conversation = request.conversation(before)
+    conversation = request.conversation(before, around.keep_image)
     response_id = f"resp_{around.answer_id}"
 
     def keep(turn: Turn) -> None:
         if request.store is not False:
             history[response_id] = Kept(messages=[*conversation, as_sent(turn.reply)])
 
-    answer = _Answer(request, response_id, int(time.time()), request.free_text_tools, request.namespaces, keep)
+    answer = Answer(request, response_id, int(time.time()), request.free_text_tools, request.namespaces, keep)
     return Exchange(
         turn=request.turn(conversation, around.variables),
         answer=answer.whole,
@@ -45,7 +45,7 @@ def read(body: bytes, around: Surroundings) -> Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class Answer:
     """An answer, and the parts that it is made of."""
 
     request: ResponsesRequest
@@ -128,7 +128,7 @@ class _Answer:
 class _ResponseWriter:
     """Writes events: an item is opened when it begins, and closed when the next one does."""
 
-    def __init__(self, answer: _Answer) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._progress = Progress()
         self._open: Delta | None = None  # the item that is open, with its text so far

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from miles_async.errors import TrajectoryError
-from miles_async.sessions.protocols.exchange import check_supported, effort_options, parsed, texts
-from miles_async.trajectory.constraints import Constraint
+from miles_async.sessions.protocols.exchange import (
+    IgnoredOfOpenAI,
+    check_supported,
+    content_of,
+    effort_options,
+    parsed,
+    texts,
+)
+from miles_async.trajectory.constraints import constraint_of
+from miles_async.trajectory.messages import KeepImage, no_images
+from miles_async.trajectory.replies import CALL_ID
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
@@ -19,17 +26,9 @@ FREE_TEXT = "input"
 _ITEMS_OF_THE_MODEL = ("reasoning", "function_call", "custom_tool_call")
 
 
-class _Ignored(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields without effect: sampling parameters are the run's, which the trainer's log-probs assume."""
+class _Ignored(IgnoredOfOpenAI, frozen=True, kw_only=True):
+    """Further fields without effect."""
 
-    temperature: object = None
-    top_p: object = None
-    metadata: object = None
-    user: object = None
-    service_tier: object = None
-    safety_identifier: object = None
-    prompt_cache_key: object = None
-    prompt_cache_retention: object = None
     truncation: object = None
     include: object = None
     max_tool_calls: object = None
@@ -83,14 +82,14 @@ class ResponsesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_field
                 case _:
                     yield tool, ""
 
-    def conversation(self, before: Sequence[JsonObject]) -> list[JsonObject]:
+    def conversation(self, before: Sequence[JsonObject], keep: KeepImage = no_images) -> list[JsonObject]:
         """Messages in the form of chat completions, without the instructions. Raises TrajectoryError.
 
         ``before``: messages up to the response that this request continues.
         """
         if isinstance(self.input, str):
             return [*before, {"role": "user", "content": self.input}]
-        return with_items(before, self.input)
+        return with_items(before, self.input, keep)
 
     def turn(self, conversation: Sequence[JsonObject], variables: frozenset[str]) -> TurnRequest:
         """The turn that is asked for. Raises TrajectoryError. ``variables``: see ``Surroundings``."""
@@ -98,18 +97,13 @@ class ResponsesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_field
         tools = [] if self.tool_choice == "none" else self.functions
         parallel = self.parallel_tool_calls is not False
         schema, called = _schema((self.text or {}).get("format")), _called(self.tool_choice, tools)
-        constraint = None
-        if called:  # an answer consists of calls only
-            constraint = Constraint(tools=called, parallel=parallel)
-        elif schema is not None:
-            constraint = Constraint(schema=schema, tools=tools, parallel=parallel)
         return TurnRequest(
             messages=[*instructions, *conversation],
             tools=tools,
             options=effort_options((self.reasoning or {}).get("effort"), variables),
             max_tokens=self.max_output_tokens,
             parallel_calls=parallel,
-            constraint=constraint,
+            constraint=constraint_of(called, schema, tools, parallel=parallel),
         )
 
 
@@ -130,7 +124,9 @@ def read_request(body: bytes) -> ResponsesRequest:
     return request
 
 
-def with_items(before: Sequence[JsonObject], items: Sequence[JsonObject]) -> list[JsonObject]:
+def with_items(
+    before: Sequence[JsonObject], items: Sequence[JsonObject], keep: KeepImage = no_images
+) -> list[JsonObject]:
     """Messages ``before``, and those of items: what the model wrote between two inputs is one message of the assistant.
 
     Raises TrajectoryError.
@@ -141,9 +137,9 @@ def with_items(before: Sequence[JsonObject], items: Sequence[JsonObject]) -> lis
         if kind in _ITEMS_OF_THE_MODEL or (kind == "message" and item.get("role") == "assistant"):
             _add(messages, item, kind)
         elif kind == "message":
-            messages.append({"role": item.get("role"), "content": texts(item.get("content"), "input")})
+            messages.append({"role": item.get("role"), "content": content_of(item.get("content"), "input", keep)})
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            result = texts(item.get("output"), kind)
+            result = content_of(item.get("output"), kind, keep)
             messages.append({"role": "tool", "content": result, "tool_call_id": item.get("call_id")})
         else:
             raise TrajectoryError(
@@ -170,7 +166,8 @@ def _add(messages: list[JsonObject], item: JsonObject, kind: object) -> None:
 def _place(messages: Sequence[JsonObject], item: JsonObject) -> int:
     """Index of the message that an item belongs to; one past the end for a new one.
 
-    An agent may put the output of a call in front of the turn's next call. Ids of calls begin with that of their turn.
+    An agent may put the output of a call in front of the turn's next call. Ids that are ours begin with that of their
+    turn; those that a model wrote don't tell.
     """
     place = len(messages)
     while place > 0 and messages[place - 1]["role"] == "tool":
@@ -178,7 +175,8 @@ def _place(messages: Sequence[JsonObject], item: JsonObject) -> int:
     if place == 0 or messages[place - 1]["role"] != "assistant":
         return len(messages)
     calls = messages[place - 1].get("tool_calls", ())
-    same_turn = any(str(item.get("call_id"))[:-2] == str(call["id"])[:-2] for call in calls)
+    call_id = str(item.get("call_id"))
+    same_turn = call_id.startswith(CALL_ID) and any(call_id[:-2] == str(call["id"])[:-2] for call in calls)
     return place - 1 if place == len(messages) or same_turn else len(messages)
 
 

@@ -1,4 +1,4 @@
-"""Attempts of the ledger: a span per engine that an attempt used, cuts, and counts of groups."""
+"""The ledger: a span per engine that an attempt used, counts of groups, cuts, and settings that were changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from miles_async.ledger.reader import AttemptRecord, CutRecord
+from miles_async.ledger.reader import AttemptRecord, ChangeRecord, CutRecord
 from miles_async.runtime.texts import shortened
 from miles_async.watch.metrics_table import Series, down_sampled
 from miles_async.watch.timeline.trace import Count, Instant, Item, Span, Track
@@ -20,6 +20,7 @@ NO_ENGINE = "engine not known"
 """Process of attempts in flight, and of those that ended before any engine answered."""
 
 CUTS = Track("pool", "cuts")
+CHANGES = Track("events", "settings changed")
 IN_FLIGHT = Track("pool", "groups in flight")
 BUFFERED = Track("pool", "groups buffered")
 NOTHING = Track("pool", "nothing in flight")
@@ -98,6 +99,13 @@ def cuts(records: Iterable[CutRecord]) -> Iterator[Instant]:
     for record in records:
         args = {"version": record.target_version, "groups": record.groups, "oldest version": record.oldest_version}
         yield Instant(track=CUTS, name=f"cut for version {record.target_version}", at=record.at, args=args)
+
+
+def changes(records: Iterable[ChangeRecord]) -> Iterator[Instant]:
+    """One mark per setting that was changed, or request, while the run was live."""
+    for record in records:
+        args = {"after step": record.step, "before": record.before, "value": record.value}
+        yield Instant(track=CHANGES, name=record.change, at=record.at, category="setting", args=args)
 
 
 def _arguments(record: AttemptRecord) -> dict[str, object]:

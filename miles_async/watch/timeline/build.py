@@ -14,7 +14,7 @@ from miles_async.errors import LedgerError
 from miles_async.ledger.reader import LedgerReader
 from miles_async.observability.metrics_file import FILE_NAME as METRICS_FILE
 from miles_async.watch.run import Run
-from miles_async.watch.timeline.attempts import AttemptSpans, cuts
+from miles_async.watch.timeline.attempts import AttemptSpans, changes, cuts
 from miles_async.watch.timeline.notes import notes
 from miles_async.watch.timeline.requests import requests
 from miles_async.watch.timeline.steps import STEP, Clock, Line, read_lines, step_items
@@ -96,7 +96,7 @@ def _without_attempts(
     items += notes(run)
     items += requests(run)
     if reader is not None:
-        items += cuts(reader.cuts())
+        items += [*cuts(reader.cuts()), *changes(reader.changes())]
     return [item for item in items if _end(item) > since or _start(item) == since], since
 
 

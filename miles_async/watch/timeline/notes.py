@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from datetime import datetime
 
 from miles_async.runtime.texts import shortened
-from miles_async.watch.engine_events import EVENTS
+from miles_async.watch.engine_events import EVENTS, time_of
 from miles_async.watch.json_texts import decoded
 from miles_async.watch.run import Run
 from miles_async.watch.timeline.trace import Instant, Item, Span, Track
@@ -46,7 +45,7 @@ def _entries(run: Run, name: str) -> Iterator[dict[str, object]]:
 
 
 def _item(log: str, entry: dict[str, object]) -> Item | None:
-    event, level, at = str(entry.get("event", "")), entry.get("level"), _time(entry.get("timestamp"))
+    event, level, at = str(entry.get("event", "")), entry.get("level"), time_of(entry.get("timestamp"))
     if at is None or (level not in SEVERE and event not in OF_INTEREST and event not in ENDS_OF_OUTAGES):
         return None
     args = {
@@ -60,11 +59,3 @@ def _item(log: str, entry: dict[str, object]) -> Item | None:
     thread = "engines" if event in EVENTS else log
     name = f"{entry['engine']}: {event}" if event in EVENTS and "engine" in entry else shortened(event, TEXT_LENGTH)
     return Instant(track=Track("events", thread), name=name, at=at, category=str(level), args=args)
-
-
-def _time(text: object) -> float | None:
-    """Seconds since 1970 of a timestamp; None if it is none."""
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return None

@@ -70,9 +70,14 @@ def read_lines(path: Path) -> Iterator[Line]:
     """The lines of ``metrics.jsonl`` in order. Those that are torn or have no time are left out."""
     with path.open("rb") as file:
         for text in file:
-            row = decoded(text)
-            if isinstance(row, dict) and (line := _line(row)) is not None:
+            if (line := line_of(text)) is not None:
                 yield line
+
+
+def line_of(text: bytes | str) -> Line | None:
+    """One line of ``metrics.jsonl``; None if it is torn or has no time."""
+    row = decoded(text)
+    return _line(row) if isinstance(row, dict) else None
 
 
 def _line(row: JsonObject) -> Line | None:

@@ -8,11 +8,13 @@ from contextlib import suppress
 
 from miles_async.errors import LedgerError
 from miles_async.ledger.reader import AttemptRecord
-from miles_async.types import JsonObject
-from miles_async.watch.engine_events import EVENTS
+from miles_async.types import EnginesReport, JsonObject
+from miles_async.watch.engine_events import EVENTS, time_of
 from miles_async.watch.run import Run
 from miles_async.watch.timeline.steps import DELIVERY
 from miles_async.watch.views import logs
+from miles_async.watch.views.flags import flat
+from miles_async.watch.views.lanes import lanes
 
 RECENT = 2_000  # attempts that are looked at
 PUBLICATIONS = 40
@@ -27,7 +29,9 @@ _RANK_LOG = re.compile(r"trainer-(\d+)\.log")
 
 
 def engines(run: Run) -> JsonObject:
-    """{"engines", "ranks", "now": metric → last value, "phases", "publications", "recent": groups looked at}."""
+    """{"engines", "lanes", "ranks", "now": metric → last value, "phases", "publications", "recent": attempts read,
+    "reported": when engines were asked for their load}.
+    """
     run.metrics.refresh()
     names = [str(log["name"]) for log in logs.logs(run)]
     notes: list[str] = []
@@ -37,18 +41,34 @@ def engines(run: Run) -> JsonObject:
             records = [] if reader is None else reader.page(limit=RECENT)
     except LedgerError as error:
         notes.append(str(error))
+    reported = run.engines()
+    found = _engines(run, names, records, reported)
+    rolling = flat(run).get("publish-order") == "rolling"
+    whole = len(records) < RECENT
     return {
-        "engines": _engines(run, names, records),
+        "engines": found,
+        "lanes": lanes(
+            run,
+            [str(each["engine"]) for each in found],
+            records,
+            whole=whole,
+            rolling=rolling,
+            reported=reported,
+            ranks=run.ranks(),
+        ),
         "ranks": [{"rank": int(m[1]), "log": m[0]} for name in names if (m := _RANK_LOG.fullmatch(name))],
         "now": {name: value for name in NOW if (value := run.metrics.last(name)) is not None},
         "phases": [phase for phase in PHASES if run.metrics.last(f"publish/{phase}_seconds") is not None],
         "publications": _publications(run),
         "recent": len(records),
+        "reported": None if reported is None else reported.time,
         "notes": notes,
     }
 
 
-def _engines(run: Run, names: Iterable[str], records: Iterable[AttemptRecord]) -> list[JsonObject]:
+def _engines(
+    run: Run, names: Iterable[str], records: Iterable[AttemptRecord], reported: EnginesReport | None
+) -> list[JsonObject]:
     found: dict[str, dict[str, object]] = {}
     for name in names:
         if match := _ENGINE_LOG.fullmatch(name):
@@ -56,8 +76,14 @@ def _engines(run: Run, names: Iterable[str], records: Iterable[AttemptRecord]) -
             entry = _entry(found, f"engine-{match[1]}")
             if starts > int(str(entry["starts"])):
                 entry |= {"starts": starts, "log": name}
-    for engine, state, when in _events(run):
-        _entry(found, engine).update(state=state, since=when)
+    if reported is not None:
+        for engine, each in reported.engines.items():
+            _entry(found, engine).update(state=each.state)
+            if (load := each.load) is not None:
+                found[engine].update(kv_use=load.kv_use, running=load.running, waiting=load.waiting)
+    for engine, state, at in _events(run):
+        if reported is None or (at is not None and at > reported.time):
+            _entry(found, engine).update(state=state)
     for record in records:
         for engine in record.engines or ():
             entry = _entry(found, engine)
@@ -71,18 +97,19 @@ def _engines(run: Run, names: Iterable[str], records: Iterable[AttemptRecord]) -
 
 
 def _entry(found: dict[str, dict[str, object]], engine: str) -> dict[str, object]:
-    nothing = {"state": None, "since": None, "starts": 0, "log": None, "groups": 0, "tokens": 0, "version": None}
+    nothing = {"state": None, "starts": 0, "log": None, "groups": 0, "tokens": 0, "version": None}
+    nothing |= {"kv_use": None, "running": None, "waiting": None}
     return found.setdefault(engine, {"engine": engine, **nothing})
 
 
-def _events(run: Run) -> Iterator[tuple[str, str, str]]:
+def _events(run: Run) -> Iterator[tuple[str, str, float | None]]:
     """(engine, state after it, when) of each event in the rollout side's log that tells one."""
     lines = logs.page(run, "rollout.log")["lines"]
     for line in lines:
         state = EVENTS.get(line["text"])
         engine = line.get("fields", {}).get("engine")
         if state and engine:
-            yield engine, state, line["timestamp"]
+            yield engine, state, time_of(line["timestamp"])
 
 
 def _publications(run: Run) -> list[JsonObject]:

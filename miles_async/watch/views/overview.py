@@ -77,10 +77,18 @@ def overview(run: Run) -> JsonObject:
         "ages": ages(run.metrics),
         "groups": groups,
         "reasons": reasons,
+        "changes": _changes(run),
         "standing": line if found["state"] != "over" else "",
         "warnings": [_warning(entry) for entry in reversed(last_warnings(run.directory, MOST_WARNINGS))],
         "notes": [*run.metrics.notes, *notes],
     }
+
+
+def _changes(run: Run) -> list[str]:
+    """Settings changed and requests made while the run was live, in order."""
+    with suppress(LedgerError), run.ledger() as reader:
+        return [] if reader is None else [str(change) for change in reader.changes()]
+    return []
 
 
 def ages(metrics: MetricsTable, columns: int = STRIP) -> JsonObject:

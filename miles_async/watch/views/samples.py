@@ -37,10 +37,10 @@ def samples(run: Run, kind: Kind, step: int | None) -> JsonObject:
 
 
 def search(run: Run, kind: Kind, text: str, before: int | None = None) -> JsonObject:
-    """Search all samples of a kind from step ``before`` backwards: {"rows", "next"}."""
+    """Search all samples of a kind from step ``before`` backwards: {"rows", "next", "notes"}."""
     files = [each for each in _files(run, kind) if before is None or each.step <= before]
-    found = search_files(files, text) if text else Found(rows=[], next_step=None)
-    return {"rows": found.rows, "next": found.next_step}
+    found = search_files(files, text) if text else Found(rows=[], next_step=None, notes=[])
+    return {"rows": found.rows, "next": found.next_step, "notes": found.notes}
 
 
 def sample(
@@ -144,7 +144,8 @@ def _window(row: SampleRow, first: int | None) -> JsonObject:
         "reasons": row.mask_reasons[part],
         "versions": row.weight_versions[part],
         "ages": row.ages()[part],
-        "logprobs": row.rollout_logprobs[part],
+        "logprobs": None if row.oldest_version is None else row.rollout_logprobs[part],  # examples have no engine
+        "trainer_logprobs": _cut(row.trainer_logprobs, part),
         "differences": _differences(row, part),
         "advantages": _cut(row.advantages, part),
         "entropies": _cut(row.entropies, part),
@@ -155,7 +156,7 @@ def _window(row: SampleRow, first: int | None) -> JsonObject:
 
 def _differences(row: SampleRow, part: slice) -> list[float] | None:
     """Log-prob of the engine - log-prob of the trainer, 0 where a token carries no loss."""
-    if row.trainer_logprobs is None:
+    if row.trainer_logprobs is None or row.oldest_version is None:
         return None
     pairs = zip(row.rollout_logprobs[part], row.trainer_logprobs[part], strict=True)
     return [engine - trainer for engine, trainer in pairs]

@@ -90,7 +90,6 @@ def make_sender(
 
 
 def count_senders(arguments: WeightsArguments, pipeline_stages: int) -> int:
-    """Return the number of ranks that send weights."""
     return pipeline_stages if find_transport(arguments.weight_transport).sender_per_stage else 1
 
 

@@ -35,7 +35,6 @@ class DiskTransport:
         return await self._fleet.on_host(engines, expect_staged, staged.directory)
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Make each engine load all files."""
         arguments = (staged.directory, staged.version, self._flush_cache)
         return await self._fleet.call(engines, InferenceServer.load_files, *arguments)
 

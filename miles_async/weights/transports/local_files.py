@@ -189,7 +189,6 @@ class _Hosts:
 
     @property
     def left(self) -> list[Incarnation]:
-        """The engines that have not failed."""
         return [engine for engine, error in self.errors.items() if error is None]
 
     def keep(self, results: Mapping[Incarnation, Result | Exception]) -> dict[Incarnation, Result]:

@@ -21,5 +21,4 @@ class ObjectStoreSender(Staging):
         self._put = put
 
     def put_file(self, version: int, name: str) -> list[Source]:
-        """See ``PutsFiles``."""
         return [self._put(np.memmap(self.file(version, name), np.uint8, mode="r"))]

@@ -1,7 +1,8 @@
 """Random optimizer steps, as lists of sequences for references and as micro-batches for our code, in float64.
 
 They hold what is rare in a run: sequences of one token, tokens and whole micro-batches without loss, advantages of 0,
-ratios of e^20 (and a hair more) and e^-20, and ratios a hair beside every bound that ``edges`` names.
+ratios of e^-20 and a hair beside e^20 (at it, versions of PyTorch have other gradients), and ratios a hair beside every
+bound that ``edges`` names.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def _log_ratios(draw: np.random.Generator, old: Floats, edges: Edges) -> Floats:
     if len(beside):
         chosen = beside[draw.integers(0, len(beside), length), np.arange(length)]
         found = np.where(draw.random(length) < 1 / 3, chosen, found)
-    return np.where(draw.random(length) < 0.12, draw.choice([-20.0, 20.0, 20.01], length), found)
+    return np.where(draw.random(length) < 0.12, draw.choice([-20.0, 19.99, 20.01], length), found)
 
 
 def tokens_of(trajectory: Trajectory) -> Tensor:

@@ -15,9 +15,11 @@ from miles_async.algorithms.advantages.rewards import with_reward
 from miles_async.arguments import Arguments, StalenessArguments
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.errors import RewardError
+from miles_async.samples.rows import Place, TokenTexts, rows_of
 from miles_async.staleness.versions import group_of
 from miles_async.train_data.batch import token_advantages
-from miles_async.types import NO_VERSION, Float32, TokenRewards
+from miles_async.train_data.metrics import generation_metrics
+from miles_async.types import NO_VERSION, Float32, RewardParts, TokenRewards
 from miles_async.wiring.decisions import make_batches
 from tests.property.builders import make_attempt, make_sample
 
@@ -36,6 +38,17 @@ def test_what_a_reward_gives_tokens_adds_to_what_the_environment_gave() -> None:
     assert found.token_rewards is not None
     assert found.token_rewards.tolist() == [0, 0, 1.5, 0, 0]
     assert with_reward(sample, 1.0).token_rewards is sample.token_rewards
+
+
+def test_parts_of_a_reward_are_metrics_of_the_sample_and_columns_of_its_row() -> None:
+    sample = msgspec.structs.replace(make_sample([3]), metadata={"metrics": {"calls": 2.0}, "turns": 1})
+    found = with_reward(sample, RewardParts(reward=0.6, parts={"right": np.float32(0.5), "short": 1}))
+    assert (found.reward, found.metadata["turns"]) == (0.6, 1)
+    assert found.metadata["metrics"] == {"calls": 2.0, "right": 0.5, "short": 1.0}
+    assert generation_metrics([found])["rollout/right/mean"] == 0.5
+    place = Place(kind="eval", step=1, written_at=0.0)
+    (row,) = rows_of(group_of(make_attempt(), [found]), place, TokenTexts(decode=str))
+    assert row.reward_parts == '{"calls":2.0,"right":0.5,"short":1.0}'
 
 
 def test_a_reward_may_use_its_array_again() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from miles_async.arguments.model_files import directory_problems, read_shapes
 from tests.integration.tiny_models import save_tiny
@@ -106,6 +106,12 @@ def test_layers_for_multi_token_prediction_are_stored_behind_the_others(model: P
     assert problems(model) == ""
 
 
+@pytest.mark.parametrize("family", ["nemotron-h", "nemotron-h-moe", "gemma4", "gemma4-moe"])
+def test_models_of_unlike_layers_are_whole(family: str, tmp_path: Path):
+    save_tiny(family, tmp_path)
+    assert problems(tmp_path) == ""
+
+
 @pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
 def test_hybrid_models_have_gates_and_norms_of_heads(family: str, tmp_path: Path):
     save_tiny(family, tmp_path)
@@ -113,6 +119,18 @@ def test_hybrid_models_have_gates_and_norms_of_heads(family: str, tmp_path: Path
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2}))
     assert "2 tensor(s) are not those of config.json: model.layers.1.self_attn" in problems(tmp_path)
+
+
+def test_a_vision_language_model_may_have_names_of_its_own_for_the_language_model(model: Path):
+    for file in model.glob("*.safetensors"):
+        save_file(
+            {f"model.language_{name}": array for name, array in load_file(file).items() if name != "lm_head.weight"},
+            file,
+        )
+    assert problems(model) == ""
+    configure(model, num_hidden_layers=3, vocab_size=11)
+    assert "the weights have 2 layers" in problems(model)
+    assert "model.embed_tokens.weight is [10, 8], and by config.json [11, 8]" in problems(model)
 
 
 def test_quantized_weights_have_shapes_of_their_own(model: Path):

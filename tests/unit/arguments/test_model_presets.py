@@ -14,21 +14,26 @@ import pytest
 from miles_async.arguments.argument_files import presets
 from miles_async.arguments.cluster_checks import check_colocation
 from miles_async.arguments.parser import parse_arguments
-from miles_async.backends.megatron.families.hf_config import check_layout, check_model, read_config
-from miles_async.weights.transports.choice import transport_problems
+from miles_async.backends.megatron.families.hf_config import check_model, read_config
+from miles_async.backends.megatron.families.layout import check_layout
+from miles_async.train_data.work import model_work
+from miles_async.weights.transports.choice import count_senders, transport_problems
 
 CONFIGS = Path(__file__).parents[2] / "recipes/configs"
 KIMI = Path(__file__).parents[3] / "examples/one_trillion/config.json"
 
 MODELS: dict[str, tuple[tuple[str, ...], int]] = {
     "deepseek-v3": (("DeepSeek-R1",), 128),
+    "deepseek-v3.2": (("DeepSeek-V3.2",), 128),
     "glm-4.5": (("GLM-4.5", "GLM-4.7-355B-A32B"), 64),
     "glm-4.7-flash": (("GLM-4.7-Flash",), 16),
+    "glm-5": (("GLM-5",), 128),
     "gpt-oss-120b": (("gpt-oss-120b",), 32),
     "gpt-oss-20b": (("gpt-oss-20b",), 8),
     "kimi-k2": (("Kimi-K2",), 512),
     "llama-3.1-8b": (("Llama-3.1-8B-Instruct",), 4),
     "minimax-m2": (("MiniMax-M2",), 64),
+    "qwen2.5-vl-7b": (("Qwen2.5-VL-7B-Instruct",), 8),
     "qwen3-235b-a22b": (("Qwen3-235B-A22B",), 64),
     "qwen3-30b-a3b": (("Qwen3-30B-A3B",), 16),
     "qwen3-30b-a3b-offload": (("Qwen3-30B-A3B",), 8),
@@ -36,6 +41,7 @@ MODELS: dict[str, tuple[tuple[str, ...], int]] = {
     "qwen3-4b": (("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"), 2),
     "qwen3-8b": (("Qwen3-8B", "Qwen3-14B"), 4),
     "qwen3-next-80b-a3b": (("Qwen3-Next-80B-A3B",), 32),
+    "qwen3-vl-8b": (("Qwen3-VL-8B-Instruct",), 8),
     "qwen3.5-27b": (("Qwen3.5-27B",), 16),
     "qwen3.5-35b-a3b": (("Qwen3.5-35B-A3B",), 16),
     "qwen3.5-9b": (("Qwen3.5-4B", "Qwen3.5-9B"), 4),
@@ -77,6 +83,17 @@ def test_engines_of_a_node_or_more_keep_experts_whole(preset: str, model: str) -
     assert not whole or experts % gpus == 0
 
 
+@pytest.mark.parametrize(("preset", "model"), CASES)
+def test_a_publication_has_time(preset: str, model: str) -> None:
+    """At 0.4 GB/s from each sending rank: a fifth of what files in memory take (docs/benchmarks.md, publication)."""
+    arguments = parse_arguments([f"@preset:{preset}"], prog="test").arguments
+    config = json.loads(config_of(model).read_text())
+    work = model_work({"intermediate_size": 1, **config, **config.get("text_config", {})})
+    assert work is not None
+    senders = count_senders(arguments.weights, arguments.model.pipeline_model_parallel_size)
+    assert 2 * work.weights / senders / arguments.weights.publication_timeout < 0.4e9
+
+
 def test_a_node_whose_gpus_take_turns_trains_a_mixture_of_30b(tmp_path: Path) -> None:
     """As slime's recipe: nothing of the two presets contradicts the other."""
     (tmp_path / "config.json").write_bytes(config_of("Qwen3-30B-A3B").read_bytes())
@@ -94,4 +111,6 @@ def test_a_preset_tells_its_size_and_what_it_was_compared_with(preset: str) -> N
     size, compared = presets()[preset].read_text().splitlines()[:2]
     count = {2: "two", 4: "four"}.get(MODELS[preset][1], MODELS[preset][1])
     assert re.search(rf": {count} GPUs (of 141 GB )?hold it in training, \w+ generates?\. Give --hf-checkpoint", size)
-    assert re.match(r"# Compared with ((slime|miles), scripts/run[-_].+\.(sh|py)|that of gpt-oss-20b: )", compared)
+    assert re.match(
+        r"# Compared with ((slime|miles), (scripts|examples/\w+)/run[-_].+\.(sh|py)|that of gpt-oss-20b: )", compared
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from miles_async.arguments.parser import assemble
-from miles_async.arguments.paths import with_absolute_paths
+from miles_async.wiring.driver_process import with_absolute_paths
 
 
 def test_every_path_becomes_absolute_and_nothing_else_changes() -> None:

@@ -46,6 +46,11 @@ def limit_of(arguments: Arguments, held_out: EvaluationSet | None = None) -> tup
              "lower --rollout-max-response-len"),
         ),
         (
+            {"rollout_max_response_len": 4096},
+            (0, "--rollout-max-response-len 4096 leaves none of the model's 2048 positions",
+             "lower --rollout-max-response-len"),
+        ),
+        (
             {"custom_generate_function_path": "a:b"},
             (2047, "more than 2047 leave no room for a response in the model's 2048 positions", "leave them out"),
         ),

@@ -476,6 +476,16 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "a multiple",
         ),
         case("nothing to load", {"load": Path("absent")}, "--load absent", "no such directory"),
+        case(
+            "pass rates of nothing",
+            {"prompt_sampler": "difficulty", "pass_rates": ("absent",)},
+            "--pass-rates absent: there is no such directory",
+        ),
+        case(
+            "pass rates of the run itself",
+            {"prompt_sampler": "difficulty", "pass_rates": (".",), "run_dir": Path()},
+            "--pass-rates . is --run-dir",
+        ),
         case("unknown reward", {"rm_type": "maths"}, "--rm-type: expected one of exact_match", "did you mean math?"),
         case("no reward", {"rm_type": None}, "no reward", "--rm-type", "--custom-rm-path"),
         case(
@@ -516,6 +526,11 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "--environment-timeout 5000",
         ),
         case("unknown environment", {"environment": "gym:a"}, "--environment gym:a: expected KIND:NAME"),
+        case(
+            "a server without its URL",
+            {"environment": "openenv:maze"},
+            "--environment openenv:maze: expected the URL of its server, such as openenv:http://127.0.0.1:8000",
+        ),
         case("malformed settings", {"environment": "gymnasium:a", "environment_config": "a"}, "--environment-config a"),
         case("verifiers without its Python", {"environment": "verifiers:a"}, "give --environment-python"),
         case(

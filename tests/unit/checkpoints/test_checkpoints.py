@@ -27,7 +27,7 @@ from miles_async.checkpoints.start import checkpoint_problems
 from miles_async.errors import CheckpointError
 from miles_async.runtime import clock
 from miles_async.runtime.files.digests import digest_pieces, split, write_digested
-from miles_async.seams import Position
+from miles_async.seams import Position, Resumption
 from miles_async.types import KeptSetting
 
 MODEL = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2}
@@ -58,7 +58,7 @@ class Side:
     async def digests(self, directory: Path, sizes: dict[str, int]) -> dict[str, str]:
         return await asyncio.to_thread(digest_pieces, directory, split(sizes))
 
-    async def load(self, directory: Path, **_: object) -> None:
+    async def load(self, directory: Path, *_: Resumption, **__: object) -> None:
         if self.fails is not None:
             raise self.fails
         self.loaded.append(directory)

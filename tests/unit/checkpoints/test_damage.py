@@ -20,7 +20,7 @@ from miles_async.checkpoints.manifest import RunIdentity, check_whole
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.errors import CheckpointError
 from miles_async.runtime.files.digests import digest_pieces, split, write_digested
-from miles_async.seams import Position
+from miles_async.seams import Position, Resumption
 
 MODEL = {"model_type": "qwen3", "hidden_size": 64}
 
@@ -65,7 +65,7 @@ class Rollout:
             "groups.msgpack": write_digested(directory / "groups.msgpack", b"groups"),
         }
 
-    async def load(self, directory: Path, **_: object) -> None: ...
+    async def load(self, directory: Path, resumption: Resumption) -> None: ...
 
 
 def run_checkpoints(trainer: Trainer, **flags: object) -> RunCheckpoints:

@@ -15,6 +15,7 @@ from miles_async.checkpoints.manifest import RunIdentity, check_whole, fingerpri
 from miles_async.checkpoints.model_function import model_function
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.errors import CheckpointError
+from miles_async.seams import Resumption
 from tests.unit.checkpoints.test_checkpoints import Side, save
 
 CONFIG = {
@@ -38,8 +39,9 @@ FILES = {
 class Rollout(Side):
     """Rollout side that records the accepted changes."""
 
-    async def load(self, directory: Path, **facts: object) -> None:
-        self.accepted = facts["accepted"]
+    async def load(self, directory: Path, *_: Resumption, **__: object) -> None:
+        (resumption,) = _
+        self.accepted = resumption.accepted
 
 
 @pytest.fixture

@@ -51,16 +51,16 @@ def flags(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Arguments]:
-    """Arguments of the calls of ``miles_async.wiring.driver.run``, which returns 0 or raises what ``raises`` holds."""
+    """Arguments of the calls of ``wiring.driver_process.run``, which returns 0 or raises what ``raises`` holds."""
     calls: list[Arguments] = []
-    module = types.ModuleType("miles_async.wiring.driver")
+    module = types.ModuleType("miles_async.wiring.driver_process")
 
     def run(arguments: Arguments, imports: object) -> int:
         calls.append(arguments)
         return 0
 
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "miles_async.wiring.driver", module)
+    monkeypatch.setitem(sys.modules, "miles_async.wiring.driver_process", module)
     return calls
 
 
@@ -264,7 +264,7 @@ def test_exit_code_tells_how_a_run_ended(
     def run(arguments: Arguments, imports: object) -> int:
         raise error
 
-    monkeypatch.setattr(sys.modules["miles_async.wiring.driver"], "run", run)
+    monkeypatch.setattr(sys.modules["miles_async.wiring.driver_process"], "run", run)
     assert main(flags) == exit_code
     assert message in capsys.readouterr().err
 

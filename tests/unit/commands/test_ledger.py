@@ -19,7 +19,7 @@ from miles_async.errors import DataError
 from miles_async.ledger.readmission import read_readmissions, request_readmission
 from miles_async.ledger.writer import LedgerWriter
 from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
-from miles_async.seams import Position
+from miles_async.seams import Position, Resumption
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
@@ -206,8 +206,14 @@ class Rollout:
             directory, RolloutSnapshot(source={}, pool=msgspec.structs.replace(snapshot, state=state))
         )
 
-    async def load(self, directory: Path, *, step: int, version: int, readmissions: object, accepted: object) -> None:
-        self.pool.restore(read_snapshot(directory).pool, version=version, readmissions=readmissions, accepted=accepted)
+    async def load(self, directory: Path, resumption: Resumption) -> None:
+        snapshot = read_snapshot(directory).pool
+        self.pool.restore(
+            snapshot,
+            version=resumption.version,
+            readmissions=resumption.readmissions,
+            accepted=resumption.accepted,
+        )
 
 
 def run_checkpoints(story: Story, arguments: CheckpointArguments, **function: object) -> RunCheckpoints:

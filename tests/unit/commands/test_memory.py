@@ -214,7 +214,7 @@ def test_hosts_need_room_for_what_is_published_and_links_a_least_speed(arguments
         if line.startswith("Publication: ")
     )
     assert "1.0 GiB from each of 1 sending ranks" in line
-    assert "up to 4.0 GiB of files for 4 versions" in line
+    assert "up to 3.0 GiB of files for 3 versions" in line
     assert line.endswith("--publication-timeout 100 s: 0.011 GB/s per rank at least.")
 
 

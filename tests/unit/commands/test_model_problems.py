@@ -53,9 +53,9 @@ IMAGES = {
     ("flags", "named"),
     [
         ((), None),
-        (("--environment-path", "m:Environment"), "--environment-path"),
-        (("--agent-path", "m:agent"), "--agent-path or --agent-command"),
-        (("--loss-type", "sft_loss"), "--loss-type sft_loss"),
+        (("--environment-path", "m:Environment"), None),
+        (("--agent-path", "m:agent"), None),
+        (("--loss-type", "sft_loss"), None),
         (("--use-opd",), "--use-opd"),
         (("--critic-hf-checkpoint", "critic"), "--critic-hf-checkpoint"),
         (("--save-debug-rollout-data", "dumps/{rollout_id}.parquet"), "--save-debug-rollout-data"),

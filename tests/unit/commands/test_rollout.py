@@ -11,6 +11,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.config_file import to_toml
 from miles_async.arguments.evaluation_alone import evaluation_alone, rollout_as_evaluation
+from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.parser import ParsedCommandLine, parse_arguments
 from miles_async.arguments.validation import flag_problems, validate
@@ -96,9 +97,25 @@ def test_what_evaluation_cannot_follow_is_refused(prompts: str, flags: tuple[str
         validate(arguments)
 
 
+def test_the_flags_of_a_run_that_evaluates_may_be_given_to_rollout(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "held_out.yaml").write_text(f"eval: {{datasets: [{{name: a, path: {prompts}}}]}}")
+    held_out = ("--eval-prompt-data", "b", prompts, "--eval-config", str(tmp_path / "held_out.yaml"))
+    words = (*FLAGS, "--prompt-data", prompts, *held_out, "--eval-interval", "5", "--eval-temperature", "0")
+    arguments = evaluation_alone(rollout_as_evaluation(parse_arguments(words).arguments))
+    validate(arguments)
+    (data_set,) = evaluation_sets(arguments.evaluation)
+    assert data_set.path == prompts
+    assert main(["rollout", *words, "--print-config"]) == 0
+    assert "note: `miles-async rollout` samples --prompt-data; --eval-prompt-data" in capsys.readouterr().out
+
+
 def test_each_command_has_its_prompts(prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rollout", *FLAGS, "--eval-prompt-data", prompts]) == 2
-    assert "`miles-async eval` evaluates --eval-prompt-data" in capsys.readouterr().err
+    assert "--prompt-data is required: prompts to sample, .jsonl or .parquet; `miles-async eval` evaluates" in (
+        capsys.readouterr().err
+    )
     assert main(["rollout", *FLAGS]) == 2
     assert "--prompt-data is required" in capsys.readouterr().err
     assert main(["eval", *FLAGS]) == 2

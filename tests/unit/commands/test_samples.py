@@ -110,7 +110,7 @@ def test_one_sample_is_shown_by_token_with_what_is_known_of_each(tmp_path: Path)
     tokens = {cells[0]: cells for cells in lines if len(cells) > 5 and cells[0].isdecimal()}
     assert tokens["0"][-2:] == ["prompt", "rev"]
     #                       #    id   version age log-prob advantage trainer difference token
-    assert tokens["2"] == ["2", "7", "7", "2", "-0.5", "0.25", "-0.75", "-0.25", "2"]
+    assert tokens["2"] == ["2", "7", "7", "2", "-0.5", "0.25", "-0.75", "0.25", "2"]
     assert "sampled, without loss" in " ".join(tokens["4"])
 
 

@@ -12,8 +12,9 @@ from miles_async.arguments.rollout import RolloutArguments
 from miles_async.cli import main
 from miles_async.ledger.store import LedgerStore
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
-from miles_async.staleness.events import Ended, Issued
+from miles_async.staleness.events import Changed, Ended, Issued
 from miles_async.staleness.ledger import Outcome
+from miles_async.types import Changes
 from tests.property.builders import make_attempt
 from tests.unit.commands.run_directories import write_run
 
@@ -30,6 +31,8 @@ def run_dir(tmp_path: Path) -> Path:
     store.write([(1.0, Issued(attempt=make_attempt(number))) for number in (1, 2, 3)])
     ends = [(2.0, Ended(attempt_id=n, outcome=Outcome.FILTERED, reason="zero_std")) for n in (1, 2)]
     store.write(ends)
+    changed = Changes(after=2, before={"lr": 5e-4, "evaluation": None}, values={"lr": 4e-4, "evaluation": "now"})
+    store.write([(3.0, Changed(changed))])
     store.close()
     warnings = [
         {"level": "warning", "timestamp": "2026-11-25T14:00:02Z", "event": "engine is restarted", "engine": "engine-1"},
@@ -53,6 +56,8 @@ def test_a_run_that_goes_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -
         "last checkpoint: step 2",
         "1 groups in flight, 0 buffered, 2 of 2 finished ones filtered (mostly: zero_std); "
         "the trainer waits for groups in flight",
+        "set after step 2: lr 0.0005 → 0.0004",
+        "set after step 2: evaluation now",
         "warning at 2026-11-25T14:00:01Z: attempt failed",
         "warning at 2026-11-25T14:00:02Z: engine is restarted engine=engine-1",
     ]
@@ -63,6 +68,7 @@ def test_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["steps"], found["metrics"]["step"], found["checkpoint"]) == ("running", 40, 2, 2)
     assert found["groups"]["filtered"] == 2
+    assert found["changes"] == ["after step 2: lr 0.0005 → 0.0004", "after step 2: evaluation now"]
     assert [entry["side"] for entry in found["warnings"]] == ["rollout", "driver"]
 
 

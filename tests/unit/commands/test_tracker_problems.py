@@ -9,8 +9,10 @@ import pytest
 
 from miles_async.arguments import Arguments, ObservabilityArguments
 from miles_async.commands.checks import tracker_problems
-from miles_async.observability import packages
+from miles_async.runtime import packages
 from miles_async.runtime.network.keys import METRICS_KEY_VARIABLE
+
+EXTRAS = ("tensorboard", "mlflow", "trackio", "swanlab")
 
 
 def problems(**flags: object) -> list[str]:
@@ -24,17 +26,19 @@ def without(*missing: str) -> Callable[[str], object]:
 def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(METRICS_KEY_VARIABLE, raising=False)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(packages, "find_spec", without("tensorboard", "mlflow"))
-    tensorboard, mlflow, prometheus, server = problems(use_tensorboard=True, use_prometheus=True, use_mlflow=True)
-    assert "pip install 'miles-async[tensorboard]'" in tensorboard
-    assert "pip install 'miles-async[mlflow]'" in mlflow
+    monkeypatch.setattr(packages, "find_spec", without(*EXTRAS))
+    used = {f"use_{extra}": True for extra in EXTRAS}
+    *missing, prometheus, server = problems(**used, use_prometheus=True)
+    assert missing == [
+        f"--use-{extra}: the package {extra} is not installed: pip install 'miles-async[{extra}]'" for extra in EXTRAS
+    ]
     assert "--mlflow-tracking-uri" in server
     assert f"export {METRICS_KEY_VARIABLE}=" in prometheus
 
 
 def test_a_run_that_uses_none_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(METRICS_KEY_VARIABLE, raising=False)
-    monkeypatch.setattr(packages, "find_spec", without("tensorboard", "mlflow"))
+    monkeypatch.setattr(packages, "find_spec", without(*EXTRAS))
     assert problems() == []
     monkeypatch.setenv(METRICS_KEY_VARIABLE, "k")
     assert problems(use_prometheus=True) == []

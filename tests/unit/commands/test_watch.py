@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,11 @@ Served = tuple[Secret, Secret | None]
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, Served]]:
     """Runs the command without its server; returns what it printed and the keys."""
     served: list[Served] = []
-    monkeypatch.setattr(server, "serve", lambda runs, key, door, write_key: served.append((key, write_key)))
+
+    def make_server(_: object, key: Secret, write_key: Secret | None) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda sockets: served.append((key, write_key)))
+
+    monkeypatch.setattr(server, "make_server", make_server)
     run_dir = write_finished_run(tmp_path / "run")
 
     def run(*words: str) -> tuple[str, Served]:

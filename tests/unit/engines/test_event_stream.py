@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from miles_async.engines.event_stream import event_data
+from miles_async.engines.http import event_data
 
 STREAM = b'data: {"a":1}\n\n: a comment\n\nevent: x\ndata:2\n\ndata: [DONE]\n\ndata: cut'
 

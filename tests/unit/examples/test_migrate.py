@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from examples.quickstart.tokenizer import build_tokenizer
 from miles_async.arguments.argument_files import without_comment
 from miles_async.cli import main
-from miles_async.commands.migrate.tables import SYSTEMS
+from miles_async.commands.migrate.command import SYSTEMS
 
 EXAMPLES = Path("examples/migrate")
 CONFIGS = Path("tests/recipes/configs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -136,6 +137,24 @@ async def test_an_environment_that_raises_exits_or_hangs_costs_its_attempt(does:
         ScriptedModel(says("stop")), ATTEMPT, 0
     )
     assert sample.reward == 0.1  # others go on
+
+
+async def test_an_environment_that_is_made_after_its_step_was_given_up_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    maker, go_on = GymnasiumText("Echo-v0", {}), threading.Event()
+    Echo.closed.clear()
+    make = maker.make
+    monkeypatch.setattr(maker, "make", lambda: go_on.wait() and make())
+    episode = maker(prompt())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(episode.step(turn("a")), 0.05)
+    await episode.close()
+    assert not Echo.closed
+    go_on.set()
+    async with asyncio.timeout(20):
+        while not Echo.closed:  # noqa: ASYNC110  (a thread tells nobody)
+            await asyncio.sleep(0.01)
 
 
 async def test_an_environment_may_fork() -> None:

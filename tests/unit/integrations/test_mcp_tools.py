@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,9 @@ async def started(tmp_path: Path, *, shared: bool = False, seconds: float = 20.0
 
 
 def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 async def contents(environment: WithTools, *calls: tuple[str, object]) -> list[str]:
@@ -187,17 +189,17 @@ async def test_nothing_that_a_server_started_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "problem"),
+    ("command", "seconds", "problem"),
     [
-        (f"{COMMAND} mute", "found nothing within 1 s"),
-        ("python -c pass", "Connection closed"),
-        ("http://127.0.0.1:9/mcp", "ConnectError"),
+        (f"{COMMAND} mute", 1.0, "found nothing within 1 s"),
+        ("python -c pass", 60.0, "Connection closed"),
+        ("http://127.0.0.1:9/mcp", 60.0, "ConnectError"),
     ],
 )
 async def test_a_server_that_lists_no_tools_is_refused_with_the_flag(
-    tmp_path: Path, command: str, problem: str
+    tmp_path: Path, command: str, seconds: float, problem: str
 ) -> None:
-    servers = McpServers([command], shared=False, start_timeout=1.0, log_path=tmp_path / "mcp.log")
+    servers = McpServers([command], shared=False, start_timeout=seconds, log_path=tmp_path / "mcp.log")
     with pytest.raises(ConfigurationError, match=f"--mcp-server {command}: expected a server.*{problem}"):
         await servers.start()
 

@@ -6,6 +6,7 @@ tests/e2e/test_verifiers.py plays with the package itself.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -17,16 +18,20 @@ import pytest
 
 from miles_async.errors import ConfigurationError, RequestRejectedError
 from miles_async.integrations import verifiers_episodes
-from miles_async.integrations.verifiers_episodes import VerifiersEpisodes
+from miles_async.integrations.generate_rows import rows_of
+from miles_async.integrations.verifiers_episodes import HOST, VerifiersEpisodes
 from miles_async.types import Prompt
 from tests.fakes.keys import KEYS
 
-HOST = '''
+PLAYS = '''
 """Answers as verifiers_host.py does; its tasks say what happens."""
 import json, os, subprocess, sys, time
 
-if "broken" in sys.argv[2]:
+if "broken" in sys.argv[3]:
     sys.exit("No module named 'verifiers'")
+if "slow" in sys.argv[3] and not os.path.exists("slow"):  # the first time
+    open("slow", "w").close()
+    time.sleep(600)
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     message = json.loads(line)
@@ -37,11 +42,16 @@ for line in sys.stdin:
     does = task["does"]
     if does == "wait":
         continue
+    if does == "garbage":
+        print("hello", flush=True)
+        continue
     if does == "die":
         sys.exit("out of memory")
     if does == "leave":
         subprocess.Popen(["sleep", "600"], start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    told = {"error": "TaskError: no such file"} if does == "fail" else {"turns": 2, "reward": task.get("reward", 1.0)}
+    told = {"turns": 2, "reward": task.get("reward", 1.0)}
+    if does == "fail":
+        told = {"error": "TaskError: no such file", "down": task["down"]}
     if does == "environment":
         told = {"turns": 1, "reward": float(os.environ["OPENAI_API_KEY"] == task["key"])}
     print(json.dumps({"id": number, **told}), flush=True)
@@ -58,10 +68,11 @@ async def episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **config: object) -> VerifiersEpisodes:
     host = tmp_path / "host.py"
-    host.write_text(HOST)
+    host.write_text(PLAYS)
     monkeypatch.setattr(verifiers_episodes, "HOST", host)
     return VerifiersEpisodes(
         sys.executable,
+        "my_tasks",
         config,
         api_key=KEYS.sessions.agents,
         log_path=tmp_path / "logs" / "verifiers.log",
@@ -82,9 +93,15 @@ async def test_episodes_of_one_process_return_turns_and_reward(episodes: Verifie
 
 async def test_what_verifiers_reports_is_the_attempts_own_failure(episodes: VerifiersEpisodes) -> None:
     with pytest.raises(RequestRejectedError, match="verifiers: TaskError: no such file"):
-        await episodes("", prompt("fail"))
+        await episodes("", prompt("fail", down=False))
     with pytest.raises(RequestRejectedError, match="a task of verifiers in the prompt's metadata"):
         await episodes("", Prompt(prompt_id="p", token_ids=(1,), text="?"))
+
+
+async def test_a_service_that_verifiers_reports_down_is_waited_for(episodes: VerifiersEpisodes) -> None:
+    # covers: C6
+    with pytest.raises(ConnectionError, match="verifiers: TaskError: no such file"):
+        await episodes("", prompt("fail", down=True))
 
 
 async def test_a_process_that_dies_is_a_service_that_is_down_and_starts_again(episodes: VerifiersEpisodes) -> None:
@@ -95,6 +112,114 @@ async def test_a_process_that_dies_is_a_service_that_is_down_and_starts_again(ep
         with pytest.raises(ConnectionError, match="the process of verifiers ended: out of memory"):
             await asyncio.wait_for(task, 20)
     assert await episodes("", prompt("play")) == (2, 1.0)
+
+
+async def test_a_line_that_is_no_answer_ends_the_process_and_another_one_plays_on(episodes: VerifiersEpisodes) -> None:
+    # covers: C6
+    waiting = asyncio.create_task(episodes("", prompt("wait")))
+    await asyncio.sleep(0)
+    for task in (episodes("", prompt("garbage")), waiting):
+        with pytest.raises(ConnectionError, match="the process of verifiers wrote a line that is no answer"):
+            await asyncio.wait_for(task, 20)
+    assert await asyncio.wait_for(episodes("", prompt("play")), 20) == (2, 1.0)
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = stand_in(tmp_path, monkeypatch, slow=True)
+    before = psutil.Process().children()  # of tests before
+    first = asyncio.create_task(made("", prompt("play")))
+    async with asyncio.timeout(60):
+        while not Path("slow").exists():  # noqa: ASYNC110, ASYNC240  (a file tells nobody)
+            await asyncio.sleep(0.02)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert [*{*psutil.Process().children()} - {*before}] == []
+    assert await asyncio.wait_for(made("", prompt("play")), 20) == (2, 1.0)
+    await made.stop()
+
+
+PACKAGE = '''
+"""Stands in for verifiers: its episodes start processes that read standard input and write to standard output."""
+import contextlib, subprocess, types
+
+class ModelContext: pass
+EvalClientConfig = SamplingConfig = InterceptionServer = ModelContext
+resolve_client = build_async_httpx = None
+
+class Taskset:
+    @staticmethod
+    def task_type():
+        subprocess.run(["cat"])
+        subprocess.run(["echo", "stray"])
+        raise ValueError("that was all")
+
+def load_taskset(config):
+    subprocess.run(["echo", "stray"])
+    return []
+
+def load_environment(config):
+    return types.SimpleNamespace(taskset=Taskset(), serving=contextlib.AsyncExitStack)
+
+def agent_config_fields(config):
+    return {name: types.SimpleNamespace(client=None, runtime=types.SimpleNamespace(type="docker")) for name in config}
+
+def resolve_env_config(given):
+    return given.get("agents", ["agent"])
+'''
+
+
+def stand_in_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    for module in (
+        *("clients.eval", "clients", "configs.agent", "configs.client"),
+        *("interception.server", "types", "utils.loaders"),
+    ):
+        path = tmp_path / "verifiers" / "v1" / f"{module.replace('.', '/')}.py"
+        path = path.with_suffix("") / "__init__.py" if module == "clients" else path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(PACKAGE)
+    metadata = tmp_path / f"verifiers-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+async def test_pipes_of_the_host_are_not_those_of_the_processes_that_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_package(tmp_path, monkeypatch, "0.4.9")
+    log = tmp_path / "verifiers.log"
+    made = episodes_of({}, log)
+    for _ in range(2):
+        with pytest.raises(RequestRejectedError, match="verifiers: ValueError: that was all"):
+            await asyncio.wait_for(made("", prompt("play")), 60)
+    await made.stop()
+    assert log.read_text() == "stray\nstray\n"
+
+
+def episodes_of(config: dict[str, object], log: Path) -> VerifiersEpisodes:
+    key = KEYS.sessions.agents
+    return VerifiersEpisodes(sys.executable, "my_tasks", config, api_key=key, log_path=log, start_timeout=60.0)
+
+
+@pytest.mark.parametrize(
+    ("version", "agents", "found"),
+    [
+        ("0.4.9", ["solver", "judge"], "expected one agent without a client of its own, .* found solver, judge: give"),
+        ("0.1.14", ["agent"], r"expected verifiers 0\.4 or 0\.3 in .* \(--environment-python\), found 0\.1\.14"),
+    ],
+)
+async def test_what_cannot_be_trained_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, agents: list[str], found: str
+) -> None:
+    stand_in_package(tmp_path, monkeypatch, version)
+    made = episodes_of({"agents": agents}, tmp_path / "verifiers.log")
+    with pytest.raises(ConfigurationError, match=f"did not come up: {found}"):
+        await made.start()
+    rows = [sys.executable, str(HOST), "rows", "my_tasks", json.dumps({"agents": agents}), "4", "0"]
+    with pytest.raises(ConfigurationError, match=f"--environment verifiers:my_tasks: {found}"):
+        rows_of(rows, "--environment verifiers:my_tasks", dict(os.environ))
 
 
 async def test_an_episode_that_is_given_up_is_cancelled_there(episodes: VerifiersEpisodes, tmp_path: Path) -> None:

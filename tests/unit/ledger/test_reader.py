@@ -235,6 +235,12 @@ def read_only(directory: Path) -> Iterator[None]:
         directory.chmod(0o755)
 
 
+def test_a_ledger_that_is_not_there_is_an_error_and_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="cannot read this ledger"), open_ledger(tmp_path / "ledger.sqlite"):
+        pass
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     "files", [("ledger.sqlite",), ("ledger.sqlite", "ledger.sqlite-wal")], ids=["closed", "killed"]
 )

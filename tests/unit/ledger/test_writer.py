@@ -24,6 +24,7 @@ from miles_async.rollout.dispatcher import Dispatcher, Hooks
 from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.rollout.manager import RolloutManager
 from miles_async.runtime.services import Services
+from miles_async.seams import Resumption
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.events import Ended, Issued
 from miles_async.staleness.ledger import Outcome
@@ -209,7 +210,7 @@ async def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     second = Run(tmp_path / "second.sqlite")
     accepted = ("rope_theta was 1 and is 2",)
     version = first.engines.version
-    await second.manager.load(tmp_path, step=3, version=version, readmissions={}, accepted=accepted)
+    await second.manager.load(tmp_path, Resumption(step=3, version=version, accepted=accepted))
     second.engines.version = first.engines.version
     await run_steps(second, range(3, 6))
     with open_ledger(tmp_path / "second.sqlite") as reader:

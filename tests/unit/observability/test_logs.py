@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,7 @@ import structlog
 
 from miles_async.observability.logs import close_logging, configure_logging
 
-
-@pytest.fixture(autouse=True)
-def restore_logging() -> Iterator[None]:
-    before = logging.getLogger().level
-    yield
-    close_logging()
-    logging.getLogger().setLevel(before)
-    logging.captureWarnings(False)
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
 def read(path: Path) -> list[dict]:

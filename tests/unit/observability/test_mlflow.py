@@ -1,4 +1,4 @@
-"""MLflow's own store has what was logged, after a restart, too; a server that is gone costs a run nothing."""
+"""MLflow's own store has what was logged, after a restart, too; one that cannot be used costs a run nothing."""
 
 from __future__ import annotations
 
@@ -87,15 +87,11 @@ def test_a_restarted_run_continues_its_run(
     assert history(client, run_id, "reward/mean") == [(1, 0.1), (2, 0.2)]
 
 
-@pytest.mark.parametrize("place", ["http://127.0.0.1:9", "file"])
-def test_a_store_that_cannot_be_used_costs_a_run_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_a_store_that_cannot_be_used_costs_a_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # covers: M12
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     (tmp_path / "file").touch()
-    place = (tmp_path / "file").as_uri() if place == "file" else place
+    place = (tmp_path / "file").as_uri()
     arguments = ObservabilityArguments(run_dir=tmp_path / "run", use_mlflow=True, mlflow_tracking_uri=place)
     trackers = open_trackers(arguments, {})
     trackers.log({"reward/mean": 0.5}, step=1)

@@ -18,6 +18,7 @@ from miles_async.errors import ConfigurationError
 from miles_async.observability.prometheus_tracker import PrometheusOptions, PrometheusTracker, metrics_key
 from miles_async.observability.trackers import open_trackers
 from miles_async.runtime.network.keys import METRICS_KEY_VARIABLE, Secret
+from miles_async.runtime.network.ports import HeldPort
 from tests.fakes.certificates import Authority, needs_openssl
 
 KEY = Secret("k" * 64)
@@ -151,8 +152,8 @@ def test_runs_are_told_apart_by_a_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str | None, label: str
 ) -> None:
     monkeypatch.setenv(METRICS_KEY_VARIABLE, KEY.reveal())
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with HeldPort("127.0.0.1") as free:
+        port = free.number
     arguments = ObservabilityArguments(
         run_dir=tmp_path / "latest", use_prometheus=True, prometheus_port=port, prometheus_run_name=flag
     )

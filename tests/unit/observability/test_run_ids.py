@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.observability.run_ids import earlier_run_id, save_run_id
+from miles_async.observability.tracker_parts import earlier_run_id, save_run_id
 from miles_async.runtime.processes.restarts import RESTARTS_VARIABLE, RunRestart, restarts_variable
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.errors import DataError
-from miles_async.observability.sample_tables import COLUMNS, MOST_CHARACTERS, MOST_ROWS, SampleTables
+from miles_async.observability.wandb_tracker import COLUMNS, MOST_CHARACTERS, MOST_ROWS, SampleTables
 from tests.unit.observability.sample_files import write_samples
 from tests.unit.samples.sample_rows import row
 

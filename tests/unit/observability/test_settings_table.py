@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from miles_async.arguments import Arguments, ObservabilityArguments
-from miles_async.observability.settings_table import flat_settings
+from miles_async.observability.tracker_parts import flat_settings
 
 
 def test_every_flag_of_a_run_is_there_once() -> None:

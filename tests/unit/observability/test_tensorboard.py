@@ -9,19 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.observability.tensorboard_tracker import TensorBoardTracker, tensorboard_directory
 from miles_async.observability.trackers import open_trackers
 
-event_accumulator = pytest.importorskip(
-    "tensorboard.backend.event_processing.event_accumulator", reason="the extra tensorboard is not installed"
-)
-
 
 def shown(directory: Path, tag: str) -> list[tuple[int, float]]:
     """(step, value) as TensorBoard shows them."""
-    reader = event_accumulator.EventAccumulator(str(directory)).Reload()
+    reader = EventAccumulator(str(directory)).Reload()
     return [(event.step, round(event.value, 4)) for event in reader.Scalars(tag)]
 
 

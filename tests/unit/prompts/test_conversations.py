@@ -15,8 +15,11 @@ from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
 from miles_async.prompts.conversations import Answered, answered, conversation, tools_of
 from miles_async.prompts.examples import ExampleSource
+from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate
+from miles_async.types.pictures import data_url
 from tests.fakes.chat_formats import STOPS, TOOLS, chat_format
+from tests.fakes.pictures import picture, picture_processor
 
 STYLES = [style for style in STOPS if style != "wandering"]  # which writes every conversation otherwise
 QUESTION = {"role": "user", "content": "What is seventeen times four?"}
@@ -113,10 +116,9 @@ def rows(path: Path, *content: object) -> Path:
     return path
 
 
-def source(path: Path, most: int = 1000, **data: object) -> ExampleSource:
-    return ExampleSource(
-        DataArguments(prompt_data=(str(path),), rollout_shuffle=False, **data), chat_format("llama3"), most
-    )
+def source(path: Path, most: int = 1000, style: str = "llama3", **data: object) -> ExampleSource:
+    arguments, chat = DataArguments(prompt_data=(str(path),), rollout_shuffle=False, **data), chat_format(style)
+    return ExampleSource(arguments, chat, most, images=picture_processor(chat) if style == "qwen25_vl" else None)
 
 
 def test_rows_are_examples_in_the_order_of_prompts_and_the_cursor_goes_on(tmp_path: Path) -> None:
@@ -151,6 +153,34 @@ def test_messages_of_a_row_are_learned(tmp_path: Path) -> None:
     path = rows(tmp_path / "a.jsonl", {"messages": [QUESTION, ANSWER], "extra": {"tools": TOOLS}})
     [example] = source(path, input_key="messages", label_key=None, metadata_key="extra").take(1)
     assert learned(chat_format("llama3"), example.branches[0]) == "It is 68.<|eot_id|>"
+
+
+def test_the_images_of_a_row_are_learned_about_as_they_are_prompted_with(tmp_path: Path) -> None:
+    chat = chat_format("qwen25_vl")
+    images = picture_processor(chat)
+    urls = [data_url(picture(2, 2)), data_url(picture(1, 3, "blue"))]
+    row = {"prompt": "<image> and <image>?", "images": urls, "label": "It is 68."}
+    arguments = DataArguments(
+        prompt_data=(str(rows(tmp_path / "a.jsonl", row)),), multimodal_keys='{"image": "images"}'
+    )
+    [(_, prompt)] = FilePromptSource(arguments, chat.encode, expand=images.expand).take(1)
+    [example] = ExampleSource(arguments, chat, 1000, images=images).take(1)
+    [branch] = example.branches
+    assert branch.tokens.tolist() == [*prompt.token_ids, *chat.tokenize("It is 68.<|im_end|>")]
+    assert branch.loss_mask.tolist() == [0] * len(prompt.token_ids) + [1] * (len(branch.tokens) - len(prompt.token_ids))
+    assert branch.pictures == prompt.pictures
+    assert len(branch.pictures) == 2
+
+
+def test_a_branch_has_the_images_up_to_its_last_turn(tmp_path: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": data_url(picture(2, 2))}}
+    asked = [{"role": "user", "content": [image, {"type": "text", "text": "What?"}]}, ANSWER]
+    later = [{"role": "user", "content": [image]}, {**ANSWER, "step_loss_mask": 0}]
+    path = rows(tmp_path / "a.jsonl", {"messages": [*asked, *later, *asked]}, {"messages": [*asked, *later]})
+    found = source(path, input_key="messages", label_key=None, style="qwen25_vl").take(2)
+    token = picture_processor(chat_format("qwen25_vl")).image_token
+    assert [len(example.branches[0].pictures) for example in found] == [3, 1]
+    assert [(example.branches[0].tokens == token).sum() for example in found] == [3 * 4, 4]
 
 
 def test_plain_texts_are_answered_without_a_template(tmp_path: Path) -> None:

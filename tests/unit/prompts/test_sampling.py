@@ -15,8 +15,9 @@ import pytest
 from miles_async.api import EpochRows
 from miles_async.arguments import DataArguments
 from miles_async.errors import CheckpointError, ConfigurationError, DataError
+from miles_async.ledger.store import LedgerStore
 from miles_async.prompts.source import FilePromptSource
-from miles_async.staleness.events import EpochBegan, Finished
+from miles_async.staleness.events import EpochBegan, Finished, Issued
 from miles_async.staleness.versions import group_of
 from miles_async.types import Attempt, Prompt
 from tests.property.builders import make_sample
@@ -133,6 +134,90 @@ class TestDifficulty:
         for prompt_id in ("t.jsonl:2", "t.jsonl:99", "u.jsonl:1", "t.jsonl:x", "i1"):
             finish(opened, Prompt(prompt_id=prompt_id, token_ids=(1,), text=""), 1.0)
         assert "known" not in opened.state()
+
+
+def earlier_run(run_dir: Path, path: str, rewards: dict[int, tuple[float, ...]], **flags: object) -> str:
+    """A run directory with one finished group for each of these rows; its path."""
+    opened = source(path, prompt_sampler="uniform", **flags)
+    run_dir.mkdir()
+    store = LedgerStore(run_dir / "ledger.sqlite")
+    store.write([(0.0, opened.opened)])
+    for number, (_, prompt) in enumerate(opened.take(ROWS)):
+        if (row := int(prompt.text.removeprefix("p "))) in rewards:
+            attempt = Attempt(attempt_id=number, prompt=prompt, epoch=0)
+            samples = [make_sample([0], reward=reward) for reward in rewards[row]]
+            store.write([(1.0, Issued(attempt=attempt)), (2.0 + number, Finished(group_of(attempt, samples)))])
+    store.close()
+    return str(run_dir)
+
+
+EXTREMES = {row: (1.0, 1.0) if row < 3 else (0.0, 0.9) if row < 6 else (0.0, 1.0) for row in range(9)}
+
+
+class TestEarlierRuns:
+    @pytest.mark.parametrize("flags", [{}, {"prompt_id_key": "id"}])
+    def test_what_they_always_or_never_solved_comes_less_often_from_the_start(
+        self, path: str, tmp_path: Path, flags: dict
+    ) -> None:
+        run_dir = earlier_run(tmp_path / "run", path, EXTREMES, **flags)
+        opened = source(path, pass_rates=(run_dir,), **flags)
+        assert opened.opened.earlier_rates == 9
+        assert Counter(texts(opened.take(4 * 6 + 6))) == {f"p {row}": 1 if row < 6 else 4 for row in range(ROWS)}
+
+    def test_own_groups_count_more_and_a_resume_changes_nothing(self, path: str, tmp_path: Path) -> None:
+        flags = {"pass_rates": (earlier_run(tmp_path / "run", path, EXTREMES),)}
+        uninterrupted, first = source(path, **flags), source(path, **flags)
+        for opened in (uninterrupted, first):
+            for _, prompt in opened.take(6):
+                finish(opened, prompt, 1.0)
+        state = json.loads(json.dumps(first.state()))
+        second = source(path, **flags)
+        second.restore(state)
+        whole = uninterrupted.take(30)
+        assert second.take(30) == whole
+        assert whole != source(path, **flags).take(36)[6:]
+
+    def test_other_rates_at_a_resume_are_a_change(self, path: str, tmp_path: Path) -> None:
+        flags = {"pass_rates": (earlier_run(tmp_path / "run", path, EXTREMES),)}
+        state = source(path, **flags).state()
+        same = earlier_run(tmp_path / "copy", path, EXTREMES)
+        source(path, pass_rates=(same,)).restore(state)
+        other = earlier_run(tmp_path / "other", path, EXTREMES | {0: (0.0, 1.0)})
+        for changed in ((other,), ()):
+            with pytest.raises(CheckpointError, match=r"pass_rates was '9 prompts, .* Restore --pass-rates,"):
+                source(path, pass_rates=changed).restore(state)
+        accepted = source(path, pass_rates=(other,), anyway=("prompt_data",))
+        accepted.restore(state)
+        assert "p 0" in texts(accepted.take(7))
+
+    def test_of_several_runs_the_last_one_that_has_a_prompt_decides(self, path: str, tmp_path: Path) -> None:
+        first = earlier_run(tmp_path / "first", path, EXTREMES)
+        later = earlier_run(tmp_path / "later", path, {0: (0.0, 1.0)})
+        opened = of_user(path, "hardest_first", metadata_key="m", pass_rates=(first, later))
+        assert opened._rates == {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0, 5: 0.0, 6: 0.5, 7: 0.5, 8: 0.5}
+
+    def test_the_last_group_counts_by_the_rewards_that_solve_now(self, path: str, tmp_path: Path) -> None:
+        run_dir = earlier_run(tmp_path / "run", path, {0: (0.0, 0.5, 1.0, 1.0)})
+        assert source(path, pass_rates=(run_dir,), solved_reward=0.5)._rates == {0: 0.75}
+
+    def test_rows_that_are_known_by_their_numbers_must_be_the_same(self, path: str, tmp_path: Path) -> None:
+        by_number = earlier_run(tmp_path / "run", path, EXTREMES)
+        by_id = earlier_run(tmp_path / "ids", path, EXTREMES, prompt_id_key="id")
+        lines = Path(path).read_text().splitlines()
+        Path(path).write_text("\n".join(lines[::-1]))
+        with pytest.raises(DataError, match=r"--pass-rates .*/run: .*t\.jsonl has changed since that run"):
+            source(path, pass_rates=(by_number,))
+        assert source(path, pass_rates=(by_id,), prompt_id_key="id")._rates[ROWS - 1] == 1.0  # row 0 is the last now
+
+    def test_directories_that_tell_nothing_are_refused(self, path: str, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match=r"expected a run directory with a ledger\.sqlite"):
+            source(path, pass_rates=(str(tmp_path),))
+        (tmp_path / "old").mkdir()
+        LedgerStore(tmp_path / "old" / "ledger.sqlite").close()
+        with pytest.raises(DataError, match="an earlier version wrote its ledger"):
+            source(path, pass_rates=(str(tmp_path / "old"),))
+        with pytest.raises(DataError, match="finished no group of a prompt of"):
+            source(path, pass_rates=(earlier_run(tmp_path / "none", path, {}),))
 
 
 def hardest_first(rows: EpochRows) -> Iterable[int]:

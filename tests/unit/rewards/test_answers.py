@@ -19,6 +19,7 @@ from miles_async.rewards.multiple_choice import chosen_letter, multiple_choice
 from miles_async.rewards.reasoning_gym_task import final_answer, score
 from miles_async.rewards.text_match import FormatReward, f1
 from miles_async.rewards.workers import WorkerPool
+from miles_async.runtime import packages
 from miles_async.runtime.services import Services
 from miles_async.types import Prompt
 from tests.property.builders import make_sample
@@ -200,7 +201,7 @@ def test_the_answer_is_in_the_last_tags():
 
 
 def test_without_the_package_the_message_names_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"pip install 'miles-async\[reasoning-gym\]'"):
         resolve_reward(RewardArguments(rm_type="format+reasoning_gym"), Services())
 

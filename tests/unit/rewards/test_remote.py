@@ -103,7 +103,7 @@ async def test_a_server_that_never_works_ends_the_run_and_says_what_it_answered(
 
 
 async def test_a_server_that_hangs_is_asked_again():
-    async with serving(lambda n: None if n == 0 else "1", timeout=0.5) as (server, reward):
+    async with serving(lambda n: None if n == 0 else "1", timeout=2.0) as (server, reward):
         assert await Services().circuit("server").call(lambda: reward(PROMPT, SAMPLE)) == 1.0
     assert len(server.requests) == 2
 

@@ -35,7 +35,7 @@ from miles_async.rewards.text_match import exact_match, f1
 from miles_async.runtime.hooks import load_object
 from miles_async.runtime.services import Services
 from miles_async.seams import PromptSource
-from miles_async.types import Prompt, Sample, TokenRewards
+from miles_async.types import Prompt, RewardParts, Sample, TokenRewards
 
 PROMPT = Prompt(prompt_id="t:1", token_ids=(1, 2), text="rev 12", label="21")
 
@@ -149,7 +149,9 @@ class TestHub:
 
     async def test_a_weighted_sum(self):
         hub = hub_with("math:1.0+format:0.1+f1:-2", math=1.0, format=1.0, f1=0.25)
-        assert await hub(PROMPT, sample("21")) == pytest.approx(0.6)
+        given = await hub(PROMPT, sample("21"))
+        assert given.reward == pytest.approx(0.6)
+        assert given.parts == {"math": 1.0, "format": 1.0, "f1": 0.25}
 
     async def test_a_part_that_fails_is_an_error_of_the_sum_not_a_zero_in_it(self):
         hub = hub_with("math:1.0+format:0.1", math=RewardError("cannot tell"), format=1.0)
@@ -169,13 +171,13 @@ class TestHub:
             return reward
 
         hub.rewards |= {name: part(name) for name in ("format", "remote_rm")}
-        assert await hub(PROMPT, sample("21")) == pytest.approx(1.1)
+        assert (await hub(PROMPT, sample("21"))).reward == pytest.approx(1.1)
         assert asked == ["format", "remote_rm", "remote_rm"]
 
     async def test_a_row_may_name_its_own_reward(self):
         hub = hub_with("math", math=0.0, f1=0.5, format=1.0)
         row = structs.replace(PROMPT, metadata={"rm_type": "f1:2+format"})
-        assert await hub(row, sample("21")) == 2.0
+        assert (await hub(row, sample("21"))).reward == 2.0
         assert await hub(PROMPT, sample("21")) == 0.0
 
     async def test_a_row_that_names_nothing_known_is_an_error_that_names_it(self):
@@ -219,6 +221,16 @@ class TestGuardedReward:
         assert await GuardedReward(graded, timeout=1.0)(PROMPT, sample("21")) is given
         with pytest.raises(RewardError, match="token rewards: expected one per token"):
             await GuardedReward(short, timeout=1.0)(PROMPT, sample("21"))
+
+    @pytest.mark.parametrize(
+        ("parts", "problem"), [({"fluent": "very"}, "could not convert"), ({"fluent": float("nan")}, "reward nan")]
+    )
+    async def test_parts_that_are_no_numbers_are_an_error(self, parts: dict[str, float], problem: str):
+        async def reward(prompt: Prompt, sample: Sample) -> RewardParts:
+            return RewardParts(reward=1.0, parts=parts)
+
+        with pytest.raises(RewardError, match=problem):
+            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
 
     """A reward that hangs, dies or talks nonsense costs one sample, not the run."""
 

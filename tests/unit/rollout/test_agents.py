@@ -16,6 +16,7 @@ import numpy as np
 import openai
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from miles_async.api import Agent
 from miles_async.errors import ConfigurationError, RequestRejectedError, ServiceUnavailableError, TransientEngineError
@@ -23,8 +24,10 @@ from miles_async.rollout import process_tree
 from miles_async.rollout.agent import AgentGenerate
 from miles_async.rollout.agent_command import CommandAgent
 from miles_async.runtime.hooks import load_object
-from miles_async.types import Attempt, CollectedSession, OpenSession, Prompt, Sample
+from miles_async.types import Attempt, Branch, CollectedSession, OpenSession, Prompt, RewardParts, Sample
+from miles_async.types.pictures import data_url
 from tests.fakes.keys import KEYS
+from tests.fakes.pictures import picture
 from tests.fakes.scripted_model import ScriptedModel
 
 PROMPT = Prompt(
@@ -92,6 +95,28 @@ async def outcome_of(
     return await generate(ScriptedModel(lambda call, input_ids: []), ATTEMPT, 3)
 
 
+async def test_an_agent_gets_the_images_of_its_prompt_and_samples_share_them() -> None:
+    shown, drawn = picture(), picture(3, 3)
+    content = [{"type": "text", "text": "What is it?"}, {"type": "image"}]
+    prompt = replace(PROMPT, messages=({"role": "user", "content": content},), pictures=(shown,))
+    told: list[Prompt] = []
+
+    async def look(base_url: str, prompt: Prompt) -> int:
+        told.append(prompt)
+        return 1
+
+    more = Branch(**{name: getattr(sample(), name) for name in Branch.__struct_fields__})
+    more = replace(more, pictures=(replace(drawn, content=b""),))
+    whole = replace(sample(), pictures=(replace(shown, content=b""), drawn), more_branches=(more,))
+    sessions = FakeSessions(collected(sample=whole))
+    generate = AgentGenerate(sessions=sessions, run_agent=look, timeout=5.0)
+    made = await generate(ScriptedModel(lambda call, input_ids: []), replace(ATTEMPT, prompt=prompt), 1)
+    assert told[0].messages[0]["content"][1] == {"type": "image_url", "image_url": {"url": data_url(shown)}}
+    assert made.pictures[0] is shown
+    assert made.pictures[1] is made.more_branches[0].pictures[0]
+    assert made.pictures[1] == drawn
+
+
 def returns(value: object) -> Callable[[str, Prompt], Awaitable[object]]:
     async def agent(base_url: str, prompt: Prompt) -> object:
         assert (base_url, prompt) == ("http://x/sessions/s/v1", PROMPT)
@@ -125,6 +150,42 @@ async def test_an_agent_returns_turns_or_turns_and_reward(
     result = await outcome_of(returns(returned), collected(reward=given))
     assert (result.metadata["agent_turns"], result.reward) == (turns, reward)
     assert result.metadata["turns"] == 2  # and what the session noted stays
+
+
+PARTS = {"reward": 1.25, "parts": {"right": 1, "short": 0.25}}
+
+
+@pytest.mark.parametrize(
+    ("returned", "given"),
+    [
+        ((3, RewardParts(reward=np.float32(1.25), parts={"right": 1, "short": np.float64(0.25)})), None),
+        ([3, PARTS], 0.5),  # as commands print it; it wins
+        (3, RewardParts(**PARTS)),  # told to the session server
+    ],
+)
+async def test_an_agents_reward_may_have_parts(returned: object, given: object) -> None:
+    sample = await outcome_of(returns(returned), collected(reward=given))
+    assert sample.reward == 1.25
+    assert (sample.metadata["agent_turns"], sample.metadata["turns"]) == (3, 2)
+    assert sample.metadata["metrics"] == {"right": 1.0, "short": 0.25}
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        {"reward": 1.0},
+        {"reward": "1", "parts": {}},
+        {"reward": 1.0, "parts": {"right": "yes"}},
+        RewardParts(reward=float("nan"), parts={}),
+        RewardParts(reward=1.0, parts={"right": "yes"}),  # type: ignore[dict-item]
+        RewardParts(reward=1.0, parts=3),  # type: ignore[arg-type]
+        True,
+        "1",
+    ],
+)
+async def test_a_reward_that_is_none_costs_the_attempt(reward: object) -> None:
+    with pytest.raises(RequestRejectedError, match="RewardParts"):
+        await outcome_of(returns((3, reward)), collected())
 
 
 async def test_sessions_are_keyed_by_sample_and_over_when_the_agent_is_cancelled() -> None:

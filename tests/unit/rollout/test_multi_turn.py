@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,9 @@ from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.taker import Limits
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import NO_VERSION, AssistantTurn, Attempt, JsonObject, Observation, Prompt, Sample
+from miles_async.types.pictures import data_url
 from tests.fakes.chat_formats import TOOLS, chat_format
+from tests.fakes.pictures import picture, picture_processor
 from tests.fakes.reply_parsers import parse_qwen
 from tests.fakes.scripted_model import ScriptedModel
 
@@ -102,6 +105,29 @@ async def test_an_episode_becomes_one_sample_whose_observations_carry_no_loss() 
     assert [message["role"] for message in sample.metadata["messages"]] == ["user", "assistant", "tool", "assistant"]
     (turn, _) = Lookup.made[-1].turns
     assert turn.message["tool_calls"][0]["function"] == {"name": "search", "arguments": {"query": "17*4"}}
+
+
+async def test_images_of_the_prompt_and_of_observations_are_read() -> None:
+    chat = chat_format("qwen25_vl")
+    images = picture_processor(chat)
+    shown, found = picture(3, 1), picture(1, 2, "blue")
+
+    class Camera(Lookup):
+        async def step(self, turn: AssistantTurn) -> Observation:
+            content = [{"type": "image_url", "image_url": {"url": data_url(found)}}, {"type": "text", "text": "and?"}]
+            return Observation(messages=({"role": "user", "content": content},), done=turn.index == 1, reward=1.0)
+
+    content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    prompt = msgspec.structs.replace(PROMPT, messages=({"role": "user", "content": content},), pictures=(shown,))
+    model = ScriptedModel(lambda call, input_ids: [*chat.tokenize("68<|im_end|>")])
+    generate = dataclasses.replace(
+        generate_with(Camera), make_trajectory=lambda: Trajectory(Renderer(chat, images), ReplyParser(chat=chat))
+    )
+    sample = await generate(model, msgspec.structs.replace(ATTEMPT, prompt=prompt), 1)
+    assert model.pictures == [(shown,), (shown, found)]
+    assert model.sampling[0]["stop_token_ids"] == sorted(images.placeholders)
+    assert sample.pictures == (shown, found)
+    assert chat.decode_all(sample.tokens).count("<|image_pad|>") == 3 + 2
 
 
 async def test_turns_that_are_kept_tell_how_old_the_sample_is_at_least() -> None:

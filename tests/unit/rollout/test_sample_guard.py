@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from miles_async.errors import ContractViolation, TransientEngineError, VersionUnknownError
-from miles_async.rollout.sample_guard import check_sample
+from miles_async.rollout.generate import check_sample
 from miles_async.staleness.versions import group_of
 from miles_async.train_data.batch import tabulate
 from miles_async.types import NO_VERSION, Sample

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_async.engines.sglang.region_digest import block_digest, region_digest, torch_block_digest
-from miles_async.runtime.tensor_digest import digest, row_multipliers, to_text, total, word_multipliers
+from miles_async.engines.sglang import region_digest
+from miles_async.engines.sglang.region_digest import Region, block_digests, region_digests, torch_block_digests
+from miles_async.runtime.tensor_digest import digest, row_multipliers, total, word_multipliers
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,6 +22,10 @@ def whole(tensor: torch.Tensor) -> str:
     return digest(raw, tensor.itemsize, tensor.shape)
 
 
+def held(memory: torch.Tensor, offset: int, strides: tuple[int, ...], row: int) -> str:
+    return region_digests([Region(memory, offset, strides, row)])[0]
+
+
 def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 50).to(dtype)
 
@@ -29,7 +34,7 @@ def piece(tensor: torch.Tensor, view: torch.Tensor) -> str:
     """Digest of a view of ``tensor``, copied to memory of its own."""
     row = tensor.shape[-1] if tensor.ndim else 1
     offset = view.storage_offset() - tensor.storage_offset()
-    return to_text(int(region_digest(view.clone(), offset, view.stride(), row)))
+    return held(view.clone(), offset, view.stride(), row)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,15 +79,49 @@ def test_memory_may_lie_anyhow() -> None:
     tensor = random_tensor(6, 12, dtype=torch.bfloat16)
     fused = torch.zeros(20, 17, dtype=torch.bfloat16)
     fused[3:9, 2:14] = tensor
-    held = region_digest(fused[3:9, 2:14], 0, (12, 1), 12)
-    transposed = region_digest(tensor.t().contiguous(), 0, (1, 12), 12)
-    assert to_text(int(held)) == to_text(int(transposed)) == whole(tensor)
+    assert held(fused[3:9, 2:14], 0, (12, 1), 12) == held(tensor.t().contiguous(), 0, (1, 12), 12) == whole(tensor)
 
 
 def test_torch_and_numpy_compute_the_same() -> None:
-    words = torch.randint(-(2**62), 2**62, (300, 77))
+    words = torch.randint(-(2**62), 2**62, (3, 300, 77))
     tables = torch.from_numpy(row_multipliers(5, 300)), torch.from_numpy(word_multipliers(9, 77))
-    assert block_digest(words, *tables) == torch_block_digest(words, *tables)
+    assert torch.equal(block_digests(words, *tables), torch_block_digests(words, *tables))
+
+
+@given(st.data())
+def test_regions_that_are_alike_are_read_together(data: st.DataObject) -> None:
+    """As experts of a layer on a GPU, with the digests that each has alone."""
+    # covers: C8
+    shape = [*data.draw(st.lists(st.integers(1, 6), max_size=2)), data.draw(st.integers(1, 40))]
+    dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=2, max_size=6))
+    order = data.draw(st.permutations(range(len(shape))))
+    starts = {0, data.draw(st.integers(0, shape[-1] - 1))}
+    parts = [
+        (random_tensor(*shape, dtype=dtype, seed=seed)[..., start:].permute(order), start)
+        for seed, dtype in enumerate(dtypes)
+        for start in starts
+    ]
+    regions = [Region(part, start, part.stride(), shape[-1]) for part, start in parts]
+    alone = region_digests(regions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(region_digest, "_regions_at_once", lambda _: data.draw(st.integers(2, 4)))
+        assert region_digests(regions) == alone
+
+
+VIEWS = {"aten::unsqueeze", "aten::as_strided", "aten::view", "aten::detach", "detach"}  # which launch nothing
+
+
+def test_experts_take_no_more_operations_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_digest, "_regions_at_once", lambda _: 128)
+    monkeypatch.setattr(region_digest, "block_digests", torch_block_digests)
+
+    def operations(experts: int) -> int:
+        regions = [Region(torch.ones(8, 64), 0, (64, 1), 64) for _ in range(experts)]
+        with torch.profiler.profile() as profile:
+            region_digests(regions)
+        return sum(event.count for event in profile.key_averages() if event.key not in VIEWS)
+
+    assert operations(128) < operations(1) + 8  # they are stacked
 
 
 @given(st.sampled_from(DTYPES[:4]), st.integers(0, 24 * 24 - 1), st.integers(0, 63))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_async.runtime.terminal_text import escaped
+from miles_async.runtime.texts import escaped
 
 
 @pytest.mark.parametrize(

@@ -96,11 +96,11 @@ async def test_tasks_that_it_starts_itself_do_not_end_the_event_loop(error: Base
 
 async def test_it_cannot_cancel_tasks_that_others_started() -> None:
     contain_user_code(asyncio.get_running_loop())
-    started = asyncio.Event()
+    started, over = asyncio.Event(), asyncio.Event()
 
     async def ours() -> int:
         started.set()
-        await asyncio.sleep(0.1)
+        await over.wait()
         return 7
 
     async def cancels_all() -> None:
@@ -127,6 +127,7 @@ async def test_it_cannot_cancel_tasks_that_others_started() -> None:
     with pytest.raises(UserCodeError, match="cancels a task that it did not start"):
         call_user_code(cancels_in_a_function)
     assert await run_user_code(cancels_its_own()) == 7
+    over.set()
     assert await task == 7
     task = asyncio.create_task(asyncio.sleep(60))
     task.cancel()  # by us

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from miles_async.arguments import ObservabilityArguments
 from miles_async.errors import DataError
 from miles_async.samples import recorder as recorder_module
 from miles_async.samples.files import PARTIAL
 from miles_async.samples.reader import read_note, read_rows, read_state, samples_files
-from miles_async.samples.recorder import SampleRecorder
+from miles_async.samples.recorder import SampleRecorder, sample_recorder
 from miles_async.staleness.events import Ended, Finished
 from miles_async.staleness.ledger import Outcome
 from miles_async.train_data.batch import tabulate
-from miles_async.types import Attempt, Group, Prompt
+from miles_async.types import Attempt, Group, Prompt, TokenScores
 from tests.unit.samples.groups import decode, group, sample
 
 LIMIT = 1 << 30
@@ -31,6 +32,7 @@ def start(run_dir: Path, *, groups: int = 2, limit: int = LIMIT, only_file: bool
 def batch(recorder: SampleRecorder, step: int, groups: tuple[Group, ...]) -> None:
     advantages = np.arange(sum(len(group.samples) for group in groups), dtype=np.float32)
     recorder.batch(step, 9, groups, tabulate(groups, advantages))
+    recorder.trained(step)
 
 
 def eval_attempt(number: int) -> Attempt:
@@ -47,6 +49,34 @@ def test_a_share_of_a_batch_is_written_with_its_advantages(tmp_path: Path) -> No
     assert (file.kind, file.step, len(rows)) == ("train", 3, 4)
     assert [row.advantage for row in rows] == [2.0 * row.attempt_id + row.sample for row in rows]
     assert (note.groups, note.groups_written, note.why_fewer) == (6, 2, "--save-samples 2")
+
+
+def test_a_batch_is_written_once_it_is_trained_with_the_trainer_s_scores(tmp_path: Path) -> None:
+    groups = tuple(group(number, sample("a"), sample("b")) for number in range(6))
+    recorder = start(tmp_path)
+    recorder.batch(3, 9, groups, tabulate(groups, np.zeros(12, np.float32)))
+    first, second = recorder.chosen(3, 6)
+    logprobs, entropies = np.array([0, 0, -0.75, -1.5], np.float32), np.array([0, 0, 2, 3], np.float32)
+    scores = [
+        TokenScores(branch=2 * first + 1, logprobs=logprobs, entropies=entropies),
+        TokenScores(branch=2 * second, logprobs=logprobs, entropies=None),
+    ]
+    assert samples_files(tmp_path) == []
+    recorder.trained(3, scores)
+    recorder.finish()
+    rows = read_rows(samples_files(tmp_path)[0].path)
+    assert [(row.attempt_id, row.sample) for row in rows] == [(first, 0), (first, 1), (second, 0), (second, 1)]
+    assert [row.trainer_logprobs for row in rows] == [None, [*logprobs], [*logprobs], None]
+    assert [row.entropies for row in rows] == [None, [*entropies], None, None]
+    assert [row.logprob_difference for row in rows] == [None, 0.625, 0.625, None]  # engine: -0.5 each
+
+
+def test_a_batch_that_is_never_trained_is_written_at_the_end(tmp_path: Path) -> None:
+    recorder = start(tmp_path)
+    recorder.batch(3, 9, (group(1),), tabulate([group(1)], np.zeros(1, np.float32)))
+    recorder.finish()
+    (row,) = read_rows(samples_files(tmp_path)[0].path)
+    assert row.trainer_logprobs is None
 
 
 def test_steps_take_different_groups_and_a_small_batch_is_written_whole(tmp_path: Path) -> None:
@@ -211,9 +241,16 @@ def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
 
 def test_examples_have_no_reward_no_version_and_no_age(tmp_path: Path) -> None:
     recorder = SampleRecorder(tmp_path / "samples", groups=2, limit_bytes=LIMIT, decode=decode, sampled=False)
-    batch(recorder, 1, (group(1, sample(reward=0.0)),))
+    groups = (group(1, sample(reward=0.0)),)
+    recorder.batch(1, 9, groups, tabulate(groups, np.zeros(1, np.float32)))
+    recorder.trained(1, [TokenScores(branch=0, logprobs=np.array([0, 0, -1, -2], np.float32), entropies=None)])
     recorder.finish()
     (row,) = read_rows(samples_files(tmp_path)[0].path)
     assert (row.reward, row.age, row.oldest_version, row.advantages) == (None, None, None, None)
+    assert (row.trainer_logprobs, row.logprob_difference) == ([0, 0, -1, -2], None)
     assert row.ages() == [None] * 4
     assert row.mask_reasons == [1, 1, 0, 0]
+
+
+def test_without_groups_nothing_is_recorded(tmp_path: Path) -> None:
+    assert sample_recorder(ObservabilityArguments(run_dir=tmp_path, save_samples=0), decode) is None

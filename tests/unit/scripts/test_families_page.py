@@ -8,7 +8,7 @@ import pytest
 
 from miles_async.backends.megatron.families.hf_config import read_config
 from miles_async.backends.megatron.families.known import FAMILIES, REFUSED
-from scripts.families_page import COLUMNS, PAGE, TEXT_MODEL, page
+from scripts.families_page import COLUMNS, PAGE, TEXT_MODEL, TEXT_MODEL_OF_GEMMA4, page
 from tests.integration.family_table import COMPARED, DEEPER, EVERY_DAY, SERVED, SERVED_AT_NIGHT, WITH_IMAGES
 from tests.integration.tiny_models import FAMILIES as TINY_MODELS
 from tests.integration.tiny_models import model_type
@@ -37,25 +37,49 @@ def test_cases_of_every_day_are_among_those_of_the_night() -> None:
     }
 
 
+VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+VISION_OF_GEMMA4 = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "position_embedding_size": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "vision", "name", "program"),
+    [
+        ("qwen3.5", "Qwen3_5", VISION, "Qwen3.5-4B", TEXT_MODEL),
+        ("gemma4", "Gemma4", VISION_OF_GEMMA4, "gemma-4-31B-it", TEXT_MODEL_OF_GEMMA4),
+    ],
+)
 def test_lines_for_the_text_model_of_a_checkpoint_with_images_do_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    kind: str,
+    vision: dict[str, object],
+    name: str,
+    program: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
     import transformers
     from safetensors.torch import load_file
 
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
-    config = transformers.Qwen3_5Config(text_config=TINY_MODELS["qwen3.5"][1], vision_config=vision)
-    whole = transformers.Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16)
+    config = getattr(transformers, f"{kind}Config")(text_config=TINY_MODELS[family][1], vision_config=vision)
+    whole = getattr(transformers, f"{kind}ForConditionalGeneration")(config).to(torch.bfloat16)
     monkeypatch.chdir(tmp_path)
-    whole.save_pretrained("Qwen3.5-4B")
-    exec(TEXT_MODEL)
-    assert read_config(Path("Qwen3.5-4B-text"))["model_type"] == "qwen3_5_text"
-    written = load_file("Qwen3.5-4B-text/model.safetensors")
+    whole.save_pretrained(name)
+    exec(program)
+    assert read_config(Path(f"{name}-text"))["model_type"] == model_type(family)
+    written = load_file(f"{name}-text/model.safetensors")
     expected = {
-        name.replace("model.language_model.", "model."): tensor
-        for name, tensor in load_file("Qwen3.5-4B/model.safetensors").items()
-        if not name.startswith("model.visual.")
+        key.replace("model.language_model.", "model."): tensor
+        for key, tensor in load_file(f"{name}/model.safetensors").items()
+        if ".visual." not in key and "vision" not in key
     }
     assert written.keys() == expected.keys()
     assert all(torch.equal(tensor, written[name]) for name, tensor in expected.items())

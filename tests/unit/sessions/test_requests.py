@@ -21,7 +21,7 @@ from xgrammar.testing import _is_grammar_accept_string
 from miles_async.errors import TrajectoryError, TransientEngineError
 from miles_async.prompts import templates
 from miles_async.prompts.templates import ChatTemplate
-from miles_async.rollout.sample_guard import check_sample
+from miles_async.rollout.generate import check_sample
 from miles_async.trajectory.constraints import CALL_STYLES, GRAMMAR, Constraint, grammar
 from miles_async.trajectory.rendering import check_unchanged
 from miles_async.trajectory.replies import THINK_TAGS

@@ -22,6 +22,7 @@ from miles_async.sessions.middleware import as_json
 from miles_async.sessions.server import SessionServer
 from miles_async.trajectory.tree import Trajectory
 from miles_async.trajectory.turn import take_turn
+from miles_async.types import JsonObject, RewardParts
 from tests.fakes import session_agents
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.scripted_model import ScriptedModel
@@ -186,9 +187,17 @@ async def test_the_last_word_of_an_agent_is_its_reward() -> None:
         assert (await agent.post("heartbeat"))[0] == 404
 
 
-async def test_a_reward_that_is_no_number_is_refused() -> None:
+async def test_the_agents_reward_may_have_parts() -> None:
     async with agent_of(ScriptedModel(says("68"))) as agent:
-        status, body = await agent.post("finish", {"reward": "much"})
+        await agent.chat(QUESTION)
+        assert (await agent.post("finish", {"reward": 0.5, "parts": {"right": 1}}))[0] == 200
+        assert (await agent.collect()).reward == RewardParts(reward=0.5, parts={"right": 1.0})
+
+
+@pytest.mark.parametrize("body", [{"reward": "much"}, {"parts": {"right": 1.0}}])
+async def test_a_reward_that_is_no_number_is_refused(body: JsonObject) -> None:
+    async with agent_of(ScriptedModel(says("68"))) as agent:
+        status, body = await agent.post("finish", body)
         assert (status, body["error"]["type"]) == (400, "invalid_request_error")
         assert (await agent.status())["ending"] == "open"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from miles_async.api import EngineClient
 from miles_async.errors import EngineError, EngineStartError, TransientEngineError
 from miles_async.sessions.engine_link import EngineLink
 from miles_async.sessions.server import SessionServer
@@ -92,13 +93,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def service_of(
-    launch: Workers, model: ScriptedModel | None = None, **options: object
+    launch: Workers, model: EngineClient | None = None, *, seconds: float = 20.0, **options: object
 ) -> AsyncIterator[tuple[SessionService, asyncio.Future[None]]]:
     """(the service, its supervision)."""
     service = SessionService(model or ScriptedModel(says("68")), launch, keys=KEYS.sessions, **options)
     supervision: asyncio.Future[None] | None = None
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(seconds):
             await service.start()
             supervision = asyncio.ensure_future(service.supervise())
             yield service, supervision
@@ -234,9 +235,9 @@ async def test_turns_that_are_kept_are_told_by_routing_key_whichever_worker_has_
 
 
 async def test_idle_sessions_expire_at_every_worker() -> None:
-    async with service_of(Workers(timeout=1.0), workers=2) as (service, _):
+    async with service_of(Workers(timeout=2.0), workers=2) as (service, _):
         opened = [await service.open(settings(f"{n}-0")) for n in range(2)]
-        await asyncio.sleep(2.0)  # half of the time after which it is forgotten, too
+        await asyncio.sleep(4.0)  # two thirds of the time after which it is forgotten, too
         assert [(await service.collect(session)).ending for session in opened] == ["expired", "expired"]
 
 

@@ -124,7 +124,7 @@ async def test_a_publication_that_aborts_goes_unnoticed(protocol: str) -> None:
 @each_protocol
 async def test_a_stream_ends_with_an_error_when_what_it_showed_is_thrown_away(protocol: str) -> None:
     model = ScriptedModel(says(LONG))
-    model.restarts = {0: 12}
+    model.restarts = {0: CHAT.tokenize(LONG)[:12]}
     finish = model.holds[12] = asyncio.Event()
     async with asyncio.timeout(30), agent_of(model) as agent:
         async with events_of(agent, protocol) as events:
@@ -145,7 +145,7 @@ async def test_a_stream_ends_with_an_error_when_what_it_showed_is_thrown_away(pr
 @each_protocol
 async def test_nothing_is_kept_of_a_stream_that_ended_with_an_error(protocol: str) -> None:
     model = ScriptedModel(says(LONG))
-    model.restarts = {0: 12}
+    model.restarts = {0: CHAT.tokenize(LONG)[:12]}
     finish = model.holds[12] = asyncio.Event()
     async with asyncio.timeout(30), agent_of(model) as agent:
         async with events_of(agent, protocol) as events:
@@ -188,11 +188,18 @@ async def test_of_parallel_calls_that_are_not_allowed_the_first_one_is_streamed(
 
 
 async def test_what_nobody_was_shown_is_sampled_again_unnoticed() -> None:
-    model = ScriptedModel(says(f"{CALL} {LONG}"))
-    model.restarts = {0: 12}  # in the middle of a call
-    async with asyncio.timeout(30), agent_of(model) as agent, events_of(agent, "chat", tools=TOOLS) as events:
-        came = [event async for event in events]
-    assert joined(came)["call"] == '{"query": "17*4"}'
+    model = ScriptedModel(says(LONG))
+    model.restarts = {0: CHAT.tokenize(CALL)[:8]}  # in the middle of a call
+    held, finish = model.holds[8], model.holds[12] = asyncio.Event(), asyncio.Event()
+    asyncio.get_running_loop().call_later(0.3, held.set)  # meanwhile it is read
+    async with asyncio.timeout(20), agent_of(model) as agent, events_of(agent, "chat", tools=TOOLS) as events:
+        came: list[JsonObject] = []
+        while not joined(came):
+            came.append(await anext(events))
+        assert LONG.startswith(joined(came)["content"])
+        finish.set()
+        came += [event async for event in events]
+    assert joined(came) == {"content": LONG}
 
 
 @each_protocol

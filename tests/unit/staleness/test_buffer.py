@@ -9,12 +9,14 @@ import msgspec
 import pytest
 
 from miles_async.errors import ContractViolation, VersionUnknownError
-from miles_async.staleness.buffer import Cut, StalenessBuffer, reward_variance
+from miles_async.staleness.buffer import StalenessBuffer, reward_variance
+from miles_async.types import Group
 from tests.property.builders import make_group
 
 
-def ids(cut: Cut) -> tuple[list[int], list[int]]:
-    return [g.attempt.attempt_id for g in cut.groups], [g.attempt.attempt_id for g in cut.stale]
+def ids(cut: tuple[tuple[Group, ...], tuple[Group, ...], object]) -> tuple[list[int], list[int]]:
+    groups, stale, _ = cut
+    return [g.attempt.attempt_id for g in groups], [g.attempt.attempt_id for g in stale]
 
 
 def filled(versions: dict[int, int], *, batch_size: int = 2, bound: int | None = 1) -> StalenessBuffer:
@@ -136,10 +138,11 @@ def test_a_group_goes_on_with_its_fresh_samples_while_enough_remain(order: str) 
     buffer.put(make_group(2, [[5], [5], [5]]))
     cut = buffer.cut(5)
     assert ids(cut) == ([0, 2], [1])
-    assert [len(group.samples) for group in cut.groups] == [2, 3]
-    assert [(trimmed.group, trimmed.left_out) for trimmed in cut.trimmed] == [(cut.groups[0], 1)]
-    assert cut.groups[0].oldest_version == 4
-    assert (cut.groups[0].stopped, cut.groups[0].aborted) == (3, 1)  # metrics count them
+    groups, _, [trimmed] = cut
+    assert [len(group.samples) for group in groups] == [2, 3]
+    assert (trimmed.group, trimmed.left_out) == (groups[0], 1)
+    assert groups[0].oldest_version == 4
+    assert (groups[0].stopped, groups[0].aborted) == (3, 1)  # metrics count them
 
 
 def test_a_group_may_lose_samples_at_several_cuts() -> None:
@@ -147,7 +150,7 @@ def test_a_group_may_lose_samples_at_several_cuts() -> None:
     buffer.put(make_group(0, [[3], [4], [5]]))
     sizes = []
     for target in range(4, 7):
-        (trimmed,) = buffer.cut(target).trimmed or (None,)
+        (trimmed,) = buffer.cut(target)[2] or (None,)
         sizes.append(trimmed and len(trimmed.group.samples))
     assert sizes == [None, 2, 1]
     assert buffer.count_stale(6) == 0

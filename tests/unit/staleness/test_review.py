@@ -6,9 +6,9 @@ import pytest
 
 from miles_async.errors import ContractViolation
 from miles_async.staleness.attempts import RetryPolicy
-from miles_async.staleness.oldest_versions import OldestVersions
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
+from miles_async.staleness.versions import OldestVersions
 from tests.property.builders import make_prompt
 
 RETRIES = RetryPolicy(max_prompt_attempts=2, max_quarantined_prompts=0, recycle_stale=True)

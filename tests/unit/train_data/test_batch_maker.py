@@ -12,8 +12,8 @@ import pytest
 from miles_async.algorithms.advantages.estimators import Grpo
 from miles_async.arguments import AlgorithmArguments
 from miles_async.errors import ConfigurationError, ContractViolation
+from miles_async.train_data.batch import digests
 from miles_async.train_data.batch_maker import BatchMaker
-from miles_async.train_data.digests import digests
 from miles_async.types import Group, Picture
 from tests.property.builders import make_group
 

@@ -22,13 +22,13 @@ def counted_work(name: str, length: int) -> int:
 
     kind, settings = FAMILIES[name]
     config = getattr(transformers, f"{kind}Config")(**settings, attn_implementation="eager")
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, length, dtype=torch.long), use_cache=False)
     return counter.get_total_flops() // 2
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-tied", "gemma"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-tied", "gemma", "gemma4"])
 def test_the_quadratic_part_is_that_of_the_model(name: str) -> None:
     short, long = 16, 64
     counts = {length: counted_work(name, length) for length in (short, long)}
@@ -166,6 +166,40 @@ def test_sizes_of_a_hybrid_model() -> None:
     assert work is not None
     assert work.weights == pytest.approx(80e9, rel=0.01)
     assert work.pair == 12 * 16 * 256 * 2  # of the layers with attention
+
+
+def test_sizes_of_layers_of_one_part_each() -> None:
+    """NVIDIA-Nemotron-3-Nano-30B-A3B, whose name has them rounded: 31.6 billion parameters, 3.2 of which a token passes
+    without the embedding.
+    """
+    config = {
+        "hidden_size": 2688, "num_hidden_layers": 52, "num_attention_heads": 32, "num_key_value_heads": 2,
+        "head_dim": 128, "intermediate_size": 1856, "vocab_size": 131072, "mamba_num_heads": 64, "mamba_head_dim": 64,
+        "ssm_state_size": 128, "n_groups": 8, "n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1,
+        "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    }  # fmt: skip
+    work = model_work(config)
+    assert work is not None
+    assert work.weights == pytest.approx(31.6e9, rel=0.01)
+    assert work.passed_weights == pytest.approx(3.2e9, rel=0.03)
+    assert work.pair == 6 * 32 * 128 * 2  # of the layers with attention
+
+
+def test_sizes_of_layers_with_other_heads_where_attention_has_no_window() -> None:
+    """Gemma 4 26B-A4B: 25.2 billion parameters, 3.8 of which a token passes."""
+    config = {
+        "model_type": "gemma4_text", "hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True, "layer_types": 5 * [*5 * ["sliding_attention"], "full_attention"],
+        "intermediate_size": 2112, "vocab_size": 262144, "tie_word_embeddings": True,
+        "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+    }  # fmt: skip
+    work = model_work(config)
+    assert work is not None
+    assert work.weights == pytest.approx(25.2e9, rel=0.01)
+    assert work.passed_weights == pytest.approx(3.8e9, rel=0.01)
+    assert work.pair == 25 * 16 * 256 * 2 + 5 * 16 * 512 * 2
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from miles_async.runtime.detokenize import decode_tokens
-from miles_async.trajectory.growing_text import GrowingText
+from miles_async.trajectory.streamed import GrowingText
 from tests.unit.runtime.test_detokenize import fast
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
+
 from miles_async.arguments import Arguments
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.ledger.store import LedgerStore
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
+from miles_async.runtime.files.run_directory import ENGINES_FILE, RANKS_FILE
 from miles_async.samples.columns import FileNote, SampleRow
 from miles_async.samples.files import file_of
 from miles_async.samples.parquet_writer import write_file
-from miles_async.staleness.events import Ended, Issued
+from miles_async.staleness.events import Changed, Ended, Issued
 from miles_async.staleness.ledger import Outcome
+from miles_async.types import Changes, EngineLoad, EngineReport, EnginesReport, RanksReport, RankTimes
 from tests.property.builders import make_attempt
 from tests.unit.commands.run_directories import write_run
 from tests.unit.samples.sample_rows import row
@@ -34,6 +38,7 @@ def write_finished_run(directory: Path, *, steps: int = STEPS, ending: str | Non
     _ledger(run_dir)
     _logs(run_dir)
     _samples(run_dir)
+    _reports(run_dir)
     if ending is not None:
         summary = {"ending": ending, "rollout_idle_fraction": 0.25, "groups": {"issued": 4}}
         (run_dir / "summary.json").write_text(json.dumps(summary))
@@ -57,6 +62,8 @@ def _ledger(run_dir: Path) -> None:
     store = LedgerStore(run_dir / "ledger.sqlite")
     store.write([(1.0, Issued(attempt=make_attempt(number))) for number in (1, 2, 3, 4)])
     store.write([(2.0, Ended(attempt_id=n, outcome=Outcome.FILTERED, reason=REASON)) for n in (1, 2)])
+    changed = Changes(after=20, before={"lr": 5e-4}, values={"lr": 4e-4})
+    store.write([(2.25, Changed(changed))])
     store.write([(2.5, Ended(attempt_id=3, outcome=Outcome.QUARANTINED, reason="<b>reward</b> raised"))])
     store.close()
 
@@ -99,8 +106,18 @@ def sample_of(step: int, attempt: int, number: int) -> SampleRow:
         prompt=f"<|user|>rev {attempt}",
         token_texts=["rev", " 12", HOSTILE if hostile else "2", "1\n", "</s>"],
         trainer_logprobs=[0.0, 0.0, -0.75, -0.25, 0.0],
+        entropies=[0.0, 0.0, 1.5, 0.5, 0.0],
         messages=json.dumps(messages) if number % 2 else None,
     )
+
+
+def _reports(run_dir: Path) -> None:
+    load = EngineLoad(running=7, waiting=2, kv_use=0.375)
+    engine = EngineReport(state="serving", load=load, pauses=((1_076.0, 1_076.5),))
+    (run_dir / ENGINES_FILE).write_bytes(msgspec.json.encode(EnginesReport(time=1_100.0, engines={"engine-0": engine})))
+    parts = {"packing": 0.125, "forward and backward": 1.0, "reducing gradients": 0.25}
+    step = (RankTimes(1_075.75, parts), RankTimes(1_075.75, parts | {"forward and backward": 0.5}))
+    (run_dir / RANKS_FILE).write_bytes(msgspec.json.encode(RanksReport(steps=(step,))))
 
 
 def _logs(run_dir: Path) -> None:

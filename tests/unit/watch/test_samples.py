@@ -74,7 +74,9 @@ def test_a_file_that_is_removed_or_torn_is_said(run: Run) -> None:
     found = samples(run, "train", 30)
     assert found["rows"] == []
     assert str(path) in found["notes"][0]
-    assert [each["step"] for each in search(run, "train", "answer 1 of")["rows"]] == [20, 20, 10, 10]
+    found = search(run, "train", "answer 1 of")
+    assert [each["step"] for each in found["rows"]] == [20, 20, 10, 10]
+    assert [str(path) in note for note in found["notes"]] == [True]
 
 
 def test_all_samples_are_searched_newest_first(run: Run) -> None:
@@ -112,7 +114,15 @@ def test_a_sample_has_its_tokens_and_its_group(run: Run) -> None:
     assert window["texts"][2] == HOSTILE
     assert window["ages"] == [None, None, 2, 1, 1]
     assert window["differences"] == pytest.approx([0.0, 0.0, 0.25, 0.0, 0.0])
-    assert window["entropies"] is None
+    assert window["entropies"] == [0.0, 0.0, 1.5, 0.5, 0.0]
+
+
+def test_an_example_has_the_trainer_s_log_probs_and_no_engine_s(run: Run) -> None:
+    trainer = [0.0, 0.0, -0.75, -0.25, 0.0]
+    write(run, row(oldest_version=None, target_version=None, rollout_logprobs=[0.0] * 5, trainer_logprobs=trainer))
+    (branch,) = sample(run, "train", 10, 17, 0)["branches"]
+    window = branch["window"]
+    assert (window["logprobs"], window["differences"], window["trainer_logprobs"]) == (None, None, trainer)
 
 
 def test_a_prompt_without_messages_is_shown_as_text(run: Run) -> None:

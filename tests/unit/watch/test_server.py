@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from miles_async.watch.server import STATIC, VIEWS, make_app
 from miles_async.watch.views.overview import idle_share
 from tests.fakes.live_run import live_run
 from tests.unit.watch.run_files import REASON, STEPS, rewards, write_finished_run
-from tests.unit.watch.timeline.trace_files import check_trace
+from tests.unit.watch.timeline.trace_files import check_trace, recorded_run
 
 KEY = "read-key"
 SAMPLE = {"step": "10", "attempt": "2", "sample": "3"}
@@ -49,6 +51,20 @@ def test_data_needs_the_key(run_dir: Path) -> None:
             for view in VIEWS:
                 assert client.get(f"/api/{view}").status_code == 401
             assert client.get(f"/api/runs?key={KEY}").status_code == 401
+
+
+def test_the_server_imports_at_its_start_what_the_first_list_of_samples_needs() -> None:
+    program = """
+import sys, time
+from miles_async.runtime.network.keys import Secret
+from miles_async.watch.server import make_server
+
+assert "pyarrow" not in sys.modules
+make_server([], Secret("key"))
+while not {"pyarrow.parquet", "pyarrow.compute"} <= sys.modules.keys():
+    time.sleep(0.01)
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
@@ -206,6 +222,7 @@ def test_the_overview_has_the_numbers_of_the_files(client: TestClient, run_dir: 
     assert found["tiles"]["eta_seconds"] is None  # it is over
     assert found["ages"]["ages"] == [0, 1]
     assert [sum(row) for row in found["ages"]["counts"]] == [32.0 * STEPS, 96.0 * STEPS]
+    assert found["changes"] == ["after step 20: lr 0.0005 → 0.0004"]
     assert found["groups"]["issued"] == 4
     assert found["groups"]["filtered"] == 2
     assert found["reasons"][0] == {"outcome": "filtered", "reason": REASON, "count": 2}
@@ -278,6 +295,8 @@ def test_engines_have_state_starts_and_publications(client: TestClient) -> None:
     (engine,) = found["engines"]
     assert engine["engine"] == "engine-0"
     assert (engine["state"], engine["starts"], engine["log"]) == ("restarting", 2, "engine-0.1.log")
+    assert (engine["kv_use"], engine["running"], engine["waiting"], found["reported"]) == (0.375, 7, 2, 1_100.0)
+    assert [lane["name"] for lane in found["lanes"]["lanes"]] == ["trainer", "rank 0", "rank 1", "engine-0"]
     assert found["ranks"] == [{"rank": 0, "log": "trainer-0.log"}]
     assert found["publications"][-1]["phases"] == {"copy": 0.1, "probe": 0.05, "send": 0.3}
 
@@ -307,14 +326,35 @@ def test_logs_are_paged_and_searched(client: TestClient, run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "absent", ["ledger.sqlite", "config.toml", "summary.json", "metrics.jsonl", "run.json", "logs"]
+    "absent",
+    [
+        "ledger.sqlite",
+        "config.toml",
+        "summary.json",
+        "metrics.jsonl",
+        "run.json",
+        "logs",
+        "samples",
+        "engines.json",
+        "ranks.json",
+    ],
 )
 def test_a_directory_opens_with_what_there_is(run_dir: Path, absent: str) -> None:
     path = run_dir / absent
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     with client_of(*open_runs([run_dir])) as client:
         for view in VIEWS:
-            assert client.get(f"/api/{view}", params=PARAMETERS[view]).status_code == 200
+            status = 404 if (absent, view) == ("samples", "sample") else 200
+            assert client.get(f"/api/{view}", params=PARAMETERS[view]).status_code == status
+
+
+def test_a_directory_of_an_earlier_release_opens(tmp_path: Path) -> None:
+    """Which has metrics and a ledger without later tables and columns, and no other file."""
+    with client_of(*open_runs([recorded_run(tmp_path / "run")])) as client:
+        for view in VIEWS.keys() - {"sample"}:
+            assert client.get(f"/api/{view}", params=PARAMETERS[view]).status_code == 200, view
+        assert client.get("/api/overview").json()["run"]["step"] == 6
+        assert client.get("/api/attempts").json()["rows"]
 
 
 @pytest.mark.parametrize("broken", ["ledger.sqlite", "config.toml", "summary.json", "metrics.jsonl", "run.json"])

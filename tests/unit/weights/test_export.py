@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.weights.export import into_buckets, share
+from miles_async.weights.staging import into_buckets, share
 
 
 def named(sizes: list[int]) -> list[tuple[str, torch.Tensor]]:

@@ -46,26 +46,26 @@ def place(**options: object) -> OwnedDirectory:
     return make_staging_directory(StagingOptions(bucket_bytes=1, **options))
 
 
-def test_weights_are_staged_in_memory_where_four_versions_and_their_copy_fit_twice(disk: Path) -> None:
+def test_weights_are_staged_in_memory_where_three_versions_and_their_copy_fit_twice(disk: Path) -> None:
     # covers: C8
     with capture_logs() as logs:
-        in_memory = place(version_bytes=4 * GB)
+        in_memory = place(version_bytes=5 * GB)
     assert in_memory.path.parent == disk.parent / "memory"
     assert in_memory.path.stat().st_mode & 0o777 == 0o700
     [said] = logs
-    assert (said["directory"], said["room_gb"]) == (str(in_memory.path), 16.0)
-    assert place(version_bytes=4 * GB).path.parent == disk, "the first one's claim counts, though it wrote nothing"
+    assert (said["directory"], said["room_gb"]) == (str(in_memory.path), 15.0)
+    assert place(version_bytes=5 * GB).path.parent == disk, "the first one's claim counts, though it wrote nothing"
     assert place(version_bytes=None).path.parent == disk
-    assert place(version_bytes=2 * GB, delta="xor").path.parent == disk, "as much again for deltas"
+    assert place(version_bytes=3 * GB, delta="xor").path.parent == disk, "as much again for deltas"
 
 
 def test_a_place_without_room_is_refused(disk: Path, tmp_path: Path) -> None:
     # covers: C10
-    with pytest.raises(ConfigurationError, match=r"expected 40.0 GB for 4 versions, found 20.0 GB.*staging-dir"):
+    with pytest.raises(ConfigurationError, match=r"expected 30.0 GB for 3 versions, found 20.0 GB.*staging-dir"):
         place(version_bytes=10 * GB)
     assert not list(disk.iterdir())
     named = tmp_path / "named"
-    with pytest.raises(ConfigurationError, match=r"staged in .*named: expected 32.0 GB"):
+    with pytest.raises(ConfigurationError, match=r"staged in .*named: expected 24.0 GB"):
         place(parent=named, version_bytes=8 * GB)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="--weight-staging-dir"):
@@ -83,9 +83,9 @@ def test_each_sender_needs_room_for_its_share(disk: Path) -> None:
     # covers: C8
     with capture_logs() as logs:
         sender = make_sender(WeightsArguments(), "cpu", "127.0.0.1", version_bytes=20 * GB, sender=1, senders=4)
-    assert [said["room_gb"] for said in logs] == [20.0]
+    assert [said["room_gb"] for said in logs] == [15.0]
     sender.close()
-    with pytest.raises(ConfigurationError, match=r"expected 80\.0 GB"):
+    with pytest.raises(ConfigurationError, match=r"expected 60\.0 GB"):
         make_sender(WeightsArguments(), "cpu", "127.0.0.1", version_bytes=20 * GB)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from miles_async.engines.sglang.region_digest import region_digest
-from miles_async.runtime.tensor_digest import digest, to_text
+from miles_async.engines.sglang.region_digest import Region, region_digests
+from miles_async.runtime.tensor_digest import digest
 from miles_async.types import CanaryScore, HeldPart, HeldWeights, StagedWeights, TensorMeta, TensorShare
 from miles_async.weights.verify import CanaryVerdict, canary_tokens, canary_tolerance, compare_digests, judge_canary
 
@@ -39,7 +39,7 @@ def staged(sent: Weights) -> StagedWeights:
 def part(tensor: torch.Tensor, offset: int = 0, strides: tuple[int, ...] | None = None, row: int = 0) -> HeldPart:
     strides = tensor.contiguous().stride() if strides is None else strides
     row = row or (tensor.shape[-1] if tensor.ndim else 1)
-    found = to_text(int(region_digest(tensor, offset, strides, row)))
+    [found] = region_digests([Region(tensor, offset, strides, row)])
     return HeldPart(offset, tuple(tensor.shape), strides, str(tensor.dtype)[6:], found)
 
 
@@ -172,7 +172,7 @@ def judged(
         canary_logprobs=tuple(new),
         previous_canary_logprobs=() if old is None else tuple(old),
     )
-    return judge_canary(sent, CanaryScore("7", np.asarray(found)), canary_tolerance(given, bf16=bf16))
+    return judge_canary(sent, CanaryScore("7", np.asarray(found)), canary_tolerance(given, bf16=bf16, device="cpu"))
 
 
 def vocabulary_logprobs(logits: np.ndarray) -> np.ndarray:
@@ -196,6 +196,11 @@ def test_rounding_passes_over_a_real_vocabulary_and_wrong_weights_fail(sigma: fl
     assert "canary log-probs differ by" in str(judged(garbage, expected).problem)
 
 
+def test_fp32_products_on_a_gpu_may_be_less_exact_than_on_a_cpu() -> None:
+    assert canary_tolerance(None, bf16=False, device="cpu") < canary_tolerance(None, bf16=False, device="cuda") < 0.05
+    assert canary_tolerance(None, bf16=True, device="cuda") == canary_tolerance(None, bf16=True, device="cpu")
+
+
 def test_a_few_tokens_may_differ_by_anything() -> None:
     new = draw.normal(-2, 1, TOKENS)
     found = new.copy()
@@ -213,24 +218,43 @@ def test_the_quantile_is_interpolated_as_numpy_does(tokens: int) -> None:
     assert f"by {quantile:.3g} at the 90% quantile" in str(judged(found, new).problem)
 
 
-def test_an_engine_nearer_to_the_version_before_fails() -> None:
+def rounded(logprobs: np.ndarray, noise: str, scale: float) -> np.ndarray:
+    """As a forward pass in low precision has them; in a mixture of experts few tokens have most of the noise."""
+    if noise == "heavy":
+        return logprobs + scale * draw.standard_cauchy(len(logprobs)).clip(-20, 20)
+    return logprobs + scale * draw.normal(0, 1, len(logprobs))
+
+
+@pytest.mark.parametrize("noise", ["normal", "heavy"])
+def test_an_engine_nearer_to_the_version_before_fails(noise: str) -> None:
     """All within the tolerance of the new version."""
     # covers: C8
-    old = draw.normal(-2, 1, TOKENS)
-    new = old + draw.normal(0, 0.05, TOKENS)
-    noise = draw.normal(0, 0.02, TOKENS)
-    fresh, stale = judged(new + noise, new, old), judged(old + noise, new, old)
-    assert (fresh.problem, fresh.tells_versions_apart) == (None, True)
-    assert "nearer to the version before than to version 7: they came" in str(stale.problem)
+    for _ in range(100):
+        old = draw.normal(-2, 1, TOKENS)
+        new = old + draw.normal(0, 0.2, TOKENS)
+        trained = [rounded(version, noise, 0.005) for version in (new, old)]
+        fresh, stale = (judged(rounded(version, noise, 0.005), *trained) for version in (new, old))
+        assert (fresh.problem, fresh.tells_versions_apart) == (None, True)
+        assert "nearer to the version before than to version 7: by" in str(stale.problem)
 
 
-def test_versions_that_are_nearer_than_the_noise_are_not_told_apart() -> None:
+@pytest.mark.parametrize("tokens", [2, 16, TOKENS])
+@pytest.mark.parametrize("noise", ["normal", "heavy"])
+@pytest.mark.parametrize("step", [0.0, 1e-4])
+def test_versions_that_are_nearer_than_the_noise_are_not_told_apart(step: float, noise: str, tokens: int) -> None:
+    """A step in bf16 at a learning rate of 1e-6 is such: on a GPU the trainer's own log-probs differ by more."""
     # covers: C8
-    old = draw.normal(-2, 1, TOKENS)
-    new = old + draw.normal(0, 1e-4, TOKENS)
-    noise = draw.normal(0, 0.05, TOKENS)
-    for found in (new + noise, old + noise):
-        assert judged(found, new, old) == CanaryVerdict(None, pytest.approx(0.04, abs=0.01), False)
+    for _ in range(500):
+        old = draw.normal(-2, 1, tokens)
+        new = old + draw.normal(0, step, tokens)
+        trained = [rounded(version, noise, 0.005) for version in (new, old)]
+        for version in (new, old):
+            verdict = judged(rounded(version, noise, 0.005), *trained)
+            assert (verdict.problem, verdict.tells_versions_apart) == (None, False)
+
+
+def test_without_another_version_none_is_told_apart() -> None:
+    new = draw.normal(-2, 1, TOKENS)
     assert not judged(new, new, new).tells_versions_apart, "the same weights"
     assert not judged(new, new).tells_versions_apart, "there was none before"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ import pytest
 from miles_async.arguments import Arguments
 from miles_async.arguments.parser import assemble
 from miles_async.errors import ConfigurationError
-from miles_async.integrations import packages
 from miles_async.prompts.source import open_prompts
 from miles_async.rewards.row_check import RewardOfRow
-from miles_async.wiring.environments import check_environments
+from miles_async.runtime import packages
+from miles_async.wiring.environments import check_environments, run_environments
 from miles_async.wiring.generated_prompts import with_generated_prompts
+from tests.fakes.environment_servers import openenv, recording, serving
 
 SUMS = {"environment": "reasoning_gym:chain_sum", "environment_prompts": 5}
 
@@ -114,14 +116,37 @@ def test_a_folder_that_cannot_be_written_is_named(folder: Path) -> None:
 def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
     flags: dict[str, object], package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def absent(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(packages.importlib.metadata, "version", absent)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError) as refused:
         check_environments(assemble(flags, {}).sessions)
     assert str(refused.value).endswith(f"the package {package} is not installed: pip install 'miles-async[{package}]'")
-    monkeypatch.setattr(packages.importlib.metadata, "version", lambda name: "2.3.0")
     if package == "mcp":
+        monkeypatch.setattr(packages, "find_spec", lambda name: name)
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.3.0")
         with pytest.raises(ConfigurationError, match=r"expected mcp 1\.x, found 2\.3\.0"):
             check_environments(assemble(flags, {}).sessions)
+
+
+async def test_first_observations_of_a_server_become_prompts_and_others_are_held_out() -> None:
+    async with serving(openenv(recording("openenv_game"))) as url:
+        flags = {"environment": f"openenv:{url}/", "environment_prompts": 2, "environment_eval_prompts": 1}
+        arguments = await asyncio.to_thread(generated, **flags, rollout_seed=7)
+    assert [row["prompt"] for row in rows(arguments.data.prompt_data)] == ["rev 3160", "rev 2917"]
+    assert arguments.evaluation.eval_prompt_data is not None
+    assert [row["prompt"] for row in rows(arguments.evaluation.eval_prompt_data[1:])] == ["rev 4318"]
+    assert arguments.data.label_key is None
+
+
+@pytest.mark.parametrize("environment", ["openenv:http://127.0.0.1:1", "nemo-gym:http://127.0.0.1:1"])
+async def test_a_server_is_looked_at_when_the_run_starts_with_tools_of_others_too(
+    environment: str, tmp_path: Path
+) -> None:
+    check_environments(assemble({"environment": environment}, {}).sessions)  # starts nothing, asks nobody
+    for tools, count in (((), 1), (("python a.py",), 2)):
+        sessions = assemble({"environment": environment, "mcp_server": tools}, {}).sessions
+        *_, server = services = run_environments(sessions, tmp_path).services
+        assert len(services) == count
+        with pytest.raises(
+            ConfigurationError, match=r"at http://127.0.0.1:1 \(--environment\), found .*Cannot connect"
+        ):
+            await server.start()

@@ -12,6 +12,7 @@ from examples.quickstart.prepare import main as prepare_quickstart
 from miles_async.arguments import Arguments
 from miles_async.arguments.parser import parse_arguments
 from miles_async.errors import CheckpointError
+from miles_async.seams import Resumption
 from miles_async.types import TrainShard
 from miles_async.wiring import prepared_batches
 from miles_async.wiring.prepared_batches import SupervisedBatches
@@ -69,9 +70,9 @@ async def test_a_checkpoint_goes_on_with_the_next_examples(arguments: Arguments,
     await batches.save(tmp_path)
     expected = await batches(1)
     resumed = SupervisedBatches(arguments)
-    await resumed.load(tmp_path, step=1, version=0, readmissions={})
+    await resumed.load(tmp_path, Resumption(step=1, version=0))
     again = await resumed(1)
     assert again.prompt_ids == expected.prompt_ids
     assert sequences(again.shards) == sequences(expected.shards)
     with pytest.raises(CheckpointError, match="expected a checkpoint of --loss-type sft_loss"):
-        await resumed.load(tmp_path / "none", step=1, version=0, readmissions={})
+        await resumed.load(tmp_path / "none", Resumption(step=1, version=0))

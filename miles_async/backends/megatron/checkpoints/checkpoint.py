@@ -113,7 +113,6 @@ def load(directory: Path, learner: Learner, per_rollout: PerRollout | None, *, s
 
 
 def seed_all(seed: int) -> None:
-    """Seed this process's generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -62,6 +62,9 @@ def _local_names(model_bridge: MegatronModelBridge, modules: list[Module]) -> tu
             unknown.add(name)
         else:
             names |= {mapping.hf_param} if isinstance(mapping.hf_param, str) else set(mapping.hf_param.values())
+    # Gemma 4: where keys are the values, too, Megatron's matrix has a copy that is not used.
+    if made_up := getattr(model_bridge, "_is_synthesized_kv_projection", None):
+        names = {name for name in names if not made_up(name)}
     return names, unknown
 
 

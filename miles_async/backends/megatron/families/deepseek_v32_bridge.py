@@ -26,7 +26,6 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
     """DeepSeek-V3's config, with GLM-5's indexer and names."""
 
     def provider_bridge(self, hf_pretrained: PreTrainedCausalLM) -> MLAModelProvider:
-        """Megatron's config for a checkpoint."""
         provider, config = super().provider_bridge(hf_pretrained), hf_pretrained.config
         provider.transformer_layer_spec = get_transformer_block_with_experimental_attention_variant_spec
         provider.experimental_attention_variant = "dsa"
@@ -41,5 +40,4 @@ class DeepSeekV32Bridge(DeepSeekV3Bridge):
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Where each parameter is in the files."""
         return GLM5Bridge.mapping_registry(self)

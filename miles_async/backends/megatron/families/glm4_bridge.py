@@ -93,11 +93,9 @@ class Glm4Bridge(MegatronModelBridge):
     """Config and names of GLM-4 dense."""
 
     def provider_bridge(self, hf_pretrained: PreTrainedCausalLM) -> Glm4Provider:
-        """Megatron's config for a checkpoint."""
         return super().provider_bridge(hf_pretrained)
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Where each parameter is in the files."""
         layer, attention = "decoder.layers.*", "model.layers.*.self_attn"
         return MegatronMappingRegistry(
             *(AutoMapping(ours, theirs) for ours, theirs in WHOLE.items()),

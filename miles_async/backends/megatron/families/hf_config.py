@@ -10,9 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_async.arguments.adapters import MLP, target_layers
-from miles_async.arguments.megatron_settings import megatron_settings
-from miles_async.arguments.model import EXPERT_COUNTS, ModelArguments
+from miles_async.arguments.model import EXPERT_COUNTS, LAYER_PATTERN
 from miles_async.arguments.model_files import language_fields
 from miles_async.backends.megatron.families.known import FAMILIES, REFUSED, Family
 from miles_async.errors import ConfigurationError
@@ -50,162 +48,6 @@ def check_model(config: JsonObject, directory: Path) -> None:
         raise ConfigurationError(f"{directory / 'config.json'} cannot be trained correctly: " + "; ".join(problems))
 
 
-def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> None:
-    """Check that the model can be split as the flags say. Raises ConfigurationError."""
-    config = language_fields(config)
-    tensor, pipeline, context = (
-        model.tensor_model_parallel_size,
-        model.pipeline_model_parallel_size,
-        model.context_parallel_size,
-    )
-    if min(tensor, pipeline, context) < 1 or world_size % model.ranks_per_replica:
-        raise ConfigurationError(
-            f"{world_size} trainer ranks are not a multiple of --tensor-model-parallel-size {tensor} × "
-            f"--pipeline-model-parallel-size {pipeline} × --context-parallel-size {context}; change these or "
-            "--actor-num-gpus-per-node"
-        )
-    for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
-        count = config.get(name)
-        if count is not None and count % tensor:
-            raise ConfigurationError(f"--tensor-model-parallel-size {tensor} does not divide {name} {count}")
-    heads = config.get("num_key_value_heads")
-    if heads is not None and heads % tensor and tensor % heads:
-        raise ConfigurationError(
-            f"--tensor-model-parallel-size {tensor} neither divides num_key_value_heads {heads} nor is a multiple of it"
-        )
-    if config["model_type"] == "minimax_m2" and heads is not None and tensor > heads:
-        raise ConfigurationError(
-            f"--tensor-model-parallel-size {tensor}: expected at most num_key_value_heads {heads}, as all heads of "
-            "keys are normalised together"
-        )
-    if model.lora_rank and not family_of(config).adapters:
-        raise ConfigurationError(
-            f"--lora-rank: adapters of model_type {config['model_type']!r} were not compared with plain ones; leave it "
-            "out, or use a model of another family"
-        )
-    if family_of(config).linear_attention:
-        _check_linear_attention(config, model)
-    if family_of(config).images:
-        _check_images(config, model)
-    elif model.freeze_vision_tower:
-        raise ConfigurationError(f"--freeze-vision-tower: model_type {config['model_type']!r} has none; leave it out")
-    if model.enable_mtp_training:
-        _check_ahead_layers(config, model)
-    layers = config.get("num_hidden_layers")
-    if layers is not None:
-        model.stage_layers(layers)
-        model.virtual_stages(layers)
-    _check_expert_layout(config, model, world_size)
-
-
-def _check_linear_attention(config: JsonObject, model: ModelArguments) -> None:
-    parts = model.tensor_model_parallel_size * model.context_parallel_size
-    for name in ("linear_num_key_heads", "linear_num_value_heads"):
-        if config[name] % parts:
-            raise ConfigurationError(
-                f"--tensor-model-parallel-size × --context-parallel-size {parts} does not divide {name} {config[name]}"
-            )
-    kind = config["model_type"]
-    if model.share_prefixes:
-        raise ConfigurationError(
-            f"--share-prefixes: the linear attention of model_type {kind!r} reads a sample's tokens one after the "
-            "other, so samples can't share positions; leave it out"
-        )
-    if model.enable_mtp_training:
-        raise ConfigurationError(
-            f"--enable-mtp-training: layers for multi-token prediction of model_type {kind!r} were not compared with "
-            "plain ones; leave it out"
-        )
-    if megatron_settings(model.megatron_extra).provider.get("deterministic_mode"):
-        raise ConfigurationError(
-            f"--deterministic-mode: megatron-core 0.19 has no deterministic linear attention (model_type {kind!r}) of "
-            "packed sequences; leave it out"
-        )
-
-
-def _check_images(config: JsonObject, model: ModelArguments) -> None:
-    """Refuse layouts that megatron-bridge (0.6) lacks for images, or that were not compared with transformers."""
-    kind = config["model_type"]
-    for flag, used in {
-        "--tensor-model-parallel-size": model.tensor_model_parallel_size > 1,
-        "--pipeline-model-parallel-size": model.pipeline_model_parallel_size > 1,
-        "--context-parallel-size": model.context_parallel_size > 1,
-        "--share-prefixes": model.share_prefixes,
-    }.items():
-        if used:
-            raise ConfigurationError(
-                f"{flag}: model_type {kind!r}, which reads images, was not compared with a plain one in this layout; "
-                "leave it out"
-            )
-    settings = megatron_settings(model.megatron_extra)
-    if settings.ddp.get("overlap_grad_reduce"):
-        raise ConfigurationError(
-            "--overlap-grad-reduce: a micro-batch without images gives the vision tower no gradients, whose reduction "
-            "would never start; leave it out"
-        )
-    if settings.provider.get("apply_rope_fusion"):
-        raise ConfigurationError(
-            "--apply-rope-fusion: the fused rotation of megatron-core 0.19 has one position per token, a model of "
-            f"model_type {kind!r} has three; leave it out"
-        )
-
-
-def _check_ahead_layers(config: JsonObject, model: ModelArguments) -> None:
-    if not ahead_layers(config):
-        raise ConfigurationError(
-            "--enable-mtp-training: expected a model with layers for multi-token prediction, found no "
-            "num_nextn_predict_layers in config.json; leave it out"
-        )
-    if not family_of(config).ahead:
-        trained = ", ".join(name for name, family in FAMILIES.items() if family.ahead)
-        raise ConfigurationError(
-            f"--enable-mtp-training: layers for multi-token prediction of model_type {config['model_type']!r} were not "
-            f"compared with plain ones; leave it out, or use a model of {trained}"
-        )
-    if config.get("tie_word_embeddings"):
-        raise ConfigurationError("--enable-mtp-training with tie_word_embeddings true: not verified; leave it out")
-
-
-def _check_expert_layout(config: JsonObject, model: ModelArguments, world_size: int) -> None:
-    expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_size
-    experts = num_experts(config)
-    if not experts:
-        if model.splits_experts:
-            raise ConfigurationError(
-                "--expert-model-parallel-size and --expert-tensor-parallel-size are for mixture-of-experts models, "
-                f"config.json (model_type {config.get('model_type')!r}) has no experts: leave them out"
-            )
-        return
-    if expert < 1 or experts % expert:
-        raise ConfigurationError(f"--expert-model-parallel-size {expert} does not divide {experts} experts")
-    name = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
-    if config[name] % expert_tensor:
-        raise ConfigurationError(f"--expert-tensor-parallel-size {expert_tensor} does not divide {name} {config[name]}")
-    if expert_tensor > 1 and family_of(config).whole_experts:
-        raise ConfigurationError(
-            f"--expert-tensor-parallel-size {expert_tensor} (by default --tensor-model-parallel-size): megatron-bridge "
-            f"0.6 splits experts of model_type {config['model_type']!r} in the wrong places; use 1, with "
-            "--expert-model-parallel-size"
-        )
-    if world_size % (expert_tensor * expert * model.pipeline_model_parallel_size):
-        raise ConfigurationError(
-            f"{world_size} trainer ranks are not a multiple of --expert-tensor-parallel-size {expert_tensor} × "
-            f"--expert-model-parallel-size {expert} × --pipeline-model-parallel-size "
-            f"{model.pipeline_model_parallel_size}; change these or --actor-num-gpus-per-node"
-        )
-    if model.lora_rank and expert_tensor > 1 and set(MLP) & set(target_layers(model.target_modules)):
-        raise ConfigurationError(
-            f"--lora-rank with --expert-tensor-parallel-size {expert_tensor}: gradients of the experts' adapters would "
-            "be wrong (megatron-bridge 0.6); give --expert-tensor-parallel-size 1 with --expert-model-parallel-size, "
-            "or --target-modules without linear_fc1 and linear_fc2"
-        )
-    if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
-        raise ConfigurationError(
-            "megatron trains experts under tensor parallelism only with --sequence-parallel: "
-            "remove --no-sequence-parallel or --tensor-model-parallel-size"
-        )
-
-
 def ahead_layers(config: JsonObject) -> int:
     """Number of layers for multi-token prediction in the checkpoint."""
     return config.get("num_nextn_predict_layers") or 0
@@ -213,6 +55,10 @@ def ahead_layers(config: JsonObject) -> int:
 
 def num_experts(config: JsonObject) -> int:
     """Number of routed experts per layer, 0 for a dense model."""
+    if "E" not in config.get(LAYER_PATTERN, "E"):
+        return 0  # transformers writes a number all the same
+    if not config.get("enable_moe_block", True):
+        return 0  # Gemma 4, dense
     return next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
 
 
@@ -233,10 +79,13 @@ def rope_kind(config: JsonObject) -> str:
     return scaling.get("rope_type", scaling.get("type")) or "default"
 
 
-def mrope_section(config: JsonObject) -> list[int] | None:
-    """Parts of half a head that the three numbers of a position rotate; None where a position is one number."""
+def mrope(config: JsonObject) -> JsonObject:
+    """The scaling of positions with mrope_section: parts of half a head that the three numbers of a position rotate.
+
+    Empty where a position is one number.
+    """
     scalings = (config.get("rope_parameters"), config.get("rope_scaling"))
-    return next((list(each["mrope_section"]) for each in scalings if each and "mrope_section" in each), None)
+    return next((each for each in scalings if each and "mrope_section" in each), {})
 
 
 def rotary_share(config: JsonObject) -> float:
@@ -266,10 +115,16 @@ def _problems(config: JsonObject) -> Iterator[str]:
         yield "vision_config is absent: images would be left out of prompts"
     if not family.images and "vision_config" in config:
         yield f"vision_config: images would be put into prompts, and model_type {kind!r} reads none; remove it"
-    if family.images and mrope_section(config) is None:
+    if family.images and not mrope(config):
         yield "rope_parameters without mrope_section: it is unknown what the positions of images rotate"
+    elif family.images and bool(mrope(config).get("mrope_interleaved")) != family.interleaved_mrope:
+        yield f"mrope_interleaved: expected {json.dumps(family.interleaved_mrope)}, or engines would rotate otherwise"
     if kind == "minimax_m2":
         yield from _minimax_problems(config)
+    if kind == "gemma4_text":
+        yield from _gemma4_problems(config)
+    if family.state_space:
+        yield from _state_space_problems(config)
     if kind == "glm_moe_dsa":
         yield from _indexer_problems(config)
 
@@ -283,6 +138,38 @@ def _minimax_problems(config: JsonObject) -> Iterator[str]:
     for name, value in expected.items():
         if config.get(name) != value:
             yield f"{name}: expected {json.dumps(value)}, without which engines would compute something else"
+
+
+def _gemma4_problems(config: JsonObject) -> Iterator[str]:
+    if size := config.get("hidden_size_per_layer_input", 256):
+        yield (
+            f"hidden_size_per_layer_input {size}: embeddings that every layer adds (E2B, E4B) have no place in "
+            "megatron-core's pipeline stages and were not compared; use a model without them (31B, 26B-A4B)"
+        )
+    if count := config.get("num_kv_shared_layers"):
+        yield f"num_kv_shared_layers {count}: layers that take keys and values of another layer were not compared"
+    kinds, layers = config.get("layer_types") or (), config.get("per_layer_config") or {}
+    whole = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+    changes = [layers[number] for number in sorted(layers, key=int)]
+    if layers and ([*map(int, sorted(layers, key=int))] != whole or any(change != changes[0] for change in changes)):
+        yield "per_layer_config: expected the same for all layers without a window and for no other"
+    elif layers and not changes[0].keys() <= {"head_dim", "num_key_value_heads"}:
+        yield f"per_layer_config with {', '.join(sorted(changes[0]))}: only sizes and numbers of heads may differ"
+
+
+def _state_space_problems(config: JsonObject) -> Iterator[str]:
+    """SGLang (0.5.23) reads fields of the published files; transformers 5 writes some of them under other names."""
+    if LAYER_PATTERN not in config:
+        yield f"{LAYER_PATTERN} is absent: SGLang 0.5.23 reads it; write a letter per layer, of M, *, - and E"
+        return
+    for name, read, default in (("n_groups", "mamba_n_groups", 8), ("conv_kernel", "mamba_d_conv", 4)):
+        if config.get(name, default) != config.get(read, default):
+            yield f"{name} {config[name]}: SGLang 0.5.23 reads {read}; write it there, too"
+    for name, value in {"use_bias": False, "mamba_proj_bias": False, "use_conv_bias": True}.items():
+        if config.get(name, value) is not value:
+            yield f"{name} {json.dumps(config[name])}: Megatron's Mamba-2 layers have it otherwise"
+    if config.get("moe_latent_size") is not None:
+        yield "moe_latent_size: experts of a smaller width were not compared"
 
 
 def _indexer_problems(config: JsonObject) -> Iterator[str]:
@@ -323,8 +210,8 @@ def _layer_problems(config: JsonObject, family: Family) -> Iterator[str]:
         activation = config.get("hidden_activation") or config.get("hidden_act") or "gelu"
         if activation not in ("gelu", "gelu_pytorch_tanh"):
             yield f"hidden_act {activation!r}: only gelu_pytorch_tanh is implemented"
-    if config.get("use_bidirectional_attention"):
-        yield "use_bidirectional_attention true: attention would be causal"
+    if config.get("use_bidirectional_attention", False) not in (None, False, "vision"):  # of images, which are not read
+        yield "use_bidirectional_attention: attention would be causal"
 
 
 def _linear_attention_problems(config: JsonObject) -> Iterator[str]:
@@ -348,8 +235,9 @@ def _rope_problems(config: JsonObject, family: Family) -> Iterator[str]:
     if by_layer_type := {name: value for name, value in rope.items() if isinstance(value, dict)}:
         if not family.rope_per_layer_type:
             yield "rope_parameters per layer type: one rotary base is used for all layers"
+        whole = ("proportional",) if config["model_type"] == "gemma4_text" else ("default", "linear")
         for name, value in by_layer_type.items():
-            implemented = ("default", "linear") if name == "full_attention" else ("default",)
+            implemented = whole if name == "full_attention" else ("default",)
             if value.get("rope_type", "default") not in implemented:
                 yield f"rope scaling {value['rope_type']!r} of {name}: positions would be rotated wrongly"
         return

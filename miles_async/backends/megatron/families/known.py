@@ -28,7 +28,9 @@ class Family:
     ahead: bool = False  # its layers for multi-token prediction are trained with --enable-mtp-training
     gpu_engines: str = ""  # why engines cannot serve it on a CPU
     images: bool = False  # it reads images, by a vision tower that is trained, too
+    interleaved_mrope: bool = False  # neighbouring parts of a head turn by different numbers of a position
     linear_attention: bool = False  # some layers are gated delta nets: a recurrence in place of attention
+    state_space: bool = False  # layers are Mamba-2, attention, MLP or mixture
     host_layers: bool = False  # on every device: Transformer Engine's compute something else, or fail
 
 
@@ -43,6 +45,10 @@ FAMILIES: Mapping[str, Family] = {
     # Softcapping of attention, which no fused kernel of Transformer Engine has; rotations by kind of layer.
     "gemma2": Family(tied_only=True, gelu=True, windows=True, host_layers=True),
     "gemma3_text": Family(tied_only=True, gelu=True, windows=True, rope_per_layer_type=True, host_layers=True),
+    # Heads of up to 512, other ones where attention has no window, and a factor of every layer.
+    "gemma4_text": Family(
+        tied_only=True, gelu=True, windows=True, rope_per_layer_type=True, adapters=False, host_layers=True
+    ),
     "glm4": Family(attention_bias=True, partial_rotation=True),
     "qwen3_moe": Family(untied_only=True),
     # Their files may hold layers for multi-token prediction ("mtp."), which are left as they are.
@@ -52,6 +58,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe": Family(attention_bias=True, partial_rotation=True, untied_only=True, ahead=True),
     "glm4_moe_lite": Family(untied_only=True, ahead=True),  # GLM-4.7-Flash: latent attention, GLM's router
     "minimax_m2": Family(partial_rotation=True, untied_only=True),
+    "nemotron_h": Family(adapters=False, state_space=True),
     "olmoe": Family(unscaled_router=True, every_head_with_keys=True, untied_only=True),
     # Of packed sequences no kernel of Transformer Engine (2.10, 2.11) takes the sinks of its softmax
     # (pytorch/attention/dot_product_attention/utils.py: softmax_type with qkv_format thd).
@@ -69,17 +76,15 @@ FAMILIES: Mapping[str, Family] = {
     "glm_moe_dsa": Family(adapters=False, gpu_engines=_INDEXER),  # GLM-5
     "kimi_k2": Family(yarn=True, ahead=True),  # DeepSeek-V3's architecture
     "qwen2_5_vl": Family(images=True, adapters=False),
+    "qwen3_vl": Family(images=True, adapters=False, interleaved_mrope=True),
 }
 """``model_type`` of config.json → family."""
 
 REFUSED: Mapping[str, str] = {
     "nemotron": "SGLang 0.5.23 cannot serve it; use a Nemotron whose model_type is 'llama'",
     "nemotron-nas": "its layers differ in size, which was not compared; use a Nemotron whose model_type is 'llama'",
-    "nemotron_h": "a Mamba layer needs mamba-ssm, whose kernels exist for CUDA only, so that nothing was compared with "
-    "transformers; use a Nemotron whose model_type is 'llama'",
-    "gemma4_text": "megatron-bridge 0.6 builds its dense models with layers of its own and without pipeline stages, "
-    "which was not compared with transformers; use a model of 'gemma3_text'",
-    "gemma4": "its checkpoints hold encoders of images and sound; use one of the text model, model_type 'gemma3_text'",
+    "gemma4": "its checkpoints hold encoders of images and sound; write the text model alone first, of model_type "
+    "'gemma4_text': docs/families.md has the lines",
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_moe"),
         "its checkpoints hold an image encoder; write the text model alone first, whose model_type ends with '_text': "

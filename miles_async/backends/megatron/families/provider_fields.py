@@ -11,7 +11,8 @@ from miles_async.arguments.model_files import language_fields
 from miles_async.backends.megatron.families.hf_config import (
     family_of,
     is_latent,
-    mrope_section,
+    mrope,
+    num_experts,
     rope_kind,
     window,
 )
@@ -25,7 +26,9 @@ def provider_fields(config: JsonObject) -> dict[str, object]:
     fields: dict[str, object] = {}
     family = family_of(config)
     if family.rope_per_layer_type:
-        fields.update(_gemma3_fields(config))
+        fields.update(_gemma_fields(config))
+    if config["model_type"] == "gemma4_text":
+        fields["global_rotary_percent"] = config["rope_parameters"]["full_attention"].get("partial_rotary_factor", 1.0)
     if is_latent(config) and rope_kind(config) == "default":
         fields["rope_type"] = "rope"  # megatron's default is yarn: by a factor of 1, but with other rounding
     if (scalar := config.get("query_pre_attn_scalar")) is not None:
@@ -38,12 +41,28 @@ def provider_fields(config: JsonObject) -> dict[str, object]:
     if family.images:
         # A position is three numbers, each of which rotates a part of every head. Transformer Engine's fused rotation
         # of packed sequences (megatron-core 0.19) takes a token's place in its sequence instead.
-        fields |= {"mrope_section": mrope_section(config), "apply_rope_fusion": False}
+        section = mrope(config)["mrope_section"]
+        pieces = list(_interleaved(section)) if family.interleaved_mrope else section
+        fields |= {"mrope_section": pieces, "apply_rope_fusion": False}
+    if family.state_space:
+        fields |= {"mtp_hybrid_override_pattern": None, "moe_shared_expert_overlap": False}
+        if not num_experts(config):
+            fields["num_moe_experts"] = None
     if family.unscaled_router:  # softmax over all experts, or over the chosen ones
         fields["moe_router_pre_softmax"] = not config["norm_topk_prob"]
     if config["model_type"] == "gpt_oss":
         fields.update(_gpt_oss_fields(config))
     return fields
+
+
+def _interleaved(section: list[int]) -> Iterator[int]:
+    """Lengths of pieces of half a head that time, height and width rotate in turn, of which two in three are empty.
+
+    Megatron (0.19) takes the numbers of a position in turn, however many pieces there are.
+    """
+    for place in range(sum(section)):
+        number = place % 3 if place < 3 * section[place % 3] else 0
+        yield from (int(number == each) for each in range(3))
 
 
 def _gpt_oss_fields(config: JsonObject) -> Iterator[tuple[str, object]]:
@@ -62,8 +81,8 @@ def _gpt_oss_fields(config: JsonObject) -> Iterator[tuple[str, object]]:
     yield "yarn_correction_range_round_to_int", rope.get("truncate", True)
 
 
-def _gemma3_fields(config: JsonObject) -> Iterator[tuple[str, object]]:
-    """The bridge's Gemma 3 has a rotary base for each kind of layer, identified by layer numbers."""
+def _gemma_fields(config: JsonObject) -> Iterator[tuple[str, object]]:
+    """The bridge's Gemma 3 and 4 have a rotary base for each kind of layer, identified by layer numbers."""
     kinds = config["layer_types"]
     whole = [number for number, kind in enumerate(kinds, 1) if kind == "full_attention"]
     period = whole[0] if whole else len(kinds) + 1

@@ -6,6 +6,7 @@ megatron-bridge 0.6 without CUDA, and changes no numerics; bugs that matter on e
 - ``device_views``     megatron modules see a ``torch`` in which the device "cuda" is the host
 - ``patches``          random generators, parameter types, gathers and helpers that assume CUDA or NCCL
 - ``gated_delta``      kernels of linear attention
+- ``mamba``            kernels of Mamba-2
 - ``absent_modules``   transformer_engine and triton, which a few modules import unconditionally
 - ``import_hook``      applies these to each megatron module once its body has run
 - ``spec``             layers of plain PyTorch, with ``attention``
@@ -89,3 +90,10 @@ def layer_spec() -> Callable[..., Any]:
     from miles_async.backends.megatron.host.spec import host_block_spec
 
     return host_block_spec
+
+
+def stack_spec() -> Callable[..., Any]:
+    """Value for ``HybridModelProvider.hybrid_stack_spec`` without Transformer Engine's layers."""
+    from miles_async.backends.megatron.host.hybrid_spec import host_stack_spec
+
+    return host_stack_spec

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from miles_async.backends.megatron.host import gated_delta
+from miles_async.backends.megatron.host import gated_delta, mamba
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -120,6 +120,8 @@ PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.optimizer.distrib_optimizer": _patch_distrib_optimizer,
     "megatron.core.optimizer.optimizer": _patch_optimizer,
     "megatron.core.ssm.gated_delta_net.common": gated_delta.patch,
+    "megatron.core.ssm.mamba_context_parallel": mamba.patch_context_parallel,
+    "megatron.core.ssm.mamba_mixer": mamba.patch_mixer,
     "megatron.core.tensor_parallel.mappings": _patch_mappings,
     "megatron.core.tensor_parallel.random": _patch_random,
     "megatron.core.transformer.moe.moe_utils": _patch_moe_utils,

@@ -10,6 +10,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.bridge.models.gemma.gemma2_provider import Gemma2ModelProvider
 from megatron.bridge.models.gemma.gemma3_provider import Gemma3ModelProvider, Gemma3SelfAttention
@@ -19,25 +20,36 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+    AbsorbedMLASelfAttention,
+    AbsorbedMLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexer,
+    DSAIndexerSubmodules,
+    DSAttention,
+    DSAttentionSubmodules,
+)
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from miles_async.backends.megatron.families.gemma4_bridge import Gemma4Provider
 from miles_async.backends.megatron.families.glm4_bridge import Glm4Provider
 from miles_async.backends.megatron.families.minimax_m2 import MiniMaxM2Provider
 from miles_async.backends.megatron.host.attention import SdpaAttention
-from miles_async.backends.megatron.host.linear import WholeLinear
-from miles_async.backends.megatron.host.sparse_attention import sparse_attention_spec
+from miles_async.backends.megatron.host.gemma4 import make_gemma4
 from miles_async.backends.megatron.norms import GateNorm, HeadsNorm, KeyHeadsNorm, QueryHeadsNorm, RMSNorm
 
-POST_NORMED = (Glm4Provider, Gemma2ModelProvider, Gemma3ModelProvider)
+POST_NORMED = (Glm4Provider, Gemma2ModelProvider, Gemma3ModelProvider, Gemma4Provider)
 """Configs of families with a norm after attention and MLP."""
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """RowParallelLinear with a norm of its output: GLM-4 and Gemma 2 and 3 have one after attention and MLP."""
+    """RowParallelLinear with a norm of its output: GLM-4 and Gemma 2 to 4 have one after attention and MLP."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -71,6 +83,20 @@ for _type in (NormedRowParallelLinear, ExpertRowParallelLinear):
     AutoMapping.register_module_type(_type.__name__, "row")
 
 
+class WholeLinear(torch.nn.Linear):
+    """Linear layer replicated on all tensor-parallel ranks and applied to each rank's part of the sequence."""
+
+    tensor_model_parallel = False  # for megatron-bridge
+
+    def __init__(self, input_size: int, output_size: int, config: TransformerConfig, **_: object) -> None:
+        super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns (output, no bias)."""
+        return super().forward(x), None
+
+
 class LatentAttention(MLASelfAttention):
     """MLASelfAttention with whole down projections, as Transformer Engine's spec has them.
 
@@ -91,6 +117,23 @@ class LatentAttention(MLASelfAttention):
         return {name: getattr(submodules, name) for name in names}
 
 
+class LayerNorm(torch.nn.LayerNorm):
+    """Norm of the keys of sparse attention's indexer."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+
+
+class SparseLatentAttention(AbsorbedMLASelfAttention):
+    """AbsorbedMLASelfAttention with whole down projections, as Transformer Engine's spec has them."""
+
+    def __init__(self, config: MLATransformerConfig, *args: object, **kwargs: object) -> None:
+        super().__init__(config, *args, **kwargs)
+        rank = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = WholeLinear(config.hidden_size, rank, config)
+        self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
+
+
 def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Build the layers of this pipeline stage, dense and mixture, and the final norm."""
     plain = copy.copy(config)
@@ -105,13 +148,17 @@ def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> T
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         sparse = config.experimental_attention_variant == "dsa"
         if sparse:
-            layer.self_attention = sparse_attention_spec()
+            layer.self_attention = _sparse_attention_spec()
         parts = layer.self_attention.submodules
         if not sparse:
             parts.core_attention = SdpaAttention
         mlp = layer.mlp.keywords["submodules"]
         if isinstance(config, POST_NORMED):
-            parts.linear_proj = mlp.linear_fc2 = NormedRowParallelLinear
+            parts.linear_proj = NormedRowParallelLinear
+            if not config.num_moe_experts:
+                mlp.linear_fc2 = NormedRowParallelLinear
+        if isinstance(config, Gemma4Provider):
+            make_gemma4(spec, mixture=bool(config.num_moe_experts))
         if config.num_moe_experts and config.add_bias_linear:
             mlp.experts.keywords["submodules"].linear_fc2 = ExpertRowParallelLinear
         if isinstance(config, Gemma3ModelProvider):
@@ -144,3 +191,32 @@ def _with_gated_delta_net(layer: ModuleSpec) -> ModuleSpec:
     parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=GateNorm, out_proj=RowParallelLinear)
     net = ModuleSpec(module=GatedDeltaNet, submodules=parts)
     return replace(layer, submodules=replace(layer.submodules, self_attention=net))
+
+
+def _sparse_attention_spec() -> ModuleSpec:
+    """Spec of the attention of GLM-5 and DeepSeek-V3.2.
+
+    Megatron-core's (0.19) attention and indexer are plain PyTorch where its fused kernels are absent; only their linear
+    layers and norms are Transformer Engine's.
+    """
+    indexer = DSAIndexerSubmodules(
+        linear_wq_b=WholeLinear, linear_wk=WholeLinear, k_norm=LayerNorm, linear_weights_proj=WholeLinear
+    )
+    return ModuleSpec(
+        module=SparseLatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=AbsorbedMLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,  # replaced, as that of keys and values
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=ModuleSpec(
+                module=DSAttention,
+                submodules=DSAttentionSubmodules(indexer=ModuleSpec(module=DSAIndexer, submodules=indexer)),
+            ),
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm,
+            kv_layernorm=RMSNorm,
+        ),
+    )

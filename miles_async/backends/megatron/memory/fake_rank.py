@@ -32,7 +32,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from miles_async.backends.megatron.adapters.attach import ADAPTER, add_adapters
 from miles_async.backends.megatron.families.hf_config import ahead_layers
-from miles_async.backends.megatron.memory import gated_delta
+from miles_async.backends.megatron.memory import kernels
 from miles_async.backends.megatron.memory.live_bytes import LiveBytes
 from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.backends.megatron.model import dtypes
@@ -68,9 +68,9 @@ def measure_stages(request: StageRequest, platform: Platform) -> list[StageMemor
 def _alike(request: StageRequest, platform: Platform, config: PretrainedConfig) -> Iterator[range]:
     """Runs of pipeline stages with the same kinds of layers."""
     provider = _provider(request, platform, config)
-    remaining, layers = iter(moe_layers(provider)), request.model.stage_layers(provider.num_layers)
+    remaining, layers = iter(layer_kinds(provider)), request.model.stage_layers(provider.num_layers)
     count, virtual = len(layers), request.model.virtual_stages(provider.num_layers)
-    kinds: list[list[bool]] = [[stage == 0, stage == count - 1] for stage in range(count)]
+    kinds: list[list[object]] = [[stage == 0, stage == count - 1] for stage in range(count)]
     for _ in range(virtual):  # each takes a part of every rank's layers, in the order of ranks
         for kind, share in zip(kinds, layers, strict=True):
             kind += itertools.islice(remaining, share // virtual)
@@ -79,8 +79,10 @@ def _alike(request: StageRequest, platform: Platform, config: PretrainedConfig) 
         yield range(numbers[0], numbers[-1] + 1)
 
 
-def moe_layers(provider: GPTModelProvider) -> list[bool]:
-    """Which layers are mixtures of experts."""
+def layer_kinds(provider: GPTModelProvider) -> list[object]:
+    """Kind of each layer: a mixture of experts or not, or a letter of a hybrid model's pattern."""
+    if pattern := getattr(provider, "hybrid_layer_pattern", None):
+        return list(pattern)
     frequency = provider.moe_layer_freq
     if not provider.num_moe_experts:
         return [False] * provider.num_layers
@@ -92,6 +94,11 @@ def moe_layers(provider: GPTModelProvider) -> list[bool]:
 def _provider(request: StageRequest, platform: Platform, config: PretrainedConfig) -> GPTModelProvider:
     bridge = AutoBridge.from_hf_config(config)
     provider = make_provider(bridge, config.to_dict(), request.model, platform, load_weights=False)
+    if provider.experimental_attention_variant == "dsa" and request.model.context_parallel_size > 1:
+        raise ConfigurationError(
+            "--context-parallel-size: memory of sparse attention is planned without it only, as its scores are of all "
+            "ranks' tokens"
+        )
     provider.context_parallel_size = 1
     provider.perform_initialization, provider.use_cpu_initialization = False, True
     if provider.num_moe_experts:
@@ -240,7 +247,7 @@ def _without_values() -> Iterator[None]:
         mock.patch.object(torch.nn.Module, "bfloat16", _in_bfloat16),
         mock.patch.object(megatron_random.CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
         mock.patch.object(SequentialMLP, "forward", by_one_expert),
-        gated_delta.stand_ins(),
+        kernels.stand_ins(),
     ):
         yield
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.bridge import AutoBridge
+from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.enums import AttnBackend
@@ -24,8 +25,10 @@ from miles_async.backends.megatron.adapters.files import read_adapter
 from miles_async.backends.megatron.families import (
     coverage,
     deepseek_v32_bridge,  # noqa: F401  # registers itself
+    gemma4_bridge,  # noqa: F401  # registers itself
     glm4_bridge,  # noqa: F401  # registers itself
     hf_config,
+    qwen3_vl,  # noqa: F401  # registers itself
 )
 from miles_async.backends.megatron.families.hf_config import ahead_layers
 from miles_async.backends.megatron.families.provider_fields import provider_fields
@@ -239,7 +242,10 @@ def make_provider(
     # The bridge (0.6) skips initialisation, as the weights are loaded anyway; but only initialisation marks
     # parameters as tensor-parallel, and without the marks the gradient norm counts tensor rank 0's shards alone.
     provider.perform_initialization = True
-    provider.transformer_layer_spec = platform.layer_spec(provider.transformer_layer_spec)
+    if isinstance(provider, HybridModelProvider):
+        provider.hybrid_stack_spec = platform.stack_spec()
+    else:
+        provider.transformer_layer_spec = platform.layer_spec(provider.transformer_layer_spec)
     provider.tensor_model_parallel_size = model.tensor_model_parallel_size
     provider.context_parallel_size = model.context_parallel_size
     provider.pipeline_model_parallel_size = model.pipeline_model_parallel_size

@@ -23,7 +23,7 @@ def default_fusions(provider: Any) -> Mapping[str, bool]:
       (megatron.core.models.common.embeddings.rope_utils). Transformer Engine's kernel has no
       scaling of YaRN (``mscale`` is dropped) and none for latent attention but YaRN's.
     - SwiGLU: bias, gate and product in one kernel, which knows neither clamping nor an offset.
-    - Bias-dropout-add: on for every model.
+    - Bias-dropout-add: enabled for all models.
     """
     plain_rope = provider.position_embedding_type == "rope" and not provider.multi_latent_attention
     plain_swiglu = (

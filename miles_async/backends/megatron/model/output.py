@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.bridge.models.gemma.gemma2_provider import Gemma2OutputLayer
+from megatron.bridge.models.gemma.modeling_gemma4 import Gemma4OutputLayer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -60,7 +61,7 @@ class ModelOutput:
 
     hidden: Tensor  # [T, H]; its gradients on tensor-parallel ranks are summed, except under a value head
     weight: Tensor  # [V / TP, H], this rank's rows of the output layer; [1, H] of a value head, on every rank the same
-    softcap: float | None  # bound of logits (Gemma 2): softcap · tanh(logits / softcap) are what counts
+    softcap: float | None  # bound of logits (Gemma 2 and 4): softcap · tanh(logits / softcap) are what counts
     ahead: tuple[Tensor, ...] = ()  # hidden states of the layers for multi-token prediction, in training
     awaits_gradient: bool  # autograd must give the weight a gradient, which starts its reduction over ranks
 
@@ -68,7 +69,8 @@ class ModelOutput:
 def return_hidden_states(module: Module) -> None:
     """Make the output layer return its input. Raises ConfigurationError if logits are no plain product."""
     layer: Any = language_model(module).output_layer
-    if type(layer).forward not in (ColumnParallelLinear.forward, Gemma2OutputLayer.forward) or layer.bias is not None:
+    products = (ColumnParallelLinear.forward, Gemma2OutputLayer.forward, Gemma4OutputLayer.forward)
+    if type(layer).forward not in products or layer.bias is not None:
         raise ConfigurationError(
             f"the model's output layer ({type(layer).__name__}) is not the product of hidden states and a matrix that "
             "log-probs are computed from; train a model of another family"

@@ -6,6 +6,7 @@ passes take the memory of ``chunk`` rows of fp32 logits, however many tokens the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +131,7 @@ def _chunks(
     """
     copies = 2.0 if entropy else 1.0 if weight.dtype == _dtype(weight) else 1.5
     size = max(1, int(chunk / (copies + softcapped)))
+    size = math.ceil(count / math.ceil(count / size)) if count else size  # no last chunk of a few rows
     for first in range(0, count, size):
         yield slice(first, min(first + size, count))
 
@@ -144,7 +146,7 @@ def _logits(
         if with_slope:
             slope = logits.square().neg_().add_(1.0)
         logits.mul_(settings.softcap)
-    return logits.div_(settings.temperature), slope
+    return (logits if settings.temperature == 1 else logits.div_(settings.temperature)), slope
 
 
 def _places(
@@ -168,7 +170,10 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     if total.dtype == gradient.dtype:
         total.addmm_(gradient.t(), hidden)
         return
-    # No kernel of torch adds a product to another dtype: through parts of it, not larger than the gradient.
+    if total.is_cuda:
+        torch.addmm(total, gradient.t(), hidden, out_dtype=total.dtype, out=total)
+        return
+    # On a CPU no kernel of torch adds a product to another dtype: through parts of it, not larger than the gradient.
     size = max(1, gradient.numel() // hidden.shape[1])
     for first in range(0, total.shape[0], size):
         total[first : first + size] += gradient[:, first : first + size].t() @ hidden

@@ -28,7 +28,7 @@ from miles_async.backends.megatron.packing.routing_replay import Experts, Routin
 from miles_async.backends.megatron.packing.shared_prefixes import SharedPrefixes
 from miles_async.runtime.picture_processor import PictureProcessor
 from miles_async.train_data.batch import token_advantages
-from miles_async.types import Picture, RoutedExperts, TrainBatch
+from miles_async.types import Picture, RoutedExperts, ShownBranch, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,7 @@ class PackedBatch:
     loss_inputs: TokenBatch | None = None  # None: scored only
     returns: Tensor | None = None  # float32 [N], for a critic, on the last pipeline stage
     images: Images | None = None  # None: there are none
+    shown: tuple[ShownBranch, ...] = ()  # branches whose scores this rank reports
 
     @property
     def batch(self) -> TokenBatch:
@@ -190,6 +191,7 @@ def _sequences(boundaries: np.ndarray, device: torch.device) -> PackedSeqParams:
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        seq_idx=_tensor(np.repeat(np.arange(len(boundaries) - 1), np.diff(boundaries)), torch.int32, device)[None],
     )
 
 

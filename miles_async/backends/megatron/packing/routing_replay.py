@@ -1,4 +1,4 @@
-"""Choices of experts that are replayed: what Megatron's ``RouterReplay`` (0.19) is told around every forward pass.
+"""Choices of experts that are replayed: what Megatron's ``RouterReplay`` (0.19) needs around every forward pass.
 
 Every router has one. It records what the router chooses, or chooses in its place; the weights of the chosen experts,
 and through them gradients, are the router's own either way. Layers whose activations are recomputed run a second time
@@ -30,7 +30,7 @@ Experts = Mapping[int, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingLayout:
-    """The experts that a rank has to be told where choices are replayed."""
+    """The experts that a rank needs where choices are replayed."""
 
     layers: tuple[int, ...]  # of this rank that have routers, by their numbers in the model, from 0
     topk: int

@@ -1,8 +1,7 @@
 """Additions to an SGLang server on a CPU. On GPUs only the stand-ins are looked at, and find nothing to do.
 
 ``stand_ins`` for packages that only GPUs have, ``memory`` for machines that engines share, ``prefills`` and
-``attention`` for speed, ``families`` and ``gated_delta`` for models whose kernels need a GPU, ``expert_buffers`` for
-routing replay.
+``attention`` for speed, ``gated_delta`` and ``mamba`` for models whose kernels need a GPU, ``gaps`` for the rest.
 """
 
 from __future__ import annotations
@@ -45,12 +44,13 @@ def install(arguments: Sequence[str]) -> None:
     """Patch a server on a CPU; nothing on GPUs."""
     if not is_asked_for(arguments):
         return
-    from miles_async.engines.sglang.cpu import attention, expert_buffers, families, gated_delta, images, prefills
+    import torch._dynamo.config
+
+    torch._dynamo.config.disable = True  # SGLang compiles small functions, which takes a C++ compiler and minutes
+    from miles_async.engines.sglang.cpu import attention, gaps, gated_delta, mamba, prefills
 
     prefills.register()
     attention.register()
-    families.register()
     gated_delta.register()
-    images.register()
-    if expert_buffers.FLAG in arguments:
-        expert_buffers.register()
+    mamba.register()
+    gaps.register(arguments)

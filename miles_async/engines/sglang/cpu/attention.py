@@ -3,7 +3,8 @@
 SGLang (0.5.23) goes through the requests of a batch one by one, in every layer. It collects the keys and values of
 each, so what all requests begin with as often as there are requests; and where a prompt is extended it computes the
 attention of cached tokens as well, and throws it away. Here what all requests begin with is collected once, and
-requests of about the same size are computed together (docs/benchmarks.md).
+requests of about the same size are computed together (docs/benchmarks.md). It also leaves out softcapping of scores
+(Gemma 2), which is done here.
 """
 
 from __future__ import annotations
@@ -26,24 +27,39 @@ def register() -> None:
     """Patch backends created from now on."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    for name in ("forward_extend", "forward_decode"):
+        HookRegistry.register(f"{_BACKEND}.{name}", _note_layer, HookType.AROUND)
     HookRegistry.register(f"{_BACKEND}._run_sdpa_forward_extend", _extend, HookType.AROUND)
     HookRegistry.register(f"{_BACKEND}._run_sdpa_forward_decode", _decode, HookType.AROUND)
+
+
+def _note_layer(original: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    # The functions below are not told the layer.
+    backend.miles_async_softcap = layer.logit_cap
+    windowed = backend.use_sliding_window_kv_pool and backend.token_to_kv_pool.layers_mapping[layer.layer_id][1]
+    backend.miles_async_places = backend.token_to_kv_pool.full_to_swa_index_mapping if windowed else None
+    return original(backend, q, k, v, layer, *args, **kwargs)
 
 
 def _extend(original: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
     *tensors, _, new, encoder_lens = args
     if encoder_lens is not None or not kwargs["causal"]:  # tokens look at an encoder's, or ahead
         return original(backend, *args, **kwargs)
-    tensors.append(new)
-    return attend(*tensors, scaling=kwargs["scaling"], window=kwargs["sliding_window_size"])
+    return _attend(backend, *tensors, new, **kwargs)
 
 
 def _decode(original: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
     *tensors, encoder_lens = args
     if encoder_lens is not None:
         return original(backend, *args, **kwargs)
-    tensors.append(torch.ones_like(tensors[-1]))  # of each request one new token
-    return attend(*tensors, scaling=kwargs["scaling"], window=kwargs["sliding_window_size"])
+    return _attend(backend, *tensors, torch.ones_like(tensors[-1]), **kwargs)  # of each request one new token
+
+
+def _attend(
+    backend: Any, *tensors: Tensor, scaling: float | None, sliding_window_size: int | None, **_: object
+) -> Tensor:
+    layer = {"softcap": backend.miles_async_softcap, "places_of": backend.miles_async_places}
+    return attend(*tensors, scaling=scaling, window=sliding_window_size, **layer)
 
 
 def attend(
@@ -58,16 +74,22 @@ def attend(
     *,
     scaling: float | None,
     window: int | None,
+    softcap: float = 0.0,
+    places_of: Tensor | None = None,
 ) -> Tensor:
     """Fill ``output`` and return it: for each new token, the attention to itself and the tokens before it.
 
     Arguments are those of SGLang's ``_run_sdpa_forward_extend``. ``query``: [new tokens, heads, head size], the tokens
     of all requests one after another. The caches have the keys and values of these tokens, too. ``window``: how many
-    tokens before itself a token sees; None: all.
+    tokens before itself a token sees; None: all. ``softcap`` of scores: softcap · tanh(score / softcap); 0: none.
+    ``places_of``: where the caches have each place of ``req_to_token``, if layers with a window have a cache of their
+    own (Gemma 4); None: there.
     """
     new, lengths = extend_seq_lens.long(), seq_lens.long()
     cached, first = lengths - new, new.cumsum(0) - new
     slots = req_to_token[req_pool_indices, : int(lengths.max())]
+    if places_of is not None:
+        slots = places_of[slots]  # those of tokens behind the window may be others' by now
     common = _in_common(slots[:, : int(cached.min())]) if len(slots) > 1 and window is None else 0
     first_keys, first_values = (_heads_first(held, slots[:1, :common])[0] for held in (k_cache, v_cache))
     for some in map(torch.tensor, _alike(new.tolist(), lengths.tolist(), common, query.shape[1:])):
@@ -78,8 +100,11 @@ def attend(
         rows, held = first[some, None] + tokens, slots[some[:, None], places.minimum(lengths[some, None] - 1)]
         asked, keys, values = (_heads_first(*each) for each in ((query, rows), (k_cache, held), (v_cache, held)))
         at = cached[some, None] + tokens
-        if not alone:
-            mixed = _together(asked, keys, values, _sees(at, places, window), first_keys, first_values, scaling)
+        if softcap or not alone:
+            shared = 0 if alone else common
+            shared_keys, shared_values = first_keys[:, :shared], first_values[:, :shared]
+            sees = _sees(at, places, window)
+            mixed = _together(asked, keys, values, sees, shared_keys, shared_values, scaling, softcap)
         elif int(cached[some]) == 0 and window is None:
             mixed = _alone(asked, keys, values, None, scaling)  # a long prompt's mask would be large
         else:
@@ -142,6 +167,7 @@ def _together(
     first_keys: Tensor,
     first_values: Tensor,
     scaling: float | None,
+    softcap: float,
 ) -> Tensor:
     """The attention of several requests to their own tokens and those that all begin with, which all of theirs see.
 
@@ -152,9 +178,13 @@ def _together(
     scaled = query.float() * (size**-0.5 if scaling is None else scaling)
     scaled = scaled.reshape(requests, len(first_keys), -1, size)  # [requests, kv heads, heads of each × n, head size]
     own = scaled @ keys.float().contiguous().mT  # it would be copied transposed, more slowly
-    own = own.masked_fill(~sees.repeat(1, 1, own.shape[2] // n, 1), -torch.inf)
-    first = torch.einsum("rkqd,kpd->rkqp", scaled, first_keys.float())
+    own = _capped(own, softcap).masked_fill(~sees.repeat(1, 1, own.shape[2] // n, 1), -torch.inf)
+    first = _capped(torch.einsum("rkqd,kpd->rkqp", scaled, first_keys.float()), softcap)
     weights = torch.cat([first, own], -1).softmax(-1)
     to_first, to_own = weights.split([first.shape[-1], own.shape[-1]], -1)
     mixed = to_own @ values.float().contiguous() + torch.einsum("rkqp,kpd->rkqd", to_first, first_values.float())
     return mixed.view(requests, heads, n, -1).to(query.dtype)
+
+
+def _capped(scores: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(scores / softcap) if softcap else scores

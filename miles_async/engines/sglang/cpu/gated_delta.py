@@ -10,6 +10,7 @@ are in a pool, [slots, heads, V, K] in fp32, as are the inputs of the causal con
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -118,21 +119,30 @@ def chunk_gated_delta_rule(
     Returns:
         [1, T, heads, V]; no states in between.
     """
-    out, starts, slots = torch.empty_like(v[0]), cu_seqlens[:-1].long(), initial_state_indices.long()
-    lengths = cu_seqlens.diff().long()
-    sizes = lengths.float().log2().ceil()
-    for size in sizes.unique():  # requests of similar length, padded on the right by tokens that change nothing
-        some = (sizes == size).nonzero()[:, 0]
-        places = torch.arange(int(lengths[some].max()))
-        real = places < lengths[some, None]
-        at = starts[some, None] + places.minimum(lengths[some, None] - 1)
+    out, slots = torch.empty_like(v[0]), initial_state_indices.long()
+    for some, at, real in similar_lengths(cu_seqlens):
         query, key = _normalized(q[0][at], v.shape[2]), _normalized(k[0][at], v.shape[2])
-        decay, part = (gate[0][at].float() * real[:, :, None] for gate in (g, beta))
+        decay, part = (gate[0][at].float() * real[:, :, None] for gate in (g, beta))  # padding changes no state
         states = initial_state[slots[some]].float()
         read, states = _by_chunks(query, key, v[0][at].float(), decay, part, states)
         out[at[real]] = read[real].to(out.dtype)
         initial_state[slots[some]] = states.to(initial_state.dtype)
     return out[None], None, None
+
+
+def similar_lengths(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Batch requests whose lengths round up to the same power of two, padded on the right.
+
+    Yields:
+        The requests' numbers, int64 [b]; the places of their tokens in T, int64 [b, n]; False for padding, bool [b, n].
+    """
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    sizes = lengths.float().log2().ceil()
+    for size in sizes.unique():
+        some = (sizes == size).nonzero()[:, 0]
+        places = torch.arange(int(lengths[some].max()))
+        last = lengths[some, None] - 1
+        yield some, starts[some, None] + places.minimum(last), places <= last
 
 
 def _normalized(x: Tensor, heads: int) -> Tensor:

@@ -1,7 +1,8 @@
 // Engines, ranks, and the publications that bring weights from one to the other.
 
-import { bytes, empty, h, number, replace, section, table } from "../dom.js";
+import { bytes, clock, empty, h, number, percent, replace, section, table } from "../dom.js";
 import { get } from "../source.js";
+import { laneView } from "./lanes.js";
 
 export const title = "Engines";
 
@@ -16,24 +17,28 @@ function draw(found, context) {
   return [
     found.notes.map((note) => h("p", { class: "note" }, note)),
     section("Engines", h("div", { class: "engines" }, engineTable(found, context))),
+    found.lanes && section("Lanes of the last steps", laneView(found.lanes)),
     section("Now", nowList(found.now)),
     section("Publications", h("p", { class: "muted" }, "Seconds of each phase from the trainer's copy until engines are admitted again; the last ones, newest first."), publications(found)),
     section("Trainer ranks", ranks(found.ranks, context)),
   ];
 }
 
-function engineTable({ engines, recent }, context) {
+function engineTable({ engines, recent, reported }, context) {
   if (!engines.length) return empty("neither ledger nor logs name an engine");
   const columns = [
     { title: "engine", cell: (row) => row.engine },
     { title: "state", cell: (row) => row.state ?? "unknown" },
     { title: "starts", numeric: true, cell: (row) => number(row.starts) },
+    { title: "KV use", numeric: true, help: "part of the cache that running requests hold, when it was last asked", cell: (row) => (row.kv_use === null ? "" : percent(row.kv_use)) },
+    { title: "requests", numeric: true, help: "that run, then", cell: (row) => (row.running === null ? "" : number(row.running)) },
+    { title: "queued", numeric: true, help: "requests that wait, then", cell: (row) => (row.waiting === null ? "" : number(row.waiting)) },
     { title: "newest version", numeric: true, help: "that a finished group was sampled with", cell: (row) => number(row.version) },
     { title: "groups", numeric: true, help: `of the last ${recent}`, cell: (row) => number(row.groups) },
     { title: "tokens", numeric: true, help: "of these groups; shared equally where several engines took part", cell: (row) => number(row.tokens) },
     { title: "log", cell: (row) => (row.log ? h("a", { href: context.link("logs", { name: row.log }) }, row.log) : "") },
   ];
-  return table(columns, engines, { caption: `load by the last ${number(recent)} attempts` });
+  return table(columns, engines, { caption: `groups and tokens by the last ${number(recent)} attempts${reported === null ? "" : `; the rest as of ${clock(reported)}`}` });
 }
 
 function nowList(now) {

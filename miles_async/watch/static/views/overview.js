@@ -43,7 +43,7 @@ function draw(found, context, drawn) {
   return [
     heading(found),
     h("div", { class: "tiles" }, tiles(found)),
-    h("div", { class: "columns" }, h("div", null, rewards(found, drawn), warnings(found)), h("div", null, section("Age of trained samples", ageStrip(found.ages)), groups(found, context))),
+    h("div", { class: "columns" }, h("div", null, rewards(found, drawn), warnings(found)), h("div", null, section("Age of trained samples", ageStrip(found.ages)), groups(found, context), changes(found))),
   ];
 }
 
@@ -89,12 +89,16 @@ function rewards({ curves }, drawn) {
 
 function groups({ groups: counts, reasons, standing }, context) {
   const shown = ENDS.filter(([key]) => counts[key]);
-  if (!shown.length) return section("Groups", empty("no attempt was issued yet"));
+  if (!shown.length) return section("Groups", empty("no attempts"));
   const total = counts.issued || 1;
   const bar = h("div", { class: "stack", role: "img", "aria-label": shown.map(([key, text]) => `${counts[key]} ${text}`).join(", ") }, shown.map(([key]) => h("i", { class: `end-${key}`, title: `${key}: ${counts[key]}`, style: { "flex-grow": String(counts[key] / total) } })));
   const list = h("ul", { class: "ends" }, shown.map(([key, text]) => h("li", null, h("i", { class: `swatch end-${key}` }), h("a", { href: context.link("attempts", { end: OUTCOMES[key] ?? key }) }, text), h("b", null, number(counts[key])), h("small", null, percent(counts[key] / total)))));
   const why = reasons.length > 0 && h("details", null, h("summary", null, "reasons"), h("ul", { class: "reasons" }, reasons.map((each) => h("li", null, h("b", null, number(each.count)), " ", each.outcome.replaceAll("_", " "), ": ", each.reason))));
   return section("Groups", h("p", { class: "muted" }, `${number(counts.issued)} issued`, standing && ` · ${standing}`), bar, list, why);
+}
+
+function changes({ changes: found }) {
+  return found.length > 0 && section("Settings changed", h("ul", { class: "reasons" }, found.map((change) => h("li", null, change))));
 }
 
 function warnings({ warnings: found }) {

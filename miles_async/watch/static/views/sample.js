@@ -1,6 +1,6 @@
 // One sample: as a conversation, and token by token.
 
-import { duration, h, MISSING, number, replace, section } from "../dom.js";
+import { clock, h, MISSING, number, replace, section, table } from "../dom.js";
 import { get, isReport } from "../source.js";
 import { tokenView } from "./tokens.js";
 
@@ -43,6 +43,7 @@ function drawBranch(branch, found, load) {
   const several = found.branches.length > 1 ? `, branch ${branch.branch + 1} of ${found.branches.length}` : "";
   return [
     section(`Facts${several}`, facts(branch)),
+    branch.turns.length > 1 && section(`Turns${several}`, turns(branch)),
     section(`Conversation${several}`, conversation(branch, load)),
     section(`Tokens${several}`, tokenView(branch.window, found.reasons, isReport ? null : (first) => load({ first: String(first) }))),
     (branch.metadata !== "{}" || branch.prompt_metadata !== "{}") && h("details", { class: "card" }, h("summary", null, "metadata"), h("pre", null, branch.prompt_metadata), h("pre", null, branch.metadata)),
@@ -63,10 +64,21 @@ function facts(branch) {
     ["age", branch.age === null ? null : `${branch.age} (stepped from version ${branch.target_version})`],
     ["advantage", branch.advantage === null ? null : number(branch.advantage, 4)],
     ["|engine − trainer|", branch.logprob_difference === null ? null : number(branch.logprob_difference)],
-    ["turns", branch.turns.length + (seconds.length ? `, ${duration(seconds.reduce((a, b) => a + b, 0))}` : "")],
+    ["turns", branch.turns.length + (seconds.length ? `, ${number(seconds.reduce((a, b) => a + b, 0))} s` : "")],
     ["data set", branch.data_set],
   ];
   return h("dl", { class: "pairs" }, entries.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))));
+}
+
+function turns(branch) {
+  const columns = [
+    { title: "turn", numeric: true, cell: (turn) => number(branch.turns.indexOf(turn) + 1) },
+    { title: "from token", numeric: true, cell: (turn) => number(turn.start) },
+    { title: "tokens", numeric: true, cell: (turn) => number(turn.end - turn.start) },
+    { title: "began", cell: (turn) => (turn.started_at === null ? MISSING : clock(turn.started_at)) },
+    { title: "seconds", numeric: true, cell: (turn) => number(turn.seconds) },
+  ];
+  return h("div", { class: "engines" }, table(columns, branch.turns));
 }
 
 function conversation(branch, load) {

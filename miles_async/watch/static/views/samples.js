@@ -7,6 +7,7 @@ import { openSample } from "./sample.js";
 export const title = "Samples";
 
 const MOST_SHOWN = 400; // rows in the document at once
+const NUMBERS = { group: "attempt_id", reward: "reward", tokens: "length", age: "age", turns: "turns", advantage: "advantage" };
 
 export async function open(context) {
   if (context.value("attempt")) return openSample(context);
@@ -17,6 +18,7 @@ export async function open(context) {
     finish: context.value("finish"),
     set: context.value("set"),
     group: context.value("group"),
+    where: context.value("where"),
     sort: context.value("sort"),
     down: context.value("down") === "1",
     everywhere: context.value("everywhere") === "1",
@@ -28,7 +30,7 @@ export async function open(context) {
   let found = null;
   const draw = (values = {}) => {
     Object.assign(state, values);
-    context.keep({ kind: state.kind, step: state.step, text: state.text, finish: state.finish, set: state.set, group: state.group, sort: state.sort, down: state.down ? "1" : "", everywhere: state.everywhere ? "1" : "" });
+    context.keep({ kind: state.kind, step: state.step, text: state.text, finish: state.finish, set: state.set, group: state.group, where: state.where, sort: state.sort, down: state.down ? "1" : "", everywhere: state.everywhere ? "1" : "" });
     replace(body, ...drawRows(found, state, context, draw, more));
   };
   const load = async (values = {}) => {
@@ -41,7 +43,7 @@ export async function open(context) {
   };
   const more = async () => {
     const next = await searched(context, state, found.next);
-    found = { ...found, rows: [...found.rows, ...next.rows], next: next.next };
+    found = { ...found, rows: [...found.rows, ...next.rows], next: next.next, notes: [...found.notes, ...next.notes] };
     draw();
   };
   root.append(bar, body);
@@ -77,9 +79,10 @@ function controls(found, state, { load, draw }) {
   const way = (text, move, label) => h("button", { "aria-label": label, disabled: steps[at + move] === undefined, onclick: () => load({ step: String(steps[at + move]) }) }, text);
   const text = h("input", { type: "search", placeholder: "search prompts and answers", "aria-label": "search samples", value: state.text, oninput: settled((event) => (state.everywhere ? load({ text: event.target.value }) : draw({ text: event.target.value }))) });
   const everywhere = !isReport && h("label", null, h("input", { type: "checkbox", checked: state.everywhere, onchange: (event) => load({ everywhere: event.target.checked }) }), " full text, all steps");
+  const where = h("input", { type: "text", placeholder: "reward>0.5 age=2", "aria-label": "conditions", title: `${Object.keys(NUMBERS).join(", ")} with < <= = >= >`, value: state.where, oninput: settled((event) => (mark(event.target), draw({ where: event.target.value }))) });
   const options = (name, values, all) => values.length > 1 && h("select", { "aria-label": name, onchange: (event) => draw({ [name]: event.target.value }) }, h("option", { value: "" }, all), values.map((value) => h("option", { value, selected: value === state[name] }, value)));
   const distinct = (key) => [...new Set(found.rows.map((row) => row[key]).filter(Boolean))].sort();
-  return [kinds, h("span", { class: "stepper" }, way("◂", -1, "previous step"), step, way("▸", 1, "next step"), h("small", null, ` of ${number(steps.length)} steps`)), text, everywhere, options("finish", distinct("finish_reason"), "all ends"), options("set", distinct("data_set"), "all data sets")];
+  return [kinds, h("span", { class: "stepper" }, way("◂", -1, "previous step"), step, way("▸", 1, "next step"), h("small", null, ` of ${number(steps.length)} steps`)), text, everywhere, where, options("finish", distinct("finish_reason"), "all ends"), options("set", distinct("data_set"), "all data sets")];
 }
 
 const nearest = (steps, wanted) => steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), steps[0]);
@@ -106,8 +109,20 @@ function told(rows, state) {
 function fits(row, state) {
   const text = state.text.toLowerCase();
   const here = state.everywhere || !text || `${row.prompt}\n${row.response}\n${row.label ?? ""}\n${row.prompt_id}`.toLowerCase().includes(text);
-  return here && (!state.finish || row.finish_reason === state.finish) && (!state.set || row.data_set === state.set) && (!state.group || String(row.attempt_id) === state.group);
+  return here && (!state.finish || row.finish_reason === state.finish) && (!state.set || row.data_set === state.set) && (!state.group || String(row.attempt_id) === state.group) && conditions(state.where).every((holds) => holds === null || holds(row));
 }
+
+// "reward>0.5 age=2": a test of a row for each word, null for a word that is none.
+function conditions(text) {
+  return text.split(/\s+/).filter(Boolean).map((word) => {
+    const [, name, sign, wanted] = word.match(/^(\w+)(<=|>=|=|<|>)(-?\d*\.?\d+)$/) ?? [];
+    const compare = { "<": (a, b) => a < b, "<=": (a, b) => a <= b, "=": (a, b) => a === b, ">=": (a, b) => a >= b, ">": (a, b) => a > b }[sign];
+    const key = NUMBERS[name];
+    return key === undefined ? null : (row) => row[key] !== null && compare(row[key], Number(wanted));
+  });
+}
+
+const mark = (input) => input.setAttribute("aria-invalid", String(conditions(input.value).includes(null)));
 
 function sorted(rows, { sort, down }) {
   if (!sort) return rows;
@@ -127,6 +142,7 @@ function columns(state, draw) {
     { title: "age", key: "age", numeric: true, cell: (row) => number(row.age) },
     { title: "turns", key: "turns", numeric: true, cell: (row) => number(row.turns) },
     { title: "advantage", key: "advantage", numeric: true, cell: (row) => number(row.advantage) },
+    { title: "|e − t|", key: "logprob_difference", numeric: true, help: "mean of |engine − trainer| over log-probs", cell: (row) => number(row.logprob_difference) },
     state.everywhere && state.text ? { title: "step", key: "step", numeric: true, cell: (row) => number(row.step) } : null,
     { title: "prompt", key: "prompt", class: "text", cell: (row) => row.prompt },
     { title: "answer", key: "response", class: "text", cell: (row) => row.response },

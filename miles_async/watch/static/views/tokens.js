@@ -10,6 +10,7 @@ const MODES = [
   ["advantages", "advantage"],
   ["differences", "engine − trainer (log-prob)"],
   ["logprobs", "log-prob of the engine"],
+  ["trainer_logprobs", "log-prob of the trainer"],
   ["entropies", "entropy"],
   ["rewards", "reward of the token"],
 ];
@@ -105,7 +106,7 @@ function described(tokens, index, reasons) {
   const parts = [`token ${tokens.first + index}, id ${tokens.ids[index]}`, tokens.versions[index] >= 0 ? `version ${tokens.versions[index]}` : "sampled by no engine"];
   if (tokens.ages[index] !== null) parts.push(`age ${tokens.ages[index]}`);
   parts.push(reasons[tokens.reasons[index]]);
-  const named = { logprobs: "log-prob", differences: "engine − trainer", advantages: "advantage", entropies: "entropy", rewards: "reward" };
+  const named = { logprobs: "log-prob", trainer_logprobs: "trainer's log-prob", differences: "engine − trainer", advantages: "advantage", entropies: "entropy", rewards: "reward" };
   for (const [key, name] of Object.entries(named)) if (tokens[key] && tokens.loss[index]) parts.push(`${name} ${number(tokens[key][index], 4)}`);
   return parts.join(" · ");
 }

@@ -118,7 +118,6 @@ class DistributedTransport:
         return errors
 
     async def close(self) -> None:
-        """Leave the process groups."""
         for groups in list(self._kept):
             await self._leave(groups.engines)
 

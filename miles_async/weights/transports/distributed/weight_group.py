@@ -66,7 +66,7 @@ class WeightGroup:
         self._world_size = world_size
         self._backend = backend
         self._device = device
-        self._beside_training = OwnStream(device)
+        self._stream = OwnStream(device)
         self._timeout = timeout_seconds
         self._join_timeout = min(timeout_seconds, JOIN_SECONDS)
         seconds = datetime.timedelta(seconds=self._join_timeout)
@@ -89,7 +89,7 @@ class WeightGroup:
             raise GroupBrokenError("it was never complete, or is broken")
 
         def send() -> None:
-            with self._beside_training.used():
+            with self._stream.used():
                 if relayed:
                     process_group.send([data], _FIRST_RECEIVER, _BUCKET_TAG).wait()
                 else:

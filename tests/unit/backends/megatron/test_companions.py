@@ -25,6 +25,7 @@ PUBLISHED = {
     "gemma": SENTENCES,
     "gemma2": SENTENCES,
     "gemma3_text": f"{SENTENCES} chat_template.jinja preprocessor_config.json",
+    "gemma4_text": "tokenizer.json tokenizer_config.json chat_template.jinja processor_config.json",
     "glm4": f"{FAST} chat_template.jinja LICENSE",
     "qwen3_moe": BPE,
     "qwen3_next": BPE,
@@ -35,6 +36,7 @@ PUBLISHED = {
     "glm_moe_dsa": "tokenizer.json tokenizer_config.json chat_template.jinja",
     "minimax_m2": "tokenizer.json tokenizer_config.json vocab.json merges.txt chat_template.jinja LICENSE "
     "configuration_minimax_m2.py modeling_minimax_m2.py",
+    "nemotron_h": f"{FAST} configuration_nemotron_h.py modeling_nemotron_h.py nemotron_toolcall_parser_no_streaming.py",
     "olmoe": FAST,
     "gpt_oss": f"{FAST} chat_template.jinja LICENSE USAGE_POLICY",
     "deepseek_v3": "tokenizer.json tokenizer_config.json configuration_deepseek.py modeling_deepseek.py "
@@ -43,6 +45,7 @@ PUBLISHED = {
     "kimi_k2": "tiktoken.model tokenizer_config.json tokenization_kimi.py tool_declaration_ts.py chat_template.jinja "
     "configuration_deepseek.py modeling_deepseek.py docs/tool_call_guidance.md THIRD_PARTY_NOTICES.md",
     "qwen2_5_vl": f"{BPE} chat_template.json preprocessor_config.json",
+    "qwen3_vl": f"{BPE} chat_template.json preprocessor_config.json video_preprocessor_config.json",
     "with SentencePiece": "spiece.model tokenizer_config.json",
     "with several templates": f"{FAST} chat_template.jinja additional_chat_templates/tool_use.jinja",
 }

@@ -55,7 +55,7 @@ def test_a_server_that_lost_a_process_ends_without_a_minute_of_dumps(monkeypatch
 
 
 def test_sglang_still_registers_the_memory_of_experts_with_cuda_on_a_cpu() -> None:
-    """``cpu/expert_buffers.py`` can go when it does not."""
+    """The patch in ``cpu/gaps.py`` can go when it does not."""
     package = importlib.util.find_spec("sglang")
     assert package is not None
     assert package.origin is not None

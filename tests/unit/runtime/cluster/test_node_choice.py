@@ -7,8 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_async.runtime.cluster.node_choice import GpuNeed, NodeChoice, choose_nodes
-from miles_async.runtime.cluster.nodes import Node
+from miles_async.runtime.cluster.nodes import GpuNeed, Node, NodeChoice, choose_nodes
 
 
 def cluster(*free: int, labels: dict[int, dict[str, str]] | None = None) -> tuple[list[Node], dict[str, int]]:

@@ -13,8 +13,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.cluster.own_ray import OwnRay
-from miles_async.runtime.cluster.ray_cluster import ray_cluster
+from miles_async.runtime.cluster.ray_cluster import OwnRay, ray_cluster
 
 # covers: C10
 

@@ -14,7 +14,7 @@ import structlog
 
 from miles_async.engines.kind import ServerSpec
 from miles_async.errors import ConfigurationError
-from miles_async.observability.logs import close_logging, configure_logging
+from miles_async.observability.logs import configure_logging
 from miles_async.runtime.network.keys import (
     EngineKeys,
     Secret,
@@ -58,20 +58,18 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert compared == [(b"ours", b"theirs")]
 
 
+@pytest.mark.usefixtures("restored_logging")
 def test_a_key_is_not_shown(tmp_path: Path) -> None:
     text = KEYS.engines.admin.reveal()
     spec = ServerSpec(model_path="m", device="cpu", dtype="float32", keys=KEYS.engines)
     log_file = configure_logging(tmp_path, "debug", console=False)
+    log = structlog.get_logger("test")
+    log.info("event", keys=KEYS, key=KEYS.engines.admin, spec=spec)
+    log.info(f"{KEYS} {KEYS.engines.admin} {spec!r}")
     try:
-        log = structlog.get_logger("test")
-        log.info("event", keys=KEYS, key=KEYS.engines.admin, spec=spec)
-        log.info(f"{KEYS} {KEYS.engines.admin} {spec!r}")
-        try:
-            raise ValueError(KEYS.engines.admin)
-        except ValueError:
-            log.exception("failed")
-    finally:
-        close_logging()
+        raise ValueError(KEYS.engines.admin)
+    except ValueError:
+        log.exception("failed")
     assert "Secret(hidden)" in log_file.read_text()
     for shown in (log_file.read_text(), f"{KEYS!r} {spec}", json.dumps(asdict(KEYS), default=str)):
         assert text not in shown

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from miles_async.runtime.cluster.own_ray import OwnRay
+from miles_async.runtime.cluster.ray_cluster import OwnRay
 
 # covers: C10
 
@@ -32,6 +32,7 @@ async def main(resort):
     if "alarm" in sys.argv:
         signal.alarm(2)
     print("ready", flush=True)
+    ready.append(True)
     if "stuck" in sys.argv:
         while True:
             time.sleep(300)
@@ -39,9 +40,9 @@ async def main(resort):
 
 if "stuck" in sys.argv or "lost" in sys.argv:
     last_resort.STARTING_SECONDS, last_resort.GRACE_SECONDS = 0.5, 0.5
-lost_at = time.monotonic() + (0.5 if "lost" in sys.argv else 1000)
+ready = []
 try:
-    with last_resort.LastResort(end, lambda: "Ray is gone" if time.monotonic() > lost_at else "") as resort:
+    with last_resort.LastResort(end, lambda: "Ray is gone" if ready and "lost" in sys.argv else "") as resort:
         asyncio.run(main(resort))
 except asyncio.CancelledError:
     print("ended in order", resort.interrupted, flush=True)

@@ -216,7 +216,7 @@ async def test_what_is_not_supported_is_refused_by_name(options: dict[str, Any],
     ("item", "named"),
     [
         ({"type": "item_reference", "id": "msg_1"}, "item_reference"),
-        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input_image"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "reads none"),
         ({"role": "critic", "content": "x"}, "role"),
         ({"role": "assistant", "content": "The answer is"}, "end before a turn of the assistant"),
         ({"type": "function_call", "call_id": "c", "arguments": "{}"}, "name"),

@@ -121,6 +121,19 @@ def test_cuts_are_those_of_the_ledger(run_dir: Path) -> None:
     assert sum(number(cut, "groups") for cut in cuts) == sum(each.cut_at is not None for each in records(run_dir))
 
 
+def test_settings_that_were_changed_are_marked_when_they_took_effect(run_dir: Path) -> None:
+    at = records(run_dir)[-1].issued_at
+    with sqlite3.connect(run_dir / "ledger.sqlite") as connection:
+        connection.execute("CREATE TABLE changes (step INTEGER, name TEXT, before TEXT, value TEXT, at REAL)")
+        connection.execute("INSERT INTO changes VALUES (4, 'lr', '0.0005', '0.0004', ?)", (at,))
+        connection.execute("INSERT INTO changes VALUES (4, 'evaluation', 'null', '\"now\"', ?)", (at,))
+    trace = timeline(run_dir)
+    lr, evaluation = trace.tracks()["events", "settings changed"]
+    assert (lr.name, evaluation.name) == ("lr 0.0005 → 0.0004", "evaluation now")
+    assert (number(lr, "after step"), number(lr, "before"), number(lr, "value")) == (4, 0.0005, 0.0004)
+    assert origin(trace) + lr.ts * MICROSECOND == pytest.approx(at, abs=2 * MICROSECOND)
+
+
 def test_steps_have_the_durations_of_the_metrics_and_their_training_ends_when_the_ledger_says(run_dir: Path) -> None:
     trace = timeline(run_dir)
     steps = trace.spans("trainer", "steps", "step")

@@ -11,6 +11,7 @@ import pytest
 
 from miles_async.arguments.model import ModelArguments
 from miles_async.backends.megatron.families import hf_config
+from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.backends.megatron.families.provider_fields import provider_fields
 from miles_async.errors import ConfigurationError
 
@@ -37,6 +38,20 @@ GEMMA3 = QWEN3 | {
     "rope_parameters": {
         "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+    },
+}
+GEMMA4 = GEMMA3 | {  # as it is published
+    "model_type": "gemma4_text",
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "enable_moe_block": False,
+    "use_bidirectional_attention": "vision",
+    "rope_parameters": {
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        "full_attention": {"rope_theta": 1e6, "rope_type": "proportional", "partial_rotary_factor": 0.25},
     },
 }
 QWEN3_NEXT = MOE | {
@@ -71,6 +86,15 @@ MINIMAX_M2 = QWEN3 | {  # as it is published
     "rope_parameters": None,
     "rope_theta": 5e6,
 }
+NEMOTRON_H = QWEN3 | {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M*-ME",
+    "num_hidden_layers": 5,
+    "mamba_num_heads": 8,
+    "n_groups": 8,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 6,
+}
 GLM5 = QWEN3 | {"model_type": "glm_moe_dsa", "n_routed_experts": 4, "kv_lora_rank": 16, "indexer_rope_interleave": True}
 FLASH = QWEN3 | {"model_type": "glm4_moe_lite", "n_routed_experts": 4, "kv_lora_rank": 16}  # the router's by default
 LLAMA3_ROPE = {
@@ -100,10 +124,15 @@ LLAMA3_ROPE = {
         OLMOE,
         OLMOE | {"norm_topk_prob": False},
         GPT_OSS,
+        NEMOTRON_H,
+        NEMOTRON_H | {"n_groups": 4, "mamba_n_groups": 4},
         FLASH,
         GLM5 | {"indexer_types": ["full", "full"], "index_topk_freq": 1},
         MINIMAX_M2,
         MINIMAX_M2 | {"rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}},  # by transformers 5
+        GEMMA4,
+        GEMMA4 | {"per_layer_config": {"1": {"head_dim": 512, "num_key_value_heads": 2}}},  # by transformers 5.19
+        GEMMA4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
         GEMMA3,
         GEMMA3 | {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4},  # by transformers 4
     ],
@@ -136,6 +165,10 @@ def test_verified_configs_pass(config: dict[str, object]) -> None:
         (GEMMA | {"hidden_act": "silu"}, "hidden_act"),
         (OLMOE | {"clip_qkv": 8.0}, "clip_qkv 8.0"),
         (OLMOE | {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ({k: v for k, v in NEMOTRON_H.items() if k != "hybrid_override_pattern"}, "hybrid_override_pattern is absent"),
+        (NEMOTRON_H | {"n_groups": 4}, "n_groups 4: .* reads mamba_n_groups"),
+        (NEMOTRON_H | {"use_bias": True}, "use_bias true"),
+        (NEMOTRON_H | {"moe_latent_size": 4}, "moe_latent_size"),
         (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
         (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config mxfp4"),
         (GPT_OSS | {"hidden_size": 12}, "hidden_size of twice intermediate_size"),
@@ -152,6 +185,16 @@ def test_verified_configs_pass(config: dict[str, object]) -> None:
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3 | {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope scaling 'yarn' of full_att"),
         (GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "of sliding_attention"),
+        (GEMMA4 | {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256: .* use a model without"),
+        ({k: v for k, v in GEMMA4.items() if k != "hidden_size_per_layer_input"}, "hidden_size_per_layer_input 256"),
+        (GEMMA4 | {"num_kv_shared_layers": 1}, "num_kv_shared_layers 1"),
+        (GEMMA4 | {"per_layer_config": {"0": {"head_dim": 512}}}, "per_layer_config: expected the same"),
+        (GEMMA4 | {"per_layer_config": {"1": {"intermediate_size": 512}}}, "per_layer_config with intermediate_size"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        (
+            GEMMA4 | {"rope_parameters": {"full_attention": {"rope_type": "linear"}}},
+            "rope scaling 'linear' of full_att",
+        ),
         (GEMMA3 | {"model_type": "qwen3", "layer_types": None, "sliding_window": None}, "one rotary base"),
     ],
 )
@@ -181,7 +224,7 @@ def test_a_family_that_is_not_trained_is_refused_with_the_reason_and_what_to_do(
 )
 def test_impossible_layouts_are_refused(layout: dict[str, int], world_size: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        hf_config.check_layout(QWEN3, ModelArguments(**layout), world_size)
+        check_layout(QWEN3, ModelArguments(**layout), world_size)
 
 
 MIXTURE = MOE | {"moe_intermediate_size": 6}
@@ -207,7 +250,40 @@ def test_impossible_layouts_of_experts_are_refused(
     config: dict[str, object], layout: dict[str, object], world_size: int, message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        hf_config.check_layout(config, ModelArguments(**layout), world_size)
+        check_layout(config, ModelArguments(**layout), world_size)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"tensor_model_parallel_size": 4}, "tensor-model-parallel-size 4 .* does not split n_groups 2"),
+        ({"context_parallel_size": 16}, "parallel-size 16 does not divide mamba_num_heads 8"),
+        ({"share_prefixes": True}, "--share-prefixes: not there for layers of Mamba-2"),
+        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, "virtual-.*: not there"),
+        ({"enable_mtp_training": True}, "--enable-mtp-training: .* of model_type .nemotron_h. were not compared"),
+    ],
+)
+def test_what_mamba_can_not_is_refused(layout: dict[str, int], message: str) -> None:
+    config = NEMOTRON_H | {"n_groups": 2, "num_attention_heads": 8, "hybrid_override_pattern": "M*-E"}
+    check_layout(config, ModelArguments(tensor_model_parallel_size=2, context_parallel_size=4), 8)
+    with pytest.raises(ConfigurationError, match=message):
+        check_layout(config, ModelArguments(**layout), 16)
+
+
+def test_only_a_gemma_with_mixtures_has_experts() -> None:
+    assert hf_config.num_experts(GEMMA4 | {"num_experts": 4}) == 0
+    assert hf_config.num_experts(GEMMA4 | {"num_experts": 4, "enable_moe_block": True}) == 4
+
+
+def test_heads_of_every_kind_of_layer_are_split() -> None:
+    check_layout(GEMMA4 | {"num_key_value_heads": 4}, ModelArguments(tensor_model_parallel_size=4), 4)
+    with pytest.raises(ConfigurationError, match="num_key_value_heads 3 nor is a multiple"):
+        check_layout(GEMMA4 | {"num_global_key_value_heads": 3}, ModelArguments(tensor_model_parallel_size=2), 2)
+
+
+def test_only_a_pattern_with_mixtures_has_experts() -> None:
+    assert hf_config.num_experts(NEMOTRON_H) == 4
+    assert hf_config.num_experts(NEMOTRON_H | {"hybrid_override_pattern": "M*-"}) == 0
 
 
 @pytest.mark.parametrize(
@@ -224,15 +300,15 @@ def test_impossible_layouts_of_experts_are_refused(
     ],
 )
 def test_what_linear_attention_can_not_is_refused(layout: dict[str, object], message: str) -> None:
-    hf_config.check_layout(QWEN3_NEXT, ModelArguments(tensor_model_parallel_size=2), 2)
+    check_layout(QWEN3_NEXT, ModelArguments(tensor_model_parallel_size=2), 2)
     with pytest.raises(ConfigurationError, match=message):
-        hf_config.check_layout(QWEN3_NEXT, ModelArguments(**layout), 4)
+        check_layout(QWEN3_NEXT, ModelArguments(**layout), 4)
 
 
 def test_layers_for_multi_token_prediction_are_trained_where_they_are_known() -> None:
     asked, one = ModelArguments(enable_mtp_training=True), {"num_nextn_predict_layers": 1}
     deepseek = MIXTURE | one | {"model_type": "deepseek_v3"}
-    hf_config.check_layout(deepseek, asked, 1)
+    check_layout(deepseek, asked, 1)
     for config, message in (
         (MIXTURE | {"model_type": "deepseek_v3"}, "found no num_nextn_predict_layers in config.json"),
         (
@@ -242,7 +318,7 @@ def test_layers_for_multi_token_prediction_are_trained_where_they_are_known() ->
         (deepseek | {"tie_word_embeddings": True}, "tie_word_embeddings true"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            hf_config.check_layout(config, asked, 1)
+            check_layout(config, asked, 1)
 
 
 @pytest.mark.parametrize(("heads", "tensor", "possible"), [(2, 4, True), (4, 2, True), (3, 2, False), (2, 3, False)])
@@ -251,14 +327,23 @@ def test_ranks_and_heads_of_keys_divide_one_way_or_the_other(heads: int, tensor:
     config["vocab_size"] = 12
     refused = pytest.raises(ConfigurationError, match=f"num_key_value_heads {heads}")
     with contextlib.nullcontext() if possible else refused:
-        hf_config.check_layout(config, ModelArguments(tensor_model_parallel_size=tensor), tensor)
+        check_layout(config, ModelArguments(tensor_model_parallel_size=tensor), tensor)
+
+
+def test_every_problem_of_a_layout_is_said_at_once() -> None:
+    model = ModelArguments(tensor_model_parallel_size=8, share_prefixes=True, lora_rank=4, sequence_parallel=False)
+    config = QWEN3_NEXT | {"num_experts": 4, "moe_intermediate_size": 6}
+    with pytest.raises(ConfigurationError) as refusal:
+        check_layout(config, model, 8)
+    for part in ("num_attention_heads 4", "--share-prefixes", "--lora-rank", "size 6", "--no-sequence-parallel"):
+        assert part in str(refusal.value)
 
 
 def test_possible_layouts_pass() -> None:
     split = ModelArguments(tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
-    hf_config.check_layout(MIXTURE, split, 8)
+    check_layout(MIXTURE, split, 8)
     both = ModelArguments(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    hf_config.check_layout(QWEN3, both, 8)
+    check_layout(QWEN3, both, 8)
 
 
 def test_missing_or_broken_config_files(tmp_path: Path) -> None:
@@ -287,10 +372,15 @@ QWEN25_VL = {  # as it is published: fields of the language model at the top
     "vision_config": {"depth": 2},
     "image_token_id": 60,
 }
+QWEN3_VL = QWEN25_VL | {
+    "model_type": "qwen3_vl",
+    "sliding_window": None,
+    "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+}
 
 
 def nested(config: dict[str, object]) -> dict[str, object]:
-    """As transformers 5 writes it."""
+    """As transformers 5 writes it, and as Qwen3-VL is published."""
     outside = ("model_type", "vision_config", "image_token_id")
     inner = {name: value for name, value in config.items() if name not in outside} | {"model_type": "qwen2_5_vl_text"}
     return {name: config[name] for name in outside} | {"text_config": inner}
@@ -308,7 +398,17 @@ def test_fields_of_a_vision_language_model_are_checked_wherever_they_are(written
         with pytest.raises(ConfigurationError, match=reason):
             hf_config.check_model(written(QWEN25_VL | change), Path("m"))
     with pytest.raises(ConfigurationError, match=r"--tensor-model-parallel-size 8 does not divide num_attention_heads"):
-        hf_config.check_layout(written(QWEN25_VL), ModelArguments(tensor_model_parallel_size=8), 8)
+        check_layout(written(QWEN25_VL), ModelArguments(tensor_model_parallel_size=8), 8)
+
+
+def test_positions_rotate_as_engines_rotate_them():
+    lengths = provider_fields(nested(QWEN3_VL))["mrope_section"]
+    rotating = [number % 3 for number, length in enumerate(lengths) for _ in range(length)]
+    assert rotating == [0, 1, 2, 0, 1, 2, 0, 0]  # time, height, width
+    hf_config.check_model(nested(QWEN3_VL), Path("m"))
+    for config, other in ((QWEN3_VL, QWEN25_VL), (QWEN25_VL, QWEN3_VL)):
+        with pytest.raises(ConfigurationError, match="mrope_interleaved: expected"):
+            hf_config.check_model(config | {"rope_scaling": other["rope_scaling"]}, Path("m"))
 
 
 def test_rollout_and_trainer_agree_on_which_models_read_images():
@@ -320,6 +420,7 @@ def test_rollout_and_trainer_agree_on_which_models_read_images():
         hf_config.check_model(blind, Path("m"))
 
 
+@pytest.mark.parametrize("config", [QWEN25_VL, QWEN3_VL])
 @pytest.mark.parametrize(
     ("model", "flag"),
     [
@@ -331,12 +432,14 @@ def test_rollout_and_trainer_agree_on_which_models_read_images():
         (ModelArguments(megatron_extra=("--overlap-grad-reduce",)), "--overlap-grad-reduce"),
     ],
 )
-def test_layouts_that_were_not_compared_with_images_are_refused(model: ModelArguments, flag: str):
-    hf_config.check_layout(QWEN25_VL, ModelArguments(freeze_vision_tower=True), 2)
+def test_layouts_that_were_not_compared_with_images_are_refused(
+    config: dict[str, object], model: ModelArguments, flag: str
+):
+    check_layout(config, ModelArguments(freeze_vision_tower=True), 2)
     with pytest.raises(ConfigurationError, match=f"^{flag}: "):
-        hf_config.check_layout(QWEN25_VL, model, 2)
+        check_layout(config, model, 2)
 
 
 def test_a_text_model_has_no_vision_tower_to_freeze():
     with pytest.raises(ConfigurationError, match=r"--freeze-vision-tower: model_type 'qwen3' has none"):
-        hf_config.check_layout(QWEN3, ModelArguments(freeze_vision_tower=True), 1)
+        check_layout(QWEN3, ModelArguments(freeze_vision_tower=True), 1)

@@ -41,6 +41,14 @@ def test_layers_without_window_in_another_order_are_refused() -> None:
         provider_fields(GEMMA3 | {"layer_types": [WHOLE, LOCAL, WHOLE]})
 
 
+def test_the_rotated_part_of_heads_is_as_config_json_says() -> None:
+    whole = {"rope_theta": 1e6, "rope_type": "proportional"}
+    gemma4 = GEMMA3 | {"model_type": "gemma4_text", "layer_types": [LOCAL, WHOLE]}
+    for rope, share in ((whole, 1.0), (whole | {"partial_rotary_factor": 0.5}, 0.5)):
+        fields = provider_fields(gemma4 | {"rope_parameters": {WHOLE: rope}})
+        assert fields["global_rotary_percent"] == share
+
+
 def test_latent_attention_without_scaled_positions_has_plain_ones() -> None:
     latent = PLAIN | {"model_type": "deepseek_v3", "kv_lora_rank": 16}
     assert provider_fields(latent) == {"rope_type": "rope"}

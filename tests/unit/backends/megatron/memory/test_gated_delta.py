@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from miles_async.backends.megatron.memory import gated_delta
+from miles_async.backends.megatron.memory import kernels
 from miles_async.backends.megatron.memory.live_bytes import LiveBytes
 
 TOKENS, HEADS, KEY, VALUE = 256, 4, 32, 48
@@ -23,11 +23,11 @@ def inputs() -> list[torch.Tensor]:
 def test_the_rule_keeps_decays_and_one_inverse_per_chunk(inputs: list[torch.Tensor]) -> None:
     query, key, value, g, beta = inputs
     with LiveBytes(but=inputs) as live:
-        out, _ = gated_delta._delta_rule(query, key, value, g=g, beta=beta)
+        out, _ = kernels.delta_rule(query, key, value, g=g, beta=beta)
         assert out.shape == value.shape
-        per_token = HEADS * (VALUE * BF16 + FP32 + gated_delta.CHUNK * BF16)  # output, sums of decays, inverses
+        per_token = HEADS * (VALUE * BF16 + FP32 + kernels.CHUNK * BF16)  # output, sums of decays, inverses
         assert live.now == TOKENS * per_token
-        states = TOKENS // gated_delta.CHUNK * HEADS * KEY * VALUE * BF16
+        states = TOKENS // kernels.CHUNK * HEADS * KEY * VALUE * BF16
         assert live.most >= live.now + states
         kept = live.now
         out.sum().backward()
@@ -40,7 +40,7 @@ def test_the_convolution_keeps_its_output_alone() -> None:
     x = torch.zeros(1, TOKENS, HEADS * KEY, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(HEADS * KEY, 4, dtype=torch.bfloat16, requires_grad=True)
     with LiveBytes(but=[x, weight]) as live:
-        out, _ = gated_delta._convolution(x=x, weight=weight, activation="silu")
+        out, _ = kernels.convolution(x=x, weight=weight, activation="silu")
         assert live.now == out.nbytes == x.nbytes
         out.sum().backward()
     assert x.grad is not None

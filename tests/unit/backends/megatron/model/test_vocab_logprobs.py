@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from miles_async.backends.megatron.memory.live_bytes import LiveBytes
-from miles_async.backends.megatron.model.vocab_logprobs import VocabSettings, vocab_logprobs
+from miles_async.backends.megatron.model.vocab_logprobs import VocabSettings, _chunks, vocab_logprobs
 
 ROWS, WIDTH, VOCABULARY = 23, 16, 97
 TEMPERATURE = 0.7
@@ -61,6 +61,15 @@ def test_values_and_gradients_for_any_size_of_chunk(chunk: int, entropy: bool, s
         torch.testing.assert_close(entropies.double(), expected_entropies, rtol=1e-5, atol=1e-6)
     else:
         assert entropies is None
+
+
+@pytest.mark.parametrize("rows", [1, 39, 41, 81, 8192])
+def test_chunks_are_of_about_one_size(rows: int) -> None:
+    """Else the last one may be of a few rows, at which a GPU is slow."""
+    chunks = [len(range(rows)[chunk]) for chunk in _chunks(rows, torch.zeros(1), 40)]
+    assert sum(chunks) == rows
+    assert max(chunks) <= 40
+    assert max(chunks) - min(chunks) < len(chunks) <= rows / 40 + 1
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -12,11 +12,15 @@ from miles_async.engines.sglang.cpu.attention import attend
 KV_HEADS, SIZE = 3, 8
 
 
-def reference(query: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float) -> Tensor:
+def reference(
+    query: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float, softcap: float
+) -> Tensor:
     """One request's last tokens, in float64. ``query``: [new, heads, size], the others: [length, kv heads, size]."""
     heads = query.shape[1] // keys.shape[1]
     keys, values = (held.double().repeat_interleave(heads, 1) for held in (keys, values))
     scores = torch.einsum("nhd,mhd->hnm", query.double(), keys) * scaling
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     behind = torch.arange(len(keys) - len(query), len(keys))[:, None] - torch.arange(len(keys))  # how far a key is
     hidden = (behind < 0) | (behind > (len(keys) if window is None else window))
     return torch.einsum("hnm,mhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
@@ -32,9 +36,12 @@ def error(
     scaling: float | None = None,
     dtype: torch.dtype = torch.float32,
     latent: int | None = None,
+    softcap: float = 0.0,
+    moved: bool = False,
 ) -> float:
     """The largest difference from the reference. All requests begin with the same ``common`` tokens. ``latent``: one
-    vector is all heads' key, and as many of its first elements their value.
+    vector is all heads' key, and as many of its first elements their value. ``moved``: caches have tokens in
+    other places than the table says.
     """
     requests, longest = len(lengths), max(lengths)
     generator = torch.Generator().manual_seed(0)
@@ -47,13 +54,16 @@ def error(
     order = torch.randperm(requests, generator=generator)  # requests are in any rows of the table
     table = torch.zeros_like(slots)
     table[order] = slots
+    places_of = torch.randperm(keys.shape[0], generator=generator) if moved else None
+    if places_of is not None:
+        slots = places_of[slots.long()]
     query = torch.randn(sum(new), heads, SIZE, generator=generator).to(dtype)
     output = query.new_full((*query.shape[:2], values.shape[-1]), torch.nan)
     arguments = (query, output, keys, values, table, order, torch.tensor(lengths), torch.tensor(new))
-    assert attend(*arguments, scaling=scaling, window=window) is output
+    assert attend(*arguments, scaling=scaling, window=window, softcap=softcap, places_of=places_of) is output
     expected = torch.cat(
         [
-            reference(asked, keys[held[:length]], values[held[:length]], window, scaling or SIZE**-0.5)
+            reference(asked, keys[held[:length]], values[held[:length]], window, scaling or SIZE**-0.5, softcap)
             for asked, held, length in zip(query.split(new), slots, lengths, strict=True)
         ]
     )
@@ -73,9 +83,16 @@ def test_a_latent_vector_is_key_and_value_of_all_heads(common: int) -> None:
     assert error([9, 5, 17, 6, 60], [3, 1, 2, 1, 50], common=common, latent=5) < 1e-6
 
 
+@pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("window", [0, 3, 8, 100])
-def test_a_token_sees_no_further_than_its_window(window: int) -> None:
-    assert error([9, 5, 17, 6], [3, 1, 2, 1], common=4, window=window) < 1e-6
+def test_a_token_sees_no_further_than_its_window(window: int, moved: bool) -> None:
+    assert error([9, 5, 17, 6], [3, 1, 2, 1], common=4, window=window, moved=moved) < 1e-6
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize(("lengths", "new"), [([60], [60]), ([60], [50]), ([9, 5, 17, 6, 60], [3, 1, 2, 1, 50])])
+def test_scores_are_softcapped(lengths: list[int], new: list[int], window: int | None) -> None:
+    assert error(lengths, new, common=min(4, lengths[0] - new[0]), window=window, softcap=0.5) < 1e-6
 
 
 @pytest.mark.parametrize("lengths", [[1], [40], [7, 7, 7, 7], [1, 1]])

@@ -53,6 +53,27 @@ def test_bytes_of_a_token() -> None:
     assert cache_bytes_per_token({}, "float32") is None
 
 
+def test_bytes_of_mamba_2() -> None:
+    """Nemotron-H-8B: of 52 layers 4 have attention and 24 a state."""
+    pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    config = SMOLLM2 | {"num_hidden_layers": 52, "hybrid_override_pattern": pattern, "conv_kernel": 4, "n_groups": 8}
+    config |= {"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128}
+    assert cache_bytes_per_token(config, "bfloat16") == 4 * 2 * 3 * 64 * 2
+    state = 4 * 128 * 64 * 128 + 2 * 3 * (128 * 64 + 2 * 8 * 128)
+    assert state_bytes(config, "bfloat16") == 24 * state
+
+
+def test_bytes_of_layers_with_other_heads() -> None:
+    """Gemma 4: as published, and as transformers writes it."""
+    kinds = {"model_type": "gemma4_text", "layer_types": ["sliding_attention", "full_attention"]}
+    config = SMOLLM2 | kinds | {"num_hidden_layers": 2, "head_dim": 64, "attention_k_eq_v": True}
+    for heads in (
+        {"global_head_dim": 128, "num_global_key_value_heads": 1},
+        {"per_layer_config": {"1": {"head_dim": 128, "num_key_value_heads": 1}}},
+    ):
+        assert cache_bytes_per_token(config | heads, "bfloat16") == 2 * (3 * 64 + 128) * 2
+
+
 def test_bytes_of_a_hybrid_model() -> None:
     """By the pattern of its layers, or their list."""
     assert cache_bytes_per_token(HYBRID, "bfloat16") == 10 * 2 * 3 * 64 * 2

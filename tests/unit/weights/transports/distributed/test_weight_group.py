@@ -22,8 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from miles_async.engines.sglang import patches
-from miles_async.engines.sglang.names import WEIGHT_GROUP_SECONDS_VARIABLE
+from miles_async.engines.sglang import WEIGHT_GROUP_SECONDS_VARIABLE, patches
 from miles_async.runtime.network.process_group_errors import BLOCKING_WAIT, errors_are_raised
 from miles_async.weights.transports.distributed import weight_group
 from miles_async.weights.transports.distributed.weight_group import GroupBrokenError, WeightGroup

@@ -1,0 +1,60 @@
+"""How long each part of a rollout step takes on this rank."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config
+from torch.nn import Module
+
+
+class Laps:
+    """Marks between parts. On a GPU they are events of its stream, which nobody waits for before :meth:`seconds`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = []  # the part that ends there
+
+    def begin(self) -> None:
+        """Begin a rollout step."""
+        self._marks = []
+        self.end("")
+
+    def end(self, part: str) -> None:
+        """End a part, which began at the mark before."""
+        if not self._on_gpu:
+            self._marks.append((part, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((part, event))
+
+    def watch_reduction(self, module: Module) -> None:
+        """Tell a model's forward and backward passes, which differ between ranks, from the wait for the others."""
+        config = get_model_config(module)
+        finalize = config.finalize_model_grads_func
+
+        def timed(*arguments: Any, **options: Any) -> None:
+            self.end("forward and backward")
+            finalize(*arguments, **options)
+            self.end("reducing gradients")
+
+        config.finalize_model_grads_func = timed
+
+    def seconds(self) -> Mapping[str, float]:
+        """By part; of parts that take turns the sum. Waits until the device has come to the last mark."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for (_, before), (part, mark) in zip(self._marks, self._marks[1:], strict=False):
+            found[part] += _between(before, mark)
+        return dict(found)
+
+
+def _between(before: float | torch.cuda.Event, after: float | torch.cuda.Event) -> float:
+    if isinstance(before, float) or isinstance(after, float):
+        return float(after) - float(before)  # type: ignore[arg-type]
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3

@@ -1,0 +1,61 @@
+"""Leaves the state and load of all engines in a file, for the page of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import structlog
+
+from miles_async.engines.load import Loads
+from miles_async.runtime.files.whole_file import write_whole
+from miles_async.types import EngineLoad, EngineReport, EnginesReport
+
+log = structlog.get_logger(__name__)
+
+REPORT_SECONDS = 10.0
+
+
+class EngineReports:
+    """Samples the engines of some registries, a small request to each at a time."""
+
+    def __init__(self, loads: Sequence[Loads], path: Path) -> None:
+        self._loads = loads
+        self._path = path
+        self._latest: dict[str, EngineLoad] = {}
+        self._failed = False
+
+    async def run(self) -> NoReturn:
+        """Write until cancelled, and once more then. A file that cannot be written costs a warning, once."""
+        try:
+            while True:
+                for each in self._loads:
+                    self._latest.update(await each.loads())
+                await asyncio.to_thread(self._write, self._report())
+                await asyncio.sleep(REPORT_SECONDS)
+        finally:
+            self._write(self._report())
+
+    def _write(self, report: EnginesReport) -> None:
+        try:
+            write_whole(self._path, msgspec.json.encode(report))
+        except OSError as error:
+            if not self._failed:
+                log.warning("the state of engines cannot be written; later failures are silent", error=str(error))
+            self._failed = True
+
+    def _report(self) -> EnginesReport:
+        records = [record for each in self._loads for record in each.registry.engines.values()]
+        return EnginesReport(
+            time=time.time(),
+            engines={
+                record.engine_id: EngineReport(
+                    state=record.state.value, load=self._latest.get(record.engine_id), pauses=tuple(record.pauses)
+                )
+                for record in records
+            },
+        )

@@ -1,0 +1,102 @@
+"""In the server's process, on a CPU: what SGLang (0.5.23) and transformers (5.19) lack there, a few lines each.
+
+- Latent attention (DeepSeek-V3, Kimi-K2, GLM-4.7-Flash) reads keys and values of each head where a prompt has no cached
+  prefix, and torch_native finds the latent vectors in the cache instead. Here it always computes with the latent ones.
+- MiniMax-M2 normalises all heads of queries and keys together with a Triton kernel.
+- Gemma 4 keeps layers with a window in a cache of their own, which SGLang's torch_native writes and does not read;
+  ``attention`` reads it, so that SGLang need not refuse. The scale of its routers is left out without a GPU.
+- The experts of ``--enable-return-routed-experts`` are kept in memory that is registered with CUDA on every device.
+- Without torchvision, transformers has processors of images, but none of videos, and so no processor of any model that
+  could read a video.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from miles_async.arguments.model_files import read_config
+
+EXPERTS_FLAG = "--enable-return-routed-experts"
+
+_DISPATCH = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method"
+_CHECK = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
+_ROUTER = "sglang.srt.models.gemma4_causal.Gemma4Router.forward"
+_SQUARES = "sglang.srt.models.minimax_m2.rms_sumsq_serial"
+_NORM = "sglang.srt.models.minimax_m2.rms_apply_serial"
+_PIN = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+
+
+def register(arguments: Sequence[str]) -> None:
+    """Patch models, buffers and processors created from now on, in a server with these arguments."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from transformers.processing_utils import ProcessorMixin
+    from transformers.utils.import_utils import is_torchvision_available
+
+    HookRegistry.register(_DISPATCH, _absorb, HookType.REPLACE)
+    HookRegistry.register(_CHECK, _let_gemma4_pass, HookType.AROUND)
+    HookRegistry.register(_ROUTER, route, HookType.REPLACE)
+    HookRegistry.register(_SQUARES, sums_of_squares, HookType.REPLACE)
+    HookRegistry.register(_NORM, normalized, HookType.REPLACE)
+    if EXPERTS_FLAG in arguments:
+        HookRegistry.register(_PIN, _leave, HookType.REPLACE)
+    if not is_torchvision_available():
+        ProcessorMixin.get_attributes = classmethod(without_videos(ProcessorMixin.get_attributes.__func__))
+
+
+def _absorb(*_: object) -> Any:
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    return AttnForwardMethod.MLA
+
+
+def _let_gemma4_pass(check: Any, arguments: Any) -> Any:
+    if read_config(Path(arguments.model_path)).get("model_type") != "gemma4_text":
+        return check(arguments)
+    from sglang.srt.arg_groups import model_hook
+
+    # The name of a backend that reads both caches, in place of torch_native.
+    with mock.patch.object(model_hook, "attention_backends_of", return_value=("intel_amx", "intel_amx")):
+        return check(arguments)
+
+
+def route(router: Any, x: Tensor) -> Tensor:
+    """Scores of experts, [tokens, experts], of what goes into the layer, [tokens, width]."""
+    normed = F.rms_norm(x.float(), x.shape[-1:], eps=router.norm.eps).to(x.dtype)
+    scores: Tensor = router.proj(normed * router.scale * router.root_size)[0]
+    return scores
+
+
+def sums_of_squares(queries: Tensor, keys: Tensor) -> Tensor:
+    """float32 [2 B], of each row of ``queries`` [B, D] and then of ``keys`` [B, E]."""
+    return torch.cat([x.float().square().sum(-1) for x in (queries, keys)])
+
+
+def normalized(
+    queries: Tensor,
+    keys: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    squares: Tensor,
+    ranks: int = 1,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of rows of which every rank has a part. ``squares``: those of ``sums_of_squares``, summed over ranks."""
+    return tuple(  # type: ignore[return-value]
+        (x.float() * torch.rsqrt(sums[:, None] / x.shape[-1] / ranks + eps) * weight.float()).to(x.dtype)
+        for x, weight, sums in zip((queries, keys), (query_weight, key_weight), squares.chunk(2), strict=True)
+    )
+
+
+def _leave(*_: object) -> None: ...
+
+
+def without_videos(names: Any) -> Any:
+    """The class method ``names``, without the processor of videos."""
+    return lambda cls: [name for name in names(cls) if name != "video_processor"]

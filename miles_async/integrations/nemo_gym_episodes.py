@@ -1,0 +1,231 @@
+"""``--environment nemo-gym:URL``: tasks whose tools and reward a resources server of NeMo Gym has.
+
+An episode is what NeMo Gym's simple agent does: ``/seed_session``, a request per call of a tool, ``/verify``, with the
+cookies of one session. Tasks are rows of NeMo Gym's data sets, whose prompts and tools are requests of the Responses
+API. The protocol is that of nemo-gym 0.4 to 0.7, whose dependencies don't fit next to ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from miles_async.errors import ConfigurationError, ServiceUnavailableError, TrajectoryError, UserCodeError
+from miles_async.runtime.texts import shortened
+from miles_async.runtime.user_code import wrong_value
+from miles_async.sessions.protocols.exchange import Progress
+from miles_async.sessions.protocols.responses import Answer
+from miles_async.sessions.protocols.responses_request import ResponsesRequest
+from miles_async.types import AssistantTurn, JsonObject, Observation, Prompt
+
+_ROW = "nemo_gym"  # key of a task in a prompt's metadata
+_DOWN = (429, 502, 503, 504)  # not 500, which is an exception of the environment's
+
+
+class _Verified(msgspec.Struct, frozen=True):
+    reward: float | bool
+    mask_sample: bool = False  # since 0.7: the environment failed, and the reward says nothing
+    failure_reason: str | None = None
+
+
+class NemoGym:
+    """A MakeEnvironment for one resources server, and a service of the run that first looks whether it is one."""
+
+    def __init__(self, url: str, *, answer_timeout: float, max_turns: int) -> None:
+        """``answer_timeout``: seconds for the first answer. ``max_turns``: of an episode; its last one is verified."""
+        self.url = url
+        self.max_turns = max_turns
+        self._answer_timeout = answer_timeout
+
+    async def start(self) -> None:
+        """Raises ConfigurationError if no resources server answers."""
+        timeout = aiohttp.ClientTimeout(total=self._answer_timeout)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as http:
+                async with http.get(f"{self.url}/openapi.json", raise_for_status=True) as response:
+                    paths = [*(await response.json())["paths"]]
+        except Exception as error:  # the server is somebody's program: whatever is wrong is shown with the flag
+            told = f"{type(error).__name__}: {error}"
+            reason = f"nothing within {self._answer_timeout:g} s" if isinstance(error, TimeoutError) else told
+            raise ConfigurationError(
+                f"expected a resources server of NeMo Gym at {self.url} (--environment), found {shortened(reason)}"
+            ) from error
+        if missing := {"/seed_session", "/verify"} - {*paths}:
+            stepped = "; servers with /reset and /step (GymnasiumServer) are not supported" if "/step" in paths else ""
+            raise ConfigurationError(
+                f"expected a resources server of NeMo Gym at {self.url} (--environment), found one without "
+                f"{' and '.join(sorted(missing))}{stepped}"
+            )
+
+    async def supervise(self) -> None:
+        """Nothing to do: the server is somebody else's."""
+
+    async def stop(self) -> None:
+        """Nothing to do: every episode closes its session."""
+
+    def __call__(self, prompt: Prompt) -> NemoGymEpisode:
+        return NemoGymEpisode(self, prompt)
+
+
+class NemoGymEpisode:
+    """One episode. Turns with calls are answered by the server's tools; the first other one is verified."""
+
+    def __init__(self, server: NemoGym, prompt: Prompt) -> None:
+        """Raises UserCodeError for a prompt that is no task of NeMo Gym."""
+        self._server = server
+        if not isinstance(task := prompt.metadata.get(_ROW), Mapping):
+            raise UserCodeError(f"expected a task as {_ROW} in the prompt's metadata (--metadata-key)")
+        self._task = task
+        try:
+            self._request, _, self._tools = _read(task)
+        except TrajectoryError as error:
+            raise UserCodeError(f"no task of NeMo Gym: {error}") from error
+        self._http: aiohttp.ClientSession | None = None
+        self._output: list[JsonObject] = []  # items of the response that is verified
+
+    def tools(self) -> Sequence[JsonObject]:
+        """Those of the task."""
+        return self._tools
+
+    async def step(self, turn: AssistantTurn) -> Observation:
+        """Call tools, or verify.
+
+        Raises:
+            UserCodeError: the environment raised, or its answer is none of the protocol.
+            ServiceUnavailableError, aiohttp.ClientConnectionError: the server is down, or says that it failed.
+        """
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                cookie_jar=aiohttp.CookieJar(unsafe=True),  # they name the server's session; unsafe: of a plain address
+                connector=aiohttp.TCPConnector(force_close=True),  # servers close idle ones, and those of an exception
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+            await self._expected("seed_session", self._task)
+        cut = turn.finish_reason == "length"
+        answer = self._answer(turn.index)
+        self._output += answer.items(Progress().advance(turn.message))
+        calls: Sequence[JsonObject] = () if cut else turn.message.get("tool_calls", ())
+        if not calls:
+            return Observation(done=True, reward=await self._verify(answer, cut=cut))
+        messages, errors = [], 0
+        for call in calls:
+            text, is_error = await self._called(call["function"]["name"], call["function"]["arguments"])
+            errors += is_error
+            self._output.append({"type": "function_call_output", "call_id": call["id"], "output": text})
+            messages.append({"role": "tool", "content": text, "tool_call_id": call["id"]})
+        is_last = turn.index + 1 == self._server.max_turns
+        return Observation(
+            messages=tuple(messages),
+            reward=await self._verify(answer) if is_last else 0.0,  # the reward if there is no room for another turn
+            metrics={"tool_calls": len(messages), "tool_errors": errors},
+        )
+
+    async def close(self) -> None:
+        """Close the connection; servers forget sessions by themselves."""
+        if self._http is not None:
+            await self._http.close()
+
+    def _answer(self, number: int) -> Answer:
+        request = self._request
+        return Answer(
+            request,
+            f"resp_{number}",
+            int(time.time()),
+            request.free_text_tools,
+            request.namespaces,
+            keep=lambda turn: None,
+        )
+
+    async def _called(self, tool: str, arguments: object) -> tuple[str, bool]:
+        """The answer of a tool, and whether it is an error: a status that is one is the model's to read."""
+        if tool not in [each["function"]["name"] for each in self._tools]:
+            return f"error: there is no tool {tool!r}", True
+        if not isinstance(arguments, Mapping):
+            return "error: expected the arguments to be an object", True
+        status, text = await self._post(tool, arguments)
+        return text, status >= 400
+
+    async def _verify(self, answer: Answer, *, cut: bool = False) -> float:
+        response = {**answer.begun("incomplete" if cut else "completed"), "output": self._output}
+        if cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        text = await self._expected("verify", {**self._task, "response": response})
+        try:
+            verified = msgspec.json.decode(text, type=_Verified)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise wrong_value(text, f"a reward of /verify ({error})") from error
+        if verified.mask_sample:
+            raise ServiceUnavailableError(
+                f"the NeMo Gym server {self._server.url} failed to verify: {shortened(str(verified.failure_reason))}"
+            )
+        return verified.reward
+
+    async def _expected(self, path: str, body: object) -> str:
+        """Post, and return the answer. Raises UserCodeError for a status that is an error."""
+        status, text = await self._post(path, body)
+        if status >= 400:
+            raise UserCodeError(f"the environment refused /{path} with status {status}: {shortened(text)}")
+        return text
+
+    async def _post(self, path: str, body: object) -> tuple[int, str]:
+        assert self._http is not None
+        try:
+            async with self._http.post(
+                f"{self._server.url}/{path}",
+                data=msgspec.json.encode(body),
+                headers={"Content-Type": "application/json"},
+            ) as response:
+                status, text = response.status, await response.text(errors="replace")
+        except aiohttp.ClientPayloadError as error:  # it ended in the middle of an answer
+            raise ServiceUnavailableError(f"the NeMo Gym server {self._server.url} at /{path}: {error}") from error
+        if status in _DOWN:
+            raise ServiceUnavailableError(
+                f"the NeMo Gym server {self._server.url} answered /{path} with status {status}: {shortened(text)}"
+            )
+        return status, text
+
+
+class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    data: str  # file of tasks, a JSON line each
+
+
+def task_rows(config: Mapping[str, Any], count: int) -> Iterator[JsonObject]:
+    """Yield the first tasks of the file that the settings name as prompts. Raises ConfigurationError."""
+    try:
+        path = Path(msgspec.convert(config, _Settings).data)
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(itertools.islice(filter(str.strip, lines), count), 1):
+                task = json.loads(line)
+                try:
+                    _, messages, _ = _read(task)
+                except TrajectoryError as error:
+                    raise ConfigurationError(f"{path}, task {number}: {error}") from error
+                yield {"prompt": messages, "metadata": {_ROW: task}}
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(
+            f"--environment-config: {error}; expected the file of its tasks: " + '{"data": "tasks.jsonl"}'
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--environment-config: no tasks in JSON lines: {error}") from error
+
+
+def _read(task: object) -> tuple[ResponsesRequest, list[JsonObject], Sequence[JsonObject]]:
+    """The request that a task is, with its messages and tools. Raises TrajectoryError for what is unsupported."""
+    params = task.get("responses_create_params") if isinstance(task, Mapping) else None
+    try:
+        request = msgspec.convert(params, ResponsesRequest)
+    except msgspec.ValidationError as error:
+        raise TrajectoryError(f"responses_create_params: {error}") from error
+    asked = request.turn(conversation := request.conversation(()), frozenset())
+    if asked.constraint is not None:
+        raise TrajectoryError("responses_create_params: tool_choice and text.format are not supported")
+    instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in conversation]
+    return request, [*instructions, *messages], asked.tools

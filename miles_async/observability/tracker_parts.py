@@ -1,0 +1,62 @@
+"""Parts that several trackers share: ids of runs, the flags as one table, and the mode of those that have a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from miles_async.errors import ConfigurationError
+from miles_async.runtime.processes.restarts import own_restarts
+
+Settings = Mapping[str, object]
+"""Flags by group."""
+
+Mode = Literal["online", "offline", "disabled"]
+"""Whether a tracker that has a server uses it."""
+
+
+def save_run_id(run_dir: Path, tracker: str, run_id: str) -> None:
+    """Write the id that a tracker gave the run to ``<tracker>_run_id``: a restarted run continues what it had begun.
+
+    A directory that cannot be written costs a later restart the id only.
+    """
+    with suppress(OSError):
+        _file(run_dir, tracker).write_text(f"{run_id}\n")
+
+
+def earlier_run_id(tracker: str) -> str | None:
+    """The id that the newest of this run's earlier starts had (``--max-run-restarts``); None if none had one."""
+    for restart in reversed(own_restarts()):
+        with suppress(OSError):
+            return _file(Path(restart.run_dir), tracker).read_text().strip() or None
+    return None
+
+
+def _file(run_dir: Path, tracker: str) -> Path:
+    return run_dir / f"{tracker}_run_id"
+
+
+def flat_settings(settings: Settings) -> dict[str, str]:
+    """Values of flags by their names, as text.
+
+    >>> flat_settings({"optimizer": {"lr": 1e-6}})
+    {'lr': '1e-06'}
+    """
+    groups = [group for group in settings.values() if isinstance(group, Mapping)]
+    return {str(name): str(value) for group in groups for name, value in group.items()}
+
+
+def mode_of(given: Mode | None, variable: str, environment: Mapping[str, str], aliases: Mapping[str, Mode]) -> Mode:
+    """Return the mode of the flag, else of the environment variable, else online. Raises ConfigurationError.
+
+    ``aliases``: other names that the variable may have.
+    """
+    if given is not None:
+        return given
+    named = environment.get(variable) or "online"
+    mode = aliases.get(named, named)
+    if mode not in get_args(Mode):
+        raise ConfigurationError(f"{variable}={named}: expected one of {', '.join(get_args(Mode))}")
+    return cast(Mode, mode)

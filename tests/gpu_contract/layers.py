@@ -1,0 +1,165 @@
+"""One rank's model of each preset with Transformer Engine's layers, on the meta device: four layers of the model's real
+shapes, split as the preset says. Parameters must have names in Hugging Face's files, and the other way round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.parser import parse_arguments
+from miles_async.backends.megatron.platform import Platform
+from tests.gpu_contract.stand_ins import stand_in_for_transformer_engine
+from tests.unit.arguments.test_model_presets import MODELS, config_of
+
+ONE_STAGE: dict[str, Any] = {
+    "pipeline_model_parallel_size": 1,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+}
+LAYERS = 4  # both kinds of those models that have two
+
+
+class OnMeta(TorchFunctionMode):
+    """What Megatron and Transformer Engine would put onto a GPU has no values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def shortened(model: str, folder: Path) -> Path:
+    """A directory with the model's config.json, but for LAYERS layers."""
+    config = json.loads(config_of(model).read_text())
+    language = config.get("text_config", config)
+    language["num_hidden_layers"] = LAYERS
+    if "layer_types" in language:
+        language["layer_types"] = language["layer_types"][:LAYERS]
+    (folder / model).mkdir()
+    (folder / model / "config.json").write_text(json.dumps(config))
+    return folder / model
+
+
+def file_names(config: Any) -> set[str]:
+    """Names of tensors in Hugging Face's files of a model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.core_model_loading import revert_weight_conversion
+
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    return set(revert_weight_conversion(model, model.state_dict()))
+
+
+def any_expert(names: set[str]) -> set[str]:
+    """A rank has some of the experts only."""
+    return {re.sub(r"\.experts\.\d+\.", ".experts.N.", name) for name in names}
+
+
+@contextlib.contextmanager
+def one_of(world_size: int) -> Iterator[None]:
+    """The first rank of a group without others."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build(directory: Path, model: ModelArguments, platform: Platform) -> dict[str, Any]:
+    """Build the model as a rank does. Returns names on one side only, and whether layers are Transformer Engine's."""
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.conversion.utils import persistent_buffers
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from transformers import AutoConfig
+
+    from miles_async.backends.megatron.model import dtypes
+    from miles_async.backends.megatron.model.build import make_provider
+
+    config = AutoConfig.from_pretrained(directory)
+    bridge = AutoBridge.from_hf_config(config)
+    provider = make_provider(bridge, config.to_dict(), model, platform, load_weights=False)
+    provider.perform_initialization, provider.init_model_with_meta_device = False, True
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        expert_model_parallel_size=model.expert_model_parallel_size,
+        expert_tensor_parallel_size=model.expert_tensor_size,
+        create_gloo_process_groups=False,  # the fake backend has no gloo side
+    )
+    try:
+        provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        with torch.device("meta"), OnMeta():
+            module = provider.provide(pre_process=True, post_process=True)
+        dtypes.enforce(module, provider.params_dtype)
+    finally:
+        parallel_state.destroy_model_parallel()
+    registry = bridge._model_bridge.mapping_registry()
+    placed: set[str] = set()
+    unknown: list[str] = []
+    for name in (name for name, _ in (*module.named_parameters(), *persistent_buffers(module))):
+        if (mapping := registry.megatron_to_hf_lookup(name)) is None:
+            unknown.append(name)
+        else:
+            found = mapping.hf_param
+            placed |= {found} if isinstance(found, str) else set(found.values())
+    in_files, in_model = any_expert(file_names(config)), any_expert(placed)
+    if module.share_embeddings_and_output_weights:
+        in_files.discard("lm_head.weight")
+    return {
+        "lost": [*unknown, *sorted(in_files ^ in_model)][:5],
+        "fused": any(type(part).__name__.startswith("TE") for part in module.modules()),
+    }
+
+
+def main(found: Path) -> None:
+    stand_in_for_transformer_engine()
+    platform = Platform.cuda()
+    with mock.patch("torch.cuda.set_device"):
+        platform.prepare(0)
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    results = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch("torch.cuda.current_device", return_value=torch.device("meta")),
+        mock.patch("torch.cuda.Stream"),
+        mock.patch("torch.cuda.Event"),
+        mock.patch("torch.cuda.current_stream"),
+        mock.patch.object(megatron_random.CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
+    ):
+        for preset, ((model, *_), gpus) in MODELS.items():
+            if preset.endswith("-offload"):  # the same model
+                continue
+            directory = shortened(model, Path(folder))
+            words = [f"@preset:{preset}", "--hf-checkpoint", str(directory)]
+            whole = parse_arguments(words, prog="contract").arguments.model
+            with one_of(gpus // whole.pipeline_model_parallel_size):
+                try:
+                    results[preset] = build(directory, replace(whole, **ONE_STAGE), platform)
+                except Exception as error:  # supervision point: each preset is tried
+                    import traceback
+
+                    traceback.print_exc(limit=-6)
+                    results[preset] = {"error": f"{type(error).__name__}: {error}"}
+    found.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,17 @@
+"""Megatron's models of presets with Transformer Engine's layers can be built, and the bridge knows each tensor."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu_contract.conftest import Program
+
+PLAIN = {"gpt-oss-20b", "gpt-oss-120b"}  # presets whose layers are of PyTorch on every device (docs/cuda.md)
+
+pytestmark = pytest.mark.timeout(1300)
+
+
+def test_presets(program: Program) -> None:
+    found = program("layers")
+    assert found == {preset: {"lost": [], "fused": preset not in PLAIN} for preset in found}
+    assert len(found) > len(PLAIN)

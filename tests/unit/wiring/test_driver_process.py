@@ -1,0 +1,142 @@
+"""The end of a run as a command: its first error surfaces, and its summary says what was done."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from miles_async.arguments import Arguments, ClusterArguments, ModelArguments, ObservabilityArguments
+from miles_async.errors import (
+    ConfigurationError,
+    MilesAsyncError,
+    ProcessLostError,
+    StalledError,
+    SummaryError,
+    TrainerError,
+)
+from miles_async.runtime.processes.fork_server_process import ForkServers
+from miles_async.runtime.processes.run_process import MARK
+from miles_async.wiring import driver_process as train
+from miles_async.wiring import report
+from miles_async.wiring.driver import EXIT_FAILED, EXIT_INTERRUPTED
+
+# covers: C10
+
+pytestmark = pytest.mark.usefixtures("restored_logging")
+
+NO_IMPORTS = cast(ForkServers, None)  # nothing is started
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Arguments:
+    monkeypatch.setenv(MARK, "")  # restored at the end: this process is no run
+    return Arguments(
+        cluster=ClusterArguments(device="cpu"),
+        model=ModelArguments(hf_checkpoint=tmp_path / "model"),
+        observability=ObservabilityArguments(run_dir=tmp_path / "run"),
+    )
+
+
+def ends_with(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> None:
+    """Have every run end at once, in this way."""
+
+    async def main(self: train.Run, all_is_up: object) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(train.Run, "main", main)
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"),
+    [
+        (None, "finished"),
+        (KeyboardInterrupt(), "interrupted"),
+        (TrainerError("x"), "failed"),
+        (ProcessLostError("x"), "lost"),
+        (StalledError("x"), "stalled"),
+    ],
+)
+def test_the_summary_says_how_it_ended(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, ending: str
+) -> None:
+    ends_with(monkeypatch, error)
+    if isinstance(error, MilesAsyncError):
+        with pytest.raises(type(error)):
+            train.run(arguments, NO_IMPORTS)
+    else:
+        assert train.run(arguments, NO_IMPORTS) == {"finished": 0, "interrupted": 130}[ending]
+    summary = json.loads((arguments.observability.run_dir / "summary.json").read_text())
+    assert summary["ending"] == ending
+
+
+def test_a_summary_that_cannot_be_written_does_not_hide_the_error(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends_with(monkeypatch, TrainerError("rank 1 died"))
+    monkeypatch.setattr(report, "write_summary", full_disk)
+    with pytest.raises(TrainerError, match="rank 1 died"):
+        train.run(arguments, NO_IMPORTS)
+
+
+def test_an_interrupted_run_without_a_summary_is_interrupted(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends_with(monkeypatch, KeyboardInterrupt())
+    monkeypatch.setattr(report, "write_summary", full_disk)
+    assert train.run(arguments, NO_IMPORTS) == EXIT_INTERRUPTED
+
+
+def test_a_finished_run_without_a_summary_says_so(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_with(monkeypatch, None)
+    monkeypatch.setattr(report, "write_summary", full_disk)
+    with pytest.raises(SummaryError, match=r"the run has finished, and its summary cannot be written: .*No space left"):
+        train.run(arguments, NO_IMPORTS)
+
+
+def test_a_plot_that_cannot_be_drawn_costs_nothing(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_with(monkeypatch, None)
+    monkeypatch.setattr(report, "plot_run", full_disk)
+    monkeypatch.setattr(report.RunSummary, "finish", lambda *_, **__: {"steps": 3})
+    assert train.run(arguments, NO_IMPORTS) == 0
+
+
+def test_a_directory_that_cannot_be_written_is_named(arguments: Arguments, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    below = replace(arguments, observability=ObservabilityArguments(run_dir=tmp_path / "file" / "run"))
+    with pytest.raises(ConfigurationError, match=f"--run-dir {tmp_path / 'file' / 'run'}: "):
+        train.run(below, NO_IMPORTS)
+
+
+def test_a_last_resort_ends_the_process_even_without_a_run_directory(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class EndedError(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        raise EndedError(status)
+
+    monkeypatch.setattr("os._exit", end)
+    run = train.Run(arguments, NO_IMPORTS, tmp_path / "removed", tmp_path / "control")
+    with pytest.raises(EndedError) as ended:
+        run.end_at_once(False, "Ray has ended")
+    assert ended.value.args == (EXIT_FAILED,)
+
+
+def test_a_directory_for_temporary_files_that_cannot_be_written_is_named(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(train, "temporary_parent", lambda: tmp_path / "file" / "tmp")
+    with pytest.raises(ConfigurationError, match=rf"temporary files \(TMPDIR\): .*{tmp_path / 'file' / 'tmp'}"):
+        train.run(arguments, NO_IMPORTS)
