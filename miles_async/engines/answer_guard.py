@@ -25,7 +25,7 @@ def check_answer(answer: Generation, request: GenerateRequest, vocabulary: int |
         last = "" if vocabulary is None else f" to {vocabulary - 1}, those of config.json"
         raise TransientEngineError(f"{url}: expected token ids from 0{last}, found {tokens.min()} to {tokens.max()}")
     given = len(request.input_ids)
-    if answer.prompt_tokens and answer.prompt_tokens != given and not request.multimodal_inputs:
+    if answer.prompt_tokens and answer.prompt_tokens != given:
         raise TransientEngineError(f"{url}: expected an answer to {given} tokens, found one to {answer.prompt_tokens}")
     if _is_echo(answer, request):
         raise TransientEngineError(

@@ -59,17 +59,6 @@ class FileWriter:
             _quietly(end)
 
 
-def write_file(path: Path, note: FileNote, rows: Sequence[SampleRow]) -> int:
-    """Write a file at once and return its bytes. Raises OSError; the file is whole or absent then."""
-    writer = FileWriter(path)
-    try:
-        writer.add(rows)
-        return writer.close(note)
-    except BaseException:
-        writer.discard()
-        raise
-
-
 def _plain(value: object) -> object:
     """Arrow knows no structs of msgspec."""
     return msgspec.to_builtins(value) if isinstance(value, list) and value and isinstance(value[0], Turn) else value

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 from miles_async.simulation.recording import Lengths, Step
 from miles_async.types import Publication
@@ -26,7 +25,6 @@ class SimulationResult:
     lengths: Lengths
     max_lead: int  # groups that held slots at once, at most
     seconds: float
-    busy_seconds: float  # with a request in flight
     slot_seconds: float  # slots × seconds of generating
     slots: int  # of all engines
     generated_tokens: int  # by engines, trained or not
@@ -94,11 +92,6 @@ class SimulationResult:
         return waited / max(1e-12, self.steady[-1].ended - self.steady[0].ended)
 
     @property
-    def rollout_idle_fraction(self) -> float:
-        """Share of the run without any request in flight, as in summary.json."""
-        return 1 - self.busy_seconds / max(1e-12, self.seconds - self.publications[0][0])
-
-    @property
     def slot_idle_fraction(self) -> float:
         """Share of slots × seconds of the run that generated nothing."""
         return 1 - self.slot_seconds / max(1e-12, self.slots * (self.seconds - self.publications[0][0]))
@@ -126,18 +119,3 @@ class SimulationResult:
         """Share of generated tokens that were never trained."""
         trained = sum(length * count for length, count in self.lengths.trained.items())
         return 1 - trained / max(1, self.generated_tokens)
-
-    @property
-    def length_distance(self) -> float:
-        """Kolmogorov-Smirnov distance between the lengths of responses begun and trained."""
-        return kolmogorov_smirnov(self.drawn_lengths, self.lengths.trained)
-
-
-def kolmogorov_smirnov(one: Mapping[int, int], other: Mapping[int, int]) -> float:
-    """Largest difference of the two cumulative distributions; value → count."""
-    values = sorted({*one, *other})
-    cumulated = []
-    for counts in (one, other):
-        total = sum(counts.values())
-        cumulated.append([part / total for part in accumulate(counts.get(value, 0) for value in values)])
-    return max(abs(a - b) for a, b in zip(*cumulated, strict=True))

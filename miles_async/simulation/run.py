@@ -181,7 +181,6 @@ class Simulation:
             lengths=self.observer.lengths,
             max_lead=self.observer.max_lead,
             seconds=asyncio.get_running_loop().time(),
-            busy_seconds=self.engines.stats().busy_seconds,
             slot_seconds=meter.slot_seconds,
             slots=settings.num_engines * settings.slots,
             generated_tokens=meter.generated_tokens,

@@ -65,7 +65,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     routing_key: str  # requests with the same key go to the same engine, whose prefix cache has what they share
     pictures: tuple[Picture, ...] = ()  # of the prompt, in order; each has a run of ``image_token`` in input_ids
     image_token: int | None = None  # None: no pictures
-    multimodal_inputs: JsonObject = {}  # further fields that the engine's request has for them; opaque to us
     experts_from: int = 0  # first token whose experts are asked for, by runs that replay them
     text_from: int = 0  # first token of the text that is asked for: the beginning of the model's turn
     decoder_id: int | None = None  # ``runtime.detokenize.fingerprint`` of the tokenizer that makes it; None: no text

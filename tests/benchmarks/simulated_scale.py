@@ -17,6 +17,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from miles_async.arguments import EnginesArguments, RolloutArguments, StalenessArguments
@@ -75,17 +76,26 @@ def bounded(bound: int | None, lead: int) -> StalenessArguments:
 
 def measures(result: SimulationResult) -> Row:
     step = result.step_seconds / result.bound_seconds
-    goals = step <= STEP_GOAL and result.wasted_fraction < WASTE_GOAL and result.length_distance < LENGTH_GOAL
+    distance = length_distance(result)
+    goals = step <= STEP_GOAL and result.wasted_fraction < WASTE_GOAL and distance < LENGTH_GOAL
     return {
         "step_over_bound": round(step, 3),
         "thrown_away_tokens": round(max(0.0, result.wasted_fraction), 4),
-        "length_KS": round(result.length_distance, 4),
+        "length_KS": round(distance, 4),
         "meets_goals": goals,
         "mean_age": round(result.mean_age, 2),
         "stale_attempts": round(result.stale_fraction, 4),
         "trainer_idle": round(result.trainer_idle_fraction, 3),
         "slots_idle": round(result.slot_idle_fraction, 3),
     }
+
+
+def length_distance(result: SimulationResult) -> float:
+    """Kolmogorov-Smirnov distance between the lengths of responses begun and trained."""
+    counts = (result.drawn_lengths, result.lengths.trained)
+    lengths = sorted({*counts[0], *counts[1]})
+    cumulated = [[*accumulate(of.get(length, 0) / sum(of.values()) for length in lengths)] for of in counts]
+    return max(abs(begun - trained) for begun, trained in zip(*cumulated, strict=True))
 
 
 def schedule(steps: int = 100) -> Iterator[Row]:

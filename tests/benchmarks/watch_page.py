@@ -12,10 +12,9 @@ import psutil
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
 from miles_async.samples.columns import FileNote
 from miles_async.samples.files import file_of
-from miles_async.samples.parquet_writer import write_file
 from tests.benchmarks.report import Row
 from tests.integration.watch_browser import Page, browser, served
-from tests.unit.samples.sample_rows import row
+from tests.unit.samples.sample_rows import row, write_file
 from tests.unit.watch.run_files import write_finished_run
 
 STEPS, SAMPLES_PER_STEP = 10_000, 100

@@ -158,7 +158,6 @@ class FakeFleet:
         self.shares: list[TensorShare] = []  # of which digests were asked for
         self.versions: dict[str, int] = {}
         self.paused: set[str] = set()
-        self.released: set[str] = set()  # without memory
         self.bucketwise: frozenset[str] = frozenset()
         self.ranks = 1  # of each engine
         self.first_ranks: object = None  # in the process group that was joined last
@@ -224,11 +223,9 @@ class FakeFleet:
         return self._result("flush", engines)
 
     async def release_memory(self, engines: Sequence[Incarnation]) -> Results:
-        self.released |= ids(engines)
         return self._result("release", engines)
 
     async def retake_memory(self, engines: Sequence[Incarnation]) -> Results:
-        self.released -= ids(engines)
         return self._result("retake", engines)
 
     async def join_group(

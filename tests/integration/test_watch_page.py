@@ -12,12 +12,11 @@ from miles_async.observability.metrics_file import FILE_NAME, MetricsFile, read_
 from miles_async.runtime.processes.run_process import MARK
 from miles_async.samples.columns import FileNote, Turn
 from miles_async.samples.files import file_of
-from miles_async.samples.parquet_writer import write_file
 from miles_async.watch.report import write_report
 from miles_async.watch.run import open_runs
 from tests.fakes.live_run import live_run
 from tests.integration.watch_browser import CHROMIUM, DRIVER, KEY, Page, browser, served
-from tests.unit.samples.sample_rows import row
+from tests.unit.samples.sample_rows import row, write_file
 from tests.unit.watch.run_files import HOSTILE, STEPS, write_finished_run
 from tests.unit.watch.timeline.trace_files import read_trace
 

@@ -272,7 +272,8 @@ def test_measured_times_are_those_that_were_put_in() -> None:
     assert result.step_seconds == result.bound_seconds == pytest.approx(3.5)  # deliveries cost the trainer nothing
     assert result.trainer_idle_fraction == pytest.approx(0.0)
     assert result.slot_idle_fraction == pytest.approx(1 - 1 / 3.5, abs=0.02)
-    assert result.wasted_fraction == result.length_distance == 0
+    assert result.wasted_fraction == 0
+    assert result.drawn_lengths == result.lengths.trained
 
 
 def test_the_lag_of_publications_shows_in_the_ages() -> None:

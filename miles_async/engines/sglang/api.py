@@ -141,7 +141,6 @@ class SGLangServer:
     def _body(self, request: GenerateRequest, request_id: str, version: int, experts: bool) -> dict[str, object]:
         input_ids, image_fields = engine_inputs(request)
         body = {
-            **request.multimodal_inputs,
             **image_fields,
             "rid": request_id,
             "input_ids": msgspec.Raw(orjson.dumps(input_ids, option=orjson.OPT_SERIALIZE_NUMPY)),

@@ -22,8 +22,7 @@ from miles_async.commands.evaluation_report import REPORT_FILE, evaluated, repor
 from miles_async.errors import ConfigurationError
 from miles_async.samples.columns import FileNote
 from miles_async.samples.files import DIRECTORY, file_of
-from miles_async.samples.parquet_writer import write_file
-from tests.unit.samples.sample_rows import row
+from tests.unit.samples.sample_rows import row, write_file
 
 MODEL = "examples/quickstart/assets/reverse/model"
 FLAGS = ("--hf-checkpoint", MODEL, "--rm-type", "exact_match", "--device", "cpu")

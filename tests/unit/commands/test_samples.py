@@ -12,8 +12,7 @@ from miles_async.commands.samples import samples
 from miles_async.errors import ConfigurationError
 from miles_async.samples.columns import FileNote, SampleRow
 from miles_async.samples.files import SamplesState, file_of
-from miles_async.samples.parquet_writer import write_file
-from tests.unit.samples.sample_rows import row
+from tests.unit.samples.sample_rows import row, write_file
 
 SAMPLES = (
     row(sample=0, reward=0.5, length=3, response="half right"),

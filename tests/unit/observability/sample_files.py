@@ -7,8 +7,7 @@ from pathlib import Path
 
 from miles_async.samples.columns import FileNote, Kind, SampleRow
 from miles_async.samples.files import DIRECTORY, file_of
-from miles_async.samples.parquet_writer import write_file
-from tests.unit.samples.sample_rows import row
+from tests.unit.samples.sample_rows import row, write_file
 
 
 def write_samples(run_dir: Path, kind: Kind, step: int, rows: Sequence[SampleRow] | None = None) -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from miles_async.samples.columns import SampleRow, Turn
+from miles_async.samples.columns import FileNote, SampleRow, Turn
+from miles_async.samples.parquet_writer import FileWriter
 
 
 def row(**fields: Any) -> SampleRow:
@@ -54,3 +57,10 @@ def row(**fields: Any) -> SampleRow:
         advantages=[0.0, 0.0, 0.25, 0.25, 0.0],
     )
     return msgspec.structs.replace(base, **fields)
+
+
+def write_file(path: Path, note: FileNote, rows: Sequence[SampleRow]) -> None:
+    """Write a whole file."""
+    writer = FileWriter(path)
+    writer.add(rows)
+    writer.close(note)

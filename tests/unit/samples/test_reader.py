@@ -24,9 +24,9 @@ from miles_async.samples.columns import (
     arrow_schema,
 )
 from miles_async.samples.files import PARTIAL, SamplesState, file_of, files_in
-from miles_async.samples.parquet_writer import FileWriter, write_file
+from miles_async.samples.parquet_writer import FileWriter
 from miles_async.samples.reader import read_note, read_rows, read_sample, read_state, read_summaries, samples_files
-from tests.unit.samples.sample_rows import row
+from tests.unit.samples.sample_rows import row, write_file
 
 NOTE = FileNote(kind="train", step=10, groups=8, groups_written=2, why_fewer="--save-samples 2")
 ROWS = [

@@ -14,13 +14,12 @@ from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
 from miles_async.runtime.files.run_directory import ENGINES_FILE, RANKS_FILE
 from miles_async.samples.columns import FileNote, SampleRow
 from miles_async.samples.files import file_of
-from miles_async.samples.parquet_writer import write_file
 from miles_async.staleness.events import Changed, Ended, Issued
 from miles_async.staleness.ledger import Outcome
 from miles_async.types import Changes, EngineLoad, EngineReport, EnginesReport, RanksReport, RankTimes
 from tests.property.builders import make_attempt
 from tests.unit.commands.run_directories import write_run
-from tests.unit.samples.sample_rows import row
+from tests.unit.samples.sample_rows import row, write_file
 
 STEPS = 40
 REASON = "all rewards are equal"

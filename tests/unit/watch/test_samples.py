@@ -10,12 +10,11 @@ import pytest
 from miles_async.errors import DataError
 from miles_async.samples.columns import MASK_REASONS, FileNote
 from miles_async.samples.files import file_of
-from miles_async.samples.parquet_writer import write_file
 from miles_async.watch import sample_files
 from miles_async.watch.run import Run, open_runs
 from miles_async.watch.server import encode
 from miles_async.watch.views.samples import LONGEST_TEXT, TOKENS, sample, samples, search
-from tests.unit.samples.sample_rows import row
+from tests.unit.samples.sample_rows import row, write_file
 from tests.unit.watch.run_files import HOSTILE, write_finished_run
 
 

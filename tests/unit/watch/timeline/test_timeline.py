@@ -17,7 +17,6 @@ from miles_async.ledger.reader import AttemptRecord, open_ledger
 from miles_async.observability.metrics_file import read_metrics
 from miles_async.samples.columns import FileNote, Turn
 from miles_async.samples.files import file_of
-from miles_async.samples.parquet_writer import write_file
 from miles_async.watch.run import Run
 from miles_async.watch.timeline import attempts as attempts_module
 from miles_async.watch.timeline import build
@@ -25,7 +24,7 @@ from miles_async.watch.timeline import requests as requests_module
 from miles_async.watch.timeline.attempts import NO_ENGINE, Lanes
 from miles_async.watch.timeline.build import Part, write_timeline
 from miles_async.watch.timeline.steps import DELIVERY
-from tests.unit.samples.sample_rows import row
+from tests.unit.samples.sample_rows import row, write_file
 from tests.unit.watch.run_files import write_finished_run
 from tests.unit.watch.timeline.trace_files import (
     MICROSECOND,
