@@ -1,1 +1,1 @@
-"""The trainer's processes: ``ranks`` (all of them, from outside), ``actor`` (one rank) and their ``placement``."""
+"""The trainer: ``ranks`` (all of them as one), ``rank_actors`` (calls on them), ``actor`` (one rank), ``placement``."""

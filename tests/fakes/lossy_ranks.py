@@ -10,7 +10,6 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from miles_async.runtime.cluster.actor_link import ActorLink
 from miles_async.runtime.cluster.call_once import CallId, CallOnce
 from miles_async.trainer.actor import RankInfo
 from miles_async.trainer.placement import RankResources
@@ -136,9 +135,8 @@ def lossy_ranks(ranks: int, faults: Faults, chance: random.Random) -> tuple[Trai
     trainer = TrainerRanks(
         world_size=ranks, resources=RankResources(num_cpus=0, num_gpus=0), backend=_nothing, sender=_nothing
     )
-    trainer._kill = lambda: None  # type: ignore[method-assign]  # these are no actors of Ray's
-    trainer._actors = list(actors)
-    trainer._links = [ActorLink(f"trainer rank {rank}", actor.ping.remote) for rank, actor in enumerate(actors)]
+    trainer._actors.kill = lambda: None  # type: ignore[method-assign]  # these are no actors of Ray's
+    trainer._actors.connect(actors)
     trainer._ranks = [RankInfo(rank=rank, data_parallel_rank=rank, sender=None, pid=0) for rank in range(ranks)]
     return trainer, actors
 

@@ -173,8 +173,8 @@ async def test_every_rank_tells_what_the_parts_of_a_step_took(trainer: TrainerRa
 
 
 async def test_output_of_ranks_goes_to_the_log_directory(trainer: TrainerRanks) -> None:  # covers: A7
-    assert trainer._log_directory is not None
-    assert sorted(path.name for path in trainer._log_directory.iterdir()) == ["trainer-0.log", "trainer-1.log"]
+    assert trainer._actors._log_directory is not None
+    assert sorted(path.name for path in trainer._actors._log_directory.iterdir()) == ["trainer-0.log", "trainer-1.log"]
 
 
 async def test_staged_weights_reach_a_receiver_as_they_were_staged(trainer: TrainerRanks, model: Path) -> None:
@@ -389,7 +389,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(
     running = trainer_ranks(model, resources, backend=backend, start_timeout=12.0 if broken == "hangs" else 120.0)
     with pytest.raises(error, match=message):
         await running.start()
-    assert not running._actors
+    assert not running._actors.running
 
 
 def _rank_1_fails(hangs: bool, *, rank: int, **_: object) -> _Idle:

@@ -14,7 +14,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.errors import EngineError, EngineStartError, ProcessLostError
 from miles_async.rollout.actor import _result
 from miles_async.runtime.cluster.actor_link import ActorLink, why_gone
-from miles_async.trainer.ranks import _cause
+from miles_async.trainer.rank_actors import cause_of
 
 # covers: C10
 
@@ -45,7 +45,7 @@ def failing(error: RayError) -> Any:
 async def test_everyone_who_calls_an_actor_tells_it(error: RayError) -> None:
     with pytest.raises(ProcessLostError, match=r"the rollout manager's process died: [^\n]*$"):
         await _result(ActorLink("manager"), lambda _: failing(error))
-    trainer = _cause({1: error})
+    trainer = cause_of({1: error})
     assert isinstance(trainer, ProcessLostError)
     assert str(trainer).startswith("trainer rank 1 died: ")
     assert "\n" not in str(trainer)
