@@ -70,7 +70,7 @@ def listening_sockets() -> int:
 async def until_no_more(held: Callable[[], Held], most: Held) -> None:
     """Waits until nothing is held beyond ``most``: idle HTTP connections are closed after seconds, by either side."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while exceeds(held(), most):  # noqa: ASYNC110  (the system tells nobody)
                 await asyncio.sleep(0.1)
     assert not exceeds(held(), most), f"{held()} where at most {most} was expected"

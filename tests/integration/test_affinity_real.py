@@ -59,7 +59,7 @@ class Conversation:
     async def _ask(self, body: object, key: str) -> tuple[Any, str]:
         """Tried again while the router still knows an engine that has just died, as our client does."""
         url = f"{self.engines.router.url}/generate"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 async with self.engines.http.session.post(url, json=body, headers={ROUTING_KEY: key}) as response:
                     if response.status == 200:

@@ -21,7 +21,7 @@ import sglang.srt.layers.attention.torch_native_backend as native
 backend = native.TorchNativeAttnBackend.__new__(native.TorchNativeAttnBackend)
 theirs = backend._run_sdpa_forward_extend, backend._run_sdpa_forward_decode
 HookRegistry.apply_hooks()
-backend.miles_async_softcap = 0.0  # which forward_extend and forward_decode take from the layer
+backend.miles_async_softcap, backend.miles_async_places = 0.0, None  # which are taken from the layer
 ours = backend._run_sdpa_forward_extend, backend._run_sdpa_forward_decode
 computed = []
 attention = native.scaled_dot_product_attention

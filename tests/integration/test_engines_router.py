@@ -24,7 +24,7 @@ from miles_async.errors import ConfigurationError, EngineError, EngineStartError
 from miles_async.types import GenerateRequest, Generation
 from tests.fakes.fake_engine import FakeEngine
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 SAMPLING = {"max_new_tokens": 2}
 
@@ -67,9 +67,9 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
             registry,
             Traffic(),
             router_url=lambda: router.url,
-            request_timeout=20.0,
+            request_timeout=60.0,
             retries=2,
-            gate_timeout=20.0,
+            gate_timeout=60.0,
             backoff_seconds=0.02,
         )
         try:
@@ -107,7 +107,7 @@ async def test_its_own_metrics_are_read(setup: Setup) -> None:
         found = router_metrics(await response.text())
     await http.close()
     assert (found["workers"], found["requests"], found["failed_requests"], found["affinity"]) == (2, 6, 0, 1)
-    assert 0 < found["request_seconds/mean"] < 20
+    assert 0 < found["request_seconds/mean"] < 240
     assert found["resident_bytes"] > 1 << 20
 
 
@@ -121,7 +121,7 @@ async def test_all_fields_of_a_request_arrive(setup: Setup) -> None:
 
 async def test_a_removed_engine_gets_nothing_more(setup: Setup) -> None:
     await setup.router.remove(setup.engines[0].url)
-    async with asyncio.timeout(10):  # smg removes in the background; answers of that time are refused by the client
+    async with asyncio.timeout(60):  # smg removes in the background; answers of that time are refused by the client
         while any(worker.url == setup.engines[0].url for worker in await setup.router.workers()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     for key in map(str, range(8)):
@@ -141,7 +141,7 @@ async def test_requests_go_round_a_router_that_lost_its_engines(
 ) -> None:  # covers: A3
     for engine in setup.engines:
         await setup.router.remove(engine.url)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await setup.router.workers():  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     with monkeypatch.context() as patch:
@@ -180,7 +180,7 @@ class Supervised:
         assert not self.supervision.done()
 
     async def _until(self, *, up: bool) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while self._registry.router_up is not up:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 

@@ -80,7 +80,7 @@ async def test_a_session_samples_through_the_rollout_process_and_tells_which_ver
     async with service_of(model, tmp_path, began=begun.__setitem__) as service:
         session = await service.open(SETTINGS)
         assert await chat(session) == "21"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not begun:  # noqa: ASYNC110, said with the next sign of life
                 await asyncio.sleep(0.05)
         assert begun == {SETTINGS.routing_key: 5}

@@ -138,7 +138,7 @@ async def stage(trainer: TrainerRanks, version: int) -> StagedWeights:
     return await trainer.stage_weights(version)
 
 
-async def wait_until_gone(pids: list[int], seconds: float = 10.0) -> None:
+async def wait_until_gone(pids: list[int], seconds: float = 60.0) -> None:
     processes = [process for process in psutil.process_iter() if process.pid in pids]
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, seconds)
     assert not alive
@@ -201,7 +201,7 @@ async def test_staged_weights_reach_a_receiver_as_they_were_staged(trainer: Trai
         receiving = loop.run_in_executor(pool, receive, *arguments)
         await trainer.sender(0).call(Broadcasts.join_group, "weights-1")
         assert await trainer.sender(0).call(Broadcasts.send, "weights-1", 1, False) is None
-        received = await asyncio.wait_for(receiving, 30)
+        received = await asyncio.wait_for(receiving, 90)
     await trainer.sender(0).call(Broadcasts.leave_group, "weights-1")
 
     assert list(received) == [meta.name for meta in sent]
@@ -228,7 +228,7 @@ async def test_a_member_that_stays_away_costs_the_timeout_and_nothing_else(train
     await trainer.sender(0).call(Broadcasts.open_group, "weights-absent", 2)
     started = time.monotonic()
     await trainer.sender(0).call(Broadcasts.join_group, "weights-absent")
-    assert time.monotonic() - started < SENDER_TIMEOUT + 5
+    assert time.monotonic() - started < SENDER_TIMEOUT + 60  # far below the default of its group, half an hour
     assert "never complete" in await trainer.sender(0).call(Broadcasts.send, "weights-absent", 3, True)
     await trainer.sender(0).call(Broadcasts.leave_group, "weights-absent")
     await trainer.sender(0).call(Broadcasts.leave_group, "weights-absent")
@@ -277,7 +277,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written(trainer: TrainerRa
     assert not writing.done()
     await asyncio.to_thread(reader)  # a file that cannot be synced
     with pytest.raises(CheckpointError, match=r"cannot write .*stuck: .*Illegal seek"):
-        await asyncio.wait_for(writing, 30)
+        await asyncio.wait_for(writing, 90)
     await trainer.stage_save(tmp_path / "whole")  # a save that failed ends nobody
     await trainer.save(tmp_path / "waited")
     first = [await trainer.train(references(seed)) for seed in (1, 2)]
@@ -316,7 +316,7 @@ async def test_a_rank_that_dies_while_it_writes_a_checkpoint_surfaces_at_once(
     assert not writing.done()
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(ProcessLostError, match="trainer rank 1 died"):
-        await asyncio.wait_for(writing, 30)
+        await asyncio.wait_for(writing, 90)
     await wait_until_gone(pids)
     assert not (tmp_path / "never" / "metadata.json").exists()
     await running.stop()
@@ -336,7 +336,7 @@ async def test_a_rank_that_dies_while_nothing_is_asked_of_it_surfaces(
     assert not supervision.done()
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(ProcessLostError, match="trainer rank 1 died"):
-        await asyncio.wait_for(supervision, 30)
+        await asyncio.wait_for(supervision, 90)
     await wait_until_gone(pids)
     with pytest.raises(TimeoutError):  # of ranks that are gone, the call that lost them has told why
         await asyncio.wait_for(running.supervise(), 1.0)
@@ -359,7 +359,7 @@ async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path, resources
     os.kill(pids[1], signal.SIGKILL)
     killed = time.monotonic()
     with pytest.raises(ProcessLostError, match="trainer rank 1 died"):
-        await asyncio.wait_for(training, 30)
+        await asyncio.wait_for(training, 90)
     assert time.monotonic() - killed < 10
     await wait_until_gone(pids)  # the others would have waited in a collective
     with pytest.raises(TrainerError, match="not running"):
@@ -373,7 +373,7 @@ async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path, resources
         ("config", ConfigurationError, "sliding_window"),
         ("absent", ConfigurationError, "does not exist"),
         ("one rank", TrainerError, "trainer rank 1 failed: RuntimeError: no luck"),
-        ("hangs", StalledError, r"ranks \[1\] did not answer within 12 s"),
+        ("hangs", StalledError, r"ranks \[1\] did not answer within 30 s"),
     ],
 )
 async def test_a_start_that_fails_says_why_and_leaves_nothing(
@@ -386,7 +386,7 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(
         backend = partial(make_backend, tmp_path / "absent")
     else:
         backend = partial(_rank_1_fails, broken == "hangs")
-    running = trainer_ranks(model, resources, backend=backend, start_timeout=12.0 if broken == "hangs" else 120.0)
+    running = trainer_ranks(model, resources, backend=backend, start_timeout=30.0 if broken == "hangs" else 120.0)
     with pytest.raises(error, match=message):
         await running.start()
     assert not running._actors.running
