@@ -23,7 +23,8 @@ REPORT_SECONDS = 10.0
 class EngineReports:
     """Samples the engines of some registries, a small request to each at a time."""
 
-    def __init__(self, loads: Sequence[Loads], path: Path) -> None:
+    def __init__(self, loads: Sequence[tuple[Loads, str]], path: Path) -> None:
+        """``loads``: with the role of their engines."""
         self._loads = loads
         self._path = path
         self._latest: dict[str, EngineLoad] = {}
@@ -33,7 +34,7 @@ class EngineReports:
         """Write until cancelled, and once more then. A file that cannot be written costs a warning, once."""
         try:
             while True:
-                for each in self._loads:
+                for each, _ in self._loads:
                     self._latest.update(await each.loads())
                 await asyncio.to_thread(self._write, self._report())
                 await asyncio.sleep(REPORT_SECONDS)
@@ -49,13 +50,16 @@ class EngineReports:
             self._failed = True
 
     def _report(self) -> EnginesReport:
-        records = [record for each in self._loads for record in each.registry.engines.values()]
+        records = [(record, role) for each, role in self._loads for record in each.registry.engines.values()]
         return EnginesReport(
             time=time.time(),
             engines={
                 record.engine_id: EngineReport(
-                    state=record.state.value, load=self._latest.get(record.engine_id), pauses=tuple(record.pauses)
+                    state=record.state.value,
+                    load=self._latest.get(record.engine_id),
+                    pauses=tuple(record.pauses),
+                    role=role,
                 )
-                for record in records
+                for record, role in records
             },
         )

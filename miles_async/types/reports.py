@@ -15,6 +15,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     load: EngineLoad | None  # when it was last asked, which paused ones are not
     pauses: tuple[tuple[float, float | None], ...]  # the last ones: from, until; None: it is paused
+    role: str = "train"  # of its group: or evaluation, frozen
 
 
 class EnginesReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -216,6 +216,8 @@ def _series(runs: Sequence[Run], parameters: QueryParams) -> object:
 
 def _log(runs: Sequence[Run], parameters: QueryParams) -> object:
     name, text = _text(parameters, "name"), _text(parameters, "search")
+    if not name:
+        return logs.search_all(runs[0], text) if text else {"logs": [], "matches": 0}
     return logs.search(runs[0], name, text) if text else logs.page(runs[0], name, _optional(parameters, "before"))
 
 

@@ -68,14 +68,16 @@ class RunEngines:
         evaluation = of_role(groups, "evaluation")
         self.train = make(EngineStack, "router", of_role(groups, "train"), engines.sglang_router_port)
         self.evaluation = make(EngineStack, "router-evaluation", evaluation) if evaluation else None
-        self._stacks = [self.train, *([self.evaluation] if self.evaluation else [])]
         self.frozen = {
             group.name: make(FrozenEngines, f"router-{group.name}", [group], group.port)
             for group in of_role(groups, "frozen")
         }
-        self._stacks += self.frozen.values()
+        stacks = [(self.train, "train"), *((stack, "frozen") for stack in self.frozen.values())]
+        if self.evaluation is not None:
+            stacks.insert(1, (self.evaluation, "evaluation"))
+        self._stacks = [stack for stack, _ in stacks]
         self._services: list[Service] = [*self._stacks]
-        self._reports = EngineReports([stack.loads for stack in self._stacks], make.run_dir / ENGINES_FILE)
+        self._reports = EngineReports([(stack.loads, role) for stack, role in stacks], make.run_dir / ENGINES_FILE)
         self.wait_for_joining = self.train.supervisor.wait_for_joining
 
     def add(self, service: Service) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from miles_async.errors import ConfigurationError
 from miles_async.runtime.cluster import agent_setup, worker_setup
 from miles_async.runtime.cluster.ray_address import TOKEN_MODE, find_entry
 from miles_async.runtime.processes.run_process import is_alive
+from miles_async.runtime.texts import last_lines, shortened
 
 OBJECT_STORE_BYTES = 1 << 30  # of a cluster that we start: train batches pass through it, weights don't
 SHUTDOWN_SECONDS = 30.0
@@ -171,6 +172,9 @@ def _start_nothing(node: Node, **options: object) -> None:
     pass
 
 
+OUTPUT_BYTES = 4096  # read of the end of an output
+LINE_LENGTH = 500  # characters
+
 NEEDED = ("gcs_server", "raylet")  # no call into Ray is answered without both
 
 
@@ -179,17 +183,24 @@ class OwnRay:
 
     def __init__(self) -> None:
         self._seen: dict[str, psutil.Process] = {}
+        self._outputs: dict[str, list[Path]] = {}  # files of standard error and output
         self._lost = ""
         self._ending = False
 
     def lost(self) -> str:
-        """Name the processes that ended without a shutdown of Ray; empty if none did."""
+        """Name the processes that ended without a shutdown of Ray, with the last line of each; empty if none did."""
         if self._lost or self._ending:
             return self._lost
         if len(self._seen) < len(NEEDED):  # Ray is starting; looking through all processes is not for later
             named = {_name(child): child for child in psutil.Process().children()}
-            self._seen |= {name: child for name, child in named.items() if name in NEEDED}
-        dead = [f"{name} (process {process.pid})" for name, process in self._seen.items() if not is_alive(process)]
+            found = {name: child for name, child in named.items() if name in NEEDED and name not in self._seen}
+            self._seen |= found
+            self._outputs |= {name: _outputs(child.pid) for name, child in found.items()}
+        dead = [
+            f"{name} (process {process.pid}{_last_line(self._outputs[name])})"
+            for name, process in self._seen.items()
+            if not is_alive(process)
+        ]
         if dead:
             self._lost = f"Ray has ended: {' and '.join(dead)}"
         return self._lost
@@ -197,6 +208,20 @@ class OwnRay:
     def ends(self) -> None:
         """Expect Ray to end from now on."""
         self._ending = not self.lost()
+
+
+def _outputs(pid: int) -> list[Path]:
+    with suppress(OSError):  # it has just ended
+        return [Path(f"/proc/{pid}/fd/{number}").readlink() for number in (2, 1)]
+    return []
+
+
+def _last_line(files: Sequence[Path]) -> str:
+    """The last line of the first file that has one, to stand behind something else."""
+    for path in files:
+        if path.is_file() and (lines := last_lines(path, OUTPUT_BYTES)):
+            return f", whose last line is: {shortened(lines[-1], LINE_LENGTH)}"
+    return ""
 
 
 def _name(process: psutil.Process) -> str:

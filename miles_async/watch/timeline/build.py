@@ -15,7 +15,7 @@ from miles_async.ledger.reader import LedgerReader
 from miles_async.observability.metrics_file import FILE_NAME as METRICS_FILE
 from miles_async.watch.run import Run
 from miles_async.watch.timeline.attempts import AttemptSpans, changes, cuts
-from miles_async.watch.timeline.notes import notes
+from miles_async.watch.timeline.notes import notes, pauses
 from miles_async.watch.timeline.requests import requests
 from miles_async.watch.timeline.steps import STEP, Clock, Line, read_lines, step_items
 from miles_async.watch.timeline.trace import Item, Span, TraceEncoder, trace_text
@@ -60,7 +60,10 @@ def compressed(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 def trace(run: Run, part: Part = Part()) -> Iterator[bytes]:
     """The trace as JSON, in parts. Raises OSError and LedgerError as :func:`write_timeline` does."""
-    about = {"run": run.name, "made from": "ledger.sqlite, metrics.jsonl, samples/ and logs/ of the run directory"}
+    about = {
+        "run": run.name,
+        "made from": "ledger.sqlite, metrics.jsonl, engines.json, samples/ and logs/ of the run directory",
+    }
     with ExitStack() as stack:
         reader = None
         try:
@@ -86,7 +89,8 @@ def _without_attempts(
     clock = Clock()
     if reader is not None:
         clock = Clock(trained_at=reader.trained_at(), visible_at=reader.first_issued_at())
-    items = [*step_items(lines, clock)]
+    rolling = run.flags().get("weights", {}).get("publish-order") == "rolling"
+    items = [*step_items(lines, clock, rolling=rolling)]
     steps = [item for item in items if isinstance(item, Span) and item.category == STEP]
     wanted = len(steps) if part.last_steps is None else min(part.last_steps, len(steps))
     since = 0.0
@@ -94,7 +98,7 @@ def _without_attempts(
         since = steps[-wanted].start if wanted else 0.0
         about["steps"] = f"the newest {wanted}; earlier ones are left out"
     items += notes(run)
-    items += requests(run)
+    items += [*requests(run), *pauses(run)]
     if reader is not None:
         items += [*cuts(reader.cuts()), *changes(reader.changes())]
     return [item for item in items if _end(item) > since or _start(item) == since], since

@@ -1,4 +1,6 @@
-"""What the logs of driver and rollout side say happened: engines that came and went, outages, warnings, errors."""
+"""What the logs of driver and rollout side say happened: engines that came and went, outages, warnings, errors; and
+engines' last pauses, from their report.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,19 @@ def notes(run: Run) -> Iterator[Item]:
             if (item := _item(name, entry)) is not None:
                 found.append(item)
         yield from found
+
+
+def pauses(run: Run) -> Iterator[Span]:
+    """The last pauses of each engine. One that has not ended lasts until the report was written."""
+    report = run.engines()
+    if report is None:
+        return
+    for engine, each in report.engines.items():
+        for start, end in each.pauses:
+            until = report.time if end is None else end
+            yield Span(
+                track=Track(engine, "paused"), name="paused", start=start, end=max(start, until), category="pause"
+            )
 
 
 def _entries(run: Run, name: str) -> Iterator[dict[str, object]]:

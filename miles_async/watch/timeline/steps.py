@@ -29,6 +29,8 @@ COPY = "copy weights"
 DELIVERY = ("probe", "preparing", "pausing", "flush", "send", "compare", "resume", "canary", "admit")
 """Phases of a delivery, in order; with ``--publish-order rolling`` each is the sum over the engines."""
 
+TURNS = "engines take turns"
+
 SHOWN = ("reward/mean", "age/mean", "age/max", "train/tokens", "train/loss", "train/grad_norm")
 """Metrics among the facts of a step."""
 
@@ -91,8 +93,11 @@ def _line(row: JsonObject) -> Line | None:
     return Line(kind, step, float(time), values)
 
 
-def step_items(lines: Iterable[Line], clock: Clock) -> Iterator[Item]:
-    """All spans of the lines. Spans of a kind never overlap: clocks of two processes may differ by a little."""
+def step_items(lines: Iterable[Line], clock: Clock, *, rolling: bool = False) -> Iterator[Item]:
+    """All spans of the lines. Spans of a kind never overlap: clocks of two processes may differ by a little.
+
+    ``rolling``: engines took turns in publications, so that their phases, which are sums, are one span.
+    """
     step_end = published = evaluated = -math.inf
     recorded_at: dict[int, float] = {}
     first_visible = min(clock.visible_at.values(), default=None)  # when the evaluation before the first step began
@@ -104,7 +109,8 @@ def step_items(lines: Iterable[Line], clock: Clock) -> Iterator[Item]:
             yield from step
             if line.publishes:
                 copy = step[-1].start if step[-1].name == COPY else step_end
-                publication = _publication(line, clock, (max(copy, published), max(step_end, published)))
+                times = (max(copy, published), max(step_end, published))
+                publication = _publication(line, clock, times, rolling=rolling)
                 published = publication[0].end
                 yield from publication
         elif line.kind == "checkpoint":
@@ -136,7 +142,7 @@ def _step(line: Line, clock: Clock, after: float) -> list[Span]:
     return [step, *_laid(STEPS, "part of a step", parts, start, end)]
 
 
-def _publication(line: Line, clock: Clock, copy: tuple[float, float]) -> list[Span]:
+def _publication(line: Line, clock: Clock, copy: tuple[float, float], *, rolling: bool) -> list[Span]:
     """From the copy of the weights, whose start and end are known, until they were visible."""
     version = None if line.version is None else line.version + 1
     staging, delivery = _staging_seconds(line), _delivery_seconds(line)
@@ -148,7 +154,7 @@ def _publication(line: Line, clock: Clock, copy: tuple[float, float]) -> list[Sp
     name = f"publication of step {line.step}" if version is None else f"version {version}"
     parts = [("copy", copied - start), ("stage", staging)]
     parts.append(("wait for an evaluation or engines", end - copied - staging - delivery))
-    parts += [(phase, line.seconds(f"publish/{phase}")) for phase in DELIVERY]
+    parts += [(TURNS, delivery)] if rolling else [(phase, line.seconds(f"publish/{phase}")) for phase in DELIVERY]
     whole = Span(track=PUBLICATIONS, name=name, start=start, end=end, category="publication", args=args)
     return [whole, *_laid(PUBLICATIONS, "publication", parts, start, end)]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 
 from miles_async.errors import LedgerError
 from miles_async.ledger.reader import AttemptRecord
@@ -24,13 +23,14 @@ NOW = (
     *("router/failed_requests", "router/affinity", "rollout/services_down", "weight_version/trainer"),
 )
 PHASES = ("copy", *DELIVERY)
-_ENGINE_LOG = re.compile(r"engine-(\d+)\.(\d+)\.log")
+_ENGINE_LOG = re.compile(r"(?P<engine>.+-\d+)\.(?P<start>\d+)\.log")
+_DEFAULT_ENGINE = re.compile(r"engine-\d+")  # of runs without --server-groups
 _RANK_LOG = re.compile(r"trainer-(\d+)\.log")
 
 
 def engines(run: Run) -> JsonObject:
-    """{"engines", "lanes", "ranks", "now": metric → last value, "phases", "publications", "recent": attempts read,
-    "reported": when engines were asked for their load}.
+    """{"engines", "lanes", "ranks", "now": metric → last value, "phases", "publications", "rolling": phases are sums
+    over engines, "recent": attempts read, "reported": when engines were asked for their load}.
     """
     run.metrics.refresh()
     names = [str(log["name"]) for log in logs.logs(run)]
@@ -56,6 +56,7 @@ def engines(run: Run) -> JsonObject:
             reported=reported,
             ranks=run.ranks(),
         ),
+        "rolling": rolling,
         "ranks": [{"rank": int(m[1]), "log": m[0]} for name in names if (m := _RANK_LOG.fullmatch(name))],
         "now": {name: value for name in NOW if (value := run.metrics.last(name)) is not None},
         "phases": [phase for phase in PHASES if run.metrics.last(f"publish/{phase}_seconds") is not None],
@@ -67,18 +68,21 @@ def engines(run: Run) -> JsonObject:
 
 
 def _engines(
-    run: Run, names: Iterable[str], records: Iterable[AttemptRecord], reported: EnginesReport | None
+    run: Run, names: Iterable[str], records: Sequence[AttemptRecord], reported: EnginesReport | None
 ) -> list[JsonObject]:
     found: dict[str, dict[str, object]] = {}
+    known = {engine for record in records for engine in record.engines or ()} | {
+        *(reported.engines if reported else ())
+    }
     for name in names:
-        if match := _ENGINE_LOG.fullmatch(name):
-            starts = int(match[2]) + 1
-            entry = _entry(found, f"engine-{match[1]}")
+        match = _ENGINE_LOG.fullmatch(name)
+        if match and (match["engine"] in known or _DEFAULT_ENGINE.fullmatch(match["engine"])):
+            starts, entry = int(match["start"]) + 1, _entry(found, match["engine"])
             if starts > int(str(entry["starts"])):
                 entry |= {"starts": starts, "log": name}
     if reported is not None:
         for engine, each in reported.engines.items():
-            _entry(found, engine).update(state=each.state)
+            _entry(found, engine).update(state=each.state, role=each.role)
             if (load := each.load) is not None:
                 found[engine].update(kv_use=load.kv_use, running=load.running, waiting=load.waiting)
     for engine, state, at in _events(run):
@@ -93,11 +97,11 @@ def _engines(
             )
             if entry["version"] is None and record.newest_version is not None:  # newest attempt first
                 entry["version"] = record.newest_version
-    return sorted(found.values(), key=lambda entry: _natural(str(entry["engine"])))
+    return sorted(found.values(), key=lambda entry: logs.natural(str(entry["engine"])))
 
 
 def _entry(found: dict[str, dict[str, object]], engine: str) -> dict[str, object]:
-    nothing = {"state": None, "starts": 0, "log": None, "groups": 0, "tokens": 0, "version": None}
+    nothing = {"state": None, "role": None, "starts": 0, "log": None, "groups": 0, "tokens": 0, "version": None}
     nothing |= {"kv_use": None, "running": None, "waiting": None}
     return found.setdefault(engine, {"engine": engine, **nothing})
 
@@ -123,10 +127,3 @@ def _publications(run: Run) -> list[JsonObject]:
         pause, size = row.get("publish/pause_seconds"), row.get("publish/bytes")
         found.append({"step": step, "phases": phases, "pause": pause, "bytes": size})
     return found
-
-
-def _natural(name: str) -> tuple[str, int]:
-    with suppress(ValueError):
-        text, _, number = name.rpartition("-")
-        return text, int(number)
-    return name, 0

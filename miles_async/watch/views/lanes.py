@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ STEPS = 20  # the last ones
 TAIL_BYTES = 1 << 18  # of metrics.jsonl
 COLUMNS = 300
 IDLE = "."
+TRAIN, EVALUATION = "train", "evaluation"  # roles of engines
 KINDS: Mapping[str, str] = {
     "g": "generating",
     "u": "paused",
@@ -51,6 +52,9 @@ _PAUSED = DELIVERY[DELIVERY.index("pausing") :]
 Float64 = npt.NDArray[np.float64]
 Intervals = list[tuple[float, float]]
 
+STRIDE = COLUMNS + 2
+"""Columns from one lane to the next where lanes stand in one row: no interval reaches the next one."""
+
 
 def lanes(
     run: Run,
@@ -66,7 +70,7 @@ def lanes(
 
     ``engines``: names of all that the records name. ``records``: the newest attempts, newest first; ``whole``: there
     are no others. ``rolling``: engines got their weights one after the other, so that no phase is of all of them; then
-    pauses are those in ``reported`` alone.
+    pauses are those in ``reported`` alone. Evaluations are drawn on the engines that ``reported`` says are for them.
     """
     lines = [line for text in last_lines(run.directory / FILE_NAME, TAIL_BYTES) if (line := line_of(text)) is not None]
     spans = [item for item in step_items(lines, _clock(records, whole=whole)) if isinstance(item, Span)]
@@ -79,24 +83,15 @@ def lanes(
         return None
     edges = np.linspace(since, until, COLUMNS + 1)
     trainer, everywhere = _of_spans(spans, rolling=rolling)
-    generating: dict[str, Intervals] = {engine: [] for engine in engines}
-    for record in records:
-        for engine in record.engines or ():
-            generating[engine].append((record.issued_at, record.finished_at or record.ended_at or until))
-    of_trainer = _all_covered(trainer, edges)
-    evaluating = _covered(everywhere["e"], edges)
-    found = [_lane("trainer", of_trainer, edges)] if trainer else []
-    for number, parts in enumerate(_of_ranks(ranks)):
-        own = _all_covered(parts, edges)
+    of_trainer = {kind: _covered([intervals], edges) for kind, intervals in trainer.items()}
+    found = _lanes(["trainer"], of_trainer, edges) if trainer else []
+    if ranks is not None and (number := min(map(len, ranks.steps), default=0)):
+        own = _of_ranks(ranks, number, edges)
         below = {kind: own.get(kind, 0.0) + seconds for kind, seconds in of_trainer.items()}
-        found.append(_lane(f"rank {number}", own | below, edges))
-    for name, intervals in generating.items():
-        pauses = everywhere["u"]
-        if reported is not None and (report := reported.engines.get(name)) is not None:
-            pauses = [pause for pause in pauses if pause[0] > reported.time]
-            pauses += [(began, reported.time if ended is None else ended) for began, ended in report.pauses]
-        own = _all_covered({"u": pauses, "g": intervals}, edges)
-        found.append(_lane(name, own | {"e": evaluating}, edges))
+        found += _lanes([f"rank {rank}" for rank in range(number)], own | below, edges)
+    if engines:
+        of_engines = _of_engines(engines, records, everywhere, reported, edges)
+        found += _lanes(engines, of_engines, edges)
     return {"since": since, "until": until, "kinds": KINDS, "lanes": found}
 
 
@@ -129,55 +124,108 @@ def _of_spans(
     return trainer, engines
 
 
-def _of_ranks(report: RanksReport | None) -> Iterator[Mapping[str, Intervals]]:
+def _of_ranks(report: RanksReport, number: int, edges: Float64) -> dict[str, Float64]:
     """What each rank did, by kind: the parts of each step one after the other."""
-    for steps in zip(*report.steps, strict=False) if report is not None else ():
-        found: defaultdict[str, Intervals] = defaultdict(list)
-        for step in steps:
-            at = step.began
-            for part, seconds in step.seconds.items():
-                found[_PARTS.get(part, "t")].append((at, at + seconds))
-                at += seconds
-        yield found
+    steps = [step[:number] for step in report.steps]
+    orders = dict.fromkeys(tuple(times.seconds) for step in steps for times in step)
+    parts = [*dict.fromkeys(part for order in orders for part in order)]
+    rows = [[[*map(times.seconds.get, parts)] for times in step] for step in steps]
+    seconds = np.nan_to_num(np.array(rows, dtype=np.float64))  # None where a rank has no such part
+    ends = seconds.cumsum(2) + np.array([[[times.began] for times in step] for step in steps])
+    intervals = np.stack([ends - seconds, ends], 3)  # [steps, ranks, parts, 2]
+    kinds = [_PARTS.get(part, "t") for part in parts]
+    found = {}
+    for kind in dict.fromkeys(kinds):
+        chosen = intervals[:, :, [each == kind for each in kinds]].swapaxes(1, 2)
+        lane = np.broadcast_to(np.arange(number), chosen.shape[:3])
+        found[kind] = _covered_rows(lane.ravel(), chosen.reshape(-1, 2), number, edges)
+    return found
 
 
-def _lane(name: str, covered: Mapping[str, Float64], edges: Float64) -> JsonObject:
-    """``covered``: seconds of each stretch by kind. Kinds that come first cover those that follow."""
-    left, rows = np.diff(edges), {}
-    for kind, seconds in covered.items():
-        rows[kind] = np.minimum(seconds, left)
-        left = left - rows[kind]
-    rows[IDLE] = left
-    stacked = np.array([*rows.values()])
-    shares = dict(zip(rows, (stacked.sum(1) / (edges[-1] - edges[0])).round(4).tolist(), strict=True))
+def _of_engines(
+    engines: Sequence[str],
+    records: Iterable[AttemptRecord],
+    everywhere: Mapping[str, Intervals],
+    reported: EnginesReport | None,
+    edges: Float64,
+) -> dict[str, Float64]:
+    """What each engine did, by kind. ``everywhere``: pauses and evaluations of all that publications go to."""
+    generating: dict[str, Intervals] = {engine: [] for engine in engines}
+    for record in records:
+        for engine in record.engines or ():
+            generating[engine].append((record.issued_at, record.finished_at or record.ended_at or float(edges[-1])))
+    reports = {} if reported is None else reported.engines
+    pauses: list[Intervals] = []
+    for engine in engines:
+        if reported is None or (report := reports.get(engine)) is None:
+            pauses.append(everywhere["u"])
+            continue
+        later = [pause for pause in everywhere["u"] if pause[0] > reported.time] if report.role == TRAIN else []
+        pauses.append([(began, reported.time if ended is None else ended) for began, ended in report.pauses] + later)
+    apart = {engine for engine, report in reports.items() if report.role == EVALUATION}
+    evaluating = [
+        engine in apart if apart else engine not in reports or reports[engine].role == TRAIN for engine in engines
+    ]
     return {
-        "name": name,
-        "columns": np.frombuffer("".join(rows).encode(), np.uint8)[stacked.argmax(0)].tobytes().decode(),
-        "shares": {kind: share for kind, share in shares.items() if share or kind == IDLE},
+        "u": _covered(pauses, edges),
+        "g": _covered([*generating.values()], edges),
+        "e": np.array(evaluating)[:, None] * _covered([everywhere["e"]], edges),
     }
 
 
-def _all_covered(intervals: Mapping[str, Intervals], edges: Float64) -> dict[str, Float64]:
-    return {kind: _covered(each, edges) for kind, each in intervals.items()}
+def _lanes(names: Sequence[str], covered: Mapping[str, Float64], edges: Float64) -> list[JsonObject]:
+    """A lane per name. ``covered``: seconds of each stretch, [lanes, COLUMNS] or [1, COLUMNS] for all lanes alike, by
+    kind. Kinds that come first cover those that follow.
+    """
+    left = np.tile(np.diff(edges), (len(names), 1))
+    most, letters = np.zeros_like(left), np.full(left.shape, ord(IDLE), np.uint8)
+    shares = {}
+    for kind, seconds in covered.items():
+        own = np.minimum(seconds, left)
+        left -= own
+        more = own > most
+        most, letters[more] = np.maximum(own, most), ord(kind)
+        shares[kind] = own.sum(1)
+    letters[left > most] = ord(IDLE)
+    shares[IDLE] = left.sum(1)
+    rounded = [(each / (edges[-1] - edges[0])).round(4).tolist() for each in shares.values()]
+    return [
+        {
+            "name": name,
+            "columns": columns.tobytes().decode(),
+            "shares": {kind: share for kind, share in zip(shares, each, strict=True) if share or kind == IDLE},
+        }
+        for name, columns, each in zip(names, letters, zip(*rounded, strict=True), strict=True)
+    ]
 
 
-def _covered(intervals: Intervals, edges: Float64) -> Float64:
-    """Seconds of each stretch between ``edges`` that at least one interval covers."""
-    if not intervals:
-        return np.zeros(len(edges) - 1)
-    pairs = np.array(sorted(intervals))
-    ends = np.maximum.accumulate(pairs[:, 1])
-    first, last = np.ones((2, len(pairs)), dtype=bool)  # of intervals that overlap
-    first[1:] = last[:-1] = pairs[1:, 0] > ends[:-1]
-    starts, stops = pairs[first, 0], ends[last]
-    done = np.cumsum(stops - starts)
-    until = np.interp(edges, _alternating(starts, stops), _alternating(done - (stops - starts), done))
-    covered: Float64 = until[1:] - until[:-1]
-    return covered
+def _covered(intervals: Sequence[Intervals], edges: Float64) -> Float64:
+    """Seconds of each stretch between ``edges`` that at least one interval covers: [lanes, COLUMNS]."""
+    rows = np.repeat(np.arange(len(intervals)), [len(each) for each in intervals])
+    pairs = np.array([pair for each in intervals for pair in each], dtype=np.float64).reshape(-1, 2)
+    return _covered_rows(rows, pairs, len(intervals), edges)
 
 
-def _alternating(evens: Float64, odds: Float64) -> Float64:
-    return np.array([evens, odds]).ravel("F")
+def _covered_rows(rows: npt.NDArray[np.int64], pairs: Float64, count: int, edges: Float64) -> Float64:
+    """:func:`_covered` of intervals ``pairs`` [n, 2] that are of lanes ``rows`` [n] among ``count``."""
+    width = (edges[-1] - edges[0]) / COLUMNS
+    begins, ends = ((pairs - edges[0]) / width).clip(0, COLUMNS).T + rows * STRIDE
+    order = np.argsort(begins, kind="stable")
+    begins, ends = begins[order], np.maximum.accumulate(ends[order])
+    begins[1:] = np.maximum(begins[1:], ends[:-1])  # what earlier ones cover counts once
+    covered = _after(begins, count * STRIDE) - _after(ends, count * STRIDE)
+    seconds: Float64 = covered.cumsum().reshape(count, STRIDE)[:, :COLUMNS].clip(0, 1) * width
+    return seconds
+
+
+def _after(moments: Float64, size: int) -> Float64:
+    """What each moment, in columns, adds to the covered share of its column and the next; the sum over columns is 1."""
+    columns = moments.astype(np.int64)
+    share = moments - columns
+    added = np.zeros(size)
+    added += np.bincount(columns, 1 - share, size)
+    added += np.bincount(columns + 1, share, size)
+    return added
 
 
 def _last(record: AttemptRecord) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from miles_async.runtime.texts import shortened
@@ -13,23 +15,45 @@ from miles_async.watch.run import Run
 PAGE_BYTES = 1 << 17
 SEARCH_BYTES = 1 << 28  # from the end; a debug log may be larger
 MOST_MATCHES = 500
+MATCHES_OF_EACH = 20  # of each log, where all are searched
 LONGEST_LINE = 4_000  # characters
 _BLOCK = 1 << 22
 
+OUTSIDE = ("console.log", "stall.txt")
+"""Texts that stand in the run directory itself."""
+
+PROCESSES: Mapping[str, str] = {
+    "driver and rollout": r"(driver|rollout|actor_imports)\.log|" + "|".join(map(re.escape, OUTSIDE)),
+    "trainer ranks": r"(trainer-\d+|rank_imports)\.log",
+    "routers": r"router.*",
+    "sessions and environments": r"(sessions-|agents|verifiers|mcp-servers).*",
+    "engines": r".+-\d+(\.node\d+)?\.\d+\.log|engine_imports\.log",
+    "others": r".*",
+}
+"""What the processes of a log are → pattern of its name; the first one counts."""
+
 
 def logs(run: Run) -> list[JsonObject]:
-    """Logs by name: [{"name", "bytes", "changed"}]."""
-    directory = run.directory / "logs"
-    try:
-        paths = sorted(directory.iterdir())
-    except OSError:
-        return []
+    """Logs by process and name: [{"name", "bytes", "changed", "process": one of PROCESSES}]."""
+    names = [*OUTSIDE]
+    with suppress(OSError):
+        names += [path.name for path in (run.directory / "logs").iterdir()]
     found: list[JsonObject] = []
-    for path in paths:
-        if (inside := run.file("logs", path.name)) is not None:
-            status = inside.stat()
-            found.append({"name": path.name, "bytes": status.st_size, "changed": status.st_mtime})
-    return found
+    for name in names:
+        if (path := _path(run, name)) is not None:
+            status, process = path.stat(), next(each for each, like in PROCESSES.items() if re.fullmatch(like, name))
+            found.append({"name": name, "bytes": status.st_size, "changed": status.st_mtime, "process": process})
+    order = [*PROCESSES]
+    return sorted(found, key=lambda log: (order.index(log["process"]), natural(log["name"])))
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key by which numbers in names sort as numbers.
+
+    >>> sorted(["engine-10", "engine-9", "a"], key=natural)
+    ['a', 'engine-9', 'engine-10']
+    """
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def page(run: Run, name: str, before: int | None = None) -> JsonObject:
@@ -54,12 +78,29 @@ def search(run: Run, name: str, text: str) -> JsonObject:
     path = _path(run, name)
     if path is None:
         return _absent(name)
-    size = path.stat().st_size
+    found, count = _matching(path, text, SEARCH_BYTES)
+    return {"lines": found[-MOST_MATCHES:], "matches": count, "bytes": path.stat().st_size}
+
+
+def search_all(run: Run, text: str) -> JsonObject:
+    """Lines of all logs that contain ``text``: {"logs": [{"name", "matches", "lines": the last ones}], "matches"}."""
+    names = [str(log["name"]) for log in logs(run)]
+    found: list[JsonObject] = []
+    for name in names:
+        if (path := _path(run, name)) is not None:
+            lines, count = _matching(path, text, SEARCH_BYTES // len(names))
+            if count:
+                found.append({"name": name, "matches": count, "lines": lines[-MATCHES_OF_EACH:]})
+    return {"logs": found, "matches": sum(log["matches"] for log in found)}
+
+
+def _matching(path: Path, text: str, most_bytes: int) -> tuple[list[JsonObject], int]:
+    """(the last matches, their number) in the last ``most_bytes`` of a log."""
     wanted = text.lower().encode(errors="replace")
     found: list[JsonObject] = []
     count = 0
     with path.open("rb") as file:
-        offset = max(0, size - SEARCH_BYTES)
+        offset = max(0, path.stat().st_size - most_bytes)
         file.seek(offset)
         rest = b""
         while block := file.read(_BLOCK):
@@ -71,10 +112,12 @@ def search(run: Run, name: str, text: str) -> JsonObject:
             offset += len(whole) + len(newline)
             rest = tail
         last = [*_lines(rest, offset, wanted)]
-    return {"lines": [*found, *last][-MOST_MATCHES:], "matches": count + len(last), "bytes": size}
+    return [*found, *last], count + len(last)
 
 
 def _path(run: Run, name: str) -> Path | None:
+    if name in OUTSIDE:
+        return run.file(name)
     return run.file("logs", name) if Path(name).name == name else None
 
 

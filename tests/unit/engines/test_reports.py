@@ -59,9 +59,11 @@ async def test_states_loads_and_pauses_of_all_registries_are_told(
     train, judges, path = registry_of("engine-0", "engine-1"), registry_of("judge-0"), tmp_path / "engines.json"
     server, began = Server(), time.time()
     fleet = Fleet(train, SimpleNamespace(), server, SimpleNamespace(in_flight=0))  # type: ignore[arg-type]
-    writing = asyncio.ensure_future(EngineReports([Loads(each, server) for each in (train, judges)], path).run())  # type: ignore[arg-type]
+    asked = [(Loads(train, server), "train"), (Loads(judges, server), "frozen")]  # type: ignore[arg-type]
+    writing = asyncio.ensure_future(EngineReports(asked, path).run())
     found = await read_when(path, 0.0)
     assert [*found.engines] == ["engine-0", "engine-1", "judge-0"]
+    assert [each.role for each in found.engines.values()] == ["train", "train", "frozen"]
     assert {(each.state, each.load, each.pauses) for each in found.engines.values()} == {("serving", LOAD, ())}
 
     engine = train.engines["engine-0"]
@@ -99,7 +101,7 @@ def test_a_restart_ends_a_pause_and_the_last_pauses_are_kept() -> None:
 async def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "REPORT_SECONDS", 0.01)
     path = tmp_path / "gone" / "engines.json"
-    writing = asyncio.ensure_future(EngineReports([Loads(registry_of("engine-0"), Server())], path).run())  # type: ignore[arg-type]
+    writing = asyncio.ensure_future(EngineReports([(Loads(registry_of("engine-0"), Server()), "train")], path).run())  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
     path.parent.mkdir()
     await read_when(path, 0.0)

@@ -10,14 +10,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
 from miles_async.runtime.network.keys import Secret
 from miles_async.runtime.processes.run_process import MARK
+from miles_async.types import EngineReport, EnginesReport
 from miles_async.watch.run import Run, open_runs
 from miles_async.watch.server import STATIC, VIEWS, make_app
+from miles_async.watch.views.logs import MATCHES_OF_EACH
 from miles_async.watch.views.overview import idle_share
 from tests.fakes.live_run import live_run
 from tests.unit.watch.run_files import REASON, STEPS, rewards, write_finished_run
@@ -323,6 +326,46 @@ def test_logs_are_paged_and_searched(client: TestClient, run_dir: Path) -> None:
     found = client.get("/api/log?name=long.log&search=LINE 1234").json()
     assert [line["text"] for line in found["lines"]] == ["line 1234", *(f"line 1234{n}" for n in range(10))]
     assert client.get("/api/log?name=engine-0.0.log").json()["lines"][1]["text"] == "\ufffd\ufffd not UTF-8"
+
+
+def test_logs_of_all_processes_are_there_in_groups_and_searched_at_once(client: TestClient, run_dir: Path) -> None:
+    names = {
+        "driver and rollout": ("driver.log", "stall.txt"),
+        "trainer ranks": ("trainer-2.log", "trainer-10.log"),
+        "routers": ("router-judge.0.log",),
+        "sessions and environments": ("sessions-0.1.log", "agents.log"),
+        "engines": ("judge-3.0.log", "engine-0.node1.0.log"),
+        "others": ("mine.log",),
+    }
+    for name in (name for each in names.values() for name in each):
+        (run_dir / ("" if name == "stall.txt" else "logs") / name).write_text(f"Trouble in {name}\nnone\n" * 30)
+    found = client.get("/api/logs").json()
+    for process, expected in names.items():
+        listed = [log["name"] for log in found if log["process"] == process]
+        assert [name for name in listed if name in expected] == sorted(expected, key=listed.index)
+        assert {*expected} <= {*listed}
+    ranks = [log["name"] for log in found if log["process"] == "trainer ranks"]
+    assert ranks.index("trainer-2.log") < ranks.index("trainer-10.log")
+    everywhere = client.get("/api/log?search=trouble IN").json()
+    assert {log["name"] for log in everywhere["logs"]} >= {name for each in names.values() for name in each}
+    assert everywhere["matches"] == sum(log["matches"] for log in everywhere["logs"])
+    of_rank = next(log for log in everywhere["logs"] if log["name"] == "trainer-10.log")
+    assert (of_rank["matches"], len(of_rank["lines"])) == (30, MATCHES_OF_EACH)
+    assert client.get("/api/log?search=nowhere at all").json() == {"logs": [], "matches": 0}
+
+
+def test_an_engine_of_any_group_has_its_log_and_its_role(client: TestClient, run_dir: Path) -> None:
+    report = EnginesReport(
+        time=1.0,
+        engines={"judge-1": EngineReport(state="serving", load=None, pauses=(), role="frozen")},
+    )
+    (run_dir / "engines.json").write_bytes(msgspec.json.encode(report))
+    for name in ("judge-1.0.log", "judge-1.1.log", "sessions-0.0.log", "judge-1.node1.7.log"):
+        (run_dir / "logs" / name).write_text("up\n")
+    engines = {each["engine"]: each for each in client.get("/api/engines").json()["engines"]}
+    assert "sessions-0" not in engines
+    judge = engines["judge-1"]
+    assert (judge["log"], judge["starts"], judge["role"]) == ("judge-1.1.log", 2, "frozen")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ function draw(found, context) {
     section("Engines", h("div", { class: "engines" }, engineTable(found, context))),
     found.lanes && section("Lanes of the last steps", laneView(found.lanes)),
     section("Now", nowList(found.now)),
-    section("Publications", h("p", { class: "muted" }, "Seconds of each phase from the trainer's copy until engines are admitted again; the last ones, newest first."), publications(found)),
+    section("Publications", h("p", { class: "muted" }, `Seconds of each phase from the trainer's copy until engines are admitted again${found.rolling ? ", summed over engines that took turns" : ""}; the last ones, newest first.`), publications(found)),
     section("Trainer ranks", ranks(found.ranks, context)),
   ];
 }
@@ -28,6 +28,7 @@ function engineTable({ engines, recent, reported }, context) {
   if (!engines.length) return empty("neither ledger nor logs name an engine");
   const columns = [
     { title: "engine", cell: (row) => row.engine },
+    engines.some((row) => row.role && row.role !== "train") && { title: "for", cell: (row) => row.role ?? "" },
     { title: "state", cell: (row) => row.state ?? "unknown" },
     { title: "starts", numeric: true, cell: (row) => number(row.starts) },
     { title: "KV use", numeric: true, help: "part of the cache that running requests hold, when it was last asked", cell: (row) => (row.kv_use === null ? "" : percent(row.kv_use)) },
@@ -37,7 +38,7 @@ function engineTable({ engines, recent, reported }, context) {
     { title: "groups", numeric: true, help: `of the last ${recent}`, cell: (row) => number(row.groups) },
     { title: "tokens", numeric: true, help: "of these groups; shared equally where several engines took part", cell: (row) => number(row.tokens) },
     { title: "log", cell: (row) => (row.log ? h("a", { href: context.link("logs", { name: row.log }) }, row.log) : "") },
-  ];
+  ].filter(Boolean);
   return table(columns, engines, { caption: `groups and tokens by the last ${number(recent)} attempts${reported === null ? "" : `; the rest as of ${clock(reported)}`}` });
 }
 

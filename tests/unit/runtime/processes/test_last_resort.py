@@ -104,7 +104,8 @@ def ray_processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]
     for name in ("gcs_server", "raylet"):
         program = tmp_path / name
         shutil.copy(str(shutil.which("sleep")), program)
-        processes[name] = subprocess.Popen([str(program), "60"])
+        with (tmp_path / f"{name}.out").open("w") as output:
+            processes[name] = subprocess.Popen([str(program), "60"], stdout=output, stderr=subprocess.DEVNULL)
     yield processes
     for process in processes.values():
         process.kill()
@@ -118,15 +119,19 @@ def until_named(processes: dict[str, subprocess.Popen[bytes]]) -> None:
         time.sleep(0.05)
 
 
-def test_the_loss_of_either_of_rays_processes_is_noticed(ray_processes: dict[str, subprocess.Popen[bytes]]) -> None:
+def test_the_loss_of_either_of_rays_processes_is_noticed(
+    ray_processes: dict[str, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
     until_named(ray_processes)
     own = OwnRay()
     assert own.lost() == ""
+    (tmp_path / "raylet.out").write_text("started\nno memory is left\n")
     ray_processes["raylet"].kill()
     deadline = time.monotonic() + 10
     while not own.lost() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert own.lost() == f"Ray has ended: raylet (process {ray_processes['raylet'].pid})"
+    pid = ray_processes["raylet"].pid
+    assert own.lost() == f"Ray has ended: raylet (process {pid}, whose last line is: no memory is left)"
 
 
 def test_ray_may_be_shut_down(ray_processes: dict[str, subprocess.Popen[bytes]]) -> None:

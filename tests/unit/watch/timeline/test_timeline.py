@@ -8,6 +8,7 @@ import zlib
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pyarrow as arrow
 import pytest
 from pyarrow import parquet
@@ -17,13 +18,14 @@ from miles_async.ledger.reader import AttemptRecord, open_ledger
 from miles_async.observability.metrics_file import read_metrics
 from miles_async.samples.columns import FileNote, Turn
 from miles_async.samples.files import file_of
+from miles_async.types import EngineReport, EnginesReport
 from miles_async.watch.run import Run
 from miles_async.watch.timeline import attempts as attempts_module
 from miles_async.watch.timeline import build
 from miles_async.watch.timeline import requests as requests_module
 from miles_async.watch.timeline.attempts import NO_ENGINE, Lanes
 from miles_async.watch.timeline.build import Part, write_timeline
-from miles_async.watch.timeline.steps import DELIVERY
+from miles_async.watch.timeline.steps import DELIVERY, TURNS
 from tests.unit.samples.sample_rows import row, write_file
 from tests.unit.watch.run_files import write_finished_run
 from tests.unit.watch.timeline.trace_files import (
@@ -168,6 +170,29 @@ def test_publications_have_their_phases_and_end_when_their_version_is_visible(ru
         first = [each.issued_at for each in records(run_dir) if each.issued_version == int(version.name.split()[1])]
         if first:
             assert origin(trace) + version.end * MICROSECOND == pytest.approx(min(first), abs=CLOSE)
+
+
+def test_where_engines_took_turns_their_phases_are_one_span(run_dir: Path) -> None:
+    (run_dir / "config.toml").write_text('[weights]\npublish-order = "rolling"\n')
+    spans = timeline(run_dir).spans("publications")
+    assert {span.name for span in spans} & {*DELIVERY} == set()
+    turns = [span.dur * MICROSECOND for span in spans if span.name == TURNS]
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"]]
+    assert turns == pytest.approx(
+        [sum(row[f"publish/{phase}_seconds"] for phase in DELIVERY) for row in rows], abs=5e-5
+    )
+
+
+def test_engines_have_their_last_pauses(run_dir: Path) -> None:
+    start = records(run_dir)[0].issued_at
+    pauses = ((start + 1, start + 1.5), (start + 2, None))
+    engines = {"engine-1": EngineReport(state="serving", load=None, pauses=pauses)}
+    report = EnginesReport(time=start + 3, engines=engines)
+    (run_dir / "engines.json").write_bytes(msgspec.json.encode(report))
+    trace = timeline(run_dir)
+    spans = trace.spans("engine-1", "paused")
+    assert [span.dur * MICROSECOND for span in spans] == pytest.approx([0.5, 1.0], abs=1e-5)
+    assert origin(trace) + spans[0].ts * MICROSECOND == pytest.approx(pauses[0][0], abs=1e-5)
 
 
 def test_a_checkpoint_blocks_first_and_is_then_written(tmp_path: Path) -> None:
