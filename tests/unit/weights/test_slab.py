@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor
 from miles_async.weights.slab import Slab
 from miles_async.weights.staging import Staging
 from miles_async.weights.staging_options import StagingOptions
+from tests.fakes.fake_gpu import FakeGpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool])
@@ -47,58 +46,6 @@ def test_the_next_version_takes_no_new_memory() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU
-class FakeStream:
-    """A stream whose work is done when somebody on the host waits for it, and not before."""
-
-    def __init__(self, gpu: FakeGpu, name: str) -> None:
-        self.gpu, self.name = gpu, name
-        self.queue: list[Callable[[], object]] = []
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.wait_event(other.record_event())
-
-    def record_event(self) -> FakeEvent:
-        return FakeEvent(self, len(self.queue))
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.queue.append(event.synchronize)
-
-    def run(self, end: int) -> None:
-        while self.gpu.done[self.name] < end:
-            work = self.queue[self.gpu.done[self.name]]
-            self.gpu.done[self.name] += 1
-            work()
-
-
-class FakeEvent:
-    def __init__(self, stream: FakeStream, end: int) -> None:
-        self._stream, self._end = stream, end
-
-    def synchronize(self) -> None:
-        self._stream.run(self._end)
-
-
-class FakeGpu:
-    """Stands in for torch.cuda: a stream for training, others as they are made."""
-
-    def __init__(self) -> None:
-        self.done = {"training": 0, "copies": 0}
-        self.training = FakeStream(self, "training")
-        self.active = self.training
-
-    def new_stream(self, device: torch.device) -> FakeStream:
-        return FakeStream(self, "copies")
-
-    def current_stream(self, device: torch.device) -> FakeStream:
-        return self.training
-
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.active = stream
-        yield
-        self.active = self.training
-
-
 class GpuTensor(Tensor):
     """A tensor that says it is on the GPU. What is copied from it is copied when its stream comes to that."""
 
@@ -123,9 +70,7 @@ class GpuTensor(Tensor):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     made = GpuTensor.gpu = FakeGpu()
-    monkeypatch.setattr("torch.cuda.Stream", made.new_stream)
-    monkeypatch.setattr("torch.cuda.current_stream", made.current_stream)
-    monkeypatch.setattr("torch.cuda.stream", made.stream)
+    made.install(monkeypatch)
     monkeypatch.setattr(
         "miles_async.weights.slab._memory", lambda size, pinned: torch.zeros(size, dtype=torch.uint8) if pinned else 1
     )
