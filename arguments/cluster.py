@@ -48,6 +48,9 @@ class ClusterArguments:
     actor_num_gpus_per_node: int = flag(
         1, "trainer ranks per node (on CPU: processes); DP = ranks / (TP × PP × CP)", at_least=1
     )
+    trainer_start_timeout: float = flag(
+        600.0, "seconds trainer ranks may take to start and load the model", metavar="SECONDS", above=0
+    )
     rollout_num_gpus: int = flag(
         1, "GPUs that generate (on CPU: engine processes)", replaced_by="server_groups", at_least=1
     )
@@ -59,8 +62,7 @@ class ClusterArguments:
     )
     colocate: bool = flag(
         False,
-        "with --on-policy: trainer and engines take turns on the same GPUs; the side that waits releases its memory. "
-        "Not tried on GPUs yet",
+        "with --on-policy: trainer and engines take turns on the same GPUs; the side that waits releases its memory",
     )
     gpu_memory_gb: float | None = flag(
         None,

@@ -95,11 +95,9 @@ class TrainerRanks:
         try:
             if not self._actors.running:
                 await self._actors.place(self._start_timeout)
-            [(address, port)] = await self._actors.call(TrainerActor.listen, [()], self._start_timeout)
+            [(address, port)] = await self._call_at_start(TrainerActor.listen, [()])
             ready = address, port, self._backend, self._sender, self._senders, self._threads, self._profiling
-            self._ranks = await self._actors.call(
-                TrainerActor.initialize, [ready] * self._world_size, self._start_timeout
-            )
+            self._ranks = await self._call_at_start(TrainerActor.initialize, [ready] * self._world_size)
         except BaseException:
             await quietly(self.stop())
             raise
@@ -111,7 +109,7 @@ class TrainerRanks:
         """
         try:
             await self._actors.place(self._start_timeout)
-            return await self._actors.call(TrainerActor.location, [()] * self._world_size, self._start_timeout)
+            return await self._call_at_start(TrainerActor.location, [()] * self._world_size)
         except BaseException:
             await quietly(self.stop())
             raise
@@ -232,6 +230,14 @@ class TrainerRanks:
             async with asyncio.timeout(SENDER_CLOSE_SECONDS):
                 await asyncio.gather(*(self.sender(index).call(WeightSender.close) for index in senders))
         self._actors.end()
+
+    async def _call_at_start(
+        self, method: Callable[[TrainerActor, *Ts], Result], arguments: Sequence[tuple[*Ts]]
+    ) -> list[Result]:
+        try:
+            return await self._actors.call(method, arguments, self._start_timeout)
+        except StalledError as error:
+            raise StalledError(f"{error} at startup (--trainer-start-timeout)") from None
 
     async def _on_all(self, method: Callable[[TrainerActor, *Ts], Result], *arguments: *Ts) -> list[Result]:
         return await self._actors.call(method, [arguments] * self._world_size, self._step_timeout)

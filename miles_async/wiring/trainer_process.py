@@ -72,6 +72,7 @@ def trainer_ranks(
         log_directory=run_dir / "logs",
         times_file=run_dir / RANKS_FILE,
         profiling=_profiling(arguments, run_dir),
+        start_timeout=arguments.cluster.trainer_start_timeout,
     )
 
 

@@ -373,7 +373,7 @@ async def test_a_dead_rank_surfaces_at_once_with_its_rank(model: Path, resources
         ("config", ConfigurationError, "sliding_window"),
         ("absent", ConfigurationError, "does not exist"),
         ("one rank", TrainerError, "trainer rank 1 failed: RuntimeError: no luck"),
-        ("hangs", StalledError, r"ranks \[1\] did not answer within 30 s"),
+        ("hangs", StalledError, r"ranks \[1\] did not answer within 30 s at startup \(--trainer-start-timeout\)"),
     ],
 )
 async def test_a_start_that_fails_says_why_and_leaves_nothing(

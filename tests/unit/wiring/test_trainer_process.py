@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from miles_async.arguments.model import ModelArguments
-from miles_async.wiring.trainer_process import _version_bytes
+from miles_async.arguments.parser import parse_arguments
+from miles_async.wiring.trainer_process import _version_bytes, trainer_ranks
 
 
 def test_bytes_of_a_version_come_from_the_models_files_and_the_dtype_of_training(tmp_path: Path) -> None:
@@ -20,3 +21,9 @@ def test_bytes_of_a_version_come_from_the_models_files_and_the_dtype_of_training
     (tmp_path / "model-3.safetensors").write_bytes(b"cut off")
     assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path)) is None
     assert _version_bytes(ModelArguments()) is None
+
+
+def test_ranks_have_the_time_to_start_that_the_run_gives_them(tmp_path: Path) -> None:
+    arguments = parse_arguments(["@preset:4x8"], prog="test").arguments
+    ranks = trainer_ranks(arguments, tmp_path, "cuda", {}, None, {}, ())
+    assert ranks._start_timeout == arguments.cluster.trainer_start_timeout == 1800
