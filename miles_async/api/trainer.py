@@ -155,11 +155,12 @@ class ScoresTokens(Protocol):
 
     >>> class OfTwoTokens:
     ...     def train(self, shard):
-    ...         logprobs = [torch.full([each.end - each.first], 0.5).log().numpy() for each in shard.shown]
-    ...         self.scores = [
-    ...             TokenScores(branch=each.branch, logprobs=found, entropies=None)
-    ...             for each, found in zip(shard.shown, logprobs, strict=True)
-    ...         ]
+    ...         self.scores = []
+    ...         for batch in (batch for step in shard.optimizer_steps for batch in step):
+    ...             for branch, first, end in zip(batch.shown, batch.offsets, batch.offsets[1:]):
+    ...                 if branch != NOT_SHOWN:
+    ...                     logprobs = torch.full([end - first], 0.5).log().numpy()
+    ...                     self.scores.append(TokenScores(branch=int(branch), logprobs=logprobs, entropies=None))
     ...         return {}
     ...
     ...     def token_scores(self):

@@ -10,7 +10,7 @@ exactly their tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from miles_async.algorithms.advantages.rewards import rewards_of, sizes_of
 from miles_async.errors import ConfigurationError, ContractViolation
-from miles_async.types import Branch, Float32, Group, Int32, Int64, RoutedExperts, TrainBatch, TrainShard
+from miles_async.types import NOT_SHOWN, Branch, Float32, Group, Int32, Int64, RoutedExperts, TrainBatch, TrainShard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +36,7 @@ class BranchTable:
     rewards: Float32  # [S] of the sample
     sample_ids: Int64  # [S] the sample's position in the batch
     group_ids: Int64  # [S] the group's position in the batch
+    shown: npt.NDArray[np.bool_]  # [S] whether the trainer's scores of the branch are wanted
     with_experts: bool = False  # join also the experts of every token
     with_teacher: bool = False  # join also a teacher's log-probs
 
@@ -54,6 +55,7 @@ class BranchTable:
             rewards=self.rewards[chosen],
             sample_ids=self.sample_ids[chosen],
             group_ids=self.group_ids[chosen],
+            shown=np.where(self.shown[chosen], chosen, NOT_SHOWN),
             routed_experts=np.concatenate([experts_of(branch) for branch in branches]) if self.with_experts else None,
             teacher_logprobs=np.concatenate([teacher_of(branch) for branch in branches]) if self.with_teacher else None,
             pictures=tuple(branch.pictures for branch in branches) if self.with_pictures else None,
@@ -72,7 +74,12 @@ class BranchTable:
 
 
 def tabulate(
-    groups: Sequence[Group], advantages: Float32, *, with_experts: bool = False, with_teacher: bool = False
+    groups: Sequence[Group],
+    advantages: Float32,
+    *,
+    with_experts: bool = False,
+    with_teacher: bool = False,
+    shown: Collection[int] = (),
 ) -> BranchTable:
     """Tabulate the branches of all samples of the groups, in order.
 
@@ -81,6 +88,7 @@ def tabulate(
         advantages: one per sample in the same order, or one per token of all their branches.
         with_experts: join also the experts that were chosen for the tokens.
         with_teacher: join also a teacher's log-probs.
+        shown: positions of the groups whose scores by the trainer are wanted.
 
     Raises:
         ConfigurationError: a sample lacks the experts, or the teacher's log-probs, that are to be joined.
@@ -110,6 +118,7 @@ def tabulate(
         rewards=rewards_of(groups)[sample_ids],
         sample_ids=sample_ids,
         group_ids=group_ids,
+        shown=np.isin(group_ids, [*shown]),
         with_experts=with_experts,
         with_teacher=with_teacher,
     )
@@ -167,6 +176,7 @@ def part(batch: TrainBatch, first: int, end: int) -> TrainBatch:
         rewards=batch.rewards[branches],
         sample_ids=batch.sample_ids[branches],
         group_ids=batch.group_ids[branches],
+        shown=batch.shown[branches],
         routed_experts=None if batch.routed_experts is None else batch.routed_experts[tokens],
         teacher_logprobs=None if batch.teacher_logprobs is None else batch.teacher_logprobs[tokens],
         pictures=None if batch.pictures is None else batch.pictures[branches],
@@ -208,7 +218,7 @@ def digests(shards: Sequence[TrainShard]) -> dict[str, str]:
     result = {"layout": hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=DIGEST_BYTES).hexdigest()}
     for name in TrainBatch.__struct_fields__:
         arrays = [getattr(batch, name) for batch in batches]
-        if any(array is None for array in arrays):
+        if name == "shown" or any(array is None for array in arrays):  # what people look at changes no training
             continue
         hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for array in arrays:

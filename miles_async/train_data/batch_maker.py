@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from miles_async.api import AdvantageEstimator
 from miles_async.staleness.policy import check_ages
@@ -17,7 +16,7 @@ from miles_async.train_data.batch import BranchTable, experts_of, part, tabulate
 from miles_async.train_data.metrics import age_histogram, batch_metrics
 from miles_async.train_data.siblings import Siblings, balance_siblings
 from miles_async.train_data.work import sequence_work
-from miles_async.types import Group, Int64, PreparedBatch, ShownBranch, TrainBatch, TrainShard
+from miles_async.types import NOT_SHOWN, Group, Int64, PreparedBatch, TrainBatch, TrainShard
 
 FILLER = -1
 """Sample and group id of a single token without loss, which only makes the number of micro-batches equal."""
@@ -62,14 +61,14 @@ class BatchMaker:
         Raises ContractViolation if a sample is too old or cannot be trained on, ConfigurationError if it lacks the
         experts to replay or a teacher's log-probs.
         """
-        table = self._tabulate(groups)
         shown = self.viewer.chosen(batch_id, len(groups)) if self.viewer is not None else ()
+        table = self._tabulate(groups, shown)
         prepared = PreparedBatch(
             batch_id=batch_id,
             target_version=target_version,
             oldest_version=min(group.oldest_version for group in groups),
             prompt_ids=tuple(group.attempt.prompt.prompt_id for group in groups),
-            shards=tuple(map(put, self._shards(groups, table, target_version, shown))),
+            shards=tuple(map(put, self._shards(groups, table, target_version))),
             metrics=batch_metrics(groups, table, target_version),
             ages=age_histogram(table, target_version),
         )
@@ -81,11 +80,9 @@ class BatchMaker:
         """The shards alone, by data-parallel rank. Raises like :meth:`make`."""
         return self._shards(groups, self._tabulate(groups), target_version)
 
-    def _shards(
-        self, groups: tuple[Group, ...], table: BranchTable, target_version: int, shown: Collection[int] = ()
-    ) -> tuple[TrainShard, ...]:
+    def _shards(self, groups: tuple[Group, ...], table: BranchTable, target_version: int) -> tuple[TrainShard, ...]:
         check_ages(table.oldest_versions.tolist(), target_version, self.bound)
-        shards = self.split(table, target_version, shown)
+        shards = self.split(table, target_version)
         if self.record is not None:
             self.record(groups, shards, self.quadratic_work)
         return shards
@@ -95,12 +92,17 @@ class BatchMaker:
         table = self._tabulate(groups)
         return table.join(range(len(table.branches)))
 
-    def _tabulate(self, groups: tuple[Group, ...]) -> BranchTable:
-        return tabulate(groups, self.estimator(groups), with_experts=self.with_experts, with_teacher=self.with_teacher)
+    def _tabulate(self, groups: tuple[Group, ...], shown: Collection[int] = ()) -> BranchTable:
+        return tabulate(
+            groups,
+            self.estimator(groups),
+            with_experts=self.with_experts,
+            with_teacher=self.with_teacher,
+            shown=shown,
+        )
 
-    def split(self, table: BranchTable, target_version: int, shown: Collection[int] = ()) -> tuple[TrainShard, ...]:
-        """One shard per rank; every branch of the batch is in exactly one micro-batch of one of them. ``shown``:
-        positions of the groups whose scores are wanted.
+    def split(self, table: BranchTable, target_version: int) -> tuple[TrainShard, ...]:
+        """One shard per rank; every branch of the batch is in exactly one micro-batch of one of them.
 
         Optimizer steps take samples in batch order, so groups stay together where the sizes allow, and all branches of
         a sample do; steps are as equal as possible. Within a step, ranks get equal work as nearly as their branches
@@ -113,9 +115,7 @@ class BatchMaker:
         steps = -(-num_samples // (self.samples_per_optimizer_step or num_samples))
         firsts = [int(samples[0]) for samples in np.array_split(np.arange(num_samples), steps)]
         branches = np.split(np.arange(len(table.branches)), np.searchsorted(table.sample_ids, firsts[1:]))
-        plans = [self._plan(table, indices) for indices in branches]
-        dealt = [_deal(table, indices, plan) for indices, plan in zip(branches, plans, strict=True)]
-        wanted = np.isin(table.group_ids, [*shown])
+        dealt = [_deal(table, indices, self._plan(table, indices)) for indices in branches]
         return tuple(
             TrainShard(
                 dp_rank=rank,
@@ -123,11 +123,6 @@ class BatchMaker:
                 target_version=target_version,
                 optimizer_steps=tuple(step[rank] for step in dealt),
                 loss_tokens=tuple(int(table.loss_tokens[indices].sum()) for indices in branches),
-                shown=tuple(
-                    place
-                    for step, (indices, plan) in enumerate(zip(branches, plans, strict=True))
-                    for place in _places(table, indices, plan[rank], step, wanted)
-                ),
             )
             for rank in range(self.dp_size)
         )
@@ -154,18 +149,6 @@ def _deal(table: BranchTable, indices: Int64, plan: Ranks) -> list[tuple[TrainBa
     return [(*islice(micro_batches, len(of_rank)), *[filler] * (count - len(of_rank))) for of_rank in plan]
 
 
-def _places(
-    table: BranchTable, indices: Int64, micro_batches: Sequence[Sequence[int]], step: int, wanted: npt.NDArray[np.bool_]
-) -> Iterator[ShownBranch]:
-    """Where :func:`_deal` puts the ``wanted`` branches of a rank's optimizer step."""
-    for number, members in enumerate(micro_batches):
-        branches = indices[sorted(members)]
-        ends = np.cumsum(table.lengths[branches])
-        for branch, end in zip(branches[wanted[branches]].tolist(), ends[wanted[branches]].tolist(), strict=True):
-            first = end - int(table.lengths[branch])
-            yield ShownBranch(branch=branch, step=step, micro_batch=number, first=first, end=end)
-
-
 def _filler(table: BranchTable, index: int) -> TrainBatch:
     branch = table.branches[index]
     return TrainBatch(
@@ -179,6 +162,7 @@ def _filler(table: BranchTable, index: int) -> TrainBatch:
         rewards=np.zeros(1, dtype=np.float32),
         sample_ids=np.full(1, FILLER, dtype=np.int64),
         group_ids=np.full(1, FILLER, dtype=np.int64),
+        shown=np.full(1, NOT_SHOWN, dtype=np.int64),
         routed_experts=experts_of(branch)[:1].copy() if table.with_experts else None,
         teacher_logprobs=np.zeros(1, dtype=np.float32) if table.with_teacher else None,
         pictures=((),) if table.with_pictures else None,

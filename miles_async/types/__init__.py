@@ -5,8 +5,8 @@ a new attempt of the same prompt with nothing to clear.
 """
 
 from miles_async.types.batches import (
+    NOT_SHOWN,
     PreparedBatch,
-    ShownBranch,
     TokenScores,
     TrainBatch,
     TrainShard,
@@ -63,6 +63,7 @@ from miles_async.types.weights import (
 )
 
 __all__ = [
+    "NOT_SHOWN",
     "NO_VERSION",
     "UNISSUED",
     "AssistantTurn",
@@ -105,7 +106,6 @@ __all__ = [
     "Sample",
     "SessionEnding",
     "SettingValue",
-    "ShownBranch",
     "StagedWeights",
     "TensorMeta",
     "TensorShare",

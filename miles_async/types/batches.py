@@ -9,6 +9,9 @@ import msgspec
 from miles_async.types.pictures import Picture
 from miles_async.types.samples import Float32, Int32, Int64, RoutedExperts, UInt8
 
+NOT_SHOWN = -1
+"""Entry of ``TrainBatch.shown`` for branches whose scores nobody asked for."""
+
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     """All branches of samples, flattened: per-token arrays of length N = offsets[-1], branch s is
@@ -31,6 +34,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     rewards: Float32  # [S]
     sample_ids: Int64  # [S] the sample's position in the batch before any split; the same for all its branches
     group_ids: Int64  # [S] that of the sample's group
+    shown: Int64  # [S] the branch's position in the batch if the scores of its tokens are wanted, else NOT_SHOWN
     routed_experts: RoutedExperts | None = None  # [N, ...] as in Branch, if they are replayed
     teacher_logprobs: Float32 | None = None  # [N] as in Branch, if there is a teacher
     pictures: tuple[tuple[Picture, ...], ...] | None = (
@@ -42,18 +46,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.offsets) - 1
 
 
-class ShownBranch(msgspec.Struct, frozen=True, kw_only=True):
-    """Place of a branch whose tokens are shown to people, in a rank's shard."""
-
-    branch: int  # its position in the batch before any split
-    step: int  # optimizer step
-    micro_batch: int  # of that step
-    first: int  # its tokens [first, end) in the micro-batch
-    end: int
-
-
 class TokenScores(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer's scores of the T tokens of a branch; 0 for tokens without loss."""
+    """The trainer's scores of the T tokens of a branch (``TrainBatch.shown``); 0 for tokens without loss."""
 
     branch: int  # its position in the batch before any split
     logprobs: Float32 | None  # [T] before the first optimizer step on the batch; None: not computed
@@ -73,7 +67,6 @@ class TrainShard(msgspec.Struct, frozen=True, kw_only=True):
     target_version: int  # the version the optimizer steps from (C1)
     optimizer_steps: tuple[tuple[TrainBatch, ...], ...]
     loss_tokens: tuple[int, ...]  # tokens that carry loss per optimizer step, summed over all ranks
-    shown: tuple[ShownBranch, ...] = ()  # of this rank's branches, those whose scores are wanted
 
 
 class PreparedBatch(msgspec.Struct, frozen=True, kw_only=True):

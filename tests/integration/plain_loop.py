@@ -18,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 
 from miles_async.arguments import Arguments
-from miles_async.types import Prompt, TrainBatch, TrainShard
+from miles_async.types import NOT_SHOWN, Prompt, TrainBatch, TrainShard
 from miles_async.wiring.trainer_process import make_backend
 
 REQUEST_SECONDS = 60
@@ -75,6 +75,7 @@ def _batch(url: str, prompts: Sequence[Prompt], group_size: int, max_new_tokens:
         rewards=np.array(rewards, np.float32),
         sample_ids=np.arange(size, dtype=np.int64),
         group_ids=np.repeat(np.arange(len(prompts), dtype=np.int64), group_size),
+        shown=np.full(size, NOT_SHOWN),
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
-from miles_async.types import Picture, ShownBranch, TrainBatch, TrainShard
+from miles_async.types import NOT_SHOWN, Picture, TrainBatch, TrainShard
 
 VERSION = 3  # the trainer's, in all of these tests
 
@@ -79,6 +80,7 @@ def to_batch(samples: Sequence[ToySample]) -> TrainBatch:
         rewards=np.zeros(count, np.float32),
         sample_ids=np.array([sample.number for sample in samples], np.int64),
         group_ids=np.array([sample.group for sample in samples], np.int64),
+        shown=np.full(count, NOT_SHOWN),
         teacher_logprobs=flat("teacher_logprobs", np.float32),
         pictures=tuple(sample.pictures for sample in samples) if any(sample.pictures for sample in samples) else None,
     )
@@ -93,26 +95,19 @@ def to_shards(steps: Sequence[Sequence[ToySample]], *, dp_size: int, micro_batch
             dp_size=dp_size,
             target_version=VERSION,
             optimizer_steps=tuple(
-                tuple(to_batch(step[rank::dp_size][part::micro_batches]) for part in range(micro_batches))
-                for step in steps
+                tuple(
+                    msgspec.structs.replace(
+                        to_batch(samples[rank::dp_size][part::micro_batches]),
+                        shown=np.arange(len(samples))[rank::dp_size][part::micro_batches] + sum(map(len, steps[:step])),
+                    )
+                    for part in range(micro_batches)
+                )
+                for step, samples in enumerate(steps)
             ),
             loss_tokens=loss_tokens,
-            shown=tuple(_places(steps, rank, dp_size, micro_batches)),
         )
         for rank in range(dp_size)
     ]
-
-
-def _places(steps: Sequence[Sequence[ToySample]], rank: int, dp_size: int, micro_batches: int) -> Iterator[ShownBranch]:
-    """All samples of a rank, numbered through all steps."""
-    for step, samples in enumerate(steps):
-        before = sum(map(len, steps[:step]))
-        for part in range(micro_batches):
-            first = 0
-            for index in range(len(samples))[rank::dp_size][part::micro_batches]:
-                end = first + len(samples[index].tokens)
-                yield ShownBranch(branch=before + index, step=step, micro_batch=part, first=first, end=end)
-                first = end
 
 
 def long_sample_shard(tokens: int, *, ranks: int = 1, micro_batches: int = 1) -> TrainShard:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -84,7 +84,6 @@ def split(
     *,
     quadratic_work: float = 0.0,
     share_prefixes: bool = False,
-    shown: Collection[int] = (),
 ) -> tuple[TrainShard, ...]:
     """The shards of a table, as a run with these settings makes them."""
     maker = BatchMaker(
@@ -96,4 +95,4 @@ def split(
         bound=None,
         share_prefixes=share_prefixes,
     )
-    return maker.split(table, target_version, shown)
+    return maker.split(table, target_version)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from miles_async.errors import ContractViolation
-from miles_async.types import TrainBatch
+from miles_async.types import NOT_SHOWN, TrainBatch
 
 LAYERS, EXPERTS = (0, 2), 256  # the layer between has no router
 
@@ -36,6 +36,7 @@ def batch_of(lengths: list[int]) -> TrainBatch:
         rewards=np.zeros(count, np.float32),
         sample_ids=np.arange(count),
         group_ids=np.arange(count),
+        shown=np.full(count, NOT_SHOWN),
         routed_experts=choices(tokens),
     )
 

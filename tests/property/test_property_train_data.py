@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import hypothesis.strategies as st
@@ -15,9 +16,9 @@ from hypothesis import given
 from miles_async.algorithms.advantages.estimators import grpo, rloo
 from miles_async.staleness.versions import group_of
 from miles_async.train_data.balance import pack, split_to
-from miles_async.train_data.batch import BranchTable, part, tabulate, token_advantages
+from miles_async.train_data.batch import BranchTable, digests, part, tabulate, token_advantages
 from miles_async.train_data.batch_maker import FILLER
-from miles_async.types import NO_VERSION, Float32, TrainBatch, TrainShard
+from miles_async.types import NO_VERSION, NOT_SHOWN, Float32, TrainBatch, TrainShard
 from tests.property.builders import make_attempt, make_sample, split
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -151,14 +152,17 @@ def test_shards_say_where_the_branches_of_shown_groups_are(
     table: BranchTable, dp_size: int, max_tokens: int, per_step: int | None, share: bool, data: st.DataObject
 ) -> None:
     groups = data.draw(st.sets(st.integers(0, int(table.group_ids[-1]))))
-    shards = split(table, dp_size, max_tokens, per_step, 4, share_prefixes=share, shown=groups)
-    found = {}
-    for shard in shards:
-        for place in shard.shown:
-            micro_batch = shard.optimizer_steps[place.step][place.micro_batch]
-            assert place.branch not in found
-            found[place.branch] = micro_batch.tokens[place.first : place.end].tolist()
     wanted = np.flatnonzero(np.isin(table.group_ids, [*groups])).tolist()
+    nothing_shown = split(table, dp_size, max_tokens, per_step, 4, share_prefixes=share)
+    table = replace(table, shown=np.isin(table.group_ids, [*groups]))
+    shards = split(table, dp_size, max_tokens, per_step, 4, share_prefixes=share)
+    assert digests(shards) == digests(nothing_shown)  # a replay shows nothing
+    found = {}
+    for batch in (batch for shard in shards for step in shard.optimizer_steps for batch in step):
+        for index, branch in enumerate(batch.shown.tolist()):
+            assert branch not in found
+            if branch != NOT_SHOWN:
+                found[branch] = batch.tokens[slice(*batch.offsets[index : index + 2])].tolist()
     assert found == {branch: table.branches[branch].tokens.tolist() for branch in wanted}
 
 
@@ -178,7 +182,7 @@ def assert_every_branch_once(batch: TrainBatch, shards: tuple[TrainShard, ...]) 
 def assert_aligned(batch: TrainBatch) -> None:
     tokens = (batch.tokens, batch.loss_mask, batch.rollout_logprobs, batch.weight_versions)
     tokens += tuple(each for each in (batch.routed_experts, batch.teacher_logprobs) if each is not None)
-    branches = (batch.oldest_versions, batch.rewards, batch.sample_ids, batch.group_ids)
+    branches = (batch.oldest_versions, batch.rewards, batch.sample_ids, batch.group_ids, batch.shown)
     assert {len(array) for array in tokens} == {int(batch.offsets[-1])}
     assert {len(array) for array in branches} == {batch.num_branches}
     assert len(batch.advantages) in (batch.num_branches, len(batch.tokens))

@@ -69,9 +69,9 @@ def test_all_that_users_implement_has_an_example() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda test: test.name.rpartition(".")[2])
 def test_the_example_runs(example: doctest.DocTest, base_url: str, tmp_path: Path) -> None:
     samples = tuple(make_sample([0, 0], reward=0.5, text=text) for text in ("20", "20"))
-    batch = type("Batch", (), {"rewards": np.array([0.25, 0.75], np.float32)})
-    shown = (nouns.ShownBranch(branch=5, step=0, micro_batch=0, first=0, end=2),)
-    micro_batches = type("Shard", (), {"optimizer_steps": ((batch,),), "shown": shown})
+    rewards, offsets, shown = np.array([0.25, 0.75], np.float32), np.array([0, 3, 5]), np.array([nouns.NOT_SHOWN, 5])
+    batch = type("Batch", (), {"rewards": rewards, "offsets": offsets, "shown": shown})
+    micro_batches = type("Shard", (), {"optimizer_steps": ((batch,),)})
     example.globs = {
         **vars(nouns),
         "asyncio": asyncio,

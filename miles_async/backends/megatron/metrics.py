@@ -15,7 +15,6 @@ from miles_async.algorithms.spread import spread_metrics
 from miles_async.algorithms.value_loss import value_metrics
 from miles_async.backends.megatron.step_limits import Breach
 from miles_async.bad_steps import PREFIX
-from miles_async.types import ShownBranch
 
 MEAN = "mean/"  # prefix of sums that are reported as means over loss tokens
 TOTALS = ("loss_tokens", "tokens")
@@ -31,7 +30,7 @@ MASKS = {
 
 
 ScoresOnDevice = Sequence[Tensor | None]
-"""Log-probs and entropies of the tokens of a micro-batch, [N] each."""
+"""Log-probs and entropies of the tokens of a branch, [T] each."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,7 +43,7 @@ class Tally:
     lags: list[tuple[int, int]] = field(default_factory=list)  # steps made since the batch's version, loss tokens
     critic_grad_norms: list[float] = field(default_factory=list)
     breaches: list[Breach] = field(default_factory=list)  # of steps that were skipped
-    shown: dict[ShownBranch, ScoresOnDevice] = field(default_factory=dict)  # branch → scores of its micro-batch
+    shown: dict[int, ScoresOnDevice] = field(default_factory=dict)  # branch, by position in the whole batch → scores
 
 
 def accumulate(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:

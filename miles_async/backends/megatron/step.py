@@ -42,7 +42,7 @@ from miles_async.backends.megatron.model.scores import Scorer, values_of
 from miles_async.backends.megatron.packing.pack import PackedBatch, PackLayout, pack_batch
 from miles_async.backends.megatron.step_limits import StepLimits
 from miles_async.errors import ContractViolation
-from miles_async.types import ShownBranch, TokenScores, TrainShard
+from miles_async.types import TokenScores, TrainShard
 
 Packs = list[PackedBatch]
 
@@ -82,10 +82,6 @@ class StepRunner:
             [pack_batch(batch, shard.target_version, self.layout, self.device) for batch in step]
             for step in shard.optimizer_steps
         ]
-        if parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0:
-            for place in shard.shown:
-                packed = steps[place.step][place.micro_batch]
-                steps[place.step][place.micro_batch] = dataclasses.replace(packed, shown=(*packed.shown, place))
         self.laps.end("packing")
         steps = self._with_values(self._with_logprobs(steps, present))
         steps = self._prepared(steps, self._trajectories(shard)) * self.epochs
@@ -115,7 +111,7 @@ class StepRunner:
             of_critic = {"critic_grad_norm": mean(tally.critic_grad_norms), "critic_lr": self.critic.learner.lr}
         seconds = time.perf_counter() - started
         metrics = step_metrics(reduced, tally, lr=self.policy.lr, steps=len(steps), seconds=seconds)
-        return of_critic | metrics, [_on_host(place, scores) for place, scores in tally.shown.items()]
+        return of_critic | metrics, [_on_host(branch, scores) for branch, scores in tally.shown.items()]
 
     def _train_critic(self, critic: Critic, packs: Packs, tally: Tally) -> None:
         for _ in range(critic.updates):
@@ -233,9 +229,7 @@ class StepRunner:
             self.policy.optimizer.step()
         return factor
 
-    def _loss(
-        self, index: int, shown: dict[ShownBranch, ScoresOnDevice], packed: PackedBatch, output: ModelOutput
-    ) -> LossSums:
+    def _loss(self, index: int, shown: dict[int, ScoresOnDevice], packed: PackedBatch, output: ModelOutput) -> LossSums:
         objective, batch = self.objective, packed.batch
         logprobs, entropy = self.scorer(packed, output, entropy="entropy" in objective.needs)
         if entropy is not None:
@@ -245,12 +239,12 @@ class StepRunner:
             before = logprobs.detach()
         if before is not None and objective.old_policy == "trainer":
             batch = batch.with_computed("old_logprobs", before)
-        if packed.shown:
+        if packed.shown and _reports_scores():
             found = before if before is not None else batch.computed.get("trainer_logprobs")
             if found is None and index == 0:
                 found = logprobs
-            for place in packed.shown:  # with --ppo-epochs, those of the first pass stay
-                shown.setdefault(place, [None if each is None else each.detach() for each in (found, entropy)])
+            for branch, own in packed.shown.items():  # with --ppo-epochs, those of the first pass stay
+                shown.setdefault(branch, [None if each is None else each.detach()[own] for each in (found, entropy)])
         progress = (self.policy.scheduler.num_steps - 1) / self.total_steps  # which counts this step already
         sums = objective(logprobs, batch, entropy=entropy, progress=progress)
         loss, of_ahead = sums.loss, {}
@@ -277,10 +271,14 @@ class StepRunner:
         return {name: torch.tensor(float(count), device=self.device) for name, count in counts.items()}
 
 
-def _on_host(place: ShownBranch, scores: ScoresOnDevice) -> TokenScores:
-    own = slice(place.first, place.end)
-    logprobs, entropies = (None if values is None else values[own].float().cpu().numpy() for values in scores)
-    return TokenScores(branch=place.branch, logprobs=logprobs, entropies=entropies)
+def _reports_scores() -> bool:
+    """True on the first of the ranks that have the same branches."""
+    return parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+
+
+def _on_host(branch: int, scores: ScoresOnDevice) -> TokenScores:
+    logprobs, entropies = (None if values is None else values.float().cpu().numpy() for values in scores)
+    return TokenScores(branch=branch, logprobs=logprobs, entropies=entropies)
 
 
 def _computed(packed: PackedBatch, name: Need, values: Tensor) -> PackedBatch:

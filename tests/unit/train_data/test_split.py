@@ -92,7 +92,7 @@ def test_batch_is_flat_with_offsets() -> None:
     assert dtypes == {
         "tokens": np.int32, "offsets": np.int64, "loss_mask": np.uint8, "rollout_logprobs": np.float32,
         "weight_versions": np.int32, "oldest_versions": np.int32, "advantages": np.float32, "rewards": np.float32,
-        "sample_ids": np.int64, "group_ids": np.int64, "routed_experts": np.uint8,
+        "sample_ids": np.int64, "group_ids": np.int64, "shown": np.int64, "routed_experts": np.uint8,
     }  # fmt: skip
 
 

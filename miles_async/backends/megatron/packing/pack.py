@@ -13,8 +13,9 @@ tokens, and each rank knows which tokens' log-probs come from its part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from miles_async.backends.megatron.packing.routing_replay import Experts, Routin
 from miles_async.backends.megatron.packing.shared_prefixes import SharedPrefixes
 from miles_async.runtime.picture_processor import PictureProcessor
 from miles_async.train_data.batch import token_advantages
-from miles_async.types import Picture, RoutedExperts, ShownBranch, TrainBatch
+from miles_async.types import NOT_SHOWN, Picture, RoutedExperts, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +51,7 @@ class PackedBatch:
     loss_inputs: TokenBatch | None = None  # None: scored only
     returns: Tensor | None = None  # float32 [N], for a critic, on the last pipeline stage
     images: Images | None = None  # None: there are none
-    shown: tuple[ShownBranch, ...] = ()  # branches whose scores this rank reports
+    shown: Mapping[int, slice] = field(default_factory=dict)  # branch whose scores are wanted → its tokens
 
     @property
     def batch(self) -> TokenBatch:
@@ -94,7 +95,13 @@ def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, devic
             computed=computed,
         ),
         images=images_of(batch.tokens, batch.offsets, batch.pictures, layout.pictures),
+        shown=_shown(batch),
     )
+
+
+def _shown(batch: TrainBatch) -> dict[int, slice]:
+    tokens = [slice(first, end) for first, end in pairwise(batch.offsets.tolist())]
+    return {branch: own for branch, own in zip(batch.shown.tolist(), tokens, strict=True) if branch != NOT_SHOWN}
 
 
 def pack_sequences(
