@@ -37,6 +37,14 @@ NO_CLIP = 1e6
 
 def check_algorithm(arguments: Arguments) -> Iterator[str]:
     """Check that the advantage has a baseline, and that options suit each other."""
+    yield from _check_advantages(arguments)
+    yield from _check_loss(arguments)
+    yield from _check_reference(arguments)
+    yield from _check_corrections(arguments.algorithm)
+
+
+def _check_advantages(arguments: Arguments) -> Iterator[str]:
+    """Check that samples have something to be compared with, and rewards reach the tokens that earned them."""
     algorithm, samples = arguments.algorithm, arguments.rollout.n_samples_per_prompt
     compares = algorithm.advantage_estimator in ("grpo", "rloo", "opob")
     if samples == 1 and compares:
@@ -49,6 +57,21 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
             f"--min-group-fraction {arguments.staleness.min_group_fraction:g} of --n-samples-per-prompt {samples} may "
             f"leave a group of one, which has nothing to compare with: raise it to at least {2 / samples:g}"
         )
+    if algorithm.advantage_estimator == "token_rewards" and algorithm.token_advantages != "gae":
+        yield (
+            "--advantage-estimator token_rewards gives each token what it earned itself, and no credit for what came "
+            "after it: add --token-advantages gae, or use --advantage-estimator reinforce"
+        )
+    longest, buffer = arguments.rollout.rollout_max_response_len, algorithm.overlong_buffer_len
+    if buffer is not None and buffer > longest:
+        yield f"--overlong-buffer-len {buffer} is more than --rollout-max-response-len {longest}"
+    if algorithm.advantage_estimator == "opob":
+        yield from _check_optimal_baseline(arguments)
+
+
+def _check_loss(arguments: Arguments) -> Iterator[str]:
+    """Check that the policy's loss has what it needs, and no option of another one."""
+    algorithm = arguments.algorithm
     for name, losses in LOSSES_WITH.items():
         value = getattr(algorithm, name)
         changed = value != getattr(AlgorithmArguments(), name)
@@ -78,38 +101,9 @@ def check_algorithm(arguments: Arguments) -> Iterator[str]:
             "--loss-aggregation sequence_sum divides by --loss-length-normalizer: give it, such as "
             f"{arguments.rollout.rollout_max_response_len}, which is --rollout-max-response-len"
         )
-    if algorithm.advantage_estimator == "token_rewards" and algorithm.token_advantages != "gae":
-        yield (
-            "--advantage-estimator token_rewards gives each token what it earned itself, and no credit for what came "
-            "after it: add --token-advantages gae, or use --advantage-estimator reinforce"
-        )
-    if algorithm.token_advantages == "kl_in_reward" and algorithm.kl_coef == 0:
-        yield "--token-advantages kl_in_reward with --kl-coef 0 has no effect: set the coefficient, or remove both"
-    if algorithm.kl_reward_type != "k1" and not algorithm.has_kl_in_reward:
-        yield f"--kl-reward-type {algorithm.kl_reward_type} has no effect without a --kl-coef in the reward"
-    if algorithm.advantage_estimator == "opob":
-        yield from _check_optimal_baseline(arguments)
-    yield from _check_reference(arguments)
     end = algorithm.entropy_coef_end
     if end is not None and end == algorithm.entropy_coef:
         yield f"--entropy-coef-end {end} is --entropy-coef: leave it out, or give another end"
-    longest, buffer = arguments.rollout.rollout_max_response_len, algorithm.overlong_buffer_len
-    if buffer is not None and buffer > longest:
-        yield f"--overlong-buffer-len {buffer} is more than --rollout-max-response-len {longest}"
-    if algorithm.m2_threshold is not None and not (
-        algorithm.use_tis and not algorithm.use_rollout_logprobs and algorithm.prox_logp_method == "recompute"
-    ):
-        yield (
-            "--m2-threshold compares the trainer's log-probs with the engines', and needs the weight that corrects for "
-            "the rest: use --use-tis, with neither --use-rollout-logprobs nor another --prox-logp-method"
-        )
-    yield from _check_corrections(algorithm)
-    if ":" in algorithm.kl_loss_type and not algorithm.use_kl_loss:
-        yield f"--kl-loss-type {algorithm.kl_loss_type} has no effect without --use-kl-loss"
-    own = ":" in algorithm.policy_loss or ":" in algorithm.tis_mode  # may compare with the reference model
-    own = own or ":" in (algorithm.token_advantages or "")
-    if algorithm.ref_hf_checkpoint and not (algorithm.use_kl_loss or algorithm.has_kl_in_reward or own):
-        yield "--ref-hf-checkpoint has no effect without --use-kl-loss or a --kl-coef in the reward"
 
 
 def _check_optimal_baseline(arguments: Arguments) -> Iterator[str]:
@@ -135,9 +129,19 @@ def _check_optimal_baseline(arguments: Arguments) -> Iterator[str]:
 
 
 def _check_reference(arguments: Arguments) -> Iterator[str]:
-    """Check that the reference's updates and the adaptive coefficient have a reference and a coefficient."""
+    """Check that a KL to the reference has a coefficient, and that a reference which is given has a use."""
     algorithm = arguments.algorithm
     in_reward = algorithm.token_advantages == "kl_in_reward"
+    own = any(":" in (name or "") for name in (algorithm.policy_loss, algorithm.tis_mode, algorithm.token_advantages))
+    compared = algorithm.use_kl_loss or algorithm.has_kl_in_reward or own  # hooks may compare with the reference
+    if algorithm.token_advantages == "kl_in_reward" and algorithm.kl_coef == 0:
+        yield "--token-advantages kl_in_reward with --kl-coef 0 has no effect: set the coefficient, or remove both"
+    if algorithm.kl_reward_type != "k1" and not algorithm.has_kl_in_reward:
+        yield f"--kl-reward-type {algorithm.kl_reward_type} has no effect without a --kl-coef in the reward"
+    if ":" in algorithm.kl_loss_type and not algorithm.use_kl_loss:
+        yield f"--kl-loss-type {algorithm.kl_loss_type} has no effect without --use-kl-loss"
+    if algorithm.ref_hf_checkpoint and not compared:
+        yield "--ref-hf-checkpoint has no effect without --use-kl-loss or a --kl-coef in the reward"
     if algorithm.kl_target is not None:
         flag = f"--kl-target {algorithm.kl_target}"
         coefficient = "--kl-coef" if in_reward else "--kl-loss-coef"
@@ -150,14 +154,21 @@ def _check_reference(arguments: Arguments) -> Iterator[str]:
     if algorithm.ref_update_interval is None:
         return
     flag = f"--ref-update-interval {algorithm.ref_update_interval}"
-    own = any(":" in (name or "") for name in (algorithm.policy_loss, algorithm.tis_mode, algorithm.token_advantages))
-    if not (algorithm.use_kl_loss or algorithm.has_kl_in_reward or own):
+    if not compared:
         yield f"{flag} has no effect without --use-kl-loss or a --kl-coef in the reward: nothing asks a reference"
     if arguments.model.lora_rank:
         yield f"{flag} with --lora-rank: the reference is the model without them, which stays as it is; leave one out"
 
 
 def _check_corrections(algorithm: AlgorithmArguments) -> Iterator[str]:
+    """Check what is given for corrections of off-policy samples."""
+    if algorithm.m2_threshold is not None and not (
+        algorithm.use_tis and not algorithm.use_rollout_logprobs and algorithm.prox_logp_method == "recompute"
+    ):
+        yield (
+            "--m2-threshold compares the trainer's log-probs with the engines', and needs the weight that corrects for "
+            "the rest: use --use-tis, with neither --use-rollout-logprobs nor another --prox-logp-method"
+        )
     if algorithm.tis_clip_low > algorithm.tis_clip:
         yield f"--tis-clip-low {algorithm.tis_clip_low} is more than --tis-clip {algorithm.tis_clip}"
     low, high = algorithm.rs_lower_bound, algorithm.rs_upper_bound

@@ -272,7 +272,7 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
     from miles_async.arguments.needs import need_notes
     from miles_async.backends.megatron.attention_kernels import FLASH_NOTE, FP32_NOTE, usable_backend
     from miles_async.backends.megatron.host import ignored_on_cpu
-    from miles_async.prompts.tokenizer_code import digests
+    from miles_async.prompts.tokenizers import digests
     from miles_async.runtime.device import choose_device
 
     algorithm = arguments.algorithm

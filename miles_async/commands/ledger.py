@@ -22,7 +22,8 @@ from miles_async.ledger.reader import LedgerReader, open_ledger
 from miles_async.ledger.readmission import request_readmission
 from miles_async.ledger.story import tell
 from miles_async.prompts.source import FilePromptSource
-from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.prompts.tokenizers import load_tokenizer
 from miles_async.rollout.checkpoint import read_state
 from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE, check_directory
 from miles_async.runtime.processes.restarts import read_restarts

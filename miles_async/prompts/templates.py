@@ -10,14 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from miles_async.arguments.model_files import read_json
 from miles_async.errors import ConfigurationError, TrajectoryError
 from miles_async.prompts.template_forms import needs_text_arguments, with_text_arguments, writes_developer
-from miles_async.prompts.tokenizer_code import check_code, refusal
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
 from miles_async.runtime.texts import shortened
 from miles_async.types import JsonObject
@@ -32,56 +30,7 @@ CONVERSATION_SECONDS = 15.0  # that a template may take for any conversation
 
 _PROBE = "a message that no template has"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Classes that added <bos> in transformers 4 unless tokenizer_config.json said otherwise.
-_ADDING_BOS = frozenset(
-    f"{name}Tokenizer{fast}" for name in ("Llama", "CodeLlama", "Gemma", "Cohere") for fast in ("", "Fast")
-)
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})  # of OpenAI's API, which templates follow
-
-
-@lru_cache(maxsize=8)
-def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the Hugging Face tokenizer in ``path``, once per process, from local files only (M22).
-
-    ``trust_remote_code``: run its own code. Raises ConfigurationError naming the directory.
-    """
-    from transformers import AutoTokenizer
-
-    if not path.is_dir():
-        raise ConfigurationError(f"--hf-checkpoint {path}: there is no such directory")
-    has_code = check_code(path, trusted=trust_remote_code)
-    try:
-        # None, the default, would ask on the terminal.
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
-    # AttributeError: of a config.json of YaRN whose model_type transformers does not know, such as Kimi-K2's
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, RecursionError) as error:
-        if not trust_remote_code and (has_code or "trust_remote_code" in str(error)):
-            raise ConfigurationError(refusal(path)) from error
-        raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: {error}") from error
-    if tokenizer.vocab_size <= 1:  # by config.json transformers makes one without a vocabulary
-        raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: expected tokenizer.json")
-    _restore_components(tokenizer, path)
-    return tokenizer
-
-
-def _restore_components(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Use the components that tokenizer.json names, and ``add_bos_token``, as transformers 4 and SGLang do.
-
-    In transformers 5 LlamaTokenizer and Qwen2Tokenizer replace the file's components by their own. A model whose
-    tokenizer_config.json names the wrong class, such as DeepSeek-R1-Distill-Llama, would get other token ids than those
-    that it was trained with.
-    """
-    from tokenizers import Tokenizer
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not (path / "tokenizer.json").is_file():
-        return
-    written = Tokenizer.from_file(str(path / "tokenizer.json"))
-    for part in ("normalizer", "pre_tokenizer", "decoder"):
-        setattr(backend, part, getattr(written, part))
-    settings = read_json(path / "tokenizer_config.json")
-    if settings.get("tokenizer_class") in _ADDING_BOS:
-        tokenizer.add_bos_token = settings.get("add_bos_token") is not False  # replaces the file's post-processor, too
 
 
 class ChatTemplate:

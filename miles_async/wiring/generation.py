@@ -12,7 +12,8 @@ from miles_async.api import Agent, EngineClient, Generate
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.prompt_limit import trajectory_limit
-from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.prompts.tokenizers import load_tokenizer
 from miles_async.rewards.hub import resolve_reward
 from miles_async.rollout.agent import AgentGenerate, RunAgent
 from miles_async.rollout.agent_command import CommandAgent, command_words

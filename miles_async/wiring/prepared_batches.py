@@ -19,7 +19,8 @@ from miles_async.arguments.model_files import read_config
 from miles_async.errors import CheckpointError
 from miles_async.prompts.conversations import Answered
 from miles_async.prompts.examples import Example, ExampleSource
-from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.prompts.tokenizers import load_tokenizer
 from miles_async.rollout.dumps import read_dump
 from miles_async.runtime.files.digests import write_digested
 from miles_async.runtime.picture_processor import load_picture_processor

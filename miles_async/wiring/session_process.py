@@ -16,7 +16,8 @@ import uvloop
 
 from miles_async.arguments.sessions import TurnHistory
 from miles_async.errors import TransientEngineError
-from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.prompts.tokenizers import load_tokenizer
 from miles_async.runtime import garbage
 from miles_async.runtime.network.keys import SessionKeys, take_session_keys
 from miles_async.runtime.network.tls import Tls

@@ -11,7 +11,8 @@ import numpy as np
 
 from miles_async.api import EngineClient
 from miles_async.arguments.rollout import RolloutArguments
-from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.prompts.tokenizers import load_tokenizer
 from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
 from miles_async.types import Attempt, GenerateRequest, Sample
 from tests.integration.real_run import QUICKSTART

@@ -35,7 +35,8 @@ from miles_async.engines.sglang.scores import PACK_SCORES, read_scores
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.errors import EngineError, EngineStartError, RequestRejectedError
-from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.prompts.tokenizers import load_tokenizer
 from miles_async.runtime.network.addresses import LOCAL
 from miles_async.seams import InferenceServer
 from miles_async.staleness.versions import token_versions

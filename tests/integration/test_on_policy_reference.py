@@ -26,7 +26,8 @@ from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.ledger.reader import AttemptRecord
 from miles_async.prompts.source import FilePromptSource
-from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.prompts.tokenizers import load_tokenizer
 from miles_async.train_data.batch import digests
 from miles_async.wiring.driver_process import with_absolute_paths
 from miles_async.wiring.engines import server_spec

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.prompts.tokenizers import load_tokenizer
 from tests.fakes.kimi_files import BASE, SPECIAL, VOCABULARY, odd_tokens, write_kimi_files
 from tests.integration.real_run import RealRun, real_run
 from tests.integration.tiny_models import save_tiny

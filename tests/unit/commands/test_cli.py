@@ -23,7 +23,7 @@ from miles_async.checkpoints.manifest import RunIdentity, fingerprint, write_man
 from miles_async.cli import COMMANDS, main
 from miles_async.errors import ConfigurationError, ContractViolation, TrainerError
 from miles_async.prompts.source import FilePromptSource
-from miles_async.prompts.templates import load_tokenizer
+from miles_async.prompts.tokenizers import load_tokenizer
 from miles_async.runtime.processes.run_process import MARK
 from miles_async.wiring import early_imports
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from miles_async.errors import ConfigurationError, TrajectoryError
-from miles_async.prompts.templates import ChatTemplate, load_tokenizer
+from miles_async.prompts.templates import ChatTemplate
+from miles_async.prompts.tokenizers import load_tokenizer
 from miles_async.rewards.answers import find_answer
 from miles_async.rewards.text_match import matches
 from miles_async.trajectory.rendering import Renderer

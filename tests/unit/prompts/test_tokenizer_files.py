@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.prompts.templates import load_tokenizer
+from miles_async.prompts.tokenizers import load_tokenizer
 
 TEXT = "hello  world 1234 é\n fox"
 

@@ -10,7 +10,7 @@ import pytest
 from miles_async.backends.megatron.checkpoints import hf_export
 from miles_async.backends.megatron.families.known import FAMILIES
 from miles_async.errors import ConfigurationError
-from miles_async.prompts.templates import load_tokenizer
+from miles_async.prompts.tokenizers import load_tokenizer
 from tests.fakes.chat_formats import chat_format
 
 FAST = "tokenizer.json tokenizer_config.json special_tokens_map.json"
