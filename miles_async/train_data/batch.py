@@ -212,8 +212,8 @@ def digests(shards: Sequence[TrainShard]) -> dict[str, str]:
     """
     batches = [batch for shard in shards for step in shard.optimizer_steps for batch in step]
     layout = [
-        (s.dp_rank, s.dp_size, s.target_version, [len(step) for step in s.optimizer_steps], s.loss_tokens)
-        for s in shards
+        (rank, len(shards), shard.target_version, [len(step) for step in shard.optimizer_steps], shard.loss_tokens)
+        for rank, shard in enumerate(shards)
     ]
     result = {"layout": hashlib.blake2b(msgspec.msgpack.encode(layout), digest_size=DIGEST_BYTES).hexdigest()}
     for name in TrainBatch.__struct_fields__:

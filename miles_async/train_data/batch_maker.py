@@ -118,8 +118,6 @@ class BatchMaker:
         dealt = [_deal(table, indices, self._plan(table, indices)) for indices in branches]
         return tuple(
             TrainShard(
-                dp_rank=rank,
-                dp_size=self.dp_size,
                 target_version=target_version,
                 optimizer_steps=tuple(step[rank] for step in dealt),
                 loss_tokens=tuple(int(table.loss_tokens[indices].sum()) for indices in branches),

@@ -62,8 +62,6 @@ class TrainShard(msgspec.Struct, frozen=True, kw_only=True):
     optimizer steps and, within one, the same number of micro-batches, so that collectives line up.
     """
 
-    dp_rank: int
-    dp_size: int
     target_version: int  # the version the optimizer steps from (C1)
     optimizer_steps: tuple[tuple[TrainBatch, ...], ...]
     loss_tokens: tuple[int, ...]  # tokens that carry loss per optimizer step, summed over all ranks

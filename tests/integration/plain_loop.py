@@ -36,9 +36,7 @@ def plain_loop(
         batch_prompts = prompts[version * rollout.rollout_batch_size :][: rollout.rollout_batch_size]
         batch = _batch(url, batch_prompts, rollout.n_samples_per_prompt, rollout.rollout_max_response_len, version)
         loss_tokens = (int(batch.loss_mask.sum()),)
-        shard = TrainShard(
-            dp_rank=0, dp_size=1, target_version=version, optimizer_steps=((batch,),), loss_tokens=loss_tokens
-        )
+        shard = TrainShard(target_version=version, optimizer_steps=((batch,),), loss_tokens=loss_tokens)
         steps.append((shard, backend.train(shard)))
         backend.save_hf(files / str(version + 1))
         # A request's answer comes before its batch is taken down, and an update is refused until then.

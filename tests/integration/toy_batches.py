@@ -91,8 +91,6 @@ def to_shards(steps: Sequence[Sequence[ToySample]], *, dp_size: int, micro_batch
     loss_tokens = tuple(sum(int(sample.loss_mask.sum()) for sample in step) for step in steps)
     return [
         TrainShard(
-            dp_rank=rank,
-            dp_size=dp_size,
             target_version=VERSION,
             optimizer_steps=tuple(
                 tuple(
