@@ -249,10 +249,10 @@ def test_command_of_the_readme_finds_the_hooks(
     (tmp_path / "my_hooks.py").write_text(source)
     (tmp_path / "train.jsonl").write_text('{"prompt": "rev 12", "label": "21"}\n')
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    path, program, *words = shlex.split(command.replace("\\\n", " "))
-    assert (path, program) == ("PYTHONPATH=.", ".venv/bin/miles-async")
+    program, *words = shlex.split(command.replace("\\\n", " "))
+    assert program == ".venv/bin/miles-async"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(".")
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the working directory
     monkeypatch.delitem(sys.modules, "my_hooks", raising=False)
     try:
         code = main([*words, "--prompt-data", "train.jsonl", "--eval-prompt-data", "train.jsonl", "--dry-run"])
