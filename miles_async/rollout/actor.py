@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 import ray
@@ -67,24 +68,14 @@ class RolloutActor:
         garbage.settle()
 
 
-Forward = Callable[[str, tuple[object, ...], Mapping[str, object]], Awaitable[object]]
-
-
-def stand_in(protocol: type[T], forward: Forward) -> T:
-    """An object with the coroutine methods of ``protocol``, each of which awaits ``forward(name, arguments, named)``.
+def stand_in(protocol: type[T], forward: Callable[..., Awaitable[object]]) -> T:
+    """An object with the coroutine methods of ``protocol``, each of which is ``forward(name, *arguments, **named)``.
 
     >>> fleet = stand_in(EngineFleet, forward)
     >>> members = await fleet.members()
     """
     methods = [name for name, _ in inspect.getmembers(protocol, inspect.iscoroutinefunction)]
-    return type(f"Remote{protocol.__name__}", (), {name: _forwarding(name, forward) for name in methods})()
-
-
-def _forwarding(method: str, forward: Forward) -> Callable[..., Awaitable[object]]:
-    async def call(_self: object, *arguments: object, **named: object) -> object:
-        return await forward(method, arguments, named)
-
-    return call
+    return type(f"Remote{protocol.__name__}", (), {name: staticmethod(partial(forward, name)) for name in methods})()
 
 
 async def _result(link: ActorLink, make: Callable[[CallId], Awaitable[T]]) -> T:
@@ -114,17 +105,12 @@ class RolloutProcess:
         self._actor = ray.remote(RolloutActor).options(**options).remote(build)
         self._link = ActorLink("the rollout manager's process", self._ping, patience=patience)
         self._started = False
-        self.manager = stand_in(RolloutSide, self._forward_to("manager"))
-        self.fleet = stand_in(EngineFleet, self._forward_to("fleet"))
-        self.evaluation_fleet = stand_in(EngineFleet, self._forward_to("evaluation_fleet"))
+        self.manager = stand_in(RolloutSide, partial(self._call, "manager"))
+        self.fleet = stand_in(EngineFleet, partial(self._call, "fleet"))
+        self.evaluation_fleet = stand_in(EngineFleet, partial(self._call, "evaluation_fleet"))
 
-    def _forward_to(self, part: PartName) -> Forward:
-        async def forward(method: str, arguments: tuple[object, ...], named: Mapping[str, object]) -> object:
-            return await _result(
-                self._link, lambda call: self._actor.call.remote(call, part, method, *arguments, **named)
-            )
-
-        return forward
+    async def _call(self, part: PartName, method: str, /, *arguments: object, **named: object) -> object:
+        return await _result(self._link, lambda call: self._actor.call.remote(call, part, method, *arguments, **named))
 
     async def _ping(self) -> None:
         if self._started:  # reading prompts may take its event loop minutes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +36,7 @@ async def remote_manager() -> RolloutSide:
     hosting, link = RolloutActor(build), ActorLink("manager")
     await link.call(hosting.start)
 
-    async def forward(method: str, arguments: tuple[object, ...], named: Mapping[str, object]) -> object:
+    async def forward(method: str, *arguments: object, **named: object) -> object:
         return await link.call(lambda call: hosting.call(call, "manager", method, *arguments, **named))
 
     return stand_in(RolloutSide, forward)
