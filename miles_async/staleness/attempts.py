@@ -55,11 +55,10 @@ class BookState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of an attempt for the ledger, and what its prompt gets next."""
+    """Outcome of an attempt, for the ledger."""
 
     outcome: Outcome
     reason: str
-    retry: Attempt | None = None  # queued already; None: a fresh prompt follows
     dead_letter: DeadLetter | None = None
 
 
@@ -132,7 +131,7 @@ class AttemptBook:
             return Verdict(outcome=Outcome.FAILED, reason=reason)
         self._retries.append(retry)
         outcome = Outcome.STALE_RECYCLED if cause is Cause.STALE else Outcome.FAILED
-        return Verdict(outcome=outcome, reason=reason, retry=retry)
+        return Verdict(outcome=outcome, reason=reason)
 
     def readmit(self, request_id: str, prompt_ids: Iterable[str]) -> tuple[str, ...]:
         """Give quarantined prompts their whole budget again, and an attempt before fresh prompts get one.

@@ -61,7 +61,7 @@ def test_stale_prompt_is_recycled_before_fresh_ones() -> None:
 def test_drop_replaces_a_stale_prompt_by_a_fresh_one() -> None:
     attempts, source = book(recycle=False), Source()
     verdict = attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 3")
-    assert (verdict.outcome, verdict.retry) == (Outcome.STALE_DROPPED, None)
+    assert (verdict.outcome, attempts.waiting_retries) == (Outcome.STALE_DROPPED, 0)
     assert attempts.issue(source, 0).prompt.prompt_id == "p1"
 
 
@@ -88,14 +88,15 @@ def test_slow_prompt_is_dropped_in_the_end_but_never_quarantined() -> None:
 def test_filtered_prompt_is_replaced() -> None:
     attempts, source = book(attempts=1), Source()
     verdict = attempts.ended(attempts.issue(source, 0), Cause.FILTERED, "zero spread")
-    assert (verdict.outcome, verdict.retry, verdict.reason) == (Outcome.FILTERED, None, "zero spread")
+    assert (verdict.outcome, verdict.reason, attempts.waiting_retries) == (Outcome.FILTERED, "zero spread", 0)
 
 
 def test_prompt_that_engines_fail_is_dropped_in_the_end_but_never_quarantined() -> None:
     attempts, source = book(attempts=2), Source()
-    assert attempts.ended(attempts.issue(source, 0), Cause.INFRASTRUCTURE, "connection cut").retry is not None
+    attempts.ended(attempts.issue(source, 0), Cause.INFRASTRUCTURE, "connection cut")
+    assert attempts.waiting_retries == 1
     verdict = attempts.ended(attempts.issue(source, 0), Cause.INFRASTRUCTURE, "connection cut")
-    assert (verdict.outcome, verdict.retry, verdict.dead_letter) == (Outcome.FAILED, None, None)
+    assert (verdict.outcome, verdict.dead_letter, attempts.waiting_retries) == (Outcome.FAILED, None, 0)
     assert not attempts.quarantined
     assert attempts.issue(source, 0).prompt.prompt_id == "p1"
 
@@ -117,7 +118,8 @@ def test_each_cause_has_its_own_budget() -> None:
     attempts, source = book(attempts=2), Source()
     for cause in (Cause.DATA, Cause.INFRASTRUCTURE, Cause.STALE):
         attempt = attempts.issue(source, 0)
-        assert attempts.ended(attempt, cause, "once").retry is not None
+        attempts.ended(attempt, cause, "once")
+        assert attempts.waiting_retries == 1
         assert attempt.prompt.prompt_id == "p0"
 
 
