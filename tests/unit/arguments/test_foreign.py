@@ -19,15 +19,9 @@ from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.parser import ParsedCommandLine, build_parser, parse_arguments
 from miles_async.arguments.pass_through import is_pass_through
-from miles_async.errors import ConfigurationError
+from tests.unit.arguments.refusals import refusal
 
 OURS = list(build_parser("miles-async train")._option_string_actions)
-
-
-def refusal(*words: str) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        parse_arguments(words)
-    return str(caught.value)
 
 
 def parse(*words: str) -> ParsedCommandLine:

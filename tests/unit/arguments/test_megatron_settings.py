@@ -10,17 +10,11 @@ import pytest
 from miles_async.arguments.megatron_fields import megatron_fields
 from miles_async.arguments.megatron_settings import MegatronSettings, megatron_settings
 from miles_async.arguments.parser import parse_arguments
-from miles_async.errors import ConfigurationError
+from tests.unit.arguments.refusals import refusal
 
 
 def settings(*words: str) -> MegatronSettings:
     return megatron_settings(parse_arguments(words).arguments.model.megatron_extra)
-
-
-def refusal(*words: str) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        parse_arguments(words)
-    return str(caught.value)
 
 
 def test_values_have_the_field_s_type_and_reach_its_configs() -> None:

@@ -20,17 +20,11 @@ from miles_async.arguments.pass_through import flatten, unflatten
 from miles_async.arguments.specification import argument_groups, flag_specifications
 from miles_async.arguments.weights import PauseMode
 from miles_async.arguments.words import did_you_mean
-from miles_async.errors import ConfigurationError
+from tests.unit.arguments.refusals import refusal
 
 
 def parse(*words: str) -> Arguments:
     return parse_arguments(words).arguments
-
-
-def refusal(*words: str) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        parse_arguments(words)
-    return str(caught.value)
 
 
 class TestTypes:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow
@@ -20,33 +19,12 @@ from miles_async.commands.prompt_checks import check_prompts
 from miles_async.errors import CheckpointError, ConfigurationError, DataError
 from miles_async.prompts.examples import ExampleSource
 from miles_async.prompts.source import FilePromptSource
-from miles_async.types import JsonObject, Prompt
 from tests.fakes.chat_formats import chat_format
+from tests.unit.prompts.row_files import prompts, refusal, write
 
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 QUESTION = [{"role": "user", "content": "1 + 1"}]
 FORMATS = ["jsonl", "parquet"]
-
-
-def write(path: Path, rows: Sequence[JsonObject]) -> Path:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def prompts(path: Path, **flags: object) -> list[Prompt]:
-    template = chat_format("qwen3")
-    source = FilePromptSource(DataArguments(prompt_data=(str(path),), **flags), template.encode)
-    source.require_rendered(template.check)
-    return list(source.all_prompts())
-
-
-def refusal(path: Path, **flags: object) -> str:
-    with pytest.raises(DataError) as caught:
-        prompts(path, **flags)
-    return str(caught.value)
 
 
 @pytest.fixture(params=FORMATS)

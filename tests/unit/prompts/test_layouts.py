@@ -6,44 +6,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.data import DataArguments
 from miles_async.commands.prompt_checks import check_prompts
-from miles_async.errors import DataError
 from miles_async.prompts.examples import ExampleSource
-from miles_async.prompts.source import FilePromptSource
-from miles_async.types import JsonObject, Prompt
+from miles_async.types import JsonObject
 from tests.fakes.chat_formats import chat_format
+from tests.unit.prompts.row_files import prompts, refusal, write
 
 QUESTION = [{"role": "user", "content": "1 + 1"}]
 ANSWER = {"role": "assistant", "content": "2"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-
-
-def write(path: Path, rows: Sequence[JsonObject]) -> Path:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def prompts(path: Path, **flags: object) -> list[Prompt]:
-    source = FilePromptSource(DataArguments(prompt_data=(str(path),), **flags), chat_format("qwen3").encode)
-    return list(source.all_prompts())
-
-
-def refusal(path: Path, **flags: object) -> str:
-    with pytest.raises(DataError) as caught:
-        prompts(path, **flags)
-    return str(caught.value)
 
 
 @pytest.fixture(params=["jsonl", "parquet"])
