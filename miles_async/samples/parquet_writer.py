@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from miles_async.samples.columns import METADATA_KEY, FileNote, SampleRow, Turn, arrow_schema
+from miles_async.samples.columns import METADATA_KEY, FileNote, SampleRow, arrow_schema
 from miles_async.samples.files import PARTIAL
 
 _REPEATED = ("token_texts.list.element",)
@@ -38,7 +38,8 @@ class FileWriter:
         """Write rows as one row group. Raises OSError."""
         import pyarrow as arrow
 
-        columns = {name: [_plain(getattr(row, name)) for row in rows] for name in SampleRow.__struct_fields__}
+        columns = {name: [getattr(row, name) for row in rows] for name in SampleRow.__struct_fields__}
+        columns["turns"] = msgspec.to_builtins(columns["turns"])  # Arrow knows no structs of msgspec
         self._writer.write_table(arrow.table(columns, schema=self._schema))
 
     def size(self) -> int:
@@ -57,11 +58,6 @@ class FileWriter:
         """Remove the unfinished file; raises nothing."""
         for end in (self._writer.close, lambda: self._partial.unlink(missing_ok=True)):
             _quietly(end)
-
-
-def _plain(value: object) -> object:
-    """Arrow knows no structs of msgspec."""
-    return msgspec.to_builtins(value) if isinstance(value, list) and value and isinstance(value[0], Turn) else value
 
 
 def _quietly(call: Callable[[], object]) -> None:

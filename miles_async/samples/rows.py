@@ -50,9 +50,10 @@ class TokenTexts:
     def of(self, tokens: Sequence[int]) -> list[str]:
         """One text per token."""
         known = self._known
-        for token in {*tokens} - known.keys():
-            known[token] = self.decode([token])
-        return [known[token] for token in tokens]
+        for token in tokens:
+            if token not in known:  # a difference of sets would look at all that are known
+                known[token] = self.decode([token])
+        return [*map(known.__getitem__, tokens)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

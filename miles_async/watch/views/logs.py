@@ -105,7 +105,7 @@ def _matching(path: Path, text: str, most_bytes: int) -> tuple[list[JsonObject],
         rest = b""
         while block := file.read(_BLOCK):
             whole, newline, tail = (rest + block).rpartition(b"\n")
-            for line in _lines(whole, offset, wanted):
+            for line in _lines(whole, offset, wanted) if wanted in whole.lower() else ():  # most blocks have none
                 count += 1
                 found.append(line)
             found = found[-MOST_MATCHES:]
