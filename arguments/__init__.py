@@ -67,8 +67,7 @@ class Arguments:
     @property
     def has_reward(self) -> bool:
         """True if flags name a reward, or something that may give one."""
-        rewards = self.rewards
-        return rewards.rm_type is not None or rewards.custom_rm_path is not None or self.sessions.may_reward
+        return self.rewards.named is not None or self.sessions.may_reward
 
     @property
     def layout(self) -> dict[str, int]:

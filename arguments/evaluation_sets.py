@@ -47,6 +47,7 @@ class EvaluationSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     metadata_overrides: JsonObject = {}  # added to the metadata of every prompt; these win
     rm_type: str | None = None
     custom_rm_path: str | None = None
+    group_rm_path: str | None = None
     n_samples_per_eval_prompt: Count | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
@@ -100,12 +101,17 @@ class EvaluationSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def rewards(self, rewards: RewardArguments) -> RewardArguments:
         """Flags of its reward, from those of training."""
-        if self.rm_type is None and self.custom_rm_path is None:
-            return rewards
-        return replace(rewards, rm_type=self.rm_type, custom_rm_path=self.custom_rm_path)
+        own = {name: getattr(self, name) for name in REWARDS}
+        return replace(rewards, **own) if self.names_reward else rewards
+
+    @property
+    def names_reward(self) -> bool:
+        """True if it has a reward of its own."""
+        return any(getattr(self, name) is not None for name in REWARDS)
 
 
 KEYS = ("input_key", "label_key", "metadata_key", "tool_key")
+REWARDS = ("rm_type", "custom_rm_path", "group_rm_path")
 _FIELDS = tuple(field.name for field in msgspec.structs.fields(EvaluationSet))
 _REFUSED = {
     "min_new_tokens": "an answer ends where the model ends it",
@@ -203,8 +209,9 @@ def _data_set(given: JsonObject, folder: Path, place: str) -> EvaluationSet:
         raise ConfigurationError(f"{place}: {error}") from None
     if found.rm_type is not None and found.custom_rm_path is not None:
         raise ConfigurationError(f"{place}: rm_type and custom_rm_path: give one of them")
-    if found.custom_rm_path is not None and not re.fullmatch(MODULE_ATTR, found.custom_rm_path):
-        raise ConfigurationError(f"{place}: custom_rm_path: expected module:attr, found {found.custom_rm_path!r}")
+    for name in ("custom_rm_path", "group_rm_path"):
+        if (hook := getattr(found, name)) is not None and not re.fullmatch(MODULE_ATTR, hook):
+            raise ConfigurationError(f"{place}: {name}: expected module:attr, found {hook!r}")
     return msgspec.structs.replace(found, path=path)
 
 

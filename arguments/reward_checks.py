@@ -22,7 +22,7 @@ def check_rewards(arguments: Arguments) -> Iterator[str]:
     """Check that there is one reward and that it has its settings."""
     rewards = arguments.rewards
     held_out = _held_out(arguments)
-    own = [each for each in held_out if each.rm_type is not None or each.custom_rm_path is not None]
+    own = [each for each in held_out if each.names_reward]
     if not arguments.has_reward and len(own) < len(held_out):
         flag = "--eval-prompt-data" if arguments.evaluation.eval_prompt_data else "--eval-config"
         yield f"{flag} without a reward, which evaluation is about: give --rm-type or --custom-rm-path"

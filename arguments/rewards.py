@@ -40,6 +40,11 @@ class RewardArguments:
         metavar="NAME[:WEIGHT][+...]",
     )
     custom_rm_path: str | None = flag(None, "module:attr of your own Reward", metavar="MODULE:ATTR")
+    group_rm_path: str | None = flag(
+        None,
+        "module:attr of your own GroupReward, which rewards all samples of a prompt together, after the other rewards",
+        metavar="MODULE:ATTR",
+    )
     reward_timeout: float = flag(
         60.0, "timeout of one reward in seconds, excluding queueing", metavar="SECONDS", above=0
     )
@@ -104,6 +109,11 @@ class RewardArguments:
     group_filter_path: str | None = flag(
         None, "module:attr of your own GroupFilter, asked after --group-filter", metavar="MODULE:ATTR"
     )
+
+    @property
+    def named(self) -> str | None:
+        """Rewards that flags name, for people; None without any."""
+        return " → ".join(filter(None, (self.custom_rm_path or self.rm_type, self.group_rm_path))) or None
 
 
 def parse_rm_type(text: str) -> tuple[tuple[str, float], ...]:

@@ -214,6 +214,7 @@ def check_hooks(arguments: Arguments) -> Iterator[str]:
     hooks = {
         "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
         "--custom-rm-path": arguments.rewards.custom_rm_path,
+        "--group-rm-path": arguments.rewards.group_rm_path,
         "--group-filter-path": arguments.rewards.group_filter_path,
         "--environment-path": arguments.sessions.environment_path,
         "--agent-path": arguments.sessions.agent_path,

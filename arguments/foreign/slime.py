@@ -173,7 +173,9 @@ SLIME: tuple[ForeignFlag, ...] = (
             "rollout-sample-filter-path rollout-all-samples-process-path custom-async-data-buffer-path"),
     *_refused("use --advantage-estimator module:attr (from groups of samples) or --token-advantages module:attr",
             one="rollout-data-postprocess-path custom-reward-post-process-path "
-            "custom-convert-samples-to-train-data-path", switches="group-rm"),
+            "custom-convert-samples-to-train-data-path"),
+    *_refused("use --group-rm-path module:attr in place of --custom-rm-path: it is called with (prompt, samples)",
+            switches="group-rm"),
     *_refused("use --custom-rm-path module:attr: a reward is a number", one="reward-key eval-reward-key"),
     *_noted("generation never waits for the trainer, but with --on-policy", switches="fully-async"),
     *_refused("use --rollout-concurrency-per-engine (samples in flight) and --max-rollout-lead (batches ahead)",

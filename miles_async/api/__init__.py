@@ -19,6 +19,7 @@ from miles_async.api.rollout import (
     Environment,
     Generate,
     GroupFilter,
+    GroupReward,
     MakeEnvironment,
     Reward,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "EpochRows",
     "Generate",
     "GroupFilter",
+    "GroupReward",
     "KlEstimator",
     "LeavesDevice",
     "MakeEnvironment",

@@ -156,6 +156,25 @@ class Reward(Protocol):
 
 
 @runtime_checkable
+class GroupReward(Protocol):
+    """``--group-rm-path module:attr``: the rewards of all samples of a prompt, which may depend on each other.
+
+    The samples come with the rewards that they have by then: of the environment or agent, or of ``--rm-type`` and
+    ``--custom-rm-path``; None without any. Raises as Reward does, for the whole group.
+
+    >>> async def shortest_is_best(prompt, samples):
+    ...     shortest = min(len(sample.text) for sample in samples)
+    ...     return [shortest / len(sample.text) for sample in samples]
+    >>> asyncio.run(shortest_is_best(prompt, [sample, sample]))
+    [1.0, 1.0]
+    """
+
+    async def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Rewarded]:
+        """Return the final reward of each sample, in their order, as Reward does."""
+        ...
+
+
+@runtime_checkable
 class GroupFilter(Protocol):
     """``--group-filter-path module:attr``: why a rewarded group must not be trained on, or None to keep it.
 

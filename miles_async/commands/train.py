@@ -143,7 +143,7 @@ def _evaluated(arguments: Arguments) -> Mapping[str, object]:
             f"{each.temperature_in_force(evaluation, rollout):g}"
             for each in evaluation_sets(evaluation)
         ),
-        "reward": arguments.rewards.custom_rm_path or arguments.rewards.rm_type,
+        "reward": arguments.rewards.named,
     }
 
 
@@ -154,7 +154,7 @@ def _sampled(arguments: Arguments, steps: int) -> Mapping[str, object]:
         "rollout": f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts × "
         f"{rollout.n_samples_per_prompt} samples, {steps} optimizer step(s) each",
         "staleness": f"age {bound}, {staleness.lead} batch(es) admitted ahead",
-        "reward": arguments.rewards.custom_rm_path or arguments.rewards.rm_type,
+        "reward": arguments.rewards.named,
     }
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
 import structlog
 
-from miles_async.algorithms.advantages.rewards import with_reward
-from miles_async.api import EngineClient, Generate, Reward
+from miles_async.algorithms.advantages.rewards import with_reward, with_rewards
+from miles_async.api import EngineClient, Generate, GroupReward, Reward
 from miles_async.errors import StalledError
 from miles_async.evaluation.totals import Outcome, Totals
 from miles_async.runtime.clock import now
@@ -41,8 +42,21 @@ class DataSet:
     prompts: Callable[[], Iterable[Prompt]]  # every prompt once
     client: EngineClient
     generate: Generate
-    reward: Reward
+    reward: Reward | None  # None: what generate gives, or the group's alone
     n_samples: int  # per prompt
+    group_reward: GroupReward | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class _AskedPrompt:
+    """One prompt while its samples are made."""
+
+    name: str  # of the data set
+    data_set: DataSet
+    attempt: Attempt
+    ended: int = 0  # samples, failed ones too
+    samples: dict[int, Sample] = field(default_factory=dict)  # by index, those that wait for the reward of their group
+    outcomes: list[Outcome] = field(default_factory=list)
 
 
 class Evaluator:
@@ -114,10 +128,10 @@ class Evaluator:
             remaining = iter(data_set.prompts())
             while (prompt := await asyncio.to_thread(next, remaining, None)) is not None:
                 attempt = Attempt(attempt_id=next(attempt_ids), prompt=prompt, epoch=0)
-                done = _whole_prompts(data_set.n_samples, totals[name])
+                asked = _AskedPrompt(name=name, data_set=data_set, attempt=attempt)
                 for index in range(data_set.n_samples):
                     await slots.acquire()
-                    scope.create_task(self._one_sample(name, attempt, index, done, slots))
+                    scope.create_task(self._one_sample(asked, index, totals[name], slots))
         return totals
 
     async def _until_stalled(self) -> NoReturn:
@@ -132,42 +146,59 @@ class Evaluator:
         """Seconds since a sample ended, outages left out."""
         return now() - max(self._last_end, self._services.paused_until())
 
-    async def _one_sample(
-        self, name: str, attempt: Attempt, index: int, done: Callable[[Outcome | None], None], slots: asyncio.Semaphore
-    ) -> None:
-        outcome, data_set = None, self._data_sets[name]
+    async def _one_sample(self, asked: _AskedPrompt, index: int, totals: Totals, slots: asyncio.Semaphore) -> None:
         try:
-            generate = partial(data_set.generate, data_set.client, attempt, index)
-            sample = await self._service.call(lambda: run_user_code(generate()))
-            given = await run_user_code(data_set.reward(attempt.prompt, sample))
-            rewarded = with_reward(sample, given)
-            outcome = _outcome(rewarded)
-            if self._recorded is not None:
-                self._recorded.add(name, attempt, index, rewarded, samples=data_set.n_samples)
-        except Exception as error:  # supervision point: one sample of an evaluation is no reason to end a run
-            log.warning("evaluation sample failed", prompt_id=attempt.prompt.prompt_id, error=repr(error))
+            with _supervised(asked):
+                sample = await self._sample(asked, index)
+                if asked.data_set.group_reward is None:
+                    self._finished(asked, index, sample)
+                else:
+                    asked.samples[index] = sample
+            asked.ended += 1
+            if asked.ended == asked.data_set.n_samples:
+                with _supervised(asked):
+                    await self._reward_group(asked)
+                totals.add_prompt([*asked.outcomes, *[None] * (asked.ended - len(asked.outcomes))])
         finally:
             self._last_end = now()
             self.ended += 1
             slots.release()
-        done(outcome)
+
+    async def _sample(self, asked: _AskedPrompt, index: int) -> Sample:
+        """One sample, without the reward of its group."""
+        data_set, prompt = asked.data_set, asked.attempt.prompt
+        generate = partial(data_set.generate, data_set.client, asked.attempt, index)
+        sample = await self._service.call(lambda: run_user_code(generate()))
+        if data_set.reward is None:
+            return sample
+        return with_reward(sample, await run_user_code(data_set.reward(prompt, sample)))
+
+    async def _reward_group(self, asked: _AskedPrompt) -> None:
+        """Finish the samples that wait for that."""
+        if (reward := asked.data_set.group_reward) is None or not asked.samples:
+            return
+        samples = [*asked.samples.values()]
+        rewarded = with_rewards(samples, await run_user_code(reward(asked.attempt.prompt, samples)))
+        for index, sample in zip(asked.samples, rewarded, strict=True):
+            self._finished(asked, index, sample)
+
+    def _finished(self, asked: _AskedPrompt, index: int, sample: Sample) -> None:
+        asked.outcomes.append(_outcome(sample))
+        if self._recorded is not None:
+            self._recorded.add(asked.name, asked.attempt, index, sample, samples=asked.data_set.n_samples)
 
 
-def _whole_prompts(n_samples: int, totals: Totals) -> Callable[[Outcome | None], None]:
-    """Return a function that collects the samples of one prompt and adds them to ``totals`` when all are there."""
-    outcomes: list[Outcome | None] = []
-
-    def add(outcome: Outcome | None) -> None:
-        outcomes.append(outcome)
-        if len(outcomes) == n_samples:
-            totals.add_prompt(outcomes)
-
-    return add
+@contextmanager
+def _supervised(asked: _AskedPrompt) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # supervision point: one sample of an evaluation is no reason to end a run
+        log.warning("evaluation sample failed", prompt_id=asked.attempt.prompt.prompt_id, error=repr(error))
 
 
 def _outcome(sample: Sample) -> Outcome:
     versions = loss_versions(sample)
-    assert sample.reward is not None, "with_reward() has set it"
+    assert sample.reward is not None, "it is rewarded"
     return Outcome(
         reward=sample.reward,
         length=sample.response_length,

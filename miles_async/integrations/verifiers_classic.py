@@ -4,6 +4,8 @@ import contextlib
 import functools
 import inspect
 import os
+import time
+import uuid
 from contextvars import ContextVar
 
 import httpx
@@ -11,6 +13,7 @@ import verifiers as vf
 from openai import AsyncOpenAI
 from verifiers.legacy.clients.openai_chat_completions_client import OpenAIChatCompletionsClient
 
+KEPT_SECONDS = 3600.0  # that a rollout waits for its group, which may have been given up
 TOO_LONG = "prompt is too long"  # what sessions answer when there is no room for another turn: the episode is cut
 _OWN = vf.EmptyModelResponseError  # no failure of the episode: a policy may say nothing
 
@@ -23,9 +26,11 @@ class ClassicEnvironment:
     def __init__(self, name, config):
         """``config``: arguments of ``load_environment``. Raises NotImplementedError for what cannot be trained."""
         self._environment = environment = vf.load_environment(name, **config)
-        if environment.requires_group_rollouts:
+        self._grouped = environment.requires_group_rollouts
+        self._kept: dict[str, tuple[float, dict]] = {}  # rollout → when it ended, state; oldest first
+        if not self._grouped and any(rubric.has_group_rewards for rubric in _rubrics(environment)):
             raise NotImplementedError(
-                f"{name} rewards whole groups; expected rewards of single rollouts: each is a session of its own here"
+                f"{name} is an EnvGroup with rewards of whole groups, which verifiers can't score"
             )
         if environment.message_type != "chat":
             raise NotImplementedError(f"{name} has prompts that are texts; expected messages (message_type chat)")
@@ -50,11 +55,13 @@ class ClassicEnvironment:
             try:
                 yield
             finally:
+                for rollout in [*self._kept]:
+                    await self._drop(rollout)
                 await self._environment._teardown()
                 self._environment._teardown = _nothing  # which verifiers calls when Python ends, too
 
     async def play(self, task_data, base_url):
-        """Return what became of one episode."""
+        """Return what became of one episode. One whose group is rewarded is kept until then."""
         environment = self._environment
         raised: list[Exception] = []
         _raised.set(raised)
@@ -63,16 +70,46 @@ class ClassicEnvironment:
         state = await environment.rollout(
             task_data, OpenAIChatCompletionsClient(client), "policy", environment.sampling_args
         )
+        kept = False
         try:
             error = state.get("error")
             if error is not None and not isinstance(error, _OWN) and TOO_LONG not in str(error.__cause__):
                 raise error
+            if kept := self._grouped:
+                return {"rollout": await self._keep(state), "turns": len(state["trajectory"])}
             await environment.rubric.score_rollout(state)
         finally:
-            await environment.rubric.cleanup(state)
+            if not kept:
+                await environment.rubric.cleanup(state)
         if raised:  # verifiers has made zeros of them
             raise raised[0]
         return {"reward": state["reward"], "turns": len(state["trajectory"])}
+
+    async def reward_group(self, rollouts):
+        """Return rewards of the rollouts of a group. They are kept if that fails, so that it can be tried again."""
+        rubric = self._environment.rubric
+        raised: list[Exception] = []
+        _raised.set(raised)
+        if not self._kept.keys() >= {*rollouts}:
+            return {"error": "a rollout of the group is not kept any more", "lost": True}
+        states = [self._kept[rollout][1] for rollout in rollouts]
+        await rubric.score_group(states)
+        if raised:
+            raise raised[0]
+        for rollout in rollouts:
+            await self._drop(rollout)
+        return {"rewards": [state["reward"] for state in states]}
+
+    async def _keep(self, state):
+        now = time.monotonic()
+        for rollout in [each for each, (ended, _) in self._kept.items() if ended < now - KEPT_SECONDS]:
+            await self._drop(rollout)
+        self._kept[rollout := uuid.uuid4().hex] = now, state
+        return rollout
+
+    async def _drop(self, rollout):
+        if (kept := self._kept.pop(rollout, None)) is not None:
+            await self._environment.rubric.cleanup(kept[1])
 
 
 def _first(dataset, count):

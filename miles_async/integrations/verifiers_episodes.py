@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
-from miles_async.errors import ConfigurationError, RequestRejectedError
+from miles_async.errors import ConfigurationError, RequestRejectedError, TransientEngineError
 from miles_async.rollout.wrapped_process import end, wrapped
 from miles_async.runtime.network.keys import Secret, without_keys
 from miles_async.runtime.texts import last_lines
-from miles_async.types import JsonObject, Prompt
+from miles_async.types import JsonObject, Prompt, Sample
 
+ROLLOUT = "rollout"  # in a sample's ``agent_turns``: by which the process knows it
 HOST = Path(__file__).with_name("verifiers_host.py")
 _END_SECONDS = 15.0  # for episodes to be cancelled and what they started to be ended
 _LONGEST_LINE = 1 << 26  # bytes
@@ -84,18 +85,38 @@ class VerifiersEpisodes:
         if self._reader is not None:
             await self._reader
 
-    async def __call__(self, base_url: str, prompt: Prompt) -> tuple[int, float]:
-        """Play the prompt's task; return turns and reward, as agents do.
+    async def __call__(self, base_url: str, prompt: Prompt) -> tuple[object, float | None]:
+        """Play the prompt's task; return turns and reward, as agents do: for one whose group is rewarded, its
+        turns with the name under which it is kept, and None.
 
         Raises ConnectionError if the process ends meanwhile or verifiers reports a service that is down,
         RequestRejectedError for any other failure that it reports.
         """
         if not isinstance(task := prompt.metadata.get("task"), Mapping):
             raise RequestRejectedError("expected a task of verifiers in the prompt's metadata (--metadata-key)")
+        told = await self._ask({"task": task, "base_url": base_url})
+        if (rollout := told.get("rollout")) is not None:
+            return {"turns": int(told["turns"]), ROLLOUT: rollout}, None
+        return int(told["turns"]), float(told["reward"])
+
+    async def reward_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float]:
+        """Return the rewards of a prompt's samples: those that they have, or those of verifiers for their group.
+
+        Raises as playing does, and TransientEngineError if the process that played them has ended.
+        """
+        turns = [sample.metadata.get("agent_turns") for sample in samples]
+        rollouts = [each[ROLLOUT] for each in turns if isinstance(each, Mapping)]
+        if not rollouts:
+            return [cast("float", sample.reward) for sample in samples]  # played, so it has one
+        told = await self._ask({"rollouts": rollouts})
+        return [float(reward) for reward in told["rewards"]]
+
+    async def _ask(self, message: JsonObject) -> JsonObject:
+        """The process's answer. Raises as :meth:`__call__` does."""
         process, number = await self._running(), next(self._numbers)
         self._waiting[number] = answer = asyncio.get_running_loop().create_future()
         try:
-            self._send(process, {"id": number, "task": task, "base_url": base_url})
+            self._send(process, {"id": number, **message})
             told = await answer
         except asyncio.CancelledError:
             self._send(process, {"id": number})
@@ -103,9 +124,10 @@ class VerifiersEpisodes:
         finally:
             del self._waiting[number]
         if "error" in told:
-            failure = ConnectionError if told.get("down") else RequestRejectedError
+            kinds = {"down": ConnectionError, "lost": TransientEngineError}
+            failure = next((kind for key, kind in kinds.items() if told.get(key)), RequestRejectedError)
             raise failure(f"verifiers: {told['error']}")
-        return int(told["turns"]), float(told["reward"])
+        return told
 
     def _send(self, process: asyncio.subprocess.Process, message: JsonObject) -> None:
         assert process.stdin is not None

@@ -6,6 +6,8 @@
 That Python has no miles_async, so this file and those that it imports use nothing of it. Which of them depends on the
 version there: ``verifiers_tasks.py`` for tasksets of 0.4, ``verifiers_classic.py`` for environments of 0.3.
 
+A line with ``rollouts`` asks for the rewards of a group of rollouts that were played, one with neither cancels.
+
 A task that is played talks to the model at its ``base_url``; the key is in OPENAI_API_KEY.
 """
 
@@ -44,14 +46,14 @@ def refuse(problem):
 
 
 async def play(loaded, messages, answers):
-    """Play episodes concurrently; an episode whose ``cancel`` is read is cancelled."""
+    """Play episodes and reward groups, concurrently; what is asked to be cancelled is."""
     reader = asyncio.StreamReader(limit=1 << 30)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), messages)
     episodes: dict[int, asyncio.Task] = {}
 
-    async def episode(number, task_data, base_url):
+    async def answer(number, work):
         try:
-            told = await loaded.play(task_data, base_url)
+            told = await work
         except Exception as error:
             told = failed(error)
         print(json.dumps({"id": number, **told}), file=answers, flush=True)
@@ -64,11 +66,15 @@ async def play(loaded, messages, answers):
         while line := await reader.readline():
             message = json.loads(line)
             number = message["id"]
-            if "task" not in message:
+            if "task" in message:
+                work = loaded.play(message["task"], message["base_url"])
+            elif "rollouts" in message:
+                work = loaded.reward_group(message["rollouts"])
+            else:
                 if (running := episodes.get(number)) is not None:
                     running.cancel()
                 continue
-            episodes[number] = asyncio.create_task(episode(number, message["task"], message["base_url"]))
+            episodes[number] = asyncio.create_task(answer(number, work))
             episodes[number].add_done_callback(partial(over, number))
         left = [*episodes.values()]
         for running in left:

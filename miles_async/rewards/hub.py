@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import cache, partial
 
-from miles_async.api import Reward
+from miles_async.api import GroupReward, Reward
 from miles_async.arguments.rewards import RewardArguments, parse_rm_type
 from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
 from miles_async.rewards.code_tests import CodeReward, sandbox_level
-from miles_async.rewards.guard import GuardedReward
+from miles_async.rewards.guard import GuardedGroupReward, GuardedReward
 from miles_async.rewards.judge import JudgeReward
 from miles_async.rewards.math_answer import MathReward
 from miles_async.rewards.multiple_choice import multiple_choice
@@ -117,3 +117,12 @@ def resolve_reward(arguments: RewardArguments, services: Services) -> GuardedRew
     if arguments.rm_type is None:
         raise ConfigurationError("no reward: give --rm-type or --custom-rm-path module:attr")
     return GuardedReward(RewardHub(arguments, services), timeout=None)
+
+
+def resolve_group_reward(arguments: RewardArguments, services: Services) -> GuardedGroupReward | None:
+    """Make the reward of groups, guarded: ``--group-rm-path``. Raises ConfigurationError."""
+    if arguments.group_rm_path is None:
+        return None
+    reward = load_object(arguments.group_rm_path, GroupReward, "--group-rm-path")
+    circuit = services.circuit(f"the service of --group-rm-path {arguments.group_rm_path}")
+    return GuardedGroupReward(reward, arguments.reward_timeout, circuit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from miles_async.algorithms.advantages.rewards import with_reward
-from miles_async.api import EngineClient, Generate, GroupFilter, Reward
+from miles_async.algorithms.advantages.rewards import with_reward, with_rewards
+from miles_async.api import EngineClient, Generate, GroupFilter, GroupReward, Reward
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.errors import (
     MilesAsyncError,
@@ -58,7 +58,8 @@ class Hooks:
     """The parts of a rollout that depend on flags."""
 
     generate: Generate
-    reward: Reward
+    reward: Reward | None  # None: what generate gives, or the group's alone
+    group_reward: GroupReward | None = None
     group_filter: GroupFilter | None = None
     service: Circuit = field(default_factory=lambda: Circuit("generation"))  # that Generate needs besides engines
     teach: Teach | None = None  # asked for rewarded samples
@@ -152,7 +153,8 @@ class Dispatcher:
     @contextmanager
     def _watched(self, attempt: Attempt) -> Iterator[GroupInFlight]:
         """Keep the attempt in flight during the context, in which it is aborted if it becomes too old."""
-        flight = GroupInFlight(attempt, self._arguments, self._min_samples, self._generate_sample)
+        reward = None if self._hooks.group_reward is None else self._reward_group
+        flight = GroupInFlight(attempt, self._arguments, self._min_samples, self._generate_sample, reward)
         self._in_flight[attempt.attempt_id] = flight
         try:
             yield flight
@@ -181,7 +183,8 @@ class Dispatcher:
             try:
                 sample = await self._hooks.service.call(partial(self._generate, attempt, index, key, running))
                 self._oldest_versions.note(key, check_sample(sample))
-                sample = with_reward(sample, await self._hooks.reward(attempt.prompt, sample))
+                if self._hooks.reward is not None:
+                    sample = with_reward(sample, await self._hooks.reward(attempt.prompt, sample))
                 return sample if self._hooks.teach is None else await self._hooks.teach(sample)
             except (TransientEngineError, VersionUnknownError) as error:
                 self._oldest_versions.forget(key)
@@ -211,6 +214,16 @@ class Dispatcher:
                 raise
             finally:
                 running.discard(index)
+
+    async def _reward_group(self, attempt: Attempt, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """The finished samples with the rewards of their group."""
+        assert self._hooks.group_reward is not None
+        try:
+            return with_rewards(samples, await self._hooks.group_reward(attempt.prompt, samples))
+        except (OverdueError, TransientEngineError) as error:
+            raise AttemptFailed(str(error), infrastructure=True) from error
+        except RewardError as error:
+            raise AttemptFailed(str(error), infrastructure=False) from error
 
     async def _write_dead_letters(self) -> None:
         if self._dead_letters is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import structlog
 
@@ -20,6 +20,9 @@ MakeSample = Callable[[Attempt, int, set[int]], Awaitable[Sample]]
 AttemptFailed.
 """
 
+RewardSamples = Callable[[Attempt, Sequence[Sample]], Awaitable[Sequence[Sample]]]
+"""(attempt, its finished samples) → the same with the rewards of the group. Raises AttemptFailed."""
+
 
 class AttemptFailed(Exception):
     """Ends an attempt; ``infrastructure`` tells whose fault it was (separate budgets, C6)."""
@@ -33,7 +36,14 @@ class AttemptFailed(Exception):
 class GroupInFlight:
     """The samples of one attempt, each in a task of its own."""
 
-    def __init__(self, attempt: Attempt, arguments: RolloutArguments, fewest: int, make: MakeSample) -> None:
+    def __init__(
+        self,
+        attempt: Attempt,
+        arguments: RolloutArguments,
+        fewest: int,
+        make: MakeSample,
+        reward: RewardSamples | None = None,
+    ) -> None:
         """``fewest``: samples that the group needs (C7)."""
         self.attempt = attempt
         self.over = False  # aborted
@@ -41,6 +51,7 @@ class GroupInFlight:
         self._begun = self._whole + arguments.extra_samples_per_prompt
         self._spare = self._begun - fewest
         self._make = make
+        self._reward = reward
         self._tasks: list[asyncio.Task[None]] = []  # by index of the sample
         self._generating: set[int] = set()
         self._finished: dict[int, Sample] = {}
@@ -57,6 +68,9 @@ class GroupInFlight:
         try:
             async with asyncio.TaskGroup() as scope:
                 self._tasks = [scope.create_task(self._sample(index)) for index in range(self._begun)]
+            if self._reward is not None and not self.over:
+                async with asyncio.TaskGroup() as scope:
+                    self._tasks.append(scope.create_task(self._rewarded(self._reward)))
         except* AttemptFailed:
             if not self.over:  # else it was aborted while its other samples came to their ends
                 raise
@@ -92,6 +106,12 @@ class GroupInFlight:
         """Stop watching the group's samples."""
         for index in range(self._begun):
             oldest_versions.forget(routing_key(self.attempt, index))
+
+    async def _rewarded(self, reward: RewardSamples) -> None:
+        """Give the finished samples the rewards of their group."""
+        indices = sorted(self._finished)
+        samples = await reward(self.attempt, [self._finished[index] for index in indices])
+        self._finished = dict(zip(indices, samples, strict=True))
 
     async def _sample(self, index: int) -> None:
         try:

@@ -22,6 +22,7 @@ LARGEST_MIB = 64
 
 HOOKS: Mapping[str, tuple[str, ...]] = {
     "reward": ("--rm-type", "none", "--custom-rm-path"),
+    "group_reward": ("--group-rm-path",),
     "environment": ("--environment-path",),
     "agent": ("--agent-path",),
     "generate": ("--custom-generate-function-path",),

@@ -42,6 +42,7 @@ def start(
     environment: object = None,
     agent: object = None,
     generate: object = None,
+    group_reward: object = None,
     group_filter: object = None,
 ) -> Run:
     """Start a run; return once its checks have passed and it has its run directory.
@@ -60,6 +61,7 @@ def start(
         "environment": environment,
         "agent": agent,
         "generate": generate,
+        "group_reward": group_reward,
         "group_filter": group_filter,
     }
     carried = carry(hooks)

@@ -5,16 +5,19 @@ A part of the composition root, for the rollout actor's process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from miles_async.api import Agent, EngineClient, Generate
+from miles_async.algorithms.advantages.rewards import with_rewards
+from miles_async.api import Agent, EngineClient, Generate, GroupReward
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.prompt_limit import trajectory_limit
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.prompts.tokenizers import load_tokenizer
-from miles_async.rewards.hub import resolve_reward
+from miles_async.rewards.guard import GuardedGroupReward
+from miles_async.rewards.hub import resolve_group_reward, resolve_reward
 from miles_async.rollout.agent import AgentGenerate, RunAgent
 from miles_async.rollout.agent_command import CommandAgent, command_words
 from miles_async.rollout.generate import Began, SingleTurnGenerate
@@ -28,7 +31,7 @@ from miles_async.runtime.services import Circuit, Services
 from miles_async.sessions.service import SessionService
 from miles_async.sessions.session import SessionSettings
 from miles_async.trajectory.taker import Limits, trajectory_factory
-from miles_async.types import CollectedSession, JsonObject, OpenSession, Prompt, Sample
+from miles_async.types import CollectedSession, JsonObject, OpenSession, Prompt, Rewarded, Sample
 from miles_async.wiring.engines import Service
 from miles_async.wiring.environments import check_environments, run_environments, verifiers_agent
 from miles_async.wiring.reply_parsers import call_hook, reply_parser
@@ -104,6 +107,20 @@ class Episodes:
                 began=self._began,
             )
         return SingleTurnGenerate(sampling, self._template, began=self._began, images=self._images)
+
+    def group_reward(self, reward: RunReward) -> GroupReward | None:
+        """The reward of groups: that of verifiers, then that of the flags."""
+        if self._verifiers is None:
+            return reward.group
+        timeout = self._arguments.rewards.reward_timeout
+        first, second = GuardedGroupReward(self._verifiers.reward_group, timeout, self.circuit), reward.group
+        if second is None:
+            return first
+
+        async def both(prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Rewarded]:
+            return await second(prompt, with_rewards(samples, await first(prompt, samples)))
+
+        return both
 
     def _limits(self, sampling: Sampling) -> Limits:
         return Limits(
@@ -228,14 +245,36 @@ def check_hooks(arguments: Arguments) -> None:
         resolve_run_reward(replace(arguments, rewards=flags), run_services(arguments))
 
 
-def resolve_run_reward(arguments: Arguments, services: Services) -> GivenReward:
-    """The reward of this run; what an environment or agent gives comes first. Raises ConfigurationError."""
-    rewards, multi_turn = arguments.rewards, arguments.sessions.is_multi_turn
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReward:
+    """The rewards of training, or of a data set."""
+
+    single: GivenReward | None  # None: what an environment or agent gives, or the group's alone
+    group: GuardedGroupReward | None
+
+    async def close(self) -> None:
+        """Close both, if they can be."""
+        for reward in (self.single, self.group):
+            if reward is not None:
+                await reward.close()
+
+
+def resolve_run_reward(arguments: Arguments, services: Services) -> RunReward:
+    """The rewards of these flags; what an environment or agent gives comes first. Raises ConfigurationError."""
+    group = resolve_group_reward(arguments.rewards, services)
+    return RunReward(single=_single_reward(arguments, services, alone=group is None), group=group)
+
+
+def _single_reward(arguments: Arguments, services: Services, *, alone: bool) -> GivenReward | None:
+    """``alone``: no group reward follows."""
+    rewards, sessions = arguments.rewards, arguments.sessions
     if rewards.rm_type is not None or rewards.custom_rm_path is not None:
         return GivenReward(resolve_reward(rewards, services))
     if arguments.algorithm.advantage_estimator == "on_policy_distillation":
         return GivenReward(_unrewarded)
-    return GivenReward(None if multi_turn else resolve_reward(rewards, services))
+    if not alone or sessions.plays_verifiers:
+        return None
+    return GivenReward(None if sessions.is_multi_turn else resolve_reward(rewards, services))
 
 
 async def _unrewarded(prompt: Prompt, sample: Sample) -> float:

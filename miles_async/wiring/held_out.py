@@ -14,12 +14,11 @@ from miles_async.engines.stack import EngineStack
 from miles_async.evaluation.evaluator import DataSet, Evaluator
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.rollout.generate import sampling_parameters
-from miles_async.rollout.multi_turn import GivenReward
 from miles_async.runtime.services import Services
 from miles_async.samples.recorder import SampleRecorder
 from miles_async.types import JsonObject, Prompt
 from miles_async.wiring.engines import RunEngines
-from miles_async.wiring.generation import Episodes, resolve_run_reward
+from miles_async.wiring.generation import Episodes, RunReward, resolve_run_reward
 from miles_async.wiring.run_prompts import open_source
 
 
@@ -30,10 +29,10 @@ class RunRewards:
         """Make that of training. Raises ConfigurationError."""
         self._arguments = arguments
         self._services = services
-        self._rewards: dict[RewardArguments, GivenReward] = {}
+        self._rewards: dict[RewardArguments, RunReward] = {}
         self.training = self.of(arguments.rewards)
 
-    def of(self, flags: RewardArguments) -> GivenReward:
+    def of(self, flags: RewardArguments) -> RunReward:
         """The reward of these flags. Raises ConfigurationError."""
         if flags not in self._rewards:
             self._rewards[flags] = resolve_run_reward(replace(self._arguments, rewards=flags), self._services)
@@ -67,7 +66,8 @@ def make_evaluator(
             generate=episodes.generate(
                 {**rollout, **each.sampling(arguments.evaluation, arguments.rollout)}, trained=False
             ),
-            reward=rewards.of(each.rewards(arguments.rewards)),
+            reward=rewards.of(each.rewards(arguments.rewards)).single,
+            group_reward=episodes.group_reward(rewards.of(each.rewards(arguments.rewards))),
             n_samples=each.samples(arguments.evaluation),
         )
         for each in held_out

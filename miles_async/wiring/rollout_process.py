@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 import ray
 import structlog
 
-from miles_async.api import Reward
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.debug import file_of_step
@@ -45,7 +44,7 @@ from miles_async.staleness.versions import OldestVersions
 from miles_async.weights.verify import canary_tokens
 from miles_async.wiring.decisions import make_batches, make_pool, quadratic_work_of
 from miles_async.wiring.engines import ForkedEngines, RunEngines, StackMaker
-from miles_async.wiring.generation import Episodes, run_services, run_template
+from miles_async.wiring.generation import Episodes, RunReward, run_services, run_template
 from miles_async.wiring.held_out import RunRewards, make_evaluator
 from miles_async.wiring.placement import RunPlacement
 from miles_async.wiring.run_prompts import open_source, prompt_notes
@@ -201,7 +200,7 @@ def _dispatcher(
     engines: RunEngines,
     source: FilePromptSource,
     episodes: Episodes,
-    reward: Reward,
+    reward: RunReward,
     run_dir: Path,
     pool: Pool,
     services: Services,
@@ -214,7 +213,8 @@ def _dispatcher(
         client=engines.train.client,
         hooks=Hooks(
             generate=episodes.generate(sampling_parameters(rollout), trained=True),
-            reward=reward,
+            reward=reward.single,
+            group_reward=episodes.group_reward(reward),
             group_filter=group_filter(arguments.rewards),
             service=episodes.circuit,
             teach=_teacher(arguments, engines, services),

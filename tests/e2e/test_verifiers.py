@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
-from miles_async.errors import ConfigurationError, RequestRejectedError, ServiceUnavailableError
+from miles_async.errors import ConfigurationError, RequestRejectedError, ServiceUnavailableError, TransientEngineError
 from miles_async.integrations.generate_rows import rows_of
 from miles_async.integrations.verifiers_episodes import HOST, VerifiersEpisodes, host_environment
 from miles_async.rollout.agent import AgentGenerate
@@ -228,10 +228,42 @@ async def test_a_reward_that_raises_is_no_reward_of_zero(tmp_path: Path) -> None
     assert "the judge is down" in str(error)
 
 
+async def test_rewards_of_a_group_are_those_of_its_rubric(tmp_path: Path) -> None:
+    counts = tmp_path / "counts.json"
+    config = {"scores": "reversed_twice+first_of_all", "counts": str(counts)}
+    (asked,) = prompts_of("0.3", "rounds_of_classic", config, 1)
+    async with playing("0.3", "rounds_of_classic", config, Model(reverses), tmp_path) as (play, episodes):
+        samples, others = await play([asked] * 4), await play([asked] * 2)
+        assert [sample.reward for sample in samples] == [None] * 4
+        assert [sample.metadata["turns"] for sample in samples] == [2] * 4
+        assert await episodes.reward_group(asked, samples) == [2.0, 1.75, 1.5, 1.25]
+        with pytest.raises(TransientEngineError, match="a rollout of the group is not kept any more"):
+            await episodes.reward_group(asked, samples)
+        assert episodes._process is not None
+        for host in psutil.Process(episodes._process.pid).children():
+            host.kill()
+        with pytest.raises((TransientEngineError, ConnectionError)):
+            await episodes.reward_group(asked, others)
+        (sample,) = await play([asked])
+        assert isinstance(sample, Sample)
+    told = json.loads(counts.read_text())  # of the second process, whose only rollout was never rewarded
+    assert told == {"opened": [0], "closed": [0]}
+
+
+async def test_a_group_whose_reward_failed_can_be_rewarded_again(tmp_path: Path) -> None:
+    # covers: C6
+    config = {"scores": "judged"}
+    (asked,) = prompts_of("0.3", "rounds_of_classic", config, 1)
+    async with playing("0.3", "rounds_of_classic", config, Model(reverses), tmp_path) as (play, episodes):
+        samples = await play([asked] * 2)
+        with pytest.raises(ConnectionError, match="the judge is down"):
+            await episodes.reward_group(asked, samples)
+        assert await episodes.reward_group(asked, samples) == [0.5, 0.5]
+
+
 @pytest.mark.parametrize(
     ("version", "name", "config", "found"),
     [
-        ("0.3", "rounds_of_classic", {"scores": "grouped"}, "rounds_of_classic rewards whole groups"),
         ("0.4", "rounds_of_tasks", {"id": "user-sim"}, "expected one agent .* found assistant, user: give"),
     ],
 )
@@ -277,3 +309,14 @@ def test_tasks_are_played_and_trained(name: str, tmp_path: Path) -> None:
     for sample in samples:
         assert_observations_carry_no_loss(sample)
         assert 0.0 <= sample.reward <= 1.0
+
+
+def test_a_classic_environment_that_rewards_groups_is_trained(tmp_path: Path) -> None:
+    sizes = ("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4")
+    run = trained(tmp_path, "0.3", "rounds_of_classic", {"scores": "first_of_all"}, *sizes)
+    samples = [*trained_samples(run)]
+    assert len(samples) == 2 * 4 * 4
+    for sample in samples:
+        assert_observations_carry_no_loss(sample)
+    groups = [samples[first : first + 4] for first in range(0, len(samples), 4)]
+    assert [[sample.reward for sample in group] for group in groups] == [[1.0, 0.75, 0.5, 0.25]] * 8

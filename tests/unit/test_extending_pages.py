@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from miles_async.algorithms.registry import advantage_estimator, policy_loss, token_advantages
-from miles_async.api import Agent, Environment, Generate, GroupFilter, MakeEnvironment, PromptSampler, Reward, Tracker
+from miles_async.api import (
+    Agent,
+    Environment,
+    Generate,
+    GroupFilter,
+    GroupReward,
+    MakeEnvironment,
+    PromptSampler,
+    Reward,
+    Tracker,
+)
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.sessions import parse_environment
 from miles_async.engines.kind import ServerCommand
@@ -40,6 +50,7 @@ def choose(hook: str, flag: str) -> object:
 LOADS: dict[str, Callable[[str, str], object]] = {
     "--environment": lambda hook, flag: parse_environment(hook),
     "--custom-rm-path": lambda hook, flag: load_object(hook, Reward, flag),
+    "--group-rm-path": lambda hook, flag: load_object(hook, GroupReward, flag),
     "--group-filter-path": lambda hook, flag: load_object(hook, GroupFilter, flag),
     "--environment-path": lambda hook, flag: load_factory(hook, MakeEnvironment, Environment, flag),
     "--custom-generate-function-path": lambda hook, flag: load_object(hook, Generate, flag),

@@ -55,6 +55,11 @@ def with_reward(sample: Sample, given: Rewarded) -> Sample:
     )
 
 
+def with_rewards(samples: Sequence[Sample], given: Sequence[Rewarded]) -> list[Sample]:
+    """Set the reward of each sample, as :func:`with_reward` does."""
+    return [with_reward(sample, reward) for sample, reward in zip(samples, given, strict=True)]
+
+
 def _summed(rewards: Float32 | None, more: npt.ArrayLike, loss_mask: UInt8) -> Float32:
     found = np.array(more, np.float32)  # a copy: a reward may use its array again
     if found.shape != loss_mask.shape:

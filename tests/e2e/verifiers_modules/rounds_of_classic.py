@@ -43,8 +43,18 @@ def unscored(completion) -> float:
     raise ConnectionRefusedError("the judge is down")
 
 
-def grouped(completions) -> list[float]:
-    return [0.0 for _ in completions]
+def first_of_all(completions, infos) -> list[float]:
+    """1 for the first of the rollouts, whose number is the smallest; less for the others."""
+    assert all(each[-1].role == "assistant" for each in completions)
+    return [1.0 - n / 4 for n, _ in enumerate(infos)]
+
+
+def judged(states) -> list[float]:
+    """Fails the first time."""
+    if not states[0].setdefault("asked", []):
+        states[0]["asked"].append(True)
+        raise ConnectionRefusedError("the judge is down")
+    return [0.5] * len(states)
 
 
 def load_environment(counts="", count=100, fails=0, hangs=0, scores="reversed_twice"):
@@ -54,5 +64,5 @@ def load_environment(counts="", count=100, fails=0, hangs=0, scores="reversed_tw
         {"question": f"rev {1000 + n}", "answer": str(1000 + n)[::-1], "info": {"number": n, "does": does[n]}}
         for n in range(count)
     ]
-    rubric = vf.Rubric(funcs=[globals()[scores]])
+    rubric = vf.Rubric(funcs=[globals()[name] for name in scores.split("+")])
     return TwoRounds(counts, dataset=Dataset.from_list(rows), rubric=rubric)

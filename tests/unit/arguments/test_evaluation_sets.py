@@ -129,6 +129,7 @@ def test_data_sets_of_flags_come_with_those_of_the_file(file: Path) -> None:
         ({"rm_type": "maths"}, "found 'maths'; did you mean math?"),
         ({"rm_type": "math", "custom_rm_path": "a:b"}, "rm_type and custom_rm_path: give one of them"),
         ({"custom_rm_path": "a.b"}, "custom_rm_path: expected module:attr, found 'a.b'"),
+        ({"group_rm_path": "a.b"}, "group_rm_path: expected module:attr, found 'a.b'"),
         ({"min_new_tokens": 3}, "min_new_tokens does not exist here: an answer ends where the model ends it"),
         ({"path": "a.csv"}, "datasets[0] (a): path: expected a .jsonl (also .gz, .zst) or .parquet file"),
         ({"path": None}, "missing required field `path`"),

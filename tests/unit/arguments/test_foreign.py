@@ -130,6 +130,9 @@ class TestTranslation:
         assert parse("--dynamic-sampling-filter-path", path).arguments.rewards.group_filter == ("zero_variance",)
         assert "--group-filter-path" in refusal("--dynamic-sampling-filter-path", "mine.filter")
 
+    def test_a_reward_of_groups(self):
+        assert "--group-rm does not exist here: use --group-rm-path module:attr" in refusal("--group-rm")
+
     def test_an_estimator_of_slime_that_is_a_loss_here(self):
         parsed = parse("--advantage-estimator", "gspo")
         assert parsed.arguments.algorithm.advantage_estimator == "grpo"

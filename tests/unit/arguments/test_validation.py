@@ -555,6 +555,7 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             {"rm_type": None, "custom_rm_path": "a.b"},
             "--custom-rm-path a.b: expected module:attr",
         ),
+        case("malformed group reward", {"group_rm_path": "a.b"}, "--group-rm-path a.b: expected module:attr"),
         case("reward without label", {"label_key": None}, "--rm-type exact_match", "--label-key none"),
         case(
             "sum without label",

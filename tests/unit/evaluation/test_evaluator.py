@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -205,6 +205,40 @@ async def test_prompts_that_cannot_be_read_end_the_evaluation_with_their_error()
     with pytest.raises(ExceptionGroup) as caught:
         await bench.evaluator.run(0)
     assert caught.group_contains(OSError, match="the disk is gone")
+
+
+async def test_a_group_reward_sees_the_samples_of_a_prompt_that_did_not_fail(tmp_path: Path):
+    recorder, seen = recorder_in(tmp_path), list[tuple[str, int]]()
+
+    async def shares(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        seen.append((prompt.prompt_id, len(samples)))
+        return [sample.reward / len(samples) for sample in samples]
+
+    rewards = lambda prompt, sample: RewardError("no") if (prompt, sample) == (1, 0) else 1.0  # noqa: E731
+    bench = Bench(rewards, sets={"aime": 2}, n_samples=4, record=recorder.evaluation)
+    bench.change(group_reward=shares)
+    metrics = await bench.evaluator.run(0)
+    assert sorted(seen) == [("0", 4), ("1", 3)]
+    assert metrics["eval/aime/reward/mean"] == pytest.approx((4 / 4 + 3 / 3) / 7)
+    assert (metrics["eval/aime/samples"], metrics["eval/aime/failed_samples"]) == (7, 1)
+    recorder.finish()
+    (file,) = samples_files(tmp_path)
+    found = [(row.prompt_id, row.sample, row.reward) for row in read_rows(file.path)]
+    assert sorted(found) == [("0", n, 1 / 4) for n in range(4)] + [("1", n, pytest.approx(1 / 3)) for n in (1, 2, 3)]
+
+
+async def test_a_group_reward_that_fails_costs_the_samples_of_its_prompt():
+    # covers: C6
+    async def fails(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        if prompt.prompt_id == "1":
+            raise SystemExit(3)
+        return [1.0] * len(samples)
+
+    bench = Bench(sets={"aime": 3}, n_samples=2)
+    bench.change(group_reward=fails, reward=None)
+    metrics = await bench.evaluator.run(0)
+    assert (metrics["eval/aime/samples"], metrics["eval/aime/failed_samples"]) == (4, 2)
+    assert bench.evaluator.ended == 6
 
 
 # ------------------------------------------------------------------------------------------------------------ samples

@@ -15,13 +15,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from msgspec import structs
 
-from miles_async.errors import ConfigurationError, RequestRejectedError
+from miles_async.errors import ConfigurationError, RequestRejectedError, TransientEngineError
 from miles_async.integrations import verifiers_episodes
 from miles_async.integrations.generate_rows import rows_of
 from miles_async.integrations.verifiers_episodes import HOST, VerifiersEpisodes
-from miles_async.types import Prompt
+from miles_async.types import Prompt, Sample
 from tests.fakes.keys import KEYS
+from tests.property.builders import make_sample
 
 PLAYS = '''
 """Answers as verifiers_host.py does; its tasks say what happens."""
@@ -32,10 +34,16 @@ if "broken" in sys.argv[3]:
 if "slow" in sys.argv[3] and not os.path.exists("slow"):  # the first time
     open("slow", "w").close()
     time.sleep(600)
+kept = set()
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     message = json.loads(line)
     number, task = message["id"], message.get("task")
+    if "rollouts" in message:
+        left = [rollout for rollout in message["rollouts"] if rollout not in kept]
+        told = {"error": "not kept", "lost": True} if left else {"rewards": [*range(len(message["rollouts"]))]}
+        print(json.dumps({"id": number, **told}), flush=True)
+        continue
     if task is None:
         print(f"cancelled {number}", file=sys.stderr, flush=True)
         continue
@@ -50,6 +58,9 @@ for line in sys.stdin:
     if does == "leave":
         subprocess.Popen(["sleep", "600"], start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     told = {"turns": 2, "reward": task.get("reward", 1.0)}
+    if does == "group":
+        kept.add(f"r{number}")
+        told = {"turns": 3, "rollout": f"r{number}"}
     if does == "fail":
         told = {"error": "TaskError: no such file", "down": task["down"]}
     if does == "environment":
@@ -89,6 +100,28 @@ async def test_episodes_of_one_process_return_turns_and_reward(episodes: Verifie
     assert await asyncio.gather(*asked) == [(2, 0.0), (2, 0.5), (2, 1.0)]
     key = KEYS.sessions.agents.reveal()
     assert await episodes("http://127.0.0.1:1/v1", prompt("environment", key=key)) == (1, 1.0)
+
+
+def played(turns: object, reward: float | None) -> Sample:
+    return structs.replace(make_sample([0]), reward=reward, metadata={"agent_turns": turns})
+
+
+async def test_episodes_of_a_group_are_rewarded_together(episodes: VerifiersEpisodes) -> None:
+    asked = prompt("group")
+    samples = [played(*await episodes("http://127.0.0.1:1/v1", asked)) for _ in range(3)]
+    assert [(sample.metadata["agent_turns"]["turns"], sample.reward) for sample in samples] == [(3, None)] * 3
+    assert await episodes.reward_group(asked, samples) == [0.0, 1.0, 2.0]
+    single = [played(*await episodes("", prompt("play", reward=reward))) for reward in (0.25, 0.75)]
+    assert await episodes.reward_group(asked, single) == [0.25, 0.75]
+
+
+async def test_episodes_of_a_process_that_ended_are_lost_to_their_group(episodes: VerifiersEpisodes) -> None:
+    # covers: C6
+    samples = [played(*await episodes("", prompt("group")))]
+    with pytest.raises(ConnectionError):
+        await episodes("", prompt("die"))
+    with pytest.raises(TransientEngineError, match="verifiers: not kept"):
+        await episodes.reward_group(prompt("group"), samples)
 
 
 async def test_what_verifiers_reports_is_the_attempts_own_failure(episodes: VerifiersEpisodes) -> None:

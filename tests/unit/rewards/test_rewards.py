@@ -27,7 +27,7 @@ from miles_async.errors import (
 from miles_async.rewards import guard
 from miles_async.rewards.code_tests import read_tests
 from miles_async.rewards.guard import GuardedReward
-from miles_async.rewards.hub import RewardHub, resolve_reward
+from miles_async.rewards.hub import RewardHub, resolve_group_reward, resolve_reward
 from miles_async.rewards.judge import filled_in
 from miles_async.rewards.math_answer import is_any_right
 from miles_async.rewards.multiple_choice import multiple_choice
@@ -191,6 +191,14 @@ class TestHub:
         reward = resolve_reward(RewardArguments(custom_rm_path="own_hooks:good"), Services())
         assert await reward(PROMPT, sample("21")) == await hooks.good(PROMPT, sample("21"))
 
+    async def test_own_reward_of_groups(self, hooks: types.ModuleType):
+        reward = resolve_group_reward(RewardArguments(group_rm_path="own_hooks:of_groups"), Services())
+        assert await reward(PROMPT, [sample("21"), sample("12")]) == [0.0, 1.0]
+        await reward.close()
+        assert resolve_group_reward(RewardArguments(rm_type="math"), Services()) is None
+        with pytest.raises(ConfigurationError, match=r"--group-rm-path own_hooks:too_few .*\(prompt, samples\)"):
+            resolve_group_reward(RewardArguments(group_rm_path="own_hooks:too_few"), Services())
+
     def test_nothing_is_refused(self):
         with pytest.raises(ConfigurationError, match="no reward: give --rm-type"):
             resolve_reward(RewardArguments(), Services())
@@ -341,6 +349,7 @@ async def good(prompt, sample): return 1.0
 def not_async(prompt, sample): return 1.0
 async def too_few(prompt): return 1.0
 async def extra(prompt, sample, *, scale=2.0): return scale
+async def of_groups(prompt, samples): return [float(n) for n, _ in enumerate(samples)]
 def keep(group): return None
 class Good:
     async def __call__(self, prompt, sample): return 0.5

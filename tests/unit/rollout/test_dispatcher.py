@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from miles_async.errors import (
     TransientEngineError,
     first_error,
 )
-from miles_async.rewards.guard import GuardedReward
+from miles_async.rewards.guard import GuardedGroupReward, GuardedReward
 from miles_async.rollout.checkpoint import read_snapshot, write_snapshot
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
@@ -127,6 +129,11 @@ class Bench:
             reward=GuardedReward(
                 options.pop("reward", reward), options.pop("reward_timeout", 60.0), circuits.circuit("rewards")
             ),
+            group_reward=GuardedGroupReward(
+                group_reward, options.pop("group_reward_timeout", 60.0), circuits.circuit("group rewards")
+            )
+            if (group_reward := options.pop("group_reward", None))
+            else None,
             group_filter=options.pop("group_filter", None),
             service=circuits.circuit("generation"),
             teach=Teacher(score, circuits.circuit("teacher")) if (score := options.pop("score", None)) else None,
@@ -1014,3 +1021,146 @@ async def test_extra_samples_take_the_place_of_failed_ones() -> None:
         (group,) = bench.dispatcher.pool.snapshot().groups
     assert (len(group.samples), group.stopped) == (2, 0)
     assert bench.balance()["failed"] == 0
+
+
+# ------------------------------------------------------------------------------------------- rewards of whole groups
+async def by_length(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    """2 for the first, 1 for the second, on top of what they have."""
+    return [(sample.reward or 0.0) + len(samples) - index for index, sample in enumerate(samples)]
+
+
+@pytest.mark.parametrize(("given", "rewards"), [(reward, [3.0, 2.0]), (None, [2.0, 1.0])])
+async def test_a_group_reward_sees_all_samples_with_their_rewards_and_decides(
+    given: Reward | None, rewards: list[float]
+) -> None:
+    bench = Bench(group_reward=by_length)
+    bench.dispatcher._hooks = replace(bench.dispatcher._hooks, reward=given)
+    async with running(bench):
+        groups = await bench.dispatcher.cut(0)
+    assert [[sample.reward for sample in group.samples] for group in groups] == [rewards] * BATCH
+
+
+async def test_a_group_without_its_failed_samples_is_rewarded() -> None:
+    # covers: C7
+    async def second_fails(prompt: Prompt, sample: Sample) -> float:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise RewardError("cannot tell")
+        return 1.0
+
+    asked = 0
+    bench = Bench(min_samples=1, total_groups=1, reward=second_fails, group_reward=by_length)
+    async with running(bench):
+        await until(lambda: bench.balance()["buffered"] == 1)
+        (group,) = bench.dispatcher.pool.snapshot().groups
+    assert [sample.reward for sample in group.samples] == [2.0]
+
+
+async def changes_tokens(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    samples[0].tokens[-1:] = 0
+    return [1.0, 1.0]
+
+
+async def leaves(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    raise SystemExit(3)
+
+
+def gives(*rewards: Any) -> Callable[[Prompt, Sequence[Sample]], Awaitable[Any]]:
+    async def group_reward(prompt: Prompt, samples: Sequence[Sample]) -> Any:
+        return rewards[0] if len(rewards) == 1 else rewards
+
+    return group_reward
+
+
+@pytest.mark.parametrize(
+    ("group_reward", "reason"),
+    [
+        (changes_tokens, "group reward raised ValueError.*read-only"),
+        (leaves, r"group reward raised SystemExit\(3\)"),
+        (gives(1.0, 2.0, 3.0), r"group reward returned \(1.0, 2.0, 3.0\), expected 2 rewards, one for each sample"),
+        (gives({1.0, 2.0}), r"group reward returned \{1.0, 2.0\}, expected 2 rewards"),
+        (gives(1.0, None), "group reward returned None, expected a number"),
+        (gives(1.0, math.nan), "reward nan: expected a finite number"),
+    ],
+)
+async def test_a_group_reward_that_fails_costs_its_attempt_and_quarantines_a_prompt(
+    group_reward: Callable[..., Awaitable[Any]], reason: str
+) -> None:
+    # covers: C6
+    async def of_p1(prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float]:
+        return await (group_reward if prompt.prompt_id == "p1" else by_length)(prompt, samples)
+
+    bench = Bench(group_reward=of_p1)
+    async with running(bench):
+        await until(lambda: bench.balance()["quarantined"] == 1)
+    [letter] = bench.dispatcher.pool.dead_letters
+    assert letter.prompt_id == "p1"
+    assert all(re.search(reason, each) for each in letter.reasons)
+
+
+async def test_numbers_of_numpy_are_rewards_of_a_group() -> None:
+    async with running(Bench(group_reward=gives(np.array([0.25, 0.5], np.float32)))) as bench:
+        groups = await bench.dispatcher.cut(0)
+    assert {tuple(sample.reward for sample in group.samples) for group in groups} == {(0.25, 0.5)}
+
+
+async def test_a_group_keeps_its_samples_while_the_service_of_its_reward_is_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # covers: C6
+    monkeypatch.setattr(services, "_SHORTEST_PAUSE", 0.01)
+    failures = iter([ConnectionRefusedError("nobody listens")] * 2)
+
+    async def down_at_first(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        if (error := next(failures, None)) is not None:
+            raise error
+        return await by_length(prompt, samples)
+
+    bench = Bench(group_reward=down_at_first, lead=1)
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+    assert bench.engine.calls == 2 * BATCH  # nothing was generated again
+    assert bench.balance()["failed"] == 0
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_a_group_reward_that_hangs_or_lost_its_samples_is_infrastructure(
+    lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: C6
+    monkeypatch.setattr(services, "_LONGEST_PAUSE", 0.1)
+
+    async def fails(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        if lost:
+            raise TransientEngineError("the process that played them is gone")
+        await asyncio.sleep(60)
+        return []
+
+    bench = Bench(group_reward=fails, group_reward_timeout=0.02, quarantine=0)
+    async with running(bench):
+        await until(lambda: bench.balance()["failed"] > 2 * BATCH)
+    assert bench.balance()["quarantined"] == 0
+
+
+async def test_a_group_that_becomes_too_old_while_it_is_rewarded_is_aborted() -> None:
+    # covers: C5
+    rewarding, cancelled = 0, 0
+
+    async def slow_at_first(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        nonlocal rewarding, cancelled
+        rewarding += 1
+        if bench.engine.version == 0:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                cancelled += 1
+        return await by_length(prompt, samples)
+
+    bench = Bench(group_reward=slow_at_first)
+    async with running(bench):
+        await until(lambda: rewarding == 2 * BATCH)
+        bench.engine.version = 2
+        groups = await bench.dispatcher.cut(2)
+        assert [group.oldest_version for group in groups] == [2, 2]
+        assert bench.dispatcher.pool.balance().aborted == cancelled == 2 * BATCH
