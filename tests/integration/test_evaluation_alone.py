@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +16,14 @@ import pytest
 from miles_async.cli import main
 from miles_async.samples.columns import SampleSummary
 from miles_async.samples.reader import read_note, read_summaries, samples_files
-from tests.integration.real_run import QUICKSTART, RealRun, real_run
+from tests.integration.real_run import QUICKSTART, ROOT, RealRun, real_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 PROMPTS, SAMPLES = 48, 4
 REVERSE_MODEL, SORT_MODEL = (str(QUICKSTART / "assets" / task / "model") for task in ("reverse", "sort"))
 HELD_OUT = f"{QUICKSTART}/assets/reverse/test.jsonl@[0:{PROMPTS}]"
+FEWER = ("--prompt-data", HELD_OUT, "--n-samples-per-prompt", str(SAMPLES), "--rollout-num-gpus", "1")
 SECONDS = 200.0
 
 Started = Callable[..., RealRun]
@@ -35,6 +38,13 @@ def rollout_words(model: str, data: str = HELD_OUT, samples: int = SAMPLES) -> t
     flags = ("--device", "cpu", "--rm-type", "exact_match", "--rollout-max-response-len", "7")
     prompts = ("--prompt-data", data, "--n-samples-per-prompt", str(samples))
     return ("rollout", "--hf-checkpoint", model, *flags, *prompts)
+
+
+def page_commands() -> list[tuple[str, ...]]:
+    """The commands of docs/rollout.md that evaluate the quick start's model before and after training."""
+    text = (ROOT / "docs/rollout.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"^    \.venv/bin/miles-async (rollout @.*)$", text, re.MULTILINE)
+    return [tuple(shlex.split(line)) for line in lines]
 
 
 def rows_of(run: RealRun) -> list[SampleSummary]:
@@ -57,9 +67,9 @@ def brute_force(rows: list[SampleSummary], k: int) -> float:
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory, imported_reverse: tuple[str, ...]) -> RealRun:
-    """The quick start's model on held-out prompts."""
+    """The quick start's model on held-out prompts, by the first command of the page."""
     run_dir = tmp_path_factory.mktemp("rollout") / "before"
-    with real_run(run_dir, command=command(imported_reverse, *rollout_words(REVERSE_MODEL))) as run:
+    with real_run(run_dir, *FEWER, command=command(imported_reverse, *page_commands()[0])) as run:
         assert run.wait(SECONDS) == 0, run.output
         run.assert_nothing_left()
     return run
@@ -87,11 +97,28 @@ def test_a_rollout_estimates_pass_at_k_of_all_samples_without_a_trainer(
     assert "rev " in capsys.readouterr().out
 
 
+def test_the_page_shows_what_its_command_prints(before: RealRun) -> None:
+    """But for its numbers, which are of all held-out prompts and the samples that the quick start takes."""
+    (shown,) = re.findall(r"```\n(test: .*?)```", (ROOT / "docs/rollout.md").read_text(), re.DOTALL)
+    prompts, samples = map(int, re.findall(r"\d+", shown.splitlines()[0]))
+    held_out = (QUICKSTART / "assets/reverse/test.jsonl").read_text().splitlines()
+    assert (prompts, samples) == (len(held_out), 8 * len(held_out))
+    printed = without_digits(before.output).splitlines()
+    for line in shown.splitlines():
+        if "pass@8" not in line:  # of more samples than the test takes
+            assert without_digits(line) in printed
+
+
+def without_digits(text: str) -> str:
+    return re.sub(r"\d+", "#", text)
+
+
 def test_another_model_is_compared_prompt_by_prompt(
     before: RealRun, tmp_path: Path, imported_reverse: tuple[str, ...]
 ) -> None:
-    words = (*rollout_words(SORT_MODEL), "--against", str(before.run_dir))
-    with real_run(tmp_path / "sort", command=command(imported_reverse, *words)) as run:
+    # The second command of the page, with a model that is there.
+    other = ("--hf-checkpoint", SORT_MODEL, "--against", str(before.run_dir))
+    with real_run(tmp_path / "sort", *FEWER, *other, command=command(imported_reverse, *page_commands()[1])) as run:
         assert run.wait(SECONDS) == 0, run.output
     found = json.loads((run.run_dir / "evaluation.json").read_text())["against"]["data_sets"]["test"]["reward"]
     expected = np.mean([row.reward for row in rows_of(run)]) - np.mean([row.reward for row in rows_of(before)])
