@@ -193,6 +193,7 @@ class TestHub:
 
     async def test_own_reward_of_groups(self, hooks: types.ModuleType):
         reward = resolve_group_reward(RewardArguments(group_rm_path="own_hooks:of_groups"), Services())
+        assert reward is not None
         assert await reward(PROMPT, [sample("21"), sample("12")]) == [0.0, 1.0]
         await reward.close()
         assert resolve_group_reward(RewardArguments(rm_type="math"), Services()) is None

@@ -1042,6 +1042,8 @@ async def test_a_group_reward_sees_all_samples_with_their_rewards_and_decides(
 
 async def test_a_group_without_its_failed_samples_is_rewarded() -> None:
     # covers: C7
+    asked = 0
+
     async def second_fails(prompt: Prompt, sample: Sample) -> float:
         nonlocal asked
         asked += 1
@@ -1049,7 +1051,6 @@ async def test_a_group_without_its_failed_samples_is_rewarded() -> None:
             raise RewardError("cannot tell")
         return 1.0
 
-    asked = 0
     bench = Bench(min_samples=1, total_groups=1, reward=second_fails, group_reward=by_length)
     async with running(bench):
         await until(lambda: bench.balance()["buffered"] == 1)
