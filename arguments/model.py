@@ -51,6 +51,15 @@ def full_attention(config: JsonObject) -> tuple[int, int, int] | None:
     return layers, int(size), int(groups or config["num_key_value_heads"])
 
 
+def num_experts(config: JsonObject) -> int:
+    """Number of routed experts per layer, 0 for a dense model."""
+    if "E" not in config.get(LAYER_PATTERN, "E"):
+        return 0  # transformers writes a number all the same
+    if not config.get("enable_moe_block", True):
+        return 0  # Gemma 4, dense
+    return next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
+
+
 def experts_per_token(config: JsonObject) -> int | None:
     """Number of experts that a router chooses; None if ``config`` does not tell."""
     return config.get("num_experts_per_tok") or config.get("top_k_experts")

@@ -124,6 +124,24 @@ def _shape_problems(shapes: Mapping[str, Shape], config: JsonObject) -> Iterator
         yield f"{len(wrong)} tensor(s) are not those of config.json: {_first(wrong)}"
     if "model.embed_tokens.weight" not in shapes and found:
         yield "the weights have no model.embed_tokens.weight"
+    if config.get("model_type") == "qwen3_vl_moe":
+        yield from _transposed_experts(shapes, config)
+
+
+def _transposed_experts(shapes: Mapping[str, Shape], config: JsonObject) -> Iterator[str]:
+    """Experts of Qwen3-VL are published as [experts, input, output]; transformers (5.19) writes them the other way."""
+    hidden, width = config.get("hidden_size"), config.get("moe_intermediate_size", 0)
+    inputs = {"gate_up_proj": (hidden, 2 * width), "down_proj": (width, hidden)}
+    other = [
+        f"{name} is {list(shape)}"
+        for name, shape in shapes.items()
+        if ".mlp.experts." in name and shape[1:] != inputs.get(name.split(".")[-1], shape[1:])
+    ]
+    if other:
+        yield (
+            f"{len(other)} tensor(s) of experts are not [experts, input, output] as published, which SGLang reads: "
+            f"{_first(other)}; if transformers 5 wrote them, write each with .transpose(1, 2)"
+        )
 
 
 def _expected_shapes(config: JsonObject) -> dict[str, Shape]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.megatron_settings import megatron_settings
-from miles_async.arguments.model import EXPERT_COUNTS, experts_per_token
+from miles_async.arguments.model import experts_per_token, num_experts
 from miles_async.arguments.model_files import read_config
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
@@ -39,7 +39,7 @@ class RouterShape:
 
 def router_shape(config: JsonObject) -> RouterShape | None:
     """None for a dense model. ``config``: config.json. Raises ConfigurationError if it lacks sizes."""
-    experts = next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
+    experts = num_experts(config)
     if not experts:
         return None
     layers, topk = config.get("num_hidden_layers"), experts_per_token(config)
@@ -62,6 +62,8 @@ def check_routing_replay(arguments: Arguments) -> Iterator[str]:
         return
     flag = "--use-rollout-routing-replay" if algorithm.use_rollout_routing_replay else "--use-routing-replay"
     config = read_config(directory) if directory else {}
+    if "vision_config" in config:
+        yield f"{flag}: experts of tokens that stand for images were not compared with plain ones; leave it out"
     try:
         if config and router_shape(config) is None:
             yield f"{flag}: --hf-checkpoint {directory} is a dense model, which has no experts: leave it out"

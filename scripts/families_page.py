@@ -43,13 +43,21 @@ PyTorch in this layout, on CPU in fp32:
 - log-probs after these steps of AdamW (5e-3 absolute).
 
 *Engine*: `tests/integration/test_families_verified.py` publishes the trainer's weights to a real SGLang server with so
-many tensor-parallel ranks, and compares every element.
+many tensor-parallel ranks, and compares every element; a request in flight continues when it is retracted and when it
+is kept in place. `gemma4_text` and `nemotron_h` are published in bf16 too, where
+`tests/integration/test_megatron_checkpoints.py` trains and resumes them; `tests/integration/test_routing_replay.py` and
+`test_routing_replay_real.py` replay the experts of their mixtures, as those of `qwen3_moe`.
 
-`qwen2_5_vl` and `qwen3_vl` read images. `tests/integration/test_vision_models.py` compares the same for batches with
-images and texts (log-probs within 2e-5, after training within 1e-3), `tests/integration/test_vision_engine.py` what an
-engine samples after images, also with agents. The vision tower, transformers' own, is trained, unless
-`--freeze-vision-tower` is given. Refused for them are layouts other than data-parallel ones, adapters, shared prefixes,
-a critic and a teacher. megatron-bridge's model of Qwen3-VL, which needs Transformer Engine, is not used on any device.
+`qwen2_5_vl`, `qwen3_vl` and `qwen3_vl_moe` read images. `tests/integration/test_vision_models.py` compares the same for
+batches with images and texts (log-probs within 2e-5, after training within 1e-3),
+`tests/integration/test_vision_engine.py` what an engine samples after images, also with agents. The vision tower,
+transformers' own, is trained, unless `--freeze-vision-tower` is given. Refused for them are layouts other than data and
+expert parallelism, adapters, shared prefixes, replay of experts, a critic and a teacher. megatron-bridge's model of
+Qwen3-VL, which needs Transformer Engine, is not used on any device.
+
+Files of `qwen3_vl_moe` hold a layer's experts as [experts, input, output]. transformers 5.19 reads both orders by their
+shapes and writes the other one, which is refused here: SGLang 0.5.23 expects the published order. So are sizes with
+which a matrix is square.
 
 The layers are those for CPUs (`miles_async/backends/megatron/host/spec.py`); Transformer Engine's, which GPUs use, were
 not compared. Gemma 2 to 4 have the host layers on GPUs too. Engines of `deepseek_v32` and `glm_moe_dsa` need GPUs:
@@ -120,7 +128,8 @@ def lines() -> Iterator[str]:
             engines = [f"TP {ranks}" for served, ranks in (*SERVED, *SERVED_AT_NIGHT) if served == name]
             yield f"| `{kind}` | {name} | {' | '.join([*cells, ', '.join(others), ', '.join(engines)])} |"
     for kind, name in WITH_IMAGES.items():
-        yield f"| `{kind}` | {name} | yes | {' | ' * (len(COLUMNS) - 1)}dp2 | TP 1 |"
+        cells = ["yes" if layout == "one-rank" or (layout == "ep2" and "moe" in name) else "" for layout in COLUMNS]
+        yield f"| `{kind}` | {name} | {' | '.join(cells)} | dp2 | TP 1 |"
     yield from ("", "## Refused", "", "| model_type | why, and what to do |", "|---|---|")
     yield from (f"| `{kind}` | {reason} |" for kind, reason in REFUSED.items())
     yield "| any other | it was not compared with transformers |"

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from miles_async.arguments.model import (
-    EXPERT_COUNTS,
     LAYER_PATTERN,
     attention_layers,
     experts_per_token,
     full_attention,
+    num_experts,
 )
 from miles_async.types import JsonObject
 
@@ -134,7 +134,7 @@ def _feed_forward(config: JsonObject) -> tuple[int, int, float]:
         return _ungated_feed_forward(config)
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     dense = 3 * hidden * config["intermediate_size"]
-    experts = next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
+    experts = num_experts(config)
     if not experts:
         return layers * dense, 0, 0.0
     first_dense = config.get("first_k_dense_replace") or 0

@@ -123,7 +123,10 @@ SERVED_AT_NIGHT = (
     ("nemotron-h-moe", 1),
 )
 
-WITH_IMAGES: dict[str, str] = {"qwen2_5_vl": "qwen2.5-vl", "qwen3_vl": "qwen3-vl"}
+SERVED_IN_BF16 = (("gemma4", 1), ("gemma4-moe", 1), ("nemotron-h", 1), ("nemotron-h-moe", 1))
+"""The same in bfloat16, of families whose engines this project completes."""
+
+WITH_IMAGES: dict[str, str] = {"qwen2_5_vl": "qwen2.5-vl", "qwen3_vl": "qwen3-vl", "qwen3_vl_moe": "qwen3-vl-moe"}
 """model_type → tiny model of test_vision_models.py, which compares samples with images and without on one rank and on
 two data-parallel ones, and of test_vision_engine.py, which publishes to an engine of one rank and samples there.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +31,9 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
-from miles_async.seams import EngineFleet, WeightSender
+from miles_async.seams import EngineFleet, InferenceServer, WeightSender
 from miles_async.trainer.ranks import united
-from miles_async.types import Picture, Publication, StagedWeights
+from miles_async.types import Incarnation, JsonObject, Picture, Publication, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_sender, make_transport
 from miles_async.weights.transports.object_store_rank import ObjectStoreSender
@@ -117,11 +117,26 @@ class Trainer:
         self._backend.close()
 
 
+class HookedFleet(Fleet):
+    """Calls ``before_pause`` once, right before engines are paused."""
+
+    before_pause: Callable[[], Awaitable[None]] | None = None
+
+    async def call(  # type: ignore[override]
+        self, engines: Sequence[Incarnation], operation: Callable[..., object], *arguments: object, brief: bool = False
+    ) -> Any:
+        before = self.before_pause
+        if operation is InferenceServer.pause and before is not None:
+            self.before_pause = None
+            await before()
+        return await super().call(engines, operation, *arguments, brief=brief)
+
+
 @dataclass(frozen=True)
 class OneEngine:
     """A real SGLang server."""
 
-    fleet: Fleet
+    fleet: HookedFleet
     server: SGLangServer
     http: Http
     url: str
@@ -140,7 +155,7 @@ async def one_engine(spec: ServerSpec) -> AsyncIterator[OneEngine]:
         await supervisor.start()
         url = registry.engines["engine-0"].url
         assert url is not None
-        yield OneEngine(Fleet(registry, supervisor, server, Traffic()), server, http, url)
+        yield OneEngine(HookedFleet(registry, supervisor, server, Traffic()), server, http, url)
     finally:
         await supervisor.stop()
         await http.close()
@@ -244,6 +259,31 @@ async def publishing(
         for opened in made:
             opened.close()
         assert os.listdir(directory) == []
+
+
+def check_interrupted(
+    trainer: Trainer, prompt: Sequence[int], reply: JsonObject, mode: str, tokens: int, tolerance: float = 1e-4
+) -> None:
+    """The answer to a request of ``tokens`` that was in flight when the trainer's version was published."""
+    before, after = str(trainer.version - 1), str(trainer.version)
+    spans = reply["meta_info"]["weight_versions"]
+    ends = [span["end"] for span in spans]
+    assert [span["start"] for span in spans] == [0, *ends[:-1]]
+    assert len(reply["output_ids"]) == len(reply_logprobs(reply)) == ends[-1]
+    if mode == "abort":
+        assert [span["version"] for span in spans] == [before]
+        assert ends[-1] < tokens
+    else:
+        assert [span["version"] for span in spans] == [before, after]
+        assert ends[-1] == tokens
+    if mode == "retract":  # the cache is rebuilt: from the edge on it is all from the new weights
+        trained = trainer.logprobs([*prompt, *reply["output_ids"]])[len(prompt) - 1 :]
+        np.testing.assert_allclose(reply_logprobs(reply)[ends[0] :], trained[ends[0] :], atol=tolerance)
+
+
+def reply_logprobs(reply: JsonObject) -> list[float]:
+    """Of the output."""
+    return [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
 
 
 def random_sequences() -> list[list[int]]:

@@ -1,5 +1,6 @@
 """What the trainer exports of every family is what SGLang's loader of that family holds, element by element: no tensor
-more or less, and no parameter that a publication leaves as it was. A real server for each, and Megatron.
+more or less, and no parameter that a publication leaves as it was. Requests that publications meet go on. A real server
+for each, and Megatron.
 """
 
 from __future__ import annotations
@@ -7,12 +8,15 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from miles_async.engines.kind import ServerSpec
-from tests.integration.family_table import SERVED, SERVED_AT_NIGHT
-from tests.integration.publishing import Trainer, one_engine, publishing
+from miles_async.weights.verify import canary_tolerance
+from tests.integration.family_table import SERVED, SERVED_AT_NIGHT, SERVED_IN_BF16
+from tests.integration.publishing import Trainer, check_interrupted, one_engine, publishing, reply_logprobs
 from tests.integration.served_models import save_served
+from tests.integration.streamed_request import StreamedRequest
 
 pytestmark = [
     pytest.mark.integration,
@@ -20,23 +24,32 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # megatron's about fused kernels, torch's about names that megatron uses
 ]
 
-CASES = [*SERVED, *(pytest.param(*case, marks=pytest.mark.long) for case in SERVED_AT_NIGHT)]
+CASES = [
+    *((*case, "float32") for case in SERVED),
+    *(pytest.param(*case, "float32", marks=pytest.mark.long) for case in SERVED_AT_NIGHT),
+    *(pytest.param(*case, "bfloat16", marks=pytest.mark.long) for case in SERVED_IN_BF16),
+]
 # Gemma: two norms of each of two layers, and the last one. Nemotron-H: decays of each layer of Mamba-2.
 IN_OTHER_FORM = {"gemma": 5, "nemotron-h": 2, "nemotron-h-moe": 1}
 
 
-@pytest.mark.parametrize(("family", "ranks"), CASES)
+PROMPT, LONG = (5, 6, 7, 8), 160  # tokens: many more than come before a pause
+
+
+@pytest.mark.parametrize(("family", "ranks", "dtype"), CASES)
 async def test_engines_hold_all_that_is_exported_and_nothing_else(
-    family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_imports: Path
+    family: str, ranks: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_imports: Path
 ) -> None:
     # covers: C8, M16
     if ranks > 1:
         monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang asks for that on one NUMA node
-    model = save_served(family, tmp_path / "model", seed=0)
+    model, bf16 = save_served(family, tmp_path / "model", seed=0, dtype=dtype), dtype == "bfloat16"
+    tolerance = canary_tolerance(None, bf16=True, device="cpu") if bf16 else 1e-4  # on average
+    most = 4 * tolerance if bf16 else tolerance
     spec = ServerSpec(
         model_path=str(model),
         device="cpu",
-        dtype="float32",
+        dtype=dtype,
         tensor_parallel_size=ranks,
         start_timeout=200,
         log_dir=str(tmp_path / "logs"),
@@ -45,10 +58,31 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
         fork_server=engine_imports,
     )
     async with one_engine(spec) as engine:
-        with closing(Trainer(model)) as trainer:
-            async with publishing(trainer, engine.fleet, tmp_path / "staged", tolerance=1e-4) as published:
-                for _ in range(2):
+        with closing(Trainer(model, bf16=bf16)) as trainer:
+
+            def stream(tokens: int) -> StreamedRequest:
+                sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
+                body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+                return StreamedRequest(engine.http, engine.url, {**body, "extra_key": f"v{trainer.version}"})
+
+            for mode in ("abort", "retract", "in_place"):
+                async with publishing(
+                    trainer, engine.fleet, tmp_path / "staged", tolerance=tolerance, pause_generation_mode=mode
+                ) as published:
+                    in_flight: list[StreamedRequest] = []
+
+                    async def start_request() -> None:
+                        in_flight.append(stream(LONG))  # noqa: B023
+                        await in_flight[0].goes_on()  # noqa: B023
+
+                    if trainer.version >= 0:
+                        engine.fleet.before_pause = start_request
                     publication = await published.next()
                     assert publication.engines == ("engine-0",)
                     assert publication.incomparable_tensors == IN_OTHER_FORM.get(family, 0)
                     assert publication.compared_tensors == len(trainer.weights()) - publication.incomparable_tensors
+                    for request in in_flight:
+                        check_interrupted(trainer, PROMPT, await request.reply, mode, LONG, most)
+            reply = await stream(16).reply  # nothing is left of the prompt as older weights read it
+            trained = trainer.logprobs([*PROMPT, *reply["output_ids"]])[len(PROMPT) - 1 :]
+            np.testing.assert_allclose(reply_logprobs(reply), trained, atol=most)

@@ -66,7 +66,10 @@ MODELS = {
     "qwen3-tied with a critic": Model("qwen3-tied", algorithm=AlgorithmArguments(token_advantages="gae")),
     "glm4-moe in bf16": Model("glm4-moe", bf16=True),
     "deepseek-v3 in bf16": Model("deepseek-v3", bf16=True),
-    # Stands for models with parameters that stay in fp32 (A_log), none of which is verified yet.
+    "gemma4 in bf16": Model("gemma4", bf16=True),
+    "gemma4-moe in bf16": Model("gemma4-moe", bf16=True),
+    "nemotron-h in bf16": Model("nemotron-h", bf16=True),
+    "nemotron-h-moe in bf16": Model("nemotron-h-moe", bf16=True),
     "glm4-moe in bf16, router in fp32": Model("glm4-moe", bf16=True, kept_in_fp32=(".router.weight",)),
 }
 CASES: list[Case] = [
@@ -76,6 +79,10 @@ CASES: list[Case] = [
     ("tp2-ep2", "deepseek-v3 in bf16"),
     ("pp2", "glm4-moe in bf16"),
     ("pp2", "qwen3-tied with a critic"),
+    ("pp2", "gemma4 in bf16"),
+    ("ep2", "gemma4-moe in bf16"),
+    ("pp2", "nemotron-h in bf16"),
+    ("ep2", "nemotron-h-moe in bf16"),
 ]
 
 

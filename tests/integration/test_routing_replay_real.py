@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from miles_async.arguments.routing import RouterShape
 from miles_async.engines.client import RouterClient
@@ -30,35 +33,40 @@ from tests.fakes.text_of_tokens import TextOfTokens
 from tests.integration.rank_processes import run_ranks
 from tests.integration.routing_scenario import observe_differences
 from tests.integration.served_models import save_served
+from tests.integration.test_routing_replay import router_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-ROUTERS = RouterShape(layers=2, topk=2, experts=12)
+LAYERS = {"qwen3-moe": 2, "gemma4-moe": 2, "nemotron-h-moe": 4}
 SAMPLES, TOKENS = 6, 150
 
 
-def save_undecided(directory: Path) -> Path:
+def save_undecided(family: str, directory: Path) -> Path:
     """A mixture whose routers give all experts nearly the same score, so that rounding decides."""
     from safetensors.torch import load_file, save_file
 
-    file = save_served("qwen3-moe", directory, seed=3) / "model.safetensors"
+    file = save_served(family, directory, seed=3) / "model.safetensors"
     tensors = load_file(file)
-    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
-        tensors[name] = tensors[name][:1] + 0.02 * tensors[name]
+    for name, tensor in tensors.items():
+        if name.endswith(("gate.weight", "router.proj.weight")):
+            tensors[name] = tensor[:1] + 0.02 * tensor
+        elif name.endswith("gate.e_score_correction_bias"):
+            tensors[name] = torch.zeros_like(tensor)
     save_file(tensors, file, metadata={"format": "pt"})
     return directory
 
 
 def save_rounded(source: Path, directory: Path) -> Path:
     """The model with all weights rounded to bfloat16."""
-    from transformers import AutoModelForCausalLM
+    from safetensors.torch import load_file, save_file
 
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16")
-    model.float().save_pretrained(directory)
+    shutil.copytree(source, directory)
+    rounded = {name: tensor.bfloat16().float() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
-async def generate(spec: ServerSpec) -> list[Sample]:
+async def generate(spec: ServerSpec, routers: RouterShape) -> list[Sample]:
     """Samples of one server; all requests are aborted on their way, and go on."""
     server, http = ServerProcess(SGLANG, spec, 0, 0), Http()
     url = await server.start()
@@ -73,7 +81,7 @@ async def generate(spec: ServerSpec) -> list[Sample]:
             request_timeout=60.0,
             retries=0,
             gate_timeout=10.0,
-            routers=ROUTERS,
+            routers=routers,
         )
         make = SingleTurnGenerate({"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}, TextOfTokens(str))
         draw = np.random.default_rng(0)
@@ -96,26 +104,34 @@ def attempt(number: int, ids: tuple[int, ...]) -> Attempt:
     return Attempt(attempt_id=number, prompt=Prompt(prompt_id=str(number), token_ids=ids, text=""), epoch=0)
 
 
-def plain_choices(model: Path, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """[T, layers × top-k]: experts that the routers of transformers choose, sorted."""
-    import torch
+def plain_choices(model: Path, samples: Sequence[Sample]) -> list[dict[int, np.ndarray]]:
+    """Layer → [T, top-k]: experts that the routers of transformers choose, sorted."""
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    chosen: list[object] = []
-    for layer in plain.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda *called: chosen.append(called[2][2].sort(-1).values))
+    chosen: dict[int, np.ndarray] = {}
+
+    def note(layer: int, _: object, __: object, output: tuple[torch.Tensor, ...]) -> None:
+        chosen[layer] = output[2].sort(-1).values.numpy()
+
+    for layer, module in enumerate(plain.model.layers):
+        if (router := router_of(module)) is not None:
+            router.register_forward_hook(partial(note, layer))
     result = []
     for sample in samples:
-        chosen.clear()
         with torch.no_grad():
             plain(torch.tensor(sample.tokens[None].astype(np.int64)))
-        result.append(torch.cat(chosen, 1).numpy())
+        result.append(dict(chosen))
     return result
 
 
-def test_experts_of_the_engine_bring_its_log_probs_to_the_trainer(tmp_path: Path, engine_imports: Path) -> None:
-    model = save_undecided(tmp_path / "model")
+@pytest.mark.parametrize(
+    "family", [name if name == "qwen3-moe" else pytest.param(name, marks=pytest.mark.long) for name in LAYERS]
+)
+def test_experts_of_the_engine_bring_its_log_probs_to_the_trainer(
+    family: str, tmp_path: Path, engine_imports: Path
+) -> None:
+    model, routers = save_undecided(family, tmp_path / "model"), RouterShape(layers=LAYERS[family], topk=2, experts=12)
     spec = ServerSpec(
         model_path=str(model),
         device="cpu",
@@ -126,15 +142,16 @@ def test_experts_of_the_engine_bring_its_log_probs_to_the_trainer(tmp_path: Path
         fork_server=engine_imports,
         routed_experts=True,
     )
-    samples = asyncio.run(generate(spec))
+    samples = asyncio.run(generate(spec, routers))
     assert max(sample.metadata["chunks"] for sample in samples) > 1
     same = []
     for sample, expected in zip(samples, plain_choices(model, samples), strict=True):
         assert sample.routed_experts is not None
-        assert sample.routed_experts.shape == (20 + TOKENS, 4)
+        assert sample.routed_experts.shape == (20 + TOKENS, routers.width)
         assert sample.routed_experts.dtype == np.uint8
-        pairs = np.sort(sample.routed_experts.reshape(-1, 2, 2), -1).reshape(-1, 4)
-        same.append((pairs == expected)[:-1])
+        pairs = np.sort(sample.routed_experts.reshape(-1, routers.layers, 2), -1)
+        assert expected
+        same += [(pairs[:-1, layer] == chosen[:-1]).ravel() for layer, chosen in expected.items()]
     assert np.concatenate(same).mean() > 0.98  # they decide by less than rounding, here and there
 
     rewarded = [msgspec.structs.replace(sample, reward=1.0) for sample in samples]

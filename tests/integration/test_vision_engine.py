@@ -75,7 +75,9 @@ def test_agents_show_images(tmp_path: Path, imported_reverse: tuple[str, ...], m
         assert not sample.more_branches
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if "moe" in name else []) for name in CONFIGS]
+)
 async def test_engines_read_images_as_the_trainer_does(name: str, tmp_path: Path, engine_imports: Path) -> None:
     # covers: C8, M16
     model = save_served_vision(tmp_path / "model", name)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.arguments.model import ModelArguments
-from miles_async.arguments.model_files import count_elements
+from miles_async.arguments.model import ModelArguments, num_experts
+from miles_async.arguments.model_files import count_elements, directory_problems, read_config
 from miles_async.backends.megatron.memory.plan import measure
 from miles_async.backends.megatron.memory.stages import StageRequest
 from tests.integration.megatron_scenario import LR, Layout, export_differences, make_backend
@@ -27,8 +27,12 @@ Seen = dict[str, Any]
 STEPS = tuple(tuple(vision_samples(6, seed=seed)) for seed in range(2))
 
 
-MODELS = [
-    pytest.param((name, tied), marks=[] if tied else [pytest.mark.long], id=f"{name}-{'tied' if tied else 'untied'}")
+MODELS = [  # published mixtures are untied
+    pytest.param(
+        (name, tied),
+        marks=[] if tied is ("moe" not in name) else [pytest.mark.long],
+        id=f"{name}-{'tied' if tied else 'untied'}",
+    )
     for name in CONFIGS
     for tied in (True, False)
 ]
@@ -120,16 +124,19 @@ def test_the_vision_tower_can_be_left_as_it_is(seen: Seen, model: Path):
     assert sorted(seen["frozen"]) == sorted(name for name in names if "visual." in name)
 
 
-def _train_on_shards(rank: int, world_size: int, store: dist.Store, model: Path, folder: Path) -> Seen:
-    """In one of two data-parallel ranks, of which the second has no images; and what is saved there."""
-    backend = make_backend(rank, world_size, store, model, Layout(world_size), recompute="full")
+def _train_on_shards(rank: int, world_size: int, store: dist.Store, model: Path, folder: Path, expert: int) -> Seen:
+    """In one of two data-parallel ranks, of which the second has no images; and what is saved there. ``expert``:
+    ranks over which experts are split.
+    """
+    layout = Layout(world_size, expert=expert)
+    backend = make_backend(rank, world_size, store, model, layout, recompute="full")
     metrics = backend.train(to_shards([WITH_TEXT_RANK], dp_size=2, micro_batches=2)[rank])
     backend.save(folder / "checkpoint")
     backend.save_hf(folder / "hf")
     sequences, pictures = [list(each) for each in zip(*cases(), strict=True)]
     seen: Seen = {"step": metrics, "after": backend.logprobs(sequences, pictures=pictures)}
     backend.close()
-    resumed = make_backend(rank, world_size, dist.PrefixStore("resumed", store), model, Layout(world_size))
+    resumed = make_backend(rank, world_size, dist.PrefixStore("resumed", store), model, layout)
     resumed.load(folder / "checkpoint")
     seen["resumed"] = resumed.logprobs(sequences, pictures=pictures)
     resumed.close()
@@ -142,19 +149,23 @@ WITH_TEXT_RANK = [STEPS[0][index] for index in (1, 0, 2, 3)]  # images are at ev
 def test_data_parallel_ranks_train_as_one_and_keep_all_of_it(
     model: Path, plain: PlainVisionTrainer, tmp_path: Path
 ) -> None:
-    seen, other = run_ranks(2, _train_on_shards, model, tmp_path)
+    """Also where they split experts."""
     reference = PlainVisionTrainer(model, lr=LR)
     reference.pictures = plain.pictures
     expected = reference.train([WITH_TEXT_RANK])
-    assert seen["step"]["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-5)
-    assert seen["step"]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
-    assert seen["resumed"] == seen["after"] == other["after"]
-    exported = PlainVisionTrainer(tmp_path / "hf", lr=LR)  # with its own processor
-    exported.pictures = plain.pictures
-    with torch.no_grad():
-        for (tokens, _), after in zip(cases(), seen["after"], strict=True):
-            np.testing.assert_allclose(after, exported.logprobs(tokens).tolist(), atol=2e-5)
-            np.testing.assert_allclose(after, reference.logprobs(tokens).tolist(), atol=1e-3)
+    for expert in (1, 2) if num_experts(read_config(model)) else (1,):
+        folder = tmp_path / str(expert)
+        seen, other = run_ranks(2, _train_on_shards, model, folder, expert)
+        assert seen["step"]["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-5)
+        assert seen["step"]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        assert seen["resumed"] == seen["after"] == other["after"]
+        assert not list(directory_problems(folder / "hf", "--hf-checkpoint"))
+        exported = PlainVisionTrainer(folder / "hf", lr=LR)  # with its own processor
+        exported.pictures = plain.pictures
+        with torch.no_grad():
+            for (tokens, _), after in zip(cases(), seen["after"], strict=True):
+                np.testing.assert_allclose(after, exported.logprobs(tokens).tolist(), atol=2e-5)
+                np.testing.assert_allclose(after, reference.logprobs(tokens).tolist(), atol=1e-3)
 
 
 def test_memory_is_planned_with_the_vision_tower(model: Path) -> None:

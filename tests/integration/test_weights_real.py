@@ -4,7 +4,7 @@ the way is found, and nothing is left behind. One server with a mixture of exper
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,6 @@ import pytest_asyncio
 import torch
 
 from miles_async.engines.external import ExternalServers
-from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRegistry, EngineState
@@ -36,11 +35,14 @@ from tests.integration.publishing import (
     TRANSPORTS,
     Corrupt,
     Held,
+    HookedFleet,
     Publishing,
     Trainer,
+    check_interrupted,
     listening_sockets,
     publishing,
     random_sequences,
+    reply_logprobs,
     settled,
     until_no_more,
 )
@@ -59,22 +61,12 @@ PROMPT = (5, 6, 7, 8)
 LONG = 160  # tokens: many more than come before a pause
 
 
-class RecordingFleet(Fleet):
+class RecordingFleet(HookedFleet):
     """Notes who is to be fenced, and leaves it alone: a restart would take half a minute."""
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
         self.fenced: list[str] = []
-        self.before_pause: Callable[[], Awaitable[None]] | None = None  # once
-
-    async def call(  # type: ignore[override]
-        self, engines: Sequence[Incarnation], operation: Callable[..., object], *arguments: object, brief: bool = False
-    ) -> Any:
-        before = self.before_pause
-        if operation is InferenceServer.pause and before is not None:
-            self.before_pause = None
-            await before()
-        return await super().call(engines, operation, *arguments, brief=brief)
 
     async def fence(self, engines: Sequence[Incarnation], reason: str) -> None:
         self.fenced.append(reason)
@@ -180,31 +172,10 @@ async def test_what_is_trained_is_what_generates(server: Server, transport: str,
         assert isinstance(score, CanaryScore)
         np.testing.assert_allclose(score.logprobs, server.trainer.logprobs(sequence), atol=1e-4)
     assert np.abs(np.subtract(score.logprobs, before)).max() > 1e-2  # else older weights would pass as well
-    check_interrupted(server, await in_flight[0].reply, mode)
+    check_interrupted(server.trainer, PROMPT, await in_flight[0].reply, mode, LONG)
     reply = await server.generate(16)  # the prompt of the request that was in flight
     assert reply["meta_info"]["weight_versions"] == [{"version": str(version), "start": 0, "end": 16}]
-    np.testing.assert_allclose(logprobs(reply), server.trained(reply), atol=1e-4)
-
-
-def check_interrupted(server: Server, reply: JsonObject, mode: str) -> None:
-    """The answer to a request that was in flight when the trainer's version was published."""
-    before, after = str(server.trainer.version - 1), str(server.trainer.version)
-    spans = reply["meta_info"]["weight_versions"]
-    ends = [span["end"] for span in spans]
-    assert [span["start"] for span in spans] == [0, *ends[:-1]]
-    assert len(reply["output_ids"]) == len(logprobs(reply)) == ends[-1]
-    if mode == "abort":
-        assert [span["version"] for span in spans] == [before]
-        assert ends[-1] < LONG
-    else:
-        assert [span["version"] for span in spans] == [before, after]
-        assert ends[-1] == LONG
-    if mode == "retract":  # the cache is rebuilt: from the edge on it is all from the new weights
-        np.testing.assert_allclose(logprobs(reply)[ends[0] :], server.trained(reply)[ends[0] :], atol=1e-4)
-
-
-def logprobs(reply: JsonObject) -> list[float]:
-    return [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+    np.testing.assert_allclose(reply_logprobs(reply), server.trained(reply), atol=1e-4)
 
 
 def one_element(tensors: dict[str, torch.Tensor], _: dict[str, torch.Tensor]) -> None:
@@ -270,7 +241,7 @@ async def test_an_external_engine_is_brought_to_the_weights_and_left_running(ser
         assert (await published.next()).engines == (ENGINE,)
     assert external.fleet.fenced == []
     reply = await external.generate(4)
-    assert logprobs(reply) == pytest.approx(external.trained(reply), abs=1e-4)
+    assert reply_logprobs(reply) == pytest.approx(external.trained(reply), abs=1e-4)
     await supervisor.stop()
     reply = await server.generate(4)
     version = str(server.trainer.version)

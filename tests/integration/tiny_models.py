@@ -228,7 +228,7 @@ def model_type(family: str) -> str:
 def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "float32", **config: object) -> Path:
     """A model of ``FAMILIES``, its parameters and router biases shaken so that no two of them are alike.
 
-    Router biases are in fp32 whatever ``dtype``, as in published checkpoints.
+    Router biases are in fp32 whatever ``dtype``, as in published checkpoints; decays of Mamba-2, as they are trained.
     """
     import torch
     import transformers
@@ -246,7 +246,8 @@ def save_tiny(family: str, directory: Path, *, seed: int = 0, dtype: str = "floa
                 tensor.data.mul_(3)
             if tensor.ndim == 1 or not tensor.any():
                 tensor.data.add_(0.1 * torch.randn_like(tensor))
-    for tensor in (*model.parameters(), *factors):
+    rounded = [tensor for tensor_name, tensor in model.named_parameters() if not tensor_name.endswith(".A_log")]
+    for tensor in (*rounded, *factors):
         tensor.data = tensor.data.to(getattr(torch, dtype))
     model.save_pretrained(directory)
     path = directory / "config.json"

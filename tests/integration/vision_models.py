@@ -70,6 +70,17 @@ CONFIGS: dict[str, dict[str, dict[str, object]]] = {
         },
     },
 }
+CONFIGS["qwen3-vl-moe"] = {
+    "text_config": {
+        **CONFIGS["qwen3-vl"]["text_config"],
+        "num_hidden_layers": 4,
+        "moe_intermediate_size": 24,
+        "num_experts": 12,
+        "num_experts_per_tok": 2,
+    },
+    # SGLang 0.5.23 expects features for three layers of a mixture.
+    "vision_config": CONFIGS["qwen3-vl"]["vision_config"] | {"deepstack_visual_indexes": [0, 1, 2]},
+}
 """Model → parts of its config."""
 _PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -105,13 +116,24 @@ def save_tiny_vision(directory: Path, name: str, *, tied: bool, seed: int = 0) -
             else:
                 tensor.data.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(directory)
+    if "moe" in name:
+        _transpose_experts(directory / "model.safetensors")
     (directory / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR))
     return directory
 
 
+def _transpose_experts(file: Path) -> None:
+    """Published files have them input by output; transformers (5.19) reads both, and writes them the other way."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    experts = {name: each.transpose(1, 2).contiguous() for name, each in tensors.items() if ".experts." in name}
+    save_file(tensors | experts, file, metadata={"format": "pt"})
+
+
 def save_served_vision(directory: Path, name: str, *, seed: int = 0) -> Path:
     """With a tokenizer of the words t0 .. t59 and the names of the four tokens about images."""
-    save_tiny_vision(directory, name, tied=True, seed=seed)
+    save_tiny_vision(directory, name, tied="moe" not in name, seed=seed)
     save_words(directory, special=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"))
     return directory
 

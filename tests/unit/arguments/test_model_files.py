@@ -133,6 +133,21 @@ def test_a_vision_language_model_may_have_names_of_its_own_for_the_language_mode
     assert "model.embed_tokens.weight is [10, 8], and by config.json [11, 8]" in problems(model)
 
 
+def test_experts_that_engines_would_read_transposed(model: Path):
+    configure(model, model_type="qwen3_vl_moe", num_experts=2, moe_intermediate_size=5)
+    published = {"gate_up_proj": np.zeros((2, 8, 10), np.float32), "down_proj": np.zeros((2, 5, 8), np.float32)}
+    for file, tensors in (("a", published), ("b", {name: each.swapaxes(1, 2) for name, each in published.items()})):
+        layer = "01"["ab".index(file)]
+        path = model / f"{file}.safetensors"
+        named = {f"model.layers.{layer}.mlp.experts.{name}": each.copy() for name, each in tensors.items()}
+        save_file(load_file(path) | named, path)
+    found = problems(model)
+    assert "2 tensor(s) of experts are not [experts, input, output] as published" in found
+    assert "model.layers.1.mlp.experts." in found
+    assert "layers.0" not in found
+    assert "write each with .transpose(1, 2)" in found
+
+
 def test_quantized_weights_have_shapes_of_their_own(model: Path):
     configure(model, vocab_size=11, quantization_config={"quant_method": "awq"})
     assert problems(model) == ""

@@ -25,6 +25,8 @@ KIMI = Path(__file__).parents[3] / "examples/one_trillion/config.json"
 MODELS: dict[str, tuple[tuple[str, ...], int]] = {
     "deepseek-v3": (("DeepSeek-R1",), 128),
     "deepseek-v3.2": (("DeepSeek-V3.2",), 128),
+    "gemma-4-26b-a4b": (("gemma-4-26B-A4B-it",), 16),
+    "gemma-4-31b": (("gemma-4-31B-it",), 16),
     "glm-4.5": (("GLM-4.5", "GLM-4.7-355B-A32B"), 64),
     "glm-4.7-flash": (("GLM-4.7-Flash",), 16),
     "glm-5": (("GLM-5",), 128),
@@ -41,6 +43,7 @@ MODELS: dict[str, tuple[tuple[str, ...], int]] = {
     "qwen3-4b": (("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"), 2),
     "qwen3-8b": (("Qwen3-8B", "Qwen3-14B"), 4),
     "qwen3-next-80b-a3b": (("Qwen3-Next-80B-A3B",), 32),
+    "qwen3-vl-30b-a3b": (("Qwen3-VL-30B-A3B-Instruct",), 16),
     "qwen3-vl-8b": (("Qwen3-VL-8B-Instruct",), 8),
     "qwen3.5-27b": (("Qwen3.5-27B",), 16),
     "qwen3.5-35b-a3b": (("Qwen3.5-35B-A3B",), 16),

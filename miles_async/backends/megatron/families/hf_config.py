@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_async.arguments.model import EXPERT_COUNTS, LAYER_PATTERN
+from miles_async.arguments.model import LAYER_PATTERN, num_experts
 from miles_async.arguments.model_files import language_fields
 from miles_async.backends.megatron.families.known import FAMILIES, REFUSED, Family
 from miles_async.errors import ConfigurationError
@@ -51,15 +51,6 @@ def check_model(config: JsonObject, directory: Path) -> None:
 def ahead_layers(config: JsonObject) -> int:
     """Number of layers for multi-token prediction in the checkpoint."""
     return config.get("num_nextn_predict_layers") or 0
-
-
-def num_experts(config: JsonObject) -> int:
-    """Number of routed experts per layer, 0 for a dense model."""
-    if "E" not in config.get(LAYER_PATTERN, "E"):
-        return 0  # transformers writes a number all the same
-    if not config.get("enable_moe_block", True):
-        return 0  # Gemma 4, dense
-    return next((config[name] for name in EXPERT_COUNTS if config.get(name)), 0)
 
 
 def window(config: JsonObject) -> int | None:
@@ -119,6 +110,8 @@ def _problems(config: JsonObject) -> Iterator[str]:
         yield "rope_parameters without mrope_section: it is unknown what the positions of images rotate"
     elif family.images and bool(mrope(config).get("mrope_interleaved")) != family.interleaved_mrope:
         yield f"mrope_interleaved: expected {json.dumps(family.interleaved_mrope)}, or engines would rotate otherwise"
+    if kind == "qwen3_vl_moe":
+        yield from _vision_mixture_problems(config)
     if kind == "minimax_m2":
         yield from _minimax_problems(config)
     if kind == "gemma4_text":
@@ -138,6 +131,17 @@ def _minimax_problems(config: JsonObject) -> Iterator[str]:
     for name, value in expected.items():
         if config.get(name) != value:
             yield f"{name}: expected {json.dumps(value)}, without which engines would compute something else"
+
+
+def _vision_mixture_problems(config: JsonObject) -> Iterator[str]:
+    if len(config.get("vision_config", {}).get("deepstack_visual_indexes", (0, 1, 2))) != 3:
+        yield "deepstack_visual_indexes: SGLang 0.5.23 expects three"
+    hidden, width = config.get("hidden_size"), config.get("moe_intermediate_size")
+    if width and hidden in (width, 2 * width):
+        yield (
+            f"moe_intermediate_size {width} with hidden_size {hidden}: transformers 5 reads square matrices of experts "
+            "as they lie, and SGLang transposed"
+        )
 
 
 def _gemma4_problems(config: JsonObject) -> Iterator[str]:
@@ -259,7 +263,7 @@ def _expert_problems(config: JsonObject, kind: str, family: Family) -> Iterator[
     if not num_experts(config):
         return
     # transformers leaves norm_topk_prob out of config.json when it has its default: False for qwen*_moe.
-    always = kind == "qwen3_5_moe_text" or kind.startswith("glm")
+    always = kind in ("qwen3_5_moe_text", "qwen3_vl_moe") or kind.startswith("glm")
     normalized = config.get("norm_topk_prob", "moe" not in kind or always)
     if not normalized and not family.unscaled_router:
         yield "norm_topk_prob false: router weights would be normalised all the same"

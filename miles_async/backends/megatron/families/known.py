@@ -77,6 +77,7 @@ FAMILIES: Mapping[str, Family] = {
     "kimi_k2": Family(yarn=True, ahead=True),  # DeepSeek-V3's architecture
     "qwen2_5_vl": Family(images=True, adapters=False),
     "qwen3_vl": Family(images=True, adapters=False, interleaved_mrope=True),
+    "qwen3_vl_moe": Family(images=True, adapters=False, interleaved_mrope=True),
 }
 """``model_type`` of config.json → family."""
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from miles_async.arguments.adapters import MLP, target_layers
 from miles_async.arguments.megatron_settings import megatron_settings
-from miles_async.arguments.model import LAYER_PATTERN, ModelArguments, full_attention
+from miles_async.arguments.model import LAYER_PATTERN, ModelArguments, full_attention, num_experts
 from miles_async.arguments.model_files import language_fields
-from miles_async.backends.megatron.families.hf_config import ahead_layers, family_of, num_experts
+from miles_async.backends.megatron.families.hf_config import ahead_layers, family_of
 from miles_async.backends.megatron.families.known import FAMILIES, Family
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from miles_async.arguments.model import num_experts
 from miles_async.arguments.model_files import language_fields
 from miles_async.backends.megatron.families.hf_config import (
     family_of,
     is_latent,
     mrope,
-    num_experts,
     rope_kind,
     window,
 )

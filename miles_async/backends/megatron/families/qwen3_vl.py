@@ -16,8 +16,9 @@ import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
-from megatron.bridge.models.qwen_vl.qwen3_vl_bridge import Qwen3VLBridge
-from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
+from megatron.bridge.models.qwen.qwen35_bridge import _moe_routed_expert_mappings
+from megatron.bridge.models.qwen_vl.qwen3_vl_bridge import Qwen3VLBridge, Qwen3VLMoEBridge
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from megatron.bridge.training.utils.packed_seq_utils import (
     repack_mcore_thd_position_ids,
     unpack_mcore_thd_tensor_for_position_ids,
@@ -25,7 +26,7 @@ from megatron.bridge.training.utils.packed_seq_utils import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel, Qwen3VLVisionModel
 
 if TYPE_CHECKING:
@@ -139,11 +140,10 @@ class DeepstackModel(MegatronModule):
         )
 
 
-@dataclass
-class Qwen3VLProvider(Qwen3VLModelProvider):
-    """Megatron's config of Qwen3-VL."""
+class _Provider:
+    """What the configs of both kinds build."""
 
-    def provide(self, *_: object, **__: object) -> DeepstackModel:
+    def provide(self: Any, *_: object, **__: object) -> DeepstackModel:
         """Build the model."""
         model = DeepstackModel(self)
         if self.freeze_vision_model:
@@ -151,16 +151,28 @@ class Qwen3VLProvider(Qwen3VLModelProvider):
         return model
 
 
-@MegatronModelBridge.register_bridge(
-    source=Qwen3VLForConditionalGeneration, target=DeepstackModel, provider=Qwen3VLProvider, model_type="qwen3_vl"
-)
-class DeepstackBridge(Qwen3VLBridge):
+@dataclass
+class Qwen3VLProvider(_Provider, Qwen3VLModelProvider):
+    """Megatron's config of Qwen3-VL."""
+
+
+@dataclass
+class Qwen3VLMixtureProvider(_Provider, Qwen3VLMoEModelProvider):
+    """Megatron's config of Qwen3-VL whose layers are mixtures."""
+
+
+class _Bridge(MegatronModelBridge):
     """The bridge's config, and its names of the language model."""
 
-    def provider_bridge(self, hf_pretrained: PreTrainedCausalLM) -> Qwen3VLProvider:
+    provider_type: type[Qwen3VLProvider | Qwen3VLMixtureProvider]
+
+    def provider_bridge(self, hf_pretrained: PreTrainedCausalLM) -> Qwen3VLProvider | Qwen3VLMixtureProvider:
         """Megatron's config for a checkpoint."""
-        provider = super().provider_bridge(hf_pretrained)
-        return Qwen3VLProvider(**{each.name: getattr(provider, each.name) for each in fields(provider) if each.init})
+        theirs = super().provider_bridge(hf_pretrained)
+        provider = self.provider_type(**{each.name: getattr(theirs, each.name) for each in fields(theirs) if each.init})
+        # The bridge (0.6) freezes mixtures.
+        provider.freeze_language_model = provider.freeze_vision_model = provider.freeze_vision_projection = False
+        return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """Where each parameter is in the files."""
@@ -169,3 +181,35 @@ class DeepstackBridge(Qwen3VLBridge):
             *(each for each in theirs if each.megatron_param.startswith("language_model.")),
             ReplicatedMapping("visual.**", "model.visual.**"),
         )
+
+
+@MegatronModelBridge.register_bridge(
+    source=Qwen3VLForConditionalGeneration, target=DeepstackModel, provider=Qwen3VLProvider, model_type="qwen3_vl"
+)
+class DeepstackBridge(_Bridge, Qwen3VLBridge):
+    """Qwen3-VL, dense."""
+
+    provider_type = Qwen3VLProvider
+
+
+@MegatronModelBridge.register_bridge(
+    source=Qwen3VLMoeForConditionalGeneration,
+    target=DeepstackModel,
+    provider=Qwen3VLMixtureProvider,
+    model_type="qwen3_vl_moe",
+)
+class DeepstackMixtureBridge(_Bridge, Qwen3VLMoEBridge):
+    """Qwen3-VL, mixtures. Their files have one tensor for all experts of a layer, [experts, input, output].
+
+    The bridge (0.6) goes by shapes, both ways; ``arguments/model_files.py`` has seen to those of the files.
+    """
+
+    provider_type = Qwen3VLMixtureProvider
+
+    def mapping_registry(self) -> MegatronMappingRegistry:
+        """Where each parameter is in the files."""
+        others = (each for each in super().mapping_registry().mappings if ".experts." not in each.megatron_param)
+        experts = _moe_routed_expert_mappings(
+            "model.language_model.", "language_model.", experts_packed=True, transpose_on_export=True
+        )
+        return MegatronMappingRegistry(*others, *experts)

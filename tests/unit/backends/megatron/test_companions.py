@@ -46,6 +46,7 @@ PUBLISHED = {
     "configuration_deepseek.py modeling_deepseek.py docs/tool_call_guidance.md THIRD_PARTY_NOTICES.md",
     "qwen2_5_vl": f"{BPE} chat_template.json preprocessor_config.json",
     "qwen3_vl": f"{BPE} chat_template.json preprocessor_config.json video_preprocessor_config.json",
+    "qwen3_vl_moe": f"{BPE} chat_template.json preprocessor_config.json video_preprocessor_config.json",
     "with SentencePiece": "spiece.model tokenizer_config.json",
     "with several templates": f"{FAST} chat_template.jinja additional_chat_templates/tool_use.jinja",
 }

@@ -378,6 +378,13 @@ QWEN3_VL = QWEN25_VL | {
     "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
 }
 
+QWEN3_VL_MOE = QWEN3_VL | {
+    "model_type": "qwen3_vl_moe",
+    "hidden_size": 64,
+    "num_experts": 4,
+    "moe_intermediate_size": 48,
+}
+
 
 def nested(config: dict[str, object]) -> dict[str, object]:
     """As transformers 5 writes it, and as Qwen3-VL is published."""
@@ -420,7 +427,20 @@ def test_rollout_and_trainer_agree_on_which_models_read_images():
         hf_config.check_model(blind, Path("m"))
 
 
-@pytest.mark.parametrize("config", [QWEN25_VL, QWEN3_VL])
+def test_mixtures_that_read_images_are_refused_where_engines_would_read_them_otherwise():
+    hf_config.check_model(nested(QWEN3_VL_MOE), Path("m"))
+    for change, reason in (
+        ({"vision_config": {"deepstack_visual_indexes": [8, 16]}}, "deepstack_visual_indexes: .* expects three"),
+        ({"moe_intermediate_size": 64}, "square matrices"),
+        ({"moe_intermediate_size": 32}, "square matrices"),
+        ({"norm_topk_prob": False}, "norm_topk_prob false"),
+    ):
+        with pytest.raises(ConfigurationError, match=reason):
+            hf_config.check_model(nested(QWEN3_VL_MOE | change), Path("m"))
+    check_layout(nested(QWEN3_VL_MOE), ModelArguments(expert_model_parallel_size=2), 2)
+
+
+@pytest.mark.parametrize("config", [QWEN25_VL, QWEN3_VL, QWEN3_VL_MOE])
 @pytest.mark.parametrize(
     ("model", "flag"),
     [
