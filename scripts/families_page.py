@@ -62,8 +62,9 @@ which a matrix is square.
 The layers are those for CPUs (`miles_async/backends/megatron/host/spec.py`); Transformer Engine's, which GPUs use, were
 not compared. Gemma 2 to 4 have the host layers on GPUs too. Engines of `deepseek_v32` and `glm_moe_dsa` need GPUs:
 SGLang 0.5.23 chooses the tokens of sparse attention with kernels for GPUs only, and nothing was published to one. These
-choices are not replayed in training. SGLang can return them (its module `srt.state_capturer.indexer_topk`), 2,048
-numbers of 4 bytes per layer: 0.5 MB per token of DeepSeek-V3.2, 4 GB for a sample of 8,192 tokens.
+choices are not replayed in training: SGLang 0.5.23 returns them on GPUs alone, from engines whose attention is not
+split (its module `srt.state_capturer.indexer_topk`), as 2,048 numbers of 4 bytes per token and layer, which are 0.5 MB
+per token of DeepSeek-V3.2 and 4 GB for a sample of 8,192 tokens.
 
 `gemma4_text` is Gemma 4 of the sizes 31B and 26B-A4B. Refused are E2B and E4B: their layers add embeddings of their own
 (`hidden_size_per_layer_input`) and take keys and values of another layer (`num_kv_shared_layers`), which in
