@@ -45,8 +45,8 @@ PyTorch in this layout, on CPU in fp32:
 *Engine*: `tests/integration/test_families_verified.py` publishes the trainer's weights to a real SGLang server with so
 many tensor-parallel ranks, and compares every element; a request in flight continues when it is retracted and when it
 is kept in place. `gemma4_text` and `nemotron_h` are published in bf16 too, where
-`tests/integration/test_megatron_checkpoints.py` trains and resumes them; `tests/integration/test_routing_replay.py` and
-`test_routing_replay_real.py` replay the experts of their mixtures, as those of `qwen3_moe`.
+`tests/integration/test_megatron_checkpoints.py` trains and resumes them. The experts of their mixtures are replayed, as
+those of `qwen3_moe`, in `tests/integration/test_routing_replay.py` and `tests/integration/test_routing_replay_real.py`.
 
 `qwen2_5_vl`, `qwen3_vl` and `qwen3_vl_moe` read images. `tests/integration/test_vision_models.py` compares the same for
 batches with images and texts (log-probs within 2e-5, after training within 1e-3),

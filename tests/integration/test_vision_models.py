@@ -179,4 +179,4 @@ def test_memory_is_planned_with_the_vision_tower(model: Path) -> None:
         entropy=False,
     )
     [stage] = measure(request)[None]
-    assert stage.parameters == count_elements(model)
+    assert stage.parameters + stage.expert_parameters == count_elements(model)
