@@ -60,10 +60,11 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
     async with one_engine(spec) as engine:
         with closing(Trainer(model, bf16=bf16)) as trainer:
 
-            def stream(tokens: int) -> StreamedRequest:
+            def stream(tokens: int, version: int) -> StreamedRequest:
                 sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
                 body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
-                return StreamedRequest(engine.http, engine.url, {**body, "extra_key": f"v{trainer.version}"})
+                body["extra_key"] = f"v{version}"  # as the client does
+                return StreamedRequest(engine.http, engine.url, body)
 
             for mode in ("abort", "retract", "in_place"):
                 async with publishing(
@@ -72,7 +73,7 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
                     in_flight: list[StreamedRequest] = []
 
                     async def start_request() -> None:
-                        in_flight.append(stream(LONG))  # noqa: B023
+                        in_flight.append(stream(LONG, trainer.version - 1))  # noqa: B023
                         await in_flight[0].goes_on()  # noqa: B023
 
                     if trainer.version >= 0:
@@ -83,6 +84,6 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
                     assert publication.compared_tensors == len(trainer.weights()) - publication.incomparable_tensors
                     for request in in_flight:
                         check_interrupted(trainer, PROMPT, await request.reply, mode, LONG, most)
-            reply = await stream(16).reply  # nothing is left of the prompt as older weights read it
+            reply = await stream(16, trainer.version).reply  # nothing is left of the prompt as older weights read it
             trained = trainer.logprobs([*PROMPT, *reply["output_ids"]])[len(PROMPT) - 1 :]
             np.testing.assert_allclose(reply_logprobs(reply), trained, atol=most)
