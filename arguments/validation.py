@@ -6,7 +6,6 @@ All problems are reported at once, each naming the flags and what to change.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import MappingProxyType
@@ -22,21 +21,14 @@ from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Given
 from miles_async.arguments.megatron_settings import check_megatron_fields
-from miles_async.arguments.model import RECOMPUTE_MODULES
 from miles_async.arguments.needs import check_needs
-from miles_async.arguments.problems import refusal, refuse
+from miles_async.arguments.problems import refuse
 from miles_async.arguments.prompt_files import EXPECTED
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
 from miles_async.arguments.routing import check_routing_replay
 from miles_async.arguments.server_groups import check_server_groups
-from miles_async.arguments.sessions import (
-    AUTO,
-    REASONING_PARSERS,
-    TOOL_CALL_PARSERS,
-    is_url,
-    parse_environment,
-    parse_environment_config,
-)
+from miles_async.arguments.session_checks import check_reasoning_parser, check_trajectories
+from miles_async.arguments.sessions import AUTO, TOOL_CALL_PARSERS
 from miles_async.arguments.specification import MODULE_ATTR, flag_specifications
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
 from miles_async.arguments.supervised_checks import check_supervised
@@ -48,6 +40,13 @@ from miles_async.arguments.surroundings import (
     check_pass_rates,
     check_prompt_files,
     check_router_port,
+)
+from miles_async.arguments.trainer_checks import (
+    check_ahead_layers,
+    check_bad_steps,
+    check_batches,
+    check_recomputation,
+    check_shared_prefixes,
 )
 from miles_async.errors import ConfigurationError
 
@@ -109,80 +108,6 @@ def check_required(arguments: Arguments) -> Iterator[str]:
         yield f"--prompt-data is required, the prompts: {EXPECTED}"
 
 
-def check_recomputation(arguments: Arguments) -> Iterator[str]:
-    """Check the flags of recomputation against --recompute-granularity."""
-    model = arguments.model
-    if unknown := [name for name in model.recompute_modules if name not in RECOMPUTE_MODULES]:
-        yield f"--recompute-modules: expected some of {', '.join(RECOMPUTE_MODULES)}, found {' '.join(unknown)}"
-
-
-def check_shared_prefixes(arguments: Arguments) -> Iterator[str]:
-    """Check that the model's layers support --share-prefixes."""
-    if not arguments.model.share_prefixes:
-        return
-    if arguments.cluster.device != "cpu":
-        yield (
-            f"--share-prefixes with --device {arguments.cluster.device}: attention on GPUs takes whole samples; leave "
-            "it out, or use --device cpu"
-        )
-    if (ranks := arguments.model.context_parallel_size) > 1:
-        yield f"--share-prefixes with --context-parallel-size {ranks}, which splits every sample: leave one of them out"
-
-
-def check_ahead_layers(arguments: Arguments) -> Iterator[str]:
-    """Check --enable-mtp-training against flags that its layers do not support."""
-    model = arguments.model
-    given = {
-        f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
-        f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
-        "--share-prefixes": model.share_prefixes,
-    }
-    for flag in (flag for flag, used in given.items() if used and model.enable_mtp_training):
-        yield f"--enable-mtp-training with {flag} is not implemented: leave one of them out"
-
-
-def check_batches(arguments: Arguments) -> Iterator[str]:
-    """Check that rollout batches divide into optimizer steps, these over ranks, and that samples fit micro-batches."""
-    rollout, optimizer = arguments.rollout, arguments.optimizer
-    samples, batch = rollout.samples_per_rollout, arguments.global_batch_size
-    steps = optimizer.num_steps_per_rollout
-    if steps is not None and samples % steps:
-        yield (
-            f"--rollout-batch-size {rollout.rollout_batch_size} × --n-samples-per-prompt "
-            f"{rollout.n_samples_per_prompt} = {samples} samples do not divide into --num-steps-per-rollout {steps}"
-        )
-    elif steps is not None and samples // steps != batch:
-        yield (
-            f"--num-steps-per-rollout {steps} of {samples} samples are {samples // steps} per step, "
-            f"--global-batch-size is {batch}: give one of them"
-        )
-    elif samples % batch:
-        yield (
-            f"--rollout-batch-size {rollout.rollout_batch_size} × --n-samples-per-prompt "
-            f"{rollout.n_samples_per_prompt} = {samples} samples do not divide into optimizer steps of "
-            f"--global-batch-size {batch}"
-        )
-    if batch < arguments.data_parallel_size:
-        yield (
-            f"{batch} samples per optimizer step cannot be split over {arguments.data_parallel_size} data-parallel "
-            "ranks: raise --global-batch-size (or --rollout-batch-size), or train with fewer ranks "
-            "(--actor-num-gpus-per-node)"
-        )
-    prompt = arguments.data.rollout_max_prompt_len
-    longest = rollout.rollout_max_response_len + (prompt or 1)
-    if arguments.micro_batch_tokens < longest and not arguments.algorithm.supervised:  # which skips what is longer
-        known = f"--rollout-max-prompt-len {prompt} + " if prompt else "a prompt and "
-        ranks = arguments.model.context_parallel_size
-        on_each = f" on each of {ranks} context-parallel ranks" if ranks > 1 else ""
-        yield (
-            f"--max-tokens-per-gpu {optimizer.max_tokens_per_gpu}{on_each} cannot hold the longest sample: {known}"
-            f"--rollout-max-response-len {rollout.rollout_max_response_len}: raise it to at least "
-            f"{-(-longest // ranks)}"
-        )
-    if optimizer.min_lr > optimizer.lr:
-        yield f"--min-lr {optimizer.min_lr} is larger than --lr {optimizer.lr}"
-
-
 def check_sampling(arguments: Arguments) -> Iterator[str]:
     """Check that training samples from the distribution whose log-probs engines report (C12)."""
     rollout = arguments.rollout
@@ -196,16 +121,6 @@ def check_sampling(arguments: Arguments) -> Iterator[str]:
             "they were before it was cut. The trainer's are of the whole distribution too, so no ratio or importance "
             "weight would be about the policy that sampled. Leave --rollout-top-p at 1 and --rollout-top-k at -1 "
             "(--rollout-temperature is accounted for; evaluation has --eval-top-p and --eval-top-k)"
-        )
-
-
-def check_bad_steps(arguments: Arguments) -> Iterator[str]:
-    """Check that limits of optimizer steps have an effect in this run."""
-    optimizer = arguments.optimizer
-    if optimizer.max_logprob_diff is not None and arguments.debug.sides == "trainer":
-        yield (
-            f"--max-logprob-diff {optimizer.max_logprob_diff} compares the trainer with the engines that served its "
-            "weights, and batches of --load-debug-rollout-data are of another run: leave it out"
         )
 
 
@@ -225,60 +140,6 @@ def check_hooks(arguments: Arguments) -> Iterator[str]:
         if path is not None and not re.fullmatch(MODULE_ATTR, path):
             named = f"one of {', '.join((AUTO, *TOOL_CALL_PARSERS))}, or " if flag == "--tool-call-parser" else ""
             yield f"{flag} {path}: expected {named}module:attr, such as my_package.my_module:my_function"
-
-
-def check_reasoning_parser(arguments: Arguments) -> Iterator[str]:
-    """Check that the parser of reasoning is known."""
-    name, known = arguments.sessions.reasoning_parser, (AUTO, "think", *REASONING_PARSERS)
-    if name is not None and name not in known:
-        yield f"--reasoning-parser {name}: expected one of {', '.join(known)}"
-
-
-def check_trajectories(arguments: Arguments) -> Iterator[str]:
-    """Check that trajectories have one source, and multi-turn ones a chat template."""
-    sessions = arguments.sessions
-    if sessions.environment is not None:
-        environment, config = sessions.environment, sessions.environment_config
-        yield from refusal(lambda: parse_environment(environment))
-        yield from refusal(lambda: parse_environment_config(config))
-        if sessions.plays_verifiers and sessions.environment_python is None:
-            yield (
-                f"--environment {environment}: verifiers and SGLang need different versions of openai. Install it in a "
-                "Python of its own (python3 -m venv verifiers; verifiers/bin/pip install 'verifiers>=0.4,<0.5' uv) and "
-                "give --environment-python verifiers/bin/python"
-            )
-        if sessions.plays_verifiers and sessions.mcp_server:
-            yield "--mcp-server with --environment verifiers:..., which calls tools itself: connect them there"
-    origins = {
-        "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
-        "--environment": sessions.environment,
-        "--environment-path": sessions.environment_path,
-        "--agent-path": sessions.agent_path,
-        "--agent-command": sessions.agent_command,
-    }
-    given = [flag for flag, origin in origins.items() if origin is not None]
-    if len(given) > 1:
-        yield f"{' and '.join(given)} each make trajectories: give one of them"
-    if sessions.mcp_server and given not in ([], ["--environment"], ["--environment-path"]):
-        yield f"--mcp-server with {given[0]}, which calls tools itself: connect them there"
-    given = given or ["--mcp-server"]
-    if sessions.is_multi_turn and not arguments.data.apply_chat_template:
-        yield f"{given[0]} needs the chat template between turns: leave --no-apply-chat-template out"
-    if sessions.agent_command is not None:
-        yield from _command_problems("--agent-command", sessions.agent_command)
-    for server in sessions.mcp_server:
-        if not is_url(server):
-            yield from _command_problems("--mcp-server", server)
-    if twice := {server for server in sessions.mcp_server if sessions.mcp_server.count(server) > 1}:
-        yield f"--mcp-server {min(twice)} is given twice: its tools would have one name each twice"
-
-
-def _command_problems(flag: str, command: str) -> Iterator[str]:
-    try:
-        if not shlex.split(command):
-            yield f"{flag} is empty: expected a command"
-    except ValueError as error:  # a quotation that does not end
-        yield f"{flag} {command}: expected a command as a shell splits it: {error}"
 
 
 def check_evaluation(arguments: Arguments) -> Iterator[str]:
