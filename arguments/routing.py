@@ -62,8 +62,6 @@ def check_routing_replay(arguments: Arguments) -> Iterator[str]:
         return
     flag = "--use-rollout-routing-replay" if algorithm.use_rollout_routing_replay else "--use-routing-replay"
     config = read_config(directory) if directory else {}
-    if "vision_config" in config:
-        yield f"{flag}: experts of tokens that stand for images were not compared with plain ones; leave it out"
     try:
         if config and router_shape(config) is None:
             yield f"{flag}: --hf-checkpoint {directory} is a dense model, which has no experts: leave it out"

@@ -50,10 +50,10 @@ those of `qwen3_moe`, in `tests/integration/test_routing_replay.py` and `tests/i
 
 `qwen2_5_vl`, `qwen3_vl` and `qwen3_vl_moe` read images. `tests/integration/test_vision_models.py` compares the same for
 batches with images and texts (log-probs within 2e-5, after training within 1e-3),
-`tests/integration/test_vision_engine.py` what an engine samples after images, also with agents. The vision tower,
-transformers' own, is trained, unless `--freeze-vision-tower` is given. Refused for them are layouts other than data and
-expert parallelism, adapters, shared prefixes, replay of experts, a critic and a teacher. megatron-bridge's model of
-Qwen3-VL, which needs Transformer Engine, is not used on any device.
+`tests/integration/test_vision_engine.py` what an engine samples after images, also with agents and with replayed
+experts. The vision tower, transformers' own, is trained, unless `--freeze-vision-tower` is given. Refused for them are
+layouts other than data and expert parallelism, adapters, shared prefixes, a critic and a teacher. megatron-bridge's
+model of Qwen3-VL, which needs Transformer Engine, is not used on any device.
 
 Files of `qwen3_vl_moe` hold a layer's experts as [experts, input, output]. transformers 5.19 reads both orders by their
 shapes and writes the other one, which is refused here: SGLang 0.5.23 expects the published order. So are sizes with

@@ -41,11 +41,11 @@ LAYERS = {"qwen3-moe": 2, "gemma4-moe": 2, "nemotron-h-moe": 4}
 SAMPLES, TOKENS = 6, 150
 
 
-def save_undecided(family: str, directory: Path) -> Path:
-    """A mixture whose routers give all experts nearly the same score, so that rounding decides."""
+def undecided(directory: Path) -> Path:
+    """Have the routers of the model there give all experts nearly the same score, so that rounding decides."""
     from safetensors.torch import load_file, save_file
 
-    file = save_served(family, directory, seed=3) / "model.safetensors"
+    file = directory / "model.safetensors"
     tensors = load_file(file)
     for name, tensor in tensors.items():
         if name.endswith(("gate.weight", "router.proj.weight")):
@@ -131,7 +131,8 @@ def plain_choices(model: Path, samples: Sequence[Sample]) -> list[dict[int, np.n
 def test_experts_of_the_engine_bring_its_log_probs_to_the_trainer(
     family: str, tmp_path: Path, engine_imports: Path
 ) -> None:
-    model, routers = save_undecided(family, tmp_path / "model"), RouterShape(layers=LAYERS[family], topk=2, experts=12)
+    model = undecided(save_served(family, tmp_path / "model", seed=3))
+    routers = RouterShape(layers=LAYERS[family], topk=2, experts=12)
     spec = ServerSpec(
         model_path=str(model),
         device="cpu",

@@ -7,18 +7,24 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from examples.vision import prepare
-from miles_async.engines.answer_guard import check_answer
+from miles_async.arguments.routing import RouterShape
+from miles_async.engines.answer_guard import check_answer, experts_of
 from miles_async.engines.kind import ServerSpec
 from miles_async.staleness.versions import token_versions
 from miles_async.types import GenerateRequest, Generation
 from tests.integration.example_runs import trained_samples
 from tests.integration.publishing import OneEngine, Trainer, one_engine, publishing
+from tests.integration.rank_processes import run_ranks
 from tests.integration.real_run import real_run
+from tests.integration.routing_scenario import observe_differences
+from tests.integration.test_routing_replay_real import save_rounded, undecided
 from tests.integration.tiny_models import VOCAB
+from tests.integration.toy_batches import ToySample, to_batch
 from tests.integration.vision_models import CONFIGS, IMAGE, VIDEO, cases, save_served_vision, vision_samples
 
 pytestmark = [
@@ -28,11 +34,13 @@ pytestmark = [
 ]
 
 SAMPLES = 3  # of each prompt
-SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "stop_token_ids": [IMAGE, VIDEO]}
+SAMPLING = {"temperature": 1.0, "stop_token_ids": [IMAGE, VIDEO]}
 
 
-async def answer(engine: OneEngine, request: GenerateRequest, sample: int, version: int) -> Generation:
-    body = engine.server.encode(request, request_id=f"v{version}-{sample}", version=version, experts=False)
+async def answer(
+    engine: OneEngine, request: GenerateRequest, sample: int, version: int, *, experts: bool = False
+) -> Generation:
+    body = engine.server.encode(request, request_id=f"v{version}-{sample}", version=version, experts=experts)
     headers = {"Content-Type": "application/json"}
     async with engine.http.session.post(f"{engine.url}/generate", data=body, headers=headers) as response:
         assert response.status == 200, await response.text()
@@ -41,6 +49,20 @@ async def answer(engine: OneEngine, request: GenerateRequest, sample: int, versi
     found = engine.server.decode(reply, response.content_type, engine.url, versions)
     check_answer(found, request, VOCAB, engine.url)
     return found
+
+
+def prompts(tokens: int) -> list[GenerateRequest]:
+    """``SAMPLES`` of each prompt, of so many tokens."""
+    return [
+        GenerateRequest(
+            input_ids=np.array(ids, np.int32),
+            sampling=SAMPLING | {"max_new_tokens": tokens},
+            routing_key="",
+            pictures=pictures,
+            image_token=IMAGE,
+        )
+        for ids, pictures in cases()[2:] * SAMPLES  # prompts don't end at a placeholder
+    ]
 
 
 def test_agents_show_images(tmp_path: Path, imported_reverse: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,16 +113,7 @@ async def test_engines_read_images_as_the_trainer_does(name: str, tmp_path: Path
         dummy_weights=True,
         fork_server=engine_imports,
     )
-    requests = [
-        GenerateRequest(
-            input_ids=np.array(tokens, np.int32),
-            sampling=SAMPLING,
-            routing_key="",
-            pictures=pictures,
-            image_token=IMAGE,
-        )
-        for tokens, pictures in cases()[2:] * SAMPLES  # prompts don't end at a placeholder
-    ]
+    requests = prompts(12)
     async with one_engine(spec) as engine:
         with closing(Trainer(model, vision_samples)) as trainer:
             async with publishing(trainer, engine.fleet, tmp_path / "staged", tolerance=1e-4) as published:
@@ -114,3 +127,45 @@ async def test_engines_read_images_as_the_trainer_does(name: str, tmp_path: Path
                         sequence = [*request.input_ids.tolist(), *found.output_ids.tolist()]
                         trained = trainer.logprobs(sequence, request.pictures)[len(request.input_ids) - 1 :]
                         np.testing.assert_allclose(found.logprobs, trained, atol=1e-4)
+
+
+@pytest.mark.long
+async def test_experts_of_tokens_that_stand_for_images_are_replayed(tmp_path: Path, engine_imports: Path) -> None:
+    """The server has read the model's files itself."""
+    # covers: M19, C12
+    model = undecided(save_served_vision(tmp_path / "model", "qwen3-vl-moe"))
+    spec = ServerSpec(
+        model_path=str(model),
+        device="cpu",
+        dtype="float32",
+        start_timeout=200,
+        log_dir=str(tmp_path / "logs"),
+        weight_version=0,
+        fork_server=engine_imports,
+        routed_experts=True,
+    )
+    requests, routers = prompts(60), RouterShape(layers=4, topk=2, experts=12)
+    async with one_engine(spec) as engine:
+        calls = [answer(engine, request, sample, 0, experts=True) for sample, request in enumerate(requests)]
+        answers = await asyncio.gather(*calls)
+    samples, experts = [], []
+    for number, (request, found) in enumerate(zip(requests, answers, strict=True)):
+        generated, before = len(found.output_ids), np.zeros(len(request.input_ids))
+        told = experts_of(found, request, routers, engine.url)
+        assert told is not None
+        experts += [told, np.zeros_like(told[:1])]  # those of the last token are no matter
+        samples.append(
+            ToySample(
+                tokens=np.r_[request.input_ids, found.output_ids],
+                loss_mask=np.r_[before, np.ones(generated)],
+                rollout_logprobs=np.r_[before, found.logprobs],
+                weight_versions=np.r_[before - 1, np.zeros(generated)],
+                advantage=1.0,
+                number=number,
+                pictures=request.pictures,
+            )
+        )
+    batch = msgspec.structs.replace(to_batch(samples), routed_experts=np.concatenate(experts))
+    rounded = save_rounded(model, tmp_path / "rounded")
+    [differences] = run_ranks(1, observe_differences, rounded, batch)
+    assert differences["replayed"] < 0.2 * differences["free"]

@@ -868,11 +868,6 @@ def test_experts_that_can_be_split(valid: dict[str, object], change: dict[str, o
         ({}, {"use_rollout_routing_replay": True}, "--use-rollout-routing-replay: --hf-checkpoint .* is a dense model"),
         ({}, {"use_routing_replay": True}, "--use-routing-replay: --hf-checkpoint .* is a dense model"),
         (MIXTURE, {"use_rollout_routing_replay": True}, "num_experts_per_tok, found 2 and None"),
-        (
-            MIXTURE | {"vision_config": {}, "num_experts_per_tok": 2},
-            {"use_rollout_routing_replay": True},
-            "--use-rollout-routing-replay: experts of tokens that stand for images were not compared",
-        ),
         (MIXTURE, {"use_routing_replay": True}, "--use-routing-replay with --use-rollout-logprobs has no effect"),
     ],
 )
