@@ -33,8 +33,64 @@ from miles_async.seams import InferenceServer
 from miles_async.types import EngineStats
 
 
-class EngineStack:
-    """The parts around one registry, on one event loop."""
+class EngineParts:
+    """The parts around one registry, on one event loop: the same for a run and its simulation."""
+
+    def __init__(
+        self,
+        groups: Sequence[EngineGroup],
+        arguments: EnginesArguments,
+        weights: WeightsArguments,
+        *,
+        http: Http,
+        calls: Callable[[Http], InferenceServer],
+        router: Callable[[EngineRegistry], Router],
+        traffic: Traffic,
+        routers: RouterShape | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        """``calls``: makes the calls that the engines understand. ``router``: makes the router.
+        ``routers``, ``vocabulary``: see :class:`RouterClient`.
+        """
+        self.http = http
+        self.registry = EngineRegistry()
+        self.traffic = traffic
+        self.server = server = calls(http)
+        self.loads = Loads(self.registry, server)
+        self.router = router(self.registry)
+        self.supervisor = EngineSupervisor(
+            self.registry,
+            self.router,
+            server,
+            groups,
+            max_restarts=arguments.engine_max_restarts,
+            restart_window=arguments.engine_restart_window,
+        )
+        self.fleet = Fleet(
+            self.registry,
+            self.supervisor,
+            server,
+            self.traffic,
+            step_timeout=weights.step_timeout,
+        )
+        self.client = RouterClient(
+            server,
+            http,
+            self.registry,
+            self.traffic,
+            router_url=lambda: self.router.url,
+            routers=routers,
+            vocabulary=vocabulary,
+            keep_aborted=weights.keep_aborted,
+            request_timeout=arguments.request_timeout,
+            retries=arguments.request_retries,
+            # The longest legitimate wait: every engine restarts, then weights are published to it.
+            gate_timeout=arguments.engine_start_timeout + weights.publication_timeout + 60,
+        )
+
+
+class EngineStack(EngineParts):
+    """The parts of a run."""
 
     def __init__(
         self,
@@ -53,57 +109,36 @@ class EngineStack:
     ) -> None:
         """Nothing runs and no socket is open before :meth:`start`.
 
-        ``calls``: makes the calls that the engines understand. ``name``: name of the router and its log. ``port``: the
-        router's, None for a free one. ``keys``: of engines and router, None on loopback only. ``routers``: of the
-        model's mixtures, if answers tell the experts that they chose. ``vocabulary``: number of the model's token ids;
-        None: not known.
+        ``name``: name of the router and its log. ``port``: the router's, None for a free one. ``keys``: of engines and
+        router, None on loopback only.
         """
-        self.http = Http(keys, network.tls)
-        self.registry = EngineRegistry()
-        self.traffic = Traffic()
-        self.server = server = calls(self.http)
-        self.loads = Loads(self.registry, server)
-        self.router = Router(
-            self.registry,
-            self.http,
-            name=name,
-            log_dir=log_dir,
-            policy=arguments.sglang_router_policy,
-            network=network,
-            port=port,
-            extra=arguments.router_extra,
-            keys=keys,
-        )
-        self.supervisor = EngineSupervisor(
-            self.registry,
-            self.router,
-            server,
+        http = Http(keys, network.tls)
+
+        def make_router(registry: EngineRegistry) -> Router:
+            return Router(
+                registry,
+                http,
+                name=name,
+                log_dir=log_dir,
+                policy=arguments.sglang_router_policy,
+                network=network,
+                port=port,
+                extra=arguments.router_extra,
+                keys=keys,
+            )
+
+        super().__init__(
             groups,
-            max_restarts=arguments.engine_max_restarts,
-            restart_window=arguments.engine_restart_window,
-        )
-        self._router_metrics = RouterMetrics(self.http, lambda: self.router.metrics_url)
-        self.fleet = Fleet(
-            self.registry,
-            self.supervisor,
-            server,
-            self.traffic,
-            step_timeout=weights.step_timeout,
-        )
-        self.client = RouterClient(
-            server,
-            self.http,
-            self.registry,
-            self.traffic,
-            router_url=lambda: self.router.url,
+            arguments,
+            weights,
+            http=http,
+            calls=calls,
+            router=make_router,
+            traffic=Traffic(),
             routers=routers,
             vocabulary=vocabulary,
-            keep_aborted=weights.keep_aborted,
-            request_timeout=arguments.request_timeout,
-            retries=arguments.request_retries,
-            # The longest legitimate wait: every engine restarts, then weights are published to it.
-            gate_timeout=arguments.engine_start_timeout + weights.publication_timeout + 60,
         )
+        self._router_metrics = RouterMetrics(http, lambda: self.router.metrics_url)
 
     async def start(self) -> None:
         """Start all processes; engines are ``joining`` then. Raises EngineStartError, having stopped everything."""

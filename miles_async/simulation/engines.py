@@ -1,4 +1,4 @@
-"""Simulated servers and router under the real fleet, registry and client: the counterpart of ``EngineStack``."""
+"""Simulated servers and router under the real fleet, registry and client."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
-from miles_async.engines.client import ROUTING_KEY, RouterClient
-from miles_async.engines.fleet import Fleet
+from miles_async.engines.client import ROUTING_KEY
 from miles_async.engines.http import Http
 from miles_async.engines.kind import Arguments, Result, ServerHandle
-from miles_async.engines.load import Loads
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.stack import engine_stats
-from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
+from miles_async.engines.stack import EngineParts, engine_stats
+from miles_async.engines.supervisor import EngineGroup
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineStartError
 from miles_async.simulation.engine import Meter, SimulatedEngine
@@ -31,12 +29,11 @@ from miles_async.types import EngineStats
 ROUTER_URL = "sim://router"
 
 
-class SimulatedEngines:
+class SimulatedEngines(EngineParts):
     """Implements the manager's ``Engines``. Create it on the loop that it runs on."""
 
     def __init__(self, settings: SimulationSettings, log: EventLog) -> None:
         self.network = Network()
-        self.registry = EngineRegistry()
         self.meter = Meter()
         self._settings = settings
         self._log = log
@@ -44,46 +41,27 @@ class SimulatedEngines:
         self._crashes = random.Random(f"{settings.seed} crashes")
         self._pending_crashes = list(settings.faults.crashes)
         self._calls: Counter[tuple[int, str]] = Counter()
-        self.traffic = Traffic(asyncio.get_running_loop().time)
-        http, router, router_url = self._connect()
-        server = SGLangServer(http)
-        self.loads = Loads(self.registry, server)
         group = EngineGroup(engines=settings.num_engines, streams=True, launch=self._launch)
-        self.supervisor = EngineSupervisor(
-            self.registry,
-            router,
-            server,
+        super().__init__(
             [group],
-            max_restarts=settings.engines.engine_max_restarts,
-            restart_window=settings.engines.engine_restart_window,
+            settings.engines,
+            settings.weights,
+            http=self._session(),
+            calls=SGLangServer,
+            router=self._make_router,
+            traffic=Traffic(asyncio.get_running_loop().time),
         )
-        self.fleet = Fleet(
-            self.registry,
-            self.supervisor,
-            server,
-            self.traffic,
-            step_timeout=settings.weights.step_timeout,
-        )
-        self.client = RouterClient(
-            server,
-            http,
-            self.registry,
-            self.traffic,
-            router_url=router_url,
-            request_timeout=settings.engines.request_timeout,
-            retries=settings.engines.request_retries,
-            gate_timeout=settings.engines.engine_start_timeout + settings.weights.publication_timeout + 60,
-        )
-        self._router = router
 
-    def _connect(self) -> tuple[Http, Router, Callable[[], str]]:
-        """The session, the router as the fleet uses it, and where requests go."""
+    def _session(self) -> Http:
+        return SimulatedHttp(self.network)
+
+    def _make_router(self, registry: EngineRegistry) -> Router:
         chance = random.Random(f"{self._settings.seed} router")
-        router = SimulatedRouter(self.registry, self.network, self._settings.engines.sglang_router_policy, chance)
-        return SimulatedHttp(self.network), cast(Router, router), lambda: ROUTER_URL
+        router = SimulatedRouter(registry, self.network, self._settings.engines.sglang_router_policy, chance)
+        return cast(Router, router)
 
     async def start(self) -> None:
-        await self._router.start()
+        await self.router.start()
         await self.supervisor.start()
 
     async def supervise(self) -> None:
@@ -189,6 +167,8 @@ class SimulatedRouter:
     ``consistent_hashing`` goes by the key, ``power_of_two`` takes the less loaded of two engines drawn at random; any
     other policy is taken as least loaded.
     """
+
+    url = ROUTER_URL
 
     def __init__(self, registry: EngineRegistry, network: Network, policy: str, chance: random.Random) -> None:
         self._registry = registry

@@ -18,7 +18,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ from miles_async.arguments import EnginesArguments, RolloutArguments, StalenessA
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerHandle
+from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.answers import TEXT_FROM
 from miles_async.engines.sglang.api import SGLangServer
@@ -155,6 +156,21 @@ async def serve(workload: Workload) -> None:
 # ------------------------------------------------------------------------------------------------ our process
 
 
+class SpreadingRouter(FakeRouter):
+    """Sends each request to the next engine."""
+
+    def __init__(self, registry: EngineRegistry, urls: Sequence[str]) -> None:
+        self._spread = itertools.cycle(urls)
+        super().__init__(registry)
+
+    @property
+    def url(self) -> str:
+        return next(self._spread)
+
+    @url.setter
+    def url(self, _: str) -> None: ...
+
+
 class HttpEngines(SimulatedEngines):
     """Under the same fleet and client, servers that are there already, each as likely to get a request."""
 
@@ -162,10 +178,11 @@ class HttpEngines(SimulatedEngines):
         self._urls = urls
         super().__init__(settings, log)
 
-    def _connect(self) -> tuple[Http, Router, Callable[[], str]]:
-        spread = itertools.cycle(self._urls)
-        self._http = Http()
-        return self._http, cast(Router, FakeRouter(self.registry)), lambda: next(spread)
+    def _session(self) -> Http:
+        return Http()
+
+    def _make_router(self, registry: EngineRegistry) -> Router:
+        return cast(Router, SpreadingRouter(registry, self._urls))
 
     def _launch(self, engine_index: int, incarnation: int) -> ServerHandle:
         return ExternalServers([url.removeprefix("http://") for url in self._urls], 30.0, SGLangServer)(
@@ -174,7 +191,7 @@ class HttpEngines(SimulatedEngines):
 
     async def stop(self) -> None:
         await super().stop()
-        await self._http.close()
+        await self.http.close()
 
 
 class Turns(selectors.DefaultSelector):

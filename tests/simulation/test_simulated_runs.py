@@ -276,6 +276,15 @@ def test_measured_times_are_those_that_were_put_in() -> None:
     assert result.drawn_lengths == result.lengths.trained
 
 
+def test_tokens_of_aborted_requests_are_kept_unless_flags_say_otherwise() -> None:
+    kept, generated_again = (
+        simulate(settings(weights=WeightsArguments(pause_generation_mode="abort", keep_aborted=keep), bound=None))
+        for keep in (True, False)
+    )
+    assert kept.wasted_fraction == 0
+    assert generated_again.wasted_fraction > 0.1
+
+
 def test_the_lag_of_publications_shows_in_the_ages() -> None:
     lagging = WeightsArguments(debug_publication_lag=2)
     result = simulate(settings(weights=lagging, bound=None, train_seconds=Fixed(0.1)))
