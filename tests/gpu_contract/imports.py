@@ -25,7 +25,10 @@ ABSENT = {"_typeshed", "mlflow", "swanlab", "trackio", "verifiers"}
 FOR_CPU = {"miles_async.backends.megatron.imports", "miles_async.engines.sglang.imports"}
 """What fork servers of CPU runs import; they refuse a GPU."""
 
-OTHERS = {"arguments", "miles_async", *sys.stdlib_module_names, *ABSENT}
+BY_PATH = {"verifiers_classic", "verifiers_tasks"}
+"""Ours, next to a script that another Python runs."""
+
+OTHERS = {"arguments", "miles_async", *sys.stdlib_module_names, *ABSENT, *BY_PATH}
 """Packages whose names are not looked at."""
 
 Names = tuple[str, ...]  # a module and attributes below it

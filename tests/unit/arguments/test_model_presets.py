@@ -19,8 +19,9 @@ from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.train_data.work import model_work
 from miles_async.weights.transports.choice import count_senders, transport_problems
 
-CONFIGS = Path(__file__).parents[2] / "recipes/configs"
-KIMI = Path(__file__).parents[3] / "examples/one_trillion/config.json"
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "tests/recipes/configs"
+KIMI = ROOT / "examples/one_trillion/config.json"
 
 MODELS: dict[str, tuple[tuple[str, ...], int]] = {
     "deepseek-v3": (("DeepSeek-R1",), 128),
@@ -61,6 +62,13 @@ def config_of(model: str) -> Path:
 
 def test_every_preset_is_checked() -> None:
     assert {name for name, file in presets().items() if file.parent.name == "models"} == set(MODELS)
+
+
+def test_the_page_on_cuda_has_a_row_for_every_preset() -> None:
+    """``make test-gpu-contract``, which runs at night, compares the rows."""
+    section = (ROOT / "docs/cuda.md").read_text().partition("## What SGLang decides")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([\w.-]+)[^|]*\|", section, re.MULTILINE)
+    assert rows == ["preset", *sorted(MODELS)]
 
 
 @pytest.mark.parametrize(("preset", "model"), CASES)
