@@ -24,6 +24,9 @@ _BATCH_SECONDS = 300
 SHARED_GPU_FRACTION = 0.7
 """Share of a GPU for weights and cache where trainer ranks are on it, too (``--colocate``), as in slime's recipes."""
 
+# With data-parallel attention a request to all schedulers wakes the first one only, and waits a second for the others.
+_ATTENTION_GROUPS = {"--attn-dp-size", "--enable-dp-attention"}
+
 _CPU_FLAGS = (
     # Without these SGLang does not run on a CPU.
     "--attention-backend=torch_native",
@@ -55,9 +58,10 @@ def server_command(
         f"--grammar-backend={'xgrammar' if spec.grammars else 'none'}",
         f"--watchdog-timeout={_BATCH_SECONDS + spec.publication_seconds:g}",
         "--skip-server-warmup",  # the canary of the first publication is its warm-up
-        "--sleep-on-idle",  # else each scheduler spins on a core
         "--log-level=warning",
     ]
+    if not any(word.split("=")[0] in _ATTENTION_GROUPS for word in spec.extra):
+        command.append("--sleep-on-idle")  # else each scheduler spins on a core
     if spec.trust_remote_code:
         command.append("--trust-remote-code")
     address, rendezvous_port = rendezvous

@@ -115,6 +115,18 @@ def test_a_server_outlives_a_publication_that_takes_all_the_time_it_may() -> Non
     assert "--watchdog-timeout=300" in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("extra", "sleeps"),
+    [((), True), (("--attn-dp-size", "4"), False), (("--attn-dp-size=4",), False), (("--enable-dp-attention",), False)],
+)
+def test_idle_schedulers_sleep_unless_a_request_to_all_wakes_one_of_them_only(
+    extra: tuple[str, ...], sleeps: bool
+) -> None:
+    """With data-parallel attention the others would sleep on for a second, at every request of a publication."""
+    spec = ServerSpec(model_path="m", device="cuda", dtype="bfloat16", extra=extra)
+    assert ("--sleep-on-idle" in server_command(spec, LOOPBACK, 1, RENDEZVOUS, 0, 0)) == sleeps
+
+
 def test_the_users_own_arguments_come_last() -> None:
     spec = ServerSpec(model_path="m", device="cpu", dtype="float32", extra=("--max-running-requests=7",))
     assert server_command(spec, LOOPBACK, 1, RENDEZVOUS, 0, 0)[-1] == "--max-running-requests=7"
