@@ -1,5 +1,6 @@
 """One rank's model of each preset with Transformer Engine's layers, on the meta device: four layers of the model's real
-shapes, split as the preset says. Parameters must have names in Hugging Face's files, and the other way round.
+shapes, split as the preset says. Parameters must have names in Hugging Face's files, and the other way round; and the
+marks of those of plain layers, which CPU runs compare with one rank in numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,16 @@ ONE_STAGE: dict[str, Any] = {
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
 }
+NORMS = ("LayerNorm", "RMSNorm")  # Transformer Engine's have no marks on the meta device until then
 LAYERS = 4  # both kinds of those models that have two
+MARKS = {
+    "tensor_model_parallel": False,
+    "partition_dim": -1,
+    "allreduce": True,  # not for experts, whose copies are on other ranks
+    "sequence_parallel": False,
+    "average_gradients_across_tp_domain": False,
+}
+"""Attributes of parameters by which Megatron reduces gradients and counts their norm, and what their absence means."""
 
 
 class OnMeta(TorchFunctionMode):
@@ -82,10 +92,9 @@ def one_of(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build(directory: Path, model: ModelArguments, platform: Platform) -> dict[str, Any]:
-    """Build the model as a rank does. Returns names on one side only, and whether layers are Transformer Engine's."""
+def build(directory: Path, model: ModelArguments, platform: Platform) -> tuple[Any, Any]:
+    """Build the model as a rank does. Returns it with the bridge's registry of its tensors."""
     from megatron.bridge import AutoBridge
-    from megatron.bridge.models.conversion.utils import persistent_buffers
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from transformers import AutoConfig
@@ -96,7 +105,6 @@ def build(directory: Path, model: ModelArguments, platform: Platform) -> dict[st
     config = AutoConfig.from_pretrained(directory)
     bridge = AutoBridge.from_hf_config(config)
     provider = make_provider(bridge, config.to_dict(), model, platform, load_weights=False)
-    provider.perform_initialization, provider.init_model_with_meta_device = False, True
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=model.tensor_model_parallel_size,
         expert_model_parallel_size=model.expert_model_parallel_size,
@@ -107,24 +115,55 @@ def build(directory: Path, model: ModelArguments, platform: Platform) -> dict[st
         provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         with torch.device("meta"), OnMeta():
             module = provider.provide(pre_process=True, post_process=True)
+            with mock.patch("torch.cuda.current_device", return_value=0):
+                for part in (part for part in module.modules() if type(part).__name__ in NORMS):
+                    part.reset_parameters()
         dtypes.enforce(module, provider.params_dtype)
     finally:
         parallel_state.destroy_model_parallel()
-    registry = bridge._model_bridge.mapping_registry()
-    placed: set[str] = set()
-    unknown: list[str] = []
-    for name in (name for name, _ in (*module.named_parameters(), *persistent_buffers(module))):
-        if (mapping := registry.megatron_to_hf_lookup(name)) is None:
-            unknown.append(name)
-        else:
-            found = mapping.hf_param
-            placed |= {found} if isinstance(found, str) else set(found.values())
-    in_files, in_model = any_expert(file_names(config)), any_expert(placed)
+    return module, bridge._model_bridge.mapping_registry()
+
+
+def in_files(name: str, registry: Any) -> frozenset[str]:
+    """Names that a tensor of Megatron's has in Hugging Face's files; none if the bridge doesn't know it."""
+    if (mapping := registry.megatron_to_hf_lookup(name)) is None:
+        return frozenset()
+    found = mapping.hf_param
+    return frozenset([found] if isinstance(found, str) else found.values())
+
+
+def lost(module: Any, registry: Any, directory: Path) -> list[str]:
+    """The first tensors that only one side has."""
+    from megatron.bridge.models.conversion.utils import persistent_buffers
+    from transformers import AutoConfig
+
+    places = {name: in_files(name, registry) for name, _ in (*module.named_parameters(), *persistent_buffers(module))}
+    here = any_expert(set().union(*places.values()))
+    there = any_expert(file_names(AutoConfig.from_pretrained(directory)))
     if module.share_embeddings_and_output_weights:
-        in_files.discard("lm_head.weight")
+        there.discard("lm_head.weight")
+    return [*(name for name, found in places.items() if not found), *sorted(here ^ there)][:5]
+
+
+def marks(module: Any, registry: Any) -> dict[str, list[object]]:
+    """By names in files. Nobody asks along which dimension a parameter is split that isn't."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        has = {mark: getattr(parameter, mark, absent) for mark, absent in MARKS.items()}
+        if not has["tensor_model_parallel"]:
+            has["partition_dim"] = MARKS["partition_dim"]
+        found[" ".join(sorted(in_files(name, registry)))] = [*has.values()]
+    return found
+
+
+def look(directory: Path, model: ModelArguments, platform: Platform) -> dict[str, Any]:
+    """Names on one side only, whether layers are Transformer Engine's, and what is marked otherwise than plain ones."""
+    built = build(directory, model, platform)
+    plain, found = marks(*build(directory, model, platform.with_host_layers)), marks(*built)
     return {
-        "lost": [*unknown, *sorted(in_files ^ in_model)][:5],
-        "fused": any(type(part).__name__.startswith("TE") for part in module.modules()),
+        "lost": lost(*built, directory),
+        "fused": any(type(part).__name__.startswith("TE") for part in built[0].modules()),
+        "marked otherwise": {name: found.get(name) for name in plain if found.get(name) != plain[name]},
     }
 
 
@@ -152,7 +191,7 @@ def main(found: Path) -> None:
             whole = parse_arguments(words, prog="contract").arguments.model
             with one_of(gpus // whole.pipeline_model_parallel_size):
                 try:
-                    results[preset] = build(directory, replace(whole, **ONE_STAGE), platform)
+                    results[preset] = look(directory, replace(whole, **ONE_STAGE), platform)
                 except Exception as error:  # supervision point: each preset is tried
                     import traceback
 
