@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ async def enough(prompt: Prompt, sample: Sample) -> float:
     return sum(a == b for a, b in zip(sample.text, prompt.label, strict=False)) / 2
 
 
+async def ranked(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    """What exact_match gives, and 10 for each sample before it."""
+    return [sample.reward + 10 * place for place, sample in enumerate(samples)]
+
+
 ALONE = f"""
 eval:
   defaults:
@@ -46,6 +52,11 @@ eval:
       n_samples_per_eval_prompt: 1
       temperature: 0
       max_response_len: 3
+    - name: grouped
+      path: {TEST}@[0:{GREEDY}]
+      rm_type: exact_match
+      group_rm_path: {__name__}:{ranked.__name__}
+      n_samples_per_eval_prompt: 3
 """
 TRAINING = f"""
 eval:
@@ -80,7 +91,12 @@ def test_each_data_set_has_its_own_reward_samples_temperature_and_limit(
         run.assert_nothing_left()
     (file,) = samples_files(run.run_dir)
     rows = by_data_set(file.path)
-    assert {name: len(of_set) for name, of_set in rows.items()} == {"drawn": 4 * PROMPTS, "greedy": GREEDY}
+    counts = {"drawn": 4 * PROMPTS, "greedy": GREEDY, "grouped": 3 * GREEDY}
+    assert {name: len(of_set) for name, of_set in rows.items()} == counts
+    places = defaultdict(list)
+    for row in rows["grouped"]:
+        places[row.prompt_id].append(row.reward - float(row.response == row.label))
+    assert all(sorted(each) == [0, 10, 20] for each in places.values())
     assert all(row.reward == float(row.response == row.label) for row in rows["drawn"])
     assert {json.loads(row.prompt_metadata)["difficulty"] for row in rows["drawn"]} == {"hard"}
     assert max(row.length for row in rows["drawn"]) > 3 == max(row.length for row in rows["greedy"])

@@ -47,6 +47,11 @@ def page_commands() -> list[tuple[str, ...]]:
     return [tuple(shlex.split(line)) for line in lines]
 
 
+def page_blocks() -> list[str]:
+    """What the page says that they print."""
+    return re.findall(r"```\n(test: .*?)```", (ROOT / "docs/rollout.md").read_text(), re.DOTALL)
+
+
 def rows_of(run: RealRun) -> list[SampleSummary]:
     (file,) = samples_files(run.run_dir)
     return read_summaries(file.path)
@@ -97,20 +102,24 @@ def test_a_rollout_estimates_pass_at_k_of_all_samples_without_a_trainer(
     assert "rev " in capsys.readouterr().out
 
 
-def test_the_page_shows_what_its_command_prints(before: RealRun) -> None:
-    """But for its numbers, which are of all held-out prompts and the samples that the quick start takes."""
-    (shown,) = re.findall(r"```\n(test: .*?)```", (ROOT / "docs/rollout.md").read_text(), re.DOTALL)
-    prompts, samples = map(int, re.findall(r"\d+", shown.splitlines()[0]))
-    held_out = (QUICKSTART / "assets/reverse/test.jsonl").read_text().splitlines()
-    assert (prompts, samples) == (len(held_out), 8 * len(held_out))
-    printed = without_digits(before.output).splitlines()
-    for line in shown.splitlines():
-        if "pass@8" not in line:  # of more samples than the test takes
+def assert_shown(block: str, output: str) -> None:
+    """Check that ``output`` has the lines of a block, but for numbers, and for pass@8, which takes more samples."""
+    printed = without_digits(output).splitlines()
+    for line in block.splitlines():
+        if "pass@8" not in line:
             assert without_digits(line) in printed
 
 
+def test_the_page_shows_what_its_commands_print(before: RealRun) -> None:
+    shown = page_blocks()
+    prompts, samples = map(int, re.findall(r"\d+", shown[0].splitlines()[0]))
+    held_out = (QUICKSTART / "assets/reverse/test.jsonl").read_text().splitlines()
+    assert (prompts, samples) == (len(held_out), 8 * len(held_out))
+    assert_shown(shown[0], before.output)
+
+
 def without_digits(text: str) -> str:
-    return re.sub(r"\d+", "#", text)
+    return re.sub(r"[-+]?\d+\.\d+", "#", re.sub(r"\d+ (prompts|samples)", r"# \1", text))
 
 
 def test_another_model_is_compared_prompt_by_prompt(
@@ -126,6 +135,7 @@ def test_another_model_is_compared_prompt_by_prompt(
     assert found["prompts"] == PROMPTS
     assert found["low"] < found["high"]
     assert f"minus {before.run_dir} ({PROMPTS} prompts in both)" in run.output
+    assert_shown(page_blocks()[1], run.output.replace(str(before.run_dir), "runs/before"))
 
 
 def test_ctrl_c_keeps_the_samples_that_are_there(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
