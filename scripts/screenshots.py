@@ -1,6 +1,7 @@
 """Pictures of the page of a run for README and docs/watching.md: `make screenshots` (RUN=runs/quickstart).
 
-Needs chromium and chromedriver. A picture is made of every view, in docs/images/watch_NAME.png.
+Needs chromium and chromedriver. A picture is made of every view, in docs/images/watch_NAME.png, with a palette: a third
+of the bytes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from PIL import Image
 
 from miles_async.samples.reader import read_summaries, samples_files
 from tests.integration.watch_browser import browser, served
@@ -21,11 +24,12 @@ VIEWS = {  # name of the picture → (view, height in pixels)
     "attempts": ("attempts?run=0", 560),
     "engines": ("engines?run=0", 760),
     "flags": ("flags?run=0&search=staleness", 560),
-    "logs": ("logs?run=0&name=rollout.log", 330),
+    "logs": ("logs?run=0&name=*&search=info", 620),
 }
 TOKENS_HEIGHT = 860
 SHADE = "select[aria-label='shade tokens by'] option[value=differences]"
 WIDTH = 1280
+COLOURS = 128
 DRAWN_SECONDS = 1.0  # after a view is there until its charts are
 
 
@@ -44,6 +48,8 @@ def main(run_dir: Path) -> None:
             time.sleep(DRAWN_SECONDS)
             path = IMAGES / f"watch_{name}.png"
             page.driver.save_screenshot(str(path))
+            with Image.open(path) as picture:
+                picture.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
             print(path)
 
 

@@ -29,6 +29,30 @@ VIEWS = ("overview", "metrics", "samples", "attempts", "engines", "flags", "logs
 SAMPLE = "samples?run=0&kind=train&step=30&attempt=2&sample=3"
 
 
+READABLE = 4.5  # WCAG 2.2, success criterion 1.4.3: contrast of text and background
+THEME = "return document.documentElement.dataset.theme"
+CONTRASTS = """
+const channels = (text) => text.match(/^rgba?\\(/) && text.match(/[\\d.]+/g).map(Number);
+const linear = (c) => (c <= 10.3 ? c / 3294 : ((c / 255 + 0.055) / 1.055) ** 2.4);
+const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+const behind = (element) => {
+  for (; element; element = element.parentElement) {
+    const found = channels(getComputedStyle(element).backgroundColor);
+    if (!found) return null;  // a mixture of colours
+    if (found[3] !== 0) return found;
+  }
+};
+const hasText = (element) => [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+return [...document.querySelectorAll("body *")].filter(hasText).flatMap((element) => {
+  const [text, back] = [channels(getComputedStyle(element).color), behind(element)];
+  if (!text || !back) return [];
+  const [low, high] = [light(text), light(back)].sort((a, b) => a - b);
+  return [[(high + 0.05) / (low + 0.05), element.textContent.slice(0, 40)]];
+});
+"""
+PROCESSES_OF_RUN = ["driver and rollout", "trainer ranks", "engines"]
+
+
 def is_shown(page: Page, view: str) -> bool:
     return page.shown() == view
 
@@ -172,6 +196,22 @@ def test_texts_of_the_run_stay_texts(page: Page) -> None:
     assert "⟨U+001B⟩[31mred" in page.text(".log")
 
 
+def test_logs_are_chosen_by_process_and_searched_in_one_and_in_all(page: Page) -> None:
+    page.go("logs?run=0")
+    assert [each.get_attribute("label") for each in page.all("optgroup")] == PROCESSES_OF_RUN
+    search = page.one("input[type=search]")
+    search.send_keys("BEGINS")
+    page.until(lambda: "1 line matches" in page.text("main"))
+    page.one("select[aria-label=process] option[value='']").click()
+    page.until(lambda: "training begins" in page.text(".card"))
+    search.send_keys("\ue003" * 6 + "r")  # backspaces
+    page.until(lambda: {"rollout.log", "engine-0.0.log"} <= {each.text for each in page.all(".card h2")})
+    next(each for each in page.all(".card h2 button") if each.text == "engine-0.0.log").click()
+    page.until(lambda: "[31mred" in page.text(".log"))
+    assert "name=engine-0.0.log" in page.driver.current_url
+    assert page.one("select[aria-label=process]").get_attribute("value") == "engine-0.0.log"
+
+
 def test_every_turn_has_its_time(tab: Page, tmp_path: Path) -> None:
     turns = [Turn(start=2, end=3, started_at=1.8e9, seconds=0.25), Turn(start=3, end=5, seconds=None)]
     note = FileNote(kind="train", step=10, groups=1, groups_written=1)
@@ -216,6 +256,17 @@ def test_the_keyboard_reaches_everything(page: Page) -> None:
     page.until(lambda: "Sample 2 of group 1" in page.text("main"))
     page.press("?")
     assert page.one("dialog").is_displayed()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_texts_stand_out_in_both_themes(page: Page, theme: str) -> None:
+    while page.driver.execute_script(THEME) != theme:
+        page.one("header .quiet").click()
+    for view in ("overview", "samples", "engines", "flags", "logs"):
+        page.go(f"{view}?run=0")
+        contrasts = page.driver.execute_script(CONTRASTS)
+        assert len(contrasts) > 20
+        assert [each for each in contrasts if each[0] < READABLE] == []
 
 
 def test_without_the_key_there_is_no_data(tab: Page, base: str) -> None:
@@ -301,5 +352,8 @@ def test_the_report_opens_without_a_server(tab: Page, run_dir: Path, other_dir: 
         assert "cannot be shown" not in tab.text("main")
     tab.go(SAMPLE)
     assert HOSTILE.split("\u202e")[0].strip() in tab.text(".message.assistant")
+    tab.go("logs?run=0&name=rollout.log")
+    tab.one("input[type=search]").send_keys("restarting")
+    tab.until(lambda: "1 line matches" in tab.text("main"))
     assert tab.complaints() == []
     assert [url for url in tab.requests() if not url.startswith("data:")] == [path.as_uri()]

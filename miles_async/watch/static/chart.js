@@ -43,7 +43,7 @@ export function chart(lines, { height = 190, log = false, onzoom = null, label =
     legend: { live: true },
     scales: { x: { time: false }, y: log ? { distr: 3 } : { range: padded } },
     axes: [axis(34, (u, values) => values.map((v) => (Number.isInteger(v) ? String(v) : ""))), axis(58, (u, values) => values.map((v) => (v === null ? "" : number(v))))],
-    series: [{ label: "step" }, ...shown.map(style)],
+    series: [{ label: "step", value: (u, value) => (value === null ? "last" : number(value)) }, ...shown.map(style)],
     hooks: { setSelect: [(u) => zoomed(u, onzoom)] },
   };
   const observer = new ResizeObserver(([entry]) => {
@@ -76,7 +76,7 @@ function style(line) {
     dash: line.dots ? [] : DASHES[Math.floor(line.index) % DASHES.length],
     spanGaps: true,
     points: { show: Boolean(line.dots) || line.steps.length === 1, size: 7, fill: stroke },
-    value: (u, value) => number(value, 4),
+    value: (u, value, series, index) => number(index === null ? line.values.findLast((each) => each !== null) : value, 4), // without a cursor the last one
   };
 }
 

@@ -119,6 +119,17 @@ def test_evaluations_and_pauses_are_drawn_on_the_engines_that_have_them(tmp_path
     assert shown(engines(a="train", b="train", c="frozen")) == {"a": {"g", "u"}, "b": {"u", "e"}, "c": set()}
 
 
+def test_time_that_several_attempts_of_an_engine_cover_counts_once(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    begins = np.sort(draw.uniform(0, 300, 400))[::-1]  # within a column, too: one is a second
+    lasts = draw.exponential(0.3, 400)
+    records = [attempt(n, b, b + s, "a") for n, (b, s) in enumerate(zip(begins.tolist(), lasts.tolist(), strict=True))]
+    lane = by_name(lanes(Run(tmp_path, "run"), ["a"], records, whole=True, rolling=False))["a"]
+    moments = np.linspace(begins.min(), (begins + lasts).max(), 100_001)
+    busy = ((moments[:, None] >= begins) & (moments[:, None] < begins + lasts)).any(1)
+    assert lane["shares"]["g"] == pytest.approx(busy.mean(), abs=1e-3)
+
+
 def test_each_rank_has_its_own_parts_and_the_trainers_waits(tmp_path: Path) -> None:
     write_step(tmp_path, end=8, wait=4, train=3, copy=1)
     slow = {"packing": 0.5, "forward and backward": 2.0, "reducing gradients": 0.25, "another": 0.25}

@@ -7,7 +7,7 @@ import { drawSettings } from "./settings.js";
 export const title = "Flags";
 
 export async function open(context) {
-  const root = h("div", { class: "view" });
+  const root = h("div", { class: "view flags" });
   const state = { search: context.value("search"), only: context.value("only", "all"), preset: context.value("preset") };
   const body = h("div");
   let found = null;

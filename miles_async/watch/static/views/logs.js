@@ -43,8 +43,10 @@ function drawAll(found, { search }, load, names) {
   if (!search) return [empty("enter what to search for in all logs")];
   const open = (name) => ((names.value = name), load({ name }));
   const more = ({ name, matches, lines }) => matches > lines.length && h("button", { onclick: () => open(name) }, `all ${number(matches)} matches`);
-  return [h("p", { class: "muted" }, `${number(found.matches)} lines match`), found.logs.map((log) => h("section", { class: "card" }, h("h2", null, h("button", { class: "plain link", onclick: () => open(log.name) }, log.name), " ", more(log)), h("ol", { class: "log" }, log.lines.map(line))))];
+  return [h("p", { class: "muted" }, matching(found.matches)), found.logs.map((log) => h("section", { class: "card" }, h("h2", null, h("button", { class: "plain link", onclick: () => open(log.name) }, log.name), " ", more(log)), h("ol", { class: "log" }, log.lines.map(line))))];
 }
+
+const matching = (count) => (count === 1 ? "1 line matches" : `${number(count)} lines match`);
 
 // Buttons that save the timeline and profiles; a report has no files.
 async function drawDownloads(run) {
@@ -68,7 +70,7 @@ function drawLog(found, state, load) {
   const lines = found.lines;
   const earlier = !state.search && found.start > 0 && h("button", { onclick: () => load({ before: String(found.start) }) }, "earlier lines");
   const latest = state.before && h("button", { onclick: () => load() }, "the end");
-  const count = state.search ? `${number(found.matches)} lines match${found.matches > lines.length ? `, the last ${lines.length} are shown` : ""}` : `${lines.length} lines of ${bytes(found.bytes)}`;
+  const count = state.search ? `${matching(found.matches)}${found.matches > lines.length ? `, the last ${lines.length} are shown` : ""}` : `${lines.length} lines of ${bytes(found.bytes)}`;
   return [found.missing && empty(found.missing), h("p", { class: "muted" }, count, " ", earlier, " ", latest), lines.length ? h("ol", { class: "log card" }, lines.map(line)) : empty("no lines")];
 }
 

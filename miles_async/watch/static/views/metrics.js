@@ -71,7 +71,7 @@ function panelOf(entry, add) {
   const last = entry.last.map((value) => number(value, 4)).join("  ·  ");
   const unit = entry.unit === "number" ? "" : ` (${entry.unit})`;
   const meaning = entry.meaning && `${entry.meaning}${unit}${entry.worries && `. Worries when: ${entry.worries}`}`;
-  const root = h("figure", { class: "card metric", title: meaning || null, "data-metric": entry.name }, h("figcaption", null, h("b", null, entry.name), h("span", { class: "last" }, last)), meaning && h("p", { class: "meaning muted" }, meaning), canvas);
+  const root = h("figure", { class: "card metric", title: meaning || null, "data-metric": entry.name }, h("figcaption", null, h("b", null, entry.name.split(/(?<=[/_])/).flatMap((part, index) => (index ? [h("wbr"), part] : [part]))), h("span", { class: "last" }, last)), meaning && h("p", { class: "meaning muted" }, meaning), canvas);
   const panel = { entry, root, canvas, drawn: null, loaded: false, destroy: () => panel.drawn?.destroy() };
   add(panel);
   return root;

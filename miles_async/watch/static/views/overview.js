@@ -77,7 +77,7 @@ function rewards({ curves }, drawn) {
   const reward = curves["reward/mean"];
   const lines = reward.steps.length
     ? [
-        { ...reward, label: "reward, each step", index: 0, faint: true },
+        { ...reward, label: "each step", index: 0, faint: true },
         { steps: reward.steps, values: movingMean(reward.values, AVERAGED), label: `mean of ${AVERAGED} steps`, index: 0 },
         { ...curves["eval/reward"], label: "evaluation", index: 1, dots: true },
       ]
