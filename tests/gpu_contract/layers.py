@@ -61,6 +61,9 @@ def shortened(model: str, folder: Path) -> Path:
     language["num_hidden_layers"] = LAYERS
     if "layer_types" in language:
         language["layer_types"] = language["layer_types"][:LAYERS]
+    if "per_layer_config" in language:
+        kept = language["per_layer_config"].items()
+        language["per_layer_config"] = {layer: values for layer, values in kept if int(layer) < LAYERS}
     (folder / model).mkdir()
     (folder / model / "config.json").write_text(json.dumps(config))
     return folder / model
@@ -150,6 +153,8 @@ def marks(module: Any, registry: Any) -> dict[str, list[object]]:
     found = {}
     for name, parameter in module.named_parameters():
         has = {mark: getattr(parameter, mark, absent) for mark, absent in MARKS.items()}
+        if ".indexer." in name:  # frozen
+            continue
         if not has["tensor_model_parallel"]:
             has["partition_dim"] = MARKS["partition_dim"]
         found[" ".join(sorted(in_files(name, registry)))] = [*has.values()]

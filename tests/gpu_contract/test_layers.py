@@ -8,7 +8,12 @@ import pytest
 
 from tests.gpu_contract.conftest import Program
 
-PLAIN = {"gpt-oss-20b", "gpt-oss-120b"}  # presets whose layers are of PyTorch on every device (docs/cuda.md)
+PLAIN = {
+    "gemma-4-26b-a4b",
+    "gemma-4-31b",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
+}  # presets whose layers are of PyTorch on every device (docs/cuda.md)
 
 pytestmark = pytest.mark.timeout(1300)
 
