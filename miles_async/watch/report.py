@@ -144,10 +144,6 @@ def _html(data: str) -> str:
     )
 
 
-def _static(name: str) -> str:
-    return (STATIC / name).read_text(encoding="utf-8")
-
-
 def _inert(data: str) -> str:
     """JSON that ends no script element and begins no comment, whatever texts it holds."""
     return (
