@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 NUM_ROLLOUT = 60
 LR, LOWER_LR = 5e-4, 1e-4
+FLAGS = ("--rollout-num-gpus", "1", "--no-log-entropy", "--record")  # train/entropy comes with the bonus only
 
 
 def change(run: RealRun, *changes: str) -> int:
@@ -41,7 +42,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory, imported_reverse: tuple[st
     """A run that was changed, paused and stopped; its checkpoints; the steps after which things took effect."""
     directory = tmp_path_factory.mktemp("live")
     saved, steps = directory / "saved", {}
-    flags = ("--num-rollout", str(NUM_ROLLOUT), "--rollout-num-gpus", "1", "--save", str(saved), "--record")
+    flags = ("--num-rollout", str(NUM_ROLLOUT), "--save", str(saved), *FLAGS)
     with real_run(directory / "run", *flags, command=imported_reverse) as run:
         run.wait_for_steps(2, 150)
         with pytest.raises(
@@ -78,7 +79,7 @@ def test_the_trainer_and_the_engines_follow(changed: tuple[RealRun, Path, dict])
     for step, record in by_step(run).items():
         after = step > steps["trainer"]
         assert record["train/lr"] == pytest.approx(LOWER_LR if after else LR)
-        assert ("train/entropy" in record) is after  # it is computed for the bonus alone
+        assert ("train/entropy" in record) is after
     assert by_step(run)[steps["trainer"] + 2]["rollout/concurrency_limit"] == 64
 
 
@@ -118,7 +119,7 @@ def test_a_run_that_resumes_continues_with_the_changes(
 ) -> None:
     _, saved, steps = changed
     last = steps["stop"] + 3
-    flags = ("--rollout-num-gpus", "1", "--load", str(saved), "--num-rollout", str(last), "--record")
+    flags = ("--load", str(saved), "--num-rollout", str(last), *FLAGS)
     with real_run(tmp_path / "resumed", *flags, command=imported_reverse) as run:
         assert run.wait(150) == 0, run.output
         run.assert_nothing_left()
