@@ -99,7 +99,8 @@ def assert_samples_are_kept(run: RealRun) -> None:
         assert len({row.attempt_id for row in rows}) == note.groups_written
         for row in rows:
             assert row.turns[0].seconds is not None
-            assert "".join(row.token_texts[row.prompt_length :]).startswith(row.response)
+            sampled = "".join(row.token_texts[row.prompt_length :])  # a model that has learned little may say <bos>
+            assert re.sub("<.*?>", "", sampled).startswith(re.sub("<.*?>", "", row.response))
             assert max(age or 0 for age in row.ages()) == (row.age or 0) <= 2
             assert (row.advantages is not None) == (file.kind == "train")
             trained = file.kind == "train" and row.filtered is None
