@@ -1,4 +1,4 @@
-"""One rank's model of each preset with Transformer Engine's layers, on the meta device: four layers of the model's real
+"""One rank's model of each preset with Transformer Engine's layers, on the meta device: few layers of the model's real
 shapes, split as the preset says. Parameters must have names in Hugging Face's files, and the other way round; and the
 marks of those of plain layers, which CPU runs compare with one rank in numbers.
 """
@@ -33,7 +33,7 @@ ONE_STAGE: dict[str, Any] = {
     "decoder_last_pipeline_num_layers": None,
 }
 NORMS = ("LayerNorm", "RMSNorm")  # Transformer Engine's have no marks on the meta device until then
-LAYERS = 4  # both kinds of those models that have two
+LAYERS = 4  # or more, until a model's layers of each kind are among them
 MARKS = {
     "tensor_model_parallel": False,
     "partition_dim": -1,
@@ -58,12 +58,14 @@ def shortened(model: str, folder: Path) -> Path:
     """A directory with the model's config.json, but for LAYERS layers."""
     config = json.loads(config_of(model).read_text())
     language = config.get("text_config", config)
-    language["num_hidden_layers"] = LAYERS
-    if "layer_types" in language:
-        language["layer_types"] = language["layer_types"][:LAYERS]
+    kinds = language.get("layer_types", [])
+    layers = max([LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])
+    language["num_hidden_layers"] = layers
+    if kinds:
+        language["layer_types"] = kinds[:layers]
     if "per_layer_config" in language:
         kept = language["per_layer_config"].items()
-        language["per_layer_config"] = {layer: values for layer, values in kept if int(layer) < LAYERS}
+        language["per_layer_config"] = {layer: values for layer, values in kept if int(layer) < layers}
     (folder / model).mkdir()
     (folder / model / "config.json").write_text(json.dumps(config))
     return folder / model
@@ -96,7 +98,7 @@ def one_of(world_size: int) -> Iterator[None]:
 
 
 def build(directory: Path, model: ModelArguments, platform: Platform) -> tuple[Any, Any]:
-    """Build the model as a rank does. Returns it with the bridge's registry of its tensors."""
+    """Build the model as a rank does. Returns it with the bridge of its family."""
     from megatron.bridge import AutoBridge
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -124,23 +126,25 @@ def build(directory: Path, model: ModelArguments, platform: Platform) -> tuple[A
         dtypes.enforce(module, provider.params_dtype)
     finally:
         parallel_state.destroy_model_parallel()
-    return module, bridge._model_bridge.mapping_registry()
+    return module, bridge._model_bridge
 
 
-def in_files(name: str, registry: Any) -> frozenset[str]:
+def in_files(name: str, bridge: Any) -> frozenset[str]:
     """Names that a tensor of Megatron's has in Hugging Face's files; none if the bridge doesn't know it."""
-    if (mapping := registry.megatron_to_hf_lookup(name)) is None:
+    if (mapping := bridge.mapping_registry().megatron_to_hf_lookup(name)) is None:
         return frozenset()
     found = mapping.hf_param
-    return frozenset([found] if isinstance(found, str) else found.values())
+    names = [found] if isinstance(found, str) else [*found.values()]
+    left_out = getattr(bridge, "_is_synthesized_kv_projection", None)  # Gemma 4: values that are keys
+    return frozenset(name for name in names if left_out is None or not left_out(name))
 
 
-def lost(module: Any, registry: Any, directory: Path) -> list[str]:
+def lost(module: Any, bridge: Any, directory: Path) -> list[str]:
     """The first tensors that only one side has."""
     from megatron.bridge.models.conversion.utils import persistent_buffers
     from transformers import AutoConfig
 
-    places = {name: in_files(name, registry) for name, _ in (*module.named_parameters(), *persistent_buffers(module))}
+    places = {name: in_files(name, bridge) for name, _ in (*module.named_parameters(), *persistent_buffers(module))}
     here = any_expert(set().union(*places.values()))
     there = any_expert(file_names(AutoConfig.from_pretrained(directory)))
     if module.share_embeddings_and_output_weights:
@@ -148,7 +152,7 @@ def lost(module: Any, registry: Any, directory: Path) -> list[str]:
     return [*(name for name, found in places.items() if not found), *sorted(here ^ there)][:5]
 
 
-def marks(module: Any, registry: Any) -> dict[str, list[object]]:
+def marks(module: Any, bridge: Any) -> dict[str, list[object]]:
     """By names in files. Nobody asks along which dimension a parameter is split that isn't."""
     found = {}
     for name, parameter in module.named_parameters():
@@ -157,7 +161,7 @@ def marks(module: Any, registry: Any) -> dict[str, list[object]]:
             continue
         if not has["tensor_model_parallel"]:
             has["partition_dim"] = MARKS["partition_dim"]
-        found[" ".join(sorted(in_files(name, registry)))] = [*has.values()]
+        found[" ".join(sorted(in_files(name, bridge)))] = [*has.values()]
     return found
 
 
