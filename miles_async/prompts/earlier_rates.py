@@ -18,7 +18,7 @@ from miles_async.runtime.files.run_directory import LEDGER_FILE
 
 @dataclass(frozen=True, slots=True)
 class EarlierRates:
-    """What is known of rows before the run."""
+    """Pass rates of rows, measured by earlier runs."""
 
     rates: Mapping[int, float] = field(default_factory=dict)  # row → pass rate
     digest: str = ""  # of the rates; empty without any

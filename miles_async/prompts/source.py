@@ -112,7 +112,7 @@ class FilePromptSource:
 
     @property
     def opened(self) -> PromptsOpened:
-        """What the ledger notes of the prompts."""
+        """The prompt files and their digests, for the ledger."""
         return PromptsOpened({file.label: file.digest for file in self._rows.files}, len(self._earlier.rates))
 
     def find(self, prompt_id: str) -> Place | None:

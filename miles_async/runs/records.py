@@ -72,6 +72,6 @@ class Metrics:
         return over, [row for line in reader.read().lines if (row := row_of(line)) is not None]
 
     def to_pandas(self) -> Any:
-        """What is there now as a ``pandas.DataFrame``, one row per step with its evaluation and checkpoint."""
+        """Return the metrics so far as a ``pandas.DataFrame``: one row per step, with its evaluation and checkpoint."""
         rows = read_metrics(self._path) if self._path.is_file() else []
         return data_frame(rows).set_index("step") if rows else data_frame([])

@@ -80,7 +80,7 @@ class NodeChoice:
 def choose_nodes(
     nodes: Sequence[Node], free: Mapping[str, int], trainer: GpuNeed, engines: Sequence[GpuNeed]
 ) -> NodeChoice | None:
-    """Choose a place for everything; None if none was found. ``free``: unused GPUs, by id of their node.
+    """Assign trainer and engines to nodes; None if they do not fit. ``free``: unused GPUs by node id.
 
     Nodes with engines only are preferred to nodes with both; the trainer takes the nodes that it fills best, or the
     emptiest ones if the engines need the gaps.

@@ -141,7 +141,7 @@ class DeepstackModel(MegatronModule):
 
 
 class _Provider:
-    """What the configs of both kinds build."""
+    """Builds the model, dense or mixture, from its config."""
 
     def provide(self: Any, *_: object, **__: object) -> DeepstackModel:
         """Build the model."""
