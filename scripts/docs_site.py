@@ -2,7 +2,8 @@
 navigation (mkdocs.yml) is an error.
 
 The site has the layout of the tree, so that links between pages are the same in both. Files that are no pages, such
-as examples' `.args`, are copied when a page links to them. GENERATED are pages that only the site has.
+as examples' `.args`, are copied when a page links to them. GENERATED are pages that only the site has, and TABLES
+parts of other pages.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from miles_async.arguments.parser import build_parser
-from scripts import behaviours
+from miles_async.observability.metric_names import registry
+from scripts import behaviours, families_page
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE, ENVIRONMENT = ROOT / "build" / "pages", ROOT / ".venv" / "docs"
@@ -54,7 +56,26 @@ def flags_page() -> str:
     return "\n".join(lines)
 
 
+def metrics_tables() -> str:
+    """A section per section of the registry of metrics."""
+    parts = []
+    for section in registry().sections:
+        rows = "\n".join(f"| {row.names} | {row.unit} | {row.meaning} | {row.worries} |" for row in section.rows)
+        table = f"| metric | unit | meaning | worries when |\n|---|---|---|---|\n{rows}"
+        parts += [
+            part for part in (f"## {section.title}", section.before.strip(), table, section.after.strip()) if part
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
 GENERATED: Mapping[str, Callable[[], str]] = {"docs/flags.md": flags_page, "tests/behaviours.md": behaviours.page}
+TABLES: Mapping[str, Callable[[], str]] = {"docs/metrics.md": metrics_tables, "docs/families.md": families_page.tables}
+
+
+def text_of(page: Path) -> str:
+    """The text of a page on the site."""
+    tables = TABLES.get(str(page.relative_to(ROOT)))
+    return page.read_text() + (f"\n{tables()}" if tables else "")
 
 
 def pages() -> Iterator[Path]:
@@ -66,15 +87,20 @@ def collect() -> None:
     """Copy pages and the files that they link to; write the generated pages."""
     shutil.rmtree(SOURCE, ignore_errors=True)
     for page in pages():
-        linked = ((page.parent / target).resolve() for target in LINK.findall(page.read_text()))
-        for path in (page, *linked):
-            if path.is_file() and (path == page or path.suffix != ".md"):
-                copy = SOURCE / path.relative_to(ROOT)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, copy)
-    for name, text in GENERATED.items():
-        (SOURCE / name).parent.mkdir(parents=True, exist_ok=True)
-        (SOURCE / name).write_text(text())
+        text = text_of(page)
+        write(page, text)
+        for path in ((page.parent / target).resolve() for target in LINK.findall(text)):
+            if path.is_file() and path.suffix != ".md":
+                write(path, path.read_bytes())
+    for name, generate in GENERATED.items():
+        write(ROOT / name, generate())
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write the file of the site that has the place of ``path`` in the tree."""
+    copy = SOURCE / path.relative_to(ROOT)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def install() -> None:

@@ -1,4 +1,4 @@
-"""Registry of metric names: source of docs/metrics.md, of hovers in `miles-async watch` and of Prometheus' HELP."""
+"""Registry of metric names: source of hovers in `miles-async watch`, of Prometheus' HELP and of the site's tables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
-    """A section of docs/metrics.md."""
+    """A section of the site's page of metrics."""
 
     title: str
     before: str = ""
@@ -45,9 +45,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registry(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole page."""
+    """All sections, in order."""
 
-    introduction: str
     sections: tuple[Section, ...]
 
 

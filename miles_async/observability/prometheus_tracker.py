@@ -1,6 +1,6 @@
 """Prometheus: the latest value of every metric at ``/metrics``, on a port that opens with a key only.
 
-A name like ``reward/mean`` becomes ``miles_async_reward_mean``; its label ``metric`` is the name in docs/metrics.md,
+A name like ``reward/mean`` becomes ``miles_async_reward_mean``; its label ``metric`` is the name in the registry,
 and its label ``run`` tells runs apart. HELP is what the registry of metrics says.
 """
 

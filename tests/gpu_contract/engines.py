@@ -40,7 +40,7 @@ def spec_of(preset: str, model: str, folder: Path) -> ServerSpec:
 
 
 def row(preset: str, spec: ServerSpec) -> str:
-    """What SGLang makes of the command, as a row of the page's table."""
+    """What SGLang makes of the command, as a row of docs/sglang_choices.tsv."""
     from sglang.srt.server_args import prepare_server_args
 
     os.environ.update(server_environment(spec))
@@ -64,7 +64,7 @@ def row(preset: str, spec: ServerSpec) -> str:
         "off" if chosen["disable_overlap_schedule"] else "on",
         chosen["mamba_radix_cache_strategy"] if chosen["uses_mamba_radix_cache"] else "",
     ]
-    return f"| {' | '.join(map(str, cells))} |"
+    return "\t".join(map(str, cells))
 
 
 def hook_problems(hooks: dict[str, list[tuple[Any, Any, Any]]]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Which tiny models are compared with transformers, in which layouts of ranks, and which are put on a real engine.
 
-The tests take their cases from here, and ``scripts/families_page.py`` writes docs/families.md.
+The tests take their cases from here, and ``scripts/families_page.py`` makes the tables of docs/families.md.
 """
 
 from __future__ import annotations

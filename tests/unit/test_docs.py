@@ -26,6 +26,7 @@ from miles_async.arguments.pass_through import PREFIXES, is_pass_through
 from miles_async.cli import main
 from miles_async.runtime.hooks import load_object
 from miles_async.types import Attempt, Group, Prompt, Sample
+from scripts.docs_site import text_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -48,6 +49,7 @@ SUFFIXES = (
     ".png",
     ".py",
     ".toml",
+    ".tsv",
     ".txt",
     ".yaml",
     ".yml",
@@ -139,7 +141,7 @@ def anchor(heading: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    text = page.read_text()
+    text = text_of(page)
     headings = {anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)}
     return headings | set(re.findall(r'<a id="([\w-]+)"></a>', text))
 
@@ -164,7 +166,7 @@ def exists(name: str, page: Path) -> bool:
 # ------------------------------------------------------------------------------------------------------ the tests
 @on_pages()
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if target.startswith(("https://", "http://")):
             continue
         name, _, fragment = target.partition("#")
@@ -176,7 +178,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @on_pages()
 def test_files_exist(page: Path) -> None:
-    missing = [name for name in named_paths(page.read_text()) if not exists(name, page)]
+    missing = [name for name in named_paths(text_of(page)) if not exists(name, page)]
     assert not missing
 
 
@@ -211,13 +213,13 @@ def is_known(flag: str, page: Path) -> bool:
 
 @on_pages()
 def test_flags_exist(page: Path) -> None:
-    named = re.findall(r"(?<![\w-])--[a-zA-Z][\w*-]*", page.read_text())
+    named = re.findall(r"(?<![\w-])--[a-zA-Z][\w*-]*", text_of(page))
     assert not [flag for flag in dict.fromkeys(named) if not is_known(flag, page)]
 
 
 @on_pages()
 def test_make_targets_exist(page: Path) -> None:
-    text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
+    text, makefile = text_of(page), (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
     code = "\n".join(code_spans(text) + code_blocks(text))
     named = set(re.findall(r"\bmake ([a-z-]+)", code))

@@ -16,7 +16,7 @@ MOST_NAMES = 500  # of one request
 
 def names(runs: Sequence[Run]) -> JsonObject:
     """{"sections": [{"title", "metrics": [{"name", "unit", "meaning", "worries", "last": [one per run]}]}]}, as
-    docs/metrics.md orders.
+    the registry orders.
     """
     for run in runs:
         run.metrics.refresh()

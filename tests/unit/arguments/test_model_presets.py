@@ -64,11 +64,11 @@ def test_every_preset_is_checked() -> None:
     assert {name for name, file in presets().items() if file.parent.name == "models"} == set(MODELS)
 
 
-def test_the_page_on_cuda_has_a_row_for_every_preset() -> None:
+def test_what_sglang_decides_is_known_of_every_preset() -> None:
     """``make test-gpu-contract``, which runs at night, compares the rows."""
-    section = (ROOT / "docs/cuda.md").read_text().partition("## What SGLang decides")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| ([\w.-]+)[^|]*\|", section, re.MULTILINE)
-    assert rows == ["preset", *sorted(MODELS)]
+    rows = [line.split("\t") for line in (ROOT / "docs/sglang_choices.tsv").read_text().splitlines()]
+    assert [row[0].partition(",")[0] for row in rows] == ["preset", *sorted(MODELS)]
+    assert len({len(row) for row in rows}) == 1
 
 
 @pytest.mark.parametrize(("preset", "model"), CASES)

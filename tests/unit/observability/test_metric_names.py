@@ -1,4 +1,4 @@
-"""The registry of metrics: the page is written from it, and every metric of a run has a meaning."""
+"""The registry of metrics: the site's tables are made from it, and every metric of a run has a meaning."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import re
 import pytest
 
 from miles_async.observability.metric_names import OTHER, describe, names_in, registry
-from scripts.metrics_page import PAGE, page
+from scripts.docs_site import metrics_tables
 
 
-def test_the_page_is_of_the_registry() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m scripts.metrics_page`"
+def test_the_tables_have_a_row_for_every_metric() -> None:
+    lines = metrics_tables().splitlines()
+    assert [line[3:] for line in lines if line.startswith("## ")] == [section.title for section in registry().sections]
+    cells = [line.strip("|").split("|") for line in lines if line.startswith("| ") and "| worries when |" not in line]
+    rows = [row for section in registry().sections for row in section.rows]
+    assert [(first.strip(), unit.strip()) for first, unit, *_ in cells] == [(row.names, row.unit) for row in rows]
+    assert {len(row) for row in cells} == {4}
 
 
 @pytest.mark.parametrize(
