@@ -41,6 +41,7 @@ from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_fleet import FakeRouter
 from tests.fakes.fake_sides import FakeTrainer, InProcess
 from tests.integration.megatron_scenario import Layout, make_backend
+from tests.integration.streamed_request import StreamedRequest
 from tests.integration.tiny_models import VOCAB
 from tests.integration.toy_batches import ToySample, to_shards, toy_samples
 
@@ -261,21 +262,19 @@ async def publishing(
         assert os.listdir(directory) == []
 
 
-def check_interrupted(
-    trainer: Trainer, prompt: Sequence[int], reply: JsonObject, mode: str, tokens: int, tolerance: float = 1e-4
+async def check_interrupted(
+    trainer: Trainer, prompt: Sequence[int], request: StreamedRequest, mode: str, tolerance: float = 1e-4
 ) -> None:
-    """The answer to a request of ``tokens`` that was in flight when the trainer's version was published."""
+    """Of ``request``, which was in flight when the trainer's version was published."""
     before, after = str(trainer.version - 1), str(trainer.version)
+    reply = await (request.reply if mode == "abort" else request.stop_under(trainer.version))
     spans = reply["meta_info"]["weight_versions"]
     ends = [span["end"] for span in spans]
     assert [span["start"] for span in spans] == [0, *ends[:-1]]
+    assert [span["version"] for span in spans] == ([before] if mode == "abort" else [before, after])
     assert len(reply["output_ids"]) == len(reply_logprobs(reply)) == ends[-1]
     if mode == "abort":
-        assert [span["version"] for span in spans] == [before]
-        assert ends[-1] < tokens
-    else:
-        assert [span["version"] for span in spans] == [before, after]
-        assert ends[-1] == tokens
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
     if mode == "retract":  # the cache is rebuilt: from the edge on it is all from the new weights
         trained = trainer.logprobs([*prompt, *reply["output_ids"]])[len(prompt) - 1 :]
         np.testing.assert_allclose(reply_logprobs(reply)[ends[0] :], trained[ends[0] :], atol=tolerance)

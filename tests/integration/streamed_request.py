@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from uuid import uuid4
 
 from miles_async.engines.http import Http, event_data
 from miles_async.types import JsonObject
@@ -24,22 +25,39 @@ class StreamedRequest:
     """``reply`` is its whole answer."""
 
     def __init__(self, http: Http, url: str, body: Mapping[str, object]) -> None:
-        self._tokens = 0
+        self._http, self._url = http, url
+        self._id = body.get("rid", uuid4().hex)
+        self._so_far: JsonObject = {}
+        self._ended = False
         self._more = asyncio.Condition()
-        self.reply = asyncio.ensure_future(self._read(events(http, url, body)))
+        self.reply = asyncio.ensure_future(self._read(events(http, url, {**body, "rid": self._id})))
 
     async def goes_on(self) -> None:
-        """Wait for another token."""
-        before = self._tokens
+        """Wait for another token, or the end."""
+        before = self._tokens()
+        await self._until(lambda: self._tokens() > before)
+
+    async def stop_under(self, version: int) -> JsonObject:
+        """Wait for a token of the version, then end the request. Returns its answer."""
+        await self._until(lambda: self._so_far["meta_info"]["weight_version"] == str(version))
+        await self.goes_on()
+        async with self._http.session.post(f"{self._url}/abort_request", json={"rid": self._id}) as response:
+            assert response.status == 200
+        return await self.reply
+
+    def _tokens(self) -> int:
+        return len(self._so_far.get("output_ids", ()))
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
         async with asyncio.timeout(_SECONDS), self._more:
-            await self._more.wait_for(lambda: self._tokens > before)
+            await self._more.wait_for(lambda: self._ended or reached())
 
     async def _read(self, stream: AsyncIterator[bytes]) -> JsonObject:
-        reply: JsonObject = {}
         async for data in stream:
-            if data != b"[DONE]":
-                reply = json.loads(data)  # of all tokens so far
-                async with self._more:
-                    self._tokens = len(reply["output_ids"])
-                    self._more.notify_all()
-        return reply
+            async with self._more:
+                if data == b"[DONE]":
+                    self._ended = True
+                else:
+                    self._so_far = json.loads(data)  # of all tokens so far
+                self._more.notify_all()
+        return self._so_far

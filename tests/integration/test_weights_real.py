@@ -58,7 +58,7 @@ pytestmark = [
 
 ENGINE = "engine-0"
 PROMPT = (5, 6, 7, 8)
-LONG = 160  # tokens: many more than come before a pause
+LONG = 500  # tokens: many more than come before a pause
 
 
 class RecordingFleet(HookedFleet):
@@ -172,7 +172,7 @@ async def test_what_is_trained_is_what_generates(server: Server, transport: str,
         assert isinstance(score, CanaryScore)
         np.testing.assert_allclose(score.logprobs, server.trainer.logprobs(sequence), atol=1e-4)
     assert np.abs(np.subtract(score.logprobs, before)).max() > 1e-2  # else older weights would pass as well
-    check_interrupted(server.trainer, PROMPT, await in_flight[0].reply, mode, LONG)
+    await check_interrupted(server.trainer, PROMPT, in_flight[0], mode)
     reply = await server.generate(16)  # the prompt of the request that was in flight
     assert reply["meta_info"]["weight_versions"] == [{"version": str(version), "start": 0, "end": 16}]
     np.testing.assert_allclose(reply_logprobs(reply), server.trained(reply), atol=1e-4)
