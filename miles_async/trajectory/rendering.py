@@ -103,17 +103,23 @@ class Renderer:
         self.images = images
         self.abridges = True  # what is new may be rendered without turns long before
         self._stops = {chat.decode_all([token]): token for token in chat.stop_ids}  # by their text
-        self._keeps_calls = not self._renders_without_calls()  # tool messages need the calls that they answer
+        self._keeps_calls = not self._writes_results(calls=False)  # results of tools need the calls that they answer
+        self._drops_results = self._keeps_calls and self._writes_results(calls=True) is False
         self._openings: dict[str, str] = {}  # by options
 
-    def _renders_without_calls(self) -> bool:
-        turn = {"role": "assistant", "content": "a"}
-        messages = [{"role": "user", "content": "b"}, turn, {"role": "tool", "content": "c"}, turn]
+    def _writes_results(self, *, calls: bool) -> bool | None:
+        """Whether the template writes a tool's result, after a turn with the call or without; None if it refuses."""
+        turn: Message = {"role": "assistant", "content": "a"}
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]} if calls else turn
+        result = {"role": "tool", "tool_call_id": call["id"], "content": _MARK}
         try:
-            self.chat.render(messages, (), {}, generation_prompt=False)
+            text = self.chat.render(
+                [{"role": "user", "content": "b"}, asked, result, turn], (), {}, generation_prompt=False
+            )
         except TrajectoryError:
-            return False
-        return True
+            return None
+        return _MARK in text
 
     def tokenize(self, text: str, pictures: Sequence[Picture]) -> Sequence[int]:
         """Tokenize rendered text with these images. Raises TrajectoryError as ``ImageFormat.expand`` does."""
@@ -154,8 +160,10 @@ class Renderer:
             options: more for the template, such as ``enable_thinking``.
 
         Raises:
-            TrajectoryError: the template refuses the conversation, or hides a turn.
+            TrajectoryError: the template refuses the conversation, or hides a turn or a tool's result.
         """
+        if self._drops_results and any(message["role"] == "tool" for message in messages):
+            raise TrajectoryError("the chat template leaves out messages of the role 'tool': the model has no tools")
         marks = {position: f"{_MARK}{number:06d}" for number, position in enumerate(sampled)}
         masked = [self._masked(message, marks[i]) if i in marks else message for i, message in enumerate(messages)]
         pieces, rest = [], self.chat.render(masked, tools, options, generation_prompt=True)
@@ -172,8 +180,9 @@ class Renderer:
         calls = message.get("tool_calls")
         if not (calls and self._keeps_calls):
             return {"role": "assistant", "content": mark}
-        function = {"name": calls[-1]["function"]["name"], "arguments": {"mark": mark}}
-        return {"role": "assistant", "content": "", "tool_calls": [{**calls[-1], "function": function}]}
+        empty = [{**call, "function": {"name": call["function"]["name"], "arguments": {}}} for call in calls]
+        empty[0]["function"]["arguments"] = {"mark": mark}
+        return {"role": "assistant", "content": "", "tool_calls": empty}
 
     def after_turn(self, text: str) -> tuple[str, int | None, str]:
         r"""Split a piece that follows a turn into (text that closes the turn, its stop token, the rest).

@@ -145,6 +145,19 @@ def test_flags_take_the_names_that_sglang_has() -> None:
     assert set(REASONING_PARSERS) == set(ReasoningParser.DetectorMap)
 
 
+def test_null_in_gemma_4s_calls_needs_our_reading() -> None:
+    """Fails when SGLang reads it by itself: ``read_null_of_gemma4`` can go then."""
+    read = (
+        "from miles_async.engines.sglang.reply_parsers import importable\nwith importable():\n"
+        "    from sglang.srt.function_call.gemma4_detector import _parse_gemma4_args\n"
+        "print(_parse_gemma4_args('a:null,b:[null]'))"
+    )
+    ran = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout.splitlines()[-1] == "{'a': 'null', 'b': ['null']}"
+    text = "<|tool_call>call:search{limit:null,where:{a:[1,null]}}<tool_call|>"
+    assert SGLangCalls("gemma4")(text, [TOOL]) == ("", [("search", {"limit": None, "where": {"a": [1, None]}})])
+
+
 @pytest.mark.parametrize("name", sorted({*TOOL_CALL_PARSERS} - {"response_template"}))
 def test_every_parser_of_calls_leaves_a_text_alone(name: str) -> None:
     assert SGLangCalls(name)("The answer is 68.", [TOOL]) == ("The answer is 68.", [])

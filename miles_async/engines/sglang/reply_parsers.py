@@ -48,11 +48,13 @@ CALL_BEGINS: Mapping[str, Sequence[str]] = {
     "mistral": ("[TOOL_CALLS",),
     **dict.fromkeys(("deepseekv3", "deepseekv31"), ("<｜tool▁calls▁begin｜>",)),
     "kimi_k2": ("<|tool_calls_section_begin|>",),
+    "gemma4": ("<|tool_call>",),
 }
 """Texts one of which begins whatever a parser reads as calls, by parser; not known of others. Text in front of it stays
 as it is but for white space at its ends.
 """
 
+_DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>"
 _DEEPSEEK_V3 = "```json"  # around arguments; otherwise the marks of its calls are those of 3.1
 _HARMONY = "gpt-oss"  # both parsers' name for the format of gpt-oss
 _TO_ROLE = re.compile(  # recipient in front of the channel, as gpt-oss's template writes it
@@ -70,6 +72,8 @@ def detected_call_parser(template: str, tokenizer: PreTrainedTokenizerBase) -> s
     found = _detected("detect_tool_call_parser", template, tokenizer)
     if found == "deepseekv31" and _DEEPSEEK_V3 in template:
         return "deepseekv3"
+    if found == "deepseekv3" and _DEEPSEEK_CALLS not in template:
+        found = None  # what SGLang says of every template that always opens reasoning, such as Qwen3-Next-Thinking's
     marked = (name for name, marks in _NOT_DETECTED.items() if all(mark in template for mark in marks))
     return found or next(marked, None)
 
@@ -103,6 +107,8 @@ class SGLangCalls:
         self._parser: type[FunctionCallParser] = FunctionCallParser
         with _named("--tool-call-parser", name):
             self._made([])
+        if name == "gemma4":
+            read_null_of_gemma4()
 
     def __call__(self, text: str, tools: Sequence[JsonObject]) -> tuple[str, list[Call]]:
         """See ``ParseCalls``. A text without a readable call stays whole."""
@@ -136,6 +142,9 @@ class SGLangReasoning:
             detector = self._made(None).detector
         self.begin: str = getattr(detector, "think_start_token", "") or ""
         self.end: str = getattr(detector, "think_end_token", "") or ""
+        self._opening = self.begin + getattr(
+            detector, "think_start_self_label", ""
+        )  # Gemma 4 names what begins: a thought
         # Others look at the whole text. With this one, what follows the two texts doesn't change what is before.
         self.grows = type(detector).detect_and_parse is BaseReasoningFormatDetector.detect_and_parse
 
@@ -144,13 +153,15 @@ class SGLangReasoning:
         written = before.rstrip()
         if self.end and written.endswith(self.end):
             return None, text  # the template has begun and ended it
-        begun = bool(self.begin) and written.endswith(self.begin)
+        begun = bool(self.begin) and written.endswith(self._opening.rstrip())
         if not begun and self.begin and self.end and self.begin not in text and self.end not in text:
             return None, text  # some parsers take all text for reasoning that was begun
         try:
             whole = _harmony(text) if self.name == _HARMONY else text
             if self.begin and whole.lstrip().startswith(self.begin):  # GLM writes a line feed in front of it
                 whole = whole.lstrip()
+            if self._opening.startswith(whole):
+                return None, text
             reasoning, rest = self._made(True if begun else None).parse_non_stream(whole)
         except Exception as error:  # supervision point: as above
             log.debug("a detector of SGLang failed", parser=self.name, error=repr(error))
@@ -167,6 +178,15 @@ class SGLangReasoning:
             tokenizer=self._tokenizer,
             tool_call_parser_active=True,
         )
+
+
+def read_null_of_gemma4() -> None:
+    """Let SGLang's (0.5.23) parser of Gemma 4's calls read null, which it takes for a text."""
+    from sglang.srt.function_call import gemma4_detector
+
+    read = gemma4_detector._parse_gemma4_value
+    if read("null") is not None:
+        gemma4_detector._parse_gemma4_value = lambda text: None if text.strip() == "null" else read(text)
 
 
 @contextmanager

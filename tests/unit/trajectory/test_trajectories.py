@@ -119,6 +119,44 @@ def test_tool_calls_stay_where_a_template_wants_them_for_their_results() -> None
     assert episode.chat.decode_all(turn.context.appended) == "[TOOL_RESULTS]call00000 c[/TOOL_RESULTS]"
 
 
+RESULTS = (
+    """{% for other in messages if other.tool_call_id == call.id %}{{ call.id }} = {{ other.content }}{% endfor %}"""
+)
+RESULTS_WITH_CALLS = (
+    """{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}
+{{ m.content }}
+{%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>
+{% for call in m.tool_calls or [] %}"""
+    + RESULTS
+    + """{% endfor %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+)
+
+
+def test_tool_calls_stay_where_a_template_writes_results_with_them() -> None:
+    """As Gemma 4's does: without the calls it leaves the results out."""
+    episode = Episode("qwen3", TOOLS)
+    chat = chat_template(RESULTS_WITH_CALLS, ("<|im_end|>",), "<s>")
+    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    call = '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
+    first = episode.turn([user("a")], Say(text=call + call))
+    ids = [each["id"] for each in first.reply["tool_calls"]]
+    assert len(ids) == 2
+    results = [{"role": "tool", "tool_call_id": each, "content": f"of {each}"} for each in ids]
+    turn = episode.turn(results, Say(text="d"))
+    expected = "".join(f"{each} = of {each}" for each in ids)
+    assert chat.decode_all(turn.context.appended) == f"\n{expected}<|im_start|>assistant\n"
+
+
+def test_a_template_that_leaves_results_of_tools_out_is_refused() -> None:
+    episode = Episode("qwen3", TOOLS)
+    chat = chat_template(RESULTS_WITH_CALLS.replace(RESULTS, ""), ("<|im_end|>",), "<s>")
+    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    episode.turn([user("a")], Say(text="b"))
+    with pytest.raises(TrajectoryError, match="leaves out messages of the role 'tool'"):
+        episode.turn([result("c")], Say(text="d"))
+
+
 # ---------------------------------------------------------------------------------------- what turns cost, and why
 def test_a_turn_renders_and_reads_as_much_after_100_turns_as_after_3(monkeypatch: pytest.MonkeyPatch) -> None:
     episode = Episode("qwen3")
