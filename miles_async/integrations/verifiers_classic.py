@@ -26,12 +26,10 @@ class ClassicEnvironment:
     def __init__(self, name, config):
         """``config``: arguments of ``load_environment``. Raises NotImplementedError for what cannot be trained."""
         self._environment = environment = vf.load_environment(name, **config)
-        self._grouped = environment.requires_group_rollouts
+        self._grouped = any(rubric.has_group_rewards for rubric in _rubrics(environment))
         self._kept: dict[str, tuple[float, dict]] = {}  # rollout → when it ended, state; oldest first
-        if not self._grouped and any(rubric.has_group_rewards for rubric in _rubrics(environment)):
-            raise NotImplementedError(
-                f"{name} is an EnvGroup with rewards of whole groups, which verifiers can't score"
-            )
+        if any(isinstance(each, vf.EnvGroup) for each in getattr(environment, "envs", ())):
+            raise NotImplementedError(f"{name} is an EnvGroup of EnvGroups, whose rewards verifiers leaves at 0")
         if environment.message_type != "chat":
             raise NotImplementedError(f"{name} has prompts that are texts; expected messages (message_type chat)")
         for rubric in _rubrics(environment):

@@ -4,6 +4,7 @@ from verifiers.v1.clients import ModelContext, resolve_client
 from verifiers.v1.clients import eval as eval_client
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.client import EvalClientConfig
+from verifiers.v1.envs.best_of_n import BestOfNEnvConfig
 from verifiers.v1.interception.server import InterceptionServer
 from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import load_environment, load_taskset, resolve_env_config
@@ -25,6 +26,11 @@ class Tasks:
                 f"{', '.join(seats) or 'none'}: give the others a client and a model in --environment-config"
             )
         (self._seat,) = seats
+        if isinstance(self._config, BestOfNEnvConfig) and self._config.n > 1:
+            raise NotImplementedError(
+                f"best-of-n runs the policy {self._config.n} times per episode, and a session is one run of it: "
+                "leave it out, and use --n-samples-per-prompt"
+            )
 
     def rows(self, count, held_out):
         """Yield prompts: what the model is asked, and all of the task as metadata. Those to hold out come last."""

@@ -250,6 +250,14 @@ async def test_rewards_of_a_group_are_those_of_its_rubric(tmp_path: Path) -> Non
     assert told == {"opened": [0], "closed": [0]}
 
 
+async def test_rewards_of_a_group_in_an_env_group_are_those_of_its_environment(tmp_path: Path) -> None:
+    config = {"scores": "reversed_twice/first_of_all", "groups": 1, "count": 1}
+    one_by_one, as_group = prompts_of("0.3", "rounds_of_classic", config, 2)
+    async with playing("0.3", "rounds_of_classic", config, Model(reverses), tmp_path) as (play, episodes):
+        for asked, rewards in ((one_by_one, [1.0] * 3), (as_group, [1.0, 0.75, 0.5])):
+            assert await episodes.reward_group(asked, await play([asked] * 3)) == rewards
+
+
 async def test_a_group_whose_reward_failed_can_be_rewarded_again(tmp_path: Path) -> None:
     # covers: C6
     config = {"scores": "judged"}
@@ -265,6 +273,8 @@ async def test_a_group_whose_reward_failed_can_be_rewarded_again(tmp_path: Path)
     ("version", "name", "config", "found"),
     [
         ("0.4", "rounds_of_tasks", {"id": "user-sim"}, "expected one agent .* found assistant, user: give"),
+        ("0.4", "rounds_of_tasks", {"id": "best-of-n", "n": 2}, "best-of-n runs the policy 2 times per episode"),
+        ("0.3", "rounds_of_classic", {"groups": 2}, "is an EnvGroup of EnvGroups"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(version: str, name: str, config: JsonObject, found: str) -> None:
@@ -301,10 +311,20 @@ def test_a_classic_tool_environment_is_learned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["my_tasks", "tools_of_tasks", "rounds_of_tasks"])
 def test_tasks_are_played_and_trained(name: str, tmp_path: Path) -> None:
-    sizes = ("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4")
+    # Few at a time: each episode starts Pythons of its own, and verifiers waits 180 s for the one of a tool.
+    sizes = (
+        "--num-rollout",
+        "2",
+        "--rollout-batch-size",
+        "4",
+        "--n-samples-per-prompt",
+        "2",
+        "--max-rollout-lead",
+        "1",
+    )
     run = trained(tmp_path, "0.4", name, NO_HARNESS, *sizes)
     samples = [*trained_samples(run)]
-    assert len(samples) == 2 * 4 * 4
+    assert len(samples) == 2 * 4 * 2
     assert max(sample.metadata["turns"] for sample in samples) == (1 if name == "my_tasks" else 2)
     for sample in samples:
         assert_observations_carry_no_loss(sample)

@@ -57,7 +57,12 @@ def judged(states) -> list[float]:
     return [0.5] * len(states)
 
 
-def load_environment(counts="", count=100, fails=0, hangs=0, scores="reversed_twice"):
+def load_environment(counts="", count=100, fails=0, hangs=0, scores="reversed_twice", groups=0):
+    """``groups``: 1 for an EnvGroup of environments with these scores, separated by a slash; 2 for a group of one."""
+    if groups == 2:
+        return vf.EnvGroup([load_environment(groups=1)])
+    if groups:
+        return vf.EnvGroup([load_environment(count=count, scores=each) for each in scores.split("/")])
     does = ["fails"] * fails + ["hangs"] * hangs
     does += ["plays"] * (count - len(does))
     rows = [
