@@ -18,6 +18,7 @@ MOST_MATCHES = 500
 MATCHES_OF_EACH = 20  # of each log, where all are searched
 LONGEST_LINE = 4_000  # characters
 _BLOCK = 1 << 22
+_COLOUR = re.compile(rb"\x1b\[[0-9;]*m")  # smg writes them into files too
 
 OUTSIDE = ("console.log", "stall.txt")
 """Texts that stand in the run directory itself."""
@@ -133,7 +134,7 @@ def _lines(block: bytes, offset: int, wanted: bytes = b"") -> Iterator[JsonObjec
 
 
 def _entry(line: bytes) -> JsonObject:
-    text = shortened(line.decode(errors="replace"), LONGEST_LINE)
+    text = shortened(_COLOUR.sub(b"", line).decode(errors="replace"), LONGEST_LINE)
     entry = decoded(line) if line.startswith(b"{") else None
     if not isinstance(entry, dict) or "event" not in entry:
         return {"text": text}

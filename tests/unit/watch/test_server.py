@@ -326,6 +326,8 @@ def test_logs_are_paged_and_searched(client: TestClient, run_dir: Path) -> None:
     found = client.get("/api/log?name=long.log&search=LINE 1234").json()
     assert [line["text"] for line in found["lines"]] == ["line 1234", *(f"line 1234{n}" for n in range(10))]
     assert client.get("/api/log?name=engine-0.0.log").json()["lines"][1]["text"] == "\ufffd\ufffd not UTF-8"
+    (run_dir / "logs" / "router.0.log").write_text("\x1b[2m12:00\x1b[0m \x1b[32m INFO\x1b[0m up\n")  # as smg writes it
+    assert client.get("/api/log?name=router.0.log").json()["lines"][0]["text"] == "12:00  INFO up"
 
 
 def test_logs_of_all_processes_are_there_in_groups_and_searched_at_once(client: TestClient, run_dir: Path) -> None:
