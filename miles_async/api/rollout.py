@@ -38,9 +38,12 @@ class Generate(Protocol):
     >>> from miles_async.rollout.generate import build_sample, routing_key
     >>> from miles_async.trajectory.turn import take_turn
     >>> async def four_tokens(client, attempt, sample_index):
-    ...     key = routing_key(attempt, sample_index)  # one per sample: its requests find their prefix in one engine
-    ...     sampling = {"temperature": 1.0, "max_new_tokens": 4}
-    ...     turn = await take_turn(client, attempt.prompt.token_ids, sampling, routing_key=key)
+    ...     request = GenerateRequest(
+    ...         input_ids=np.array(attempt.prompt.token_ids, np.int32),
+    ...         sampling={"temperature": 1.0, "max_new_tokens": 4},
+    ...         routing_key=routing_key(attempt, sample_index),  # one per sample: its prefix stays in one engine
+    ...     )
+    ...     turn = await take_turn(client, request)
     ...     return build_sample(attempt.prompt, turn, text=" ".join(map(str, turn.output_ids)))
     >>> asyncio.run(four_tokens(client, attempt, 0)).text
     '7 8 9 2'

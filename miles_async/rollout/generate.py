@@ -16,7 +16,16 @@ from miles_async.arguments.rollout import RolloutArguments
 from miles_async.errors import TransientEngineError
 from miles_async.staleness.versions import oldest_version
 from miles_async.trajectory.turn import take_turn, with_last_token
-from miles_async.types import NO_VERSION, Attempt, Generation, JsonObject, Prompt, Sample, TurnSpan
+from miles_async.types import (
+    NO_VERSION,
+    Attempt,
+    GenerateRequest,
+    Generation,
+    JsonObject,
+    Prompt,
+    Sample,
+    TurnSpan,
+)
 
 _FEW_TOKENS = 512  # decoded faster than handed to a thread and back
 
@@ -106,20 +115,16 @@ class SingleTurnGenerate:
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
         """Raises what the client raises, and TransientEngineError for an engine that only aborts."""
         prompt = attempt.prompt
-        key = routing_key(attempt, sample_index)
-        kept = partial(self._began, key)
-        input_ids = np.array(prompt.token_ids, np.int32)
-        decoder = self._decoder
-        turn = await take_turn(
-            client,
-            input_ids,
-            self._sampling,
+        key, decoder = routing_key(attempt, sample_index), self._decoder
+        request = GenerateRequest(
+            input_ids=np.array(prompt.token_ids, np.int32),
+            sampling=self._sampling,
             routing_key=key,
-            kept=kept,
-            decoder_id=decoder.decoder_id,
             pictures=prompt.pictures,
             image_token=self._image_token,
+            decoder_id=decoder.decoder_id,
         )
+        turn = await take_turn(client, request, kept=partial(self._began, key))
         return build_sample(prompt, turn, await response_text(turn, decoder))
 
 

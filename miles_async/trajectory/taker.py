@@ -17,7 +17,7 @@ from miles_async.trajectory.replies import CALL_ENDS, ReplyParser
 from miles_async.trajectory.streamed import StreamedTurn
 from miles_async.trajectory.tree import Trajectory
 from miles_async.trajectory.turn import take_turn
-from miles_async.types import Int32, JsonObject
+from miles_async.types import GenerateRequest, Int32, JsonObject
 
 InThread = Callable[..., Awaitable[Any]]
 """``asyncio.to_thread`` or the like, since tokenizing takes time in proportion to the tokens."""
@@ -104,17 +104,16 @@ class TurnTaker:
         stopped, parallel = request.stops, request.parallel_calls
         if streamed is not None:
             streamed.begin(parser, context, stops=stopped, parallel_calls=parallel)
-        sampled = await take_turn(
-            self.client,
-            input_ids,
-            sampling,
+        call = GenerateRequest(
+            input_ids=input_ids,
+            sampling=sampling,
             routing_key=self.routing_key,
-            routed=context.routed,
-            decoder_id=parser.chat.decoder_id,
-            on_tokens=streamed,
             pictures=context.pictures,
             image_token=None if images is None else images.image_token,
+            experts_from=context.routed,
+            decoder_id=parser.chat.decoder_id,
         )
+        sampled = await take_turn(self.client, call, on_tokens=streamed)
         shown = None if streamed is None else streamed.end()
         add = partial(self.trajectory.add, context, sampled, stops=stopped, parallel_calls=parallel, shown=shown)
         turn: Turn = add() if len(sampled.output_ids) <= _FEW_TOKENS else await self.in_thread(add)

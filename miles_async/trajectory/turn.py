@@ -9,56 +9,40 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from miles_async.api import EngineClient
 from miles_async.errors import TransientEngineError
 from miles_async.seams.streams import OnTokens, StreamingClient
 from miles_async.trajectory.constraints import GRAMMAR
-from miles_async.types import GenerateRequest, Generation, Int32, JsonObject, Picture, RoutedExperts
+from miles_async.types import GenerateRequest, Generation, RoutedExperts
 
 MAX_EMPTY_CHUNKS = 8  # aborts in a row without a token after which the engine counts as broken
 
 
 async def take_turn(
     client: EngineClient,
-    input_ids: Int32,
-    sampling: JsonObject,
+    request: GenerateRequest,
     *,
-    routing_key: str,
     kept: Callable[[int], None] = lambda version: None,
-    routed: int = 0,
-    decoder_id: int | None = None,
     on_tokens: OnTokens | None = None,
-    pictures: tuple[Picture, ...] = (),
-    image_token: int | None = None,
 ) -> Generation:
-    """Sample until the model stops or ``max_new_tokens`` of ``sampling`` are there.
+    """Sample until the model stops or ``max_new_tokens`` of the request are there.
 
-    ``kept`` receives the version of the first token of every chunk. ``routed``: tokens at the beginning whose experts
-    are known; those of the others are asked for. A token keeps the experts of the first pass that read it, since the
-    log-probs of what was sampled after it are of that pass. ``decoder_id``, ``pictures`` and ``image_token``: see
-    ``GenerateRequest``; no decoder: no text.
+    The text, if the request asks for it, is that of the whole turn. A token keeps the experts of the first pass that
+    read it, since the log-probs of what was sampled after it are of that pass.
+    ``kept`` receives the version of the first token of every chunk.
     ``on_tokens`` is called with the turn's tokens while they are sampled, if the client streams, and after each call.
 
     A turn under a grammar starts again instead of continuing: a grammar applies from the first token of a request.
     Raises what the client raises, and TransientEngineError for an engine that only aborts.
     """
-    constrained = GRAMMAR in sampling
-    budget: int = sampling["max_new_tokens"]
+    begin, constrained = len(request.input_ids), GRAMMAR in request.sampling
+    request = replace(request, text_from=begin)
     chunks: list[Generation] = []
-    empty, begin = 0, len(input_ids)
+    empty = 0
     while True:
-        request = GenerateRequest(
-            input_ids=input_ids,
-            sampling={**sampling, "max_new_tokens": budget},
-            routing_key=routing_key,
-            experts_from=routed,
-            text_from=begin,
-            decoder_id=decoder_id,
-            pictures=pictures,
-            image_token=image_token,
-        )
-        at = len(input_ids) - begin
+        at = len(request.input_ids) - begin
         chunk = await _generate(client, request, at, on_tokens)
         aborted = chunk.finish_reason == "abort"
         thrown_away = aborted and constrained
@@ -67,16 +51,21 @@ async def take_turn(
             on_tokens(at, chunk.output_ids[:keeps].tolist())
         if not thrown_away:
             chunks.append(chunk)
-            routed += 0 if chunk.routed_experts is None else len(chunk.routed_experts)
         if keeps:
             kept(int(chunk.weight_versions[0]))
-        budget -= keeps
+        budget = request.sampling["max_new_tokens"] - keeps
         if not aborted or budget <= 0:
             return _joined(chunks, constrained)
-        input_ids = np.concatenate([input_ids, chunk.output_ids[:keeps]])
         empty = 0 if keeps else empty + 1
         if empty >= MAX_EMPTY_CHUNKS:
             raise TransientEngineError(f"{chunk.engines[0]} aborted {empty} times without a token that can be kept")
+        if not thrown_away:
+            request = replace(
+                request,
+                input_ids=np.concatenate([request.input_ids, chunk.output_ids]),
+                sampling={**request.sampling, "max_new_tokens": budget},
+                experts_from=request.experts_from + (0 if chunk.routed_experts is None else len(chunk.routed_experts)),
+            )
 
 
 async def _generate(client: EngineClient, request: GenerateRequest, at: int, on_tokens: OnTokens | None) -> Generation:

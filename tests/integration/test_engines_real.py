@@ -539,11 +539,11 @@ async def test_an_engine_gives_the_text_of_a_turn_as_the_client_decodes_it(runni
     chat = ChatTemplate(load_tokenizer(running.models[0]), apply_chat_template=False)
     assert chat.decoder_id is not None
     prompt, sampling = np.array([5, 6, 7, 8], np.int32), {"max_new_tokens": 48, "temperature": 1.0, "ignore_eos": True}
-    turn = await take_turn(running.stack.client, prompt, sampling, routing_key="a", decoder_id=chat.decoder_id)
-    assert turn.text == chat.decode_all(turn.output_ids.tolist())
     request = GenerateRequest(
         input_ids=prompt, sampling=sampling, routing_key="a", text_from=2, decoder_id=chat.decoder_id
     )
+    turn = await take_turn(running.stack.client, request)
+    assert turn.text == chat.decode_all(turn.output_ids.tolist())
     continued = await running.stack.client.generate(request)
     assert continued.text == chat.decode_all([7, 8, *continued.output_ids.tolist()])
     otherwise = await running.stack.client.generate(structs.replace(request, decoder_id=chat.decoder_id ^ 1))

@@ -75,6 +75,7 @@ def test_the_example_runs(example: doctest.DocTest, base_url: str, tmp_path: Pat
     example.globs = {
         **vars(nouns),
         "asyncio": asyncio,
+        "np": np,
         "torch": torch,
         "prompt": make_prompt(),
         "sample": samples[0],

@@ -22,7 +22,7 @@ from miles_async.sessions.middleware import as_json
 from miles_async.sessions.server import SessionServer
 from miles_async.trajectory.tree import Trajectory
 from miles_async.trajectory.turn import take_turn
-from miles_async.types import JsonObject, RewardParts
+from miles_async.types import GenerateRequest, JsonObject, RewardParts
 from tests.fakes import session_agents
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.scripted_model import ScriptedModel
@@ -55,7 +55,8 @@ async def test_chat_is_token_level_generation_of_the_same_tokens() -> None:
     assert answer.choices[0].finish_reason == "stop"
     prompt = CHAT.encode([QUESTION])
     alone = ScriptedModel(says("It is 68."), version=3)
-    direct = await take_turn(alone, np.array(prompt, np.int32), model.sampling[0], routing_key="7-1")
+    request = GenerateRequest(input_ids=np.array(prompt, np.int32), sampling=model.sampling[0], routing_key="7-1")
+    direct = await take_turn(alone, request)
     sample = collected.sample
     assert sample is not None
     assert model.requests == [list(prompt)]
