@@ -54,14 +54,6 @@ class BookState(msgspec.Struct, frozen=True, kw_only=True):
     readmissions: tuple[str, ...]  # ids of the requests that were granted
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of an attempt, for the ledger."""
-
-    outcome: Outcome
-    reason: str
-    dead_letter: DeadLetter | None = None
-
-
 class AttemptBook:
     """Issues attempts: numbers them, retries first, never a quarantined prompt."""
 
@@ -97,8 +89,9 @@ class AttemptBook:
         waiting = self._retries.popleft() if self._retries else self._take_fresh(fresh)
         return replace(waiting, attempt_id=attempt_id, issued_version=issued_version)
 
-    def ended(self, attempt: Attempt, cause: Cause, reason: str) -> Verdict:
-        """Decide what follows an attempt that ended untrained; queue the retry, if there is one.
+    def ended(self, attempt: Attempt, cause: Cause, reason: str) -> Outcome:
+        """Decide what follows an attempt that ended untrained; queue the retry, if there is one. The last of
+        :attr:`dead_letters` is that of a prompt that it quarantined.
 
         Filtered: a fresh prompt; the same weights would likely give the same rewards again, and an easy
         prompt is no bad prompt. Stale: another attempt by ``--stale-group-action recycle``, up to
@@ -111,13 +104,12 @@ class AttemptBook:
             DataError: more prompts are quarantined than ``--max-quarantined-prompts`` allows.
         """
         if cause is Cause.FILTERED:
-            return Verdict(outcome=Outcome.FILTERED, reason=reason)
+            return Outcome.FILTERED
         if attempt.prompt.prompt_id in self._quarantined:  # after another attempt, in another epoch
-            outcome = Outcome.STALE_DROPPED if cause is Cause.STALE else Outcome.FAILED
-            return Verdict(outcome=outcome, reason=reason)
+            return Outcome.STALE_DROPPED if cause is Cause.STALE else Outcome.FAILED
         last_stale = attempt.stale_count + 1 >= self._policy.max_prompt_attempts
         if cause is Cause.STALE and (last_stale or not self._policy.recycle_stale):
-            return Verdict(outcome=Outcome.STALE_DROPPED, reason=reason)
+            return Outcome.STALE_DROPPED
         retry = replace(
             unissued(attempt),
             data_failures=attempt.data_failures + (cause is Cause.DATA),
@@ -126,12 +118,11 @@ class AttemptBook:
             history=(*attempt.history, f"{cause}: {reason}"),
         )
         if retry.data_failures >= self._policy.max_prompt_attempts:
-            return self._quarantine(retry, f"{cause}: {reason}")
+            return self._quarantine(retry)
         if retry.infra_failures >= self._policy.max_prompt_attempts:
-            return Verdict(outcome=Outcome.FAILED, reason=reason)
+            return Outcome.FAILED
         self._retries.append(retry)
-        outcome = Outcome.STALE_RECYCLED if cause is Cause.STALE else Outcome.FAILED
-        return Verdict(outcome=outcome, reason=reason)
+        return Outcome.STALE_RECYCLED if cause is Cause.STALE else Outcome.FAILED
 
     def readmit(self, request_id: str, prompt_ids: Iterable[str]) -> tuple[str, ...]:
         """Give quarantined prompts their whole budget again, and an attempt before fresh prompts get one.
@@ -163,7 +154,7 @@ class AttemptBook:
         self._quarantined = {retry.prompt.prompt_id: retry for retry in state.quarantined}
         self._readmissions = set(state.readmissions)
 
-    def _quarantine(self, last: Attempt, reason: str) -> Verdict:
+    def _quarantine(self, last: Attempt) -> Outcome:
         self._quarantined[last.prompt.prompt_id] = last
         # Overlapping epochs: another attempt of the same prompt may be waiting for its next try.
         self._retries = deque(retry for retry in self._retries if retry.prompt.prompt_id not in self._quarantined)
@@ -172,7 +163,7 @@ class AttemptBook:
                 f"expected at most --max-quarantined-prompts {self._policy.max_quarantined_prompts}, found "
                 f"{len(self._quarantined)}; the last is {last.prompt.prompt_id!r}: {'; '.join(last.history)}"
             )
-        return Verdict(outcome=Outcome.QUARANTINED, reason=reason, dead_letter=dead_letter(last))
+        return Outcome.QUARANTINED
 
     def _take_fresh(self, fresh: Callable[[], tuple[int, Prompt]]) -> Attempt:
         # The end of one epoch and the start of the next hold each quarantined prompt at most once.

@@ -325,12 +325,13 @@ class Pool:
             observe(event)
 
     def _end_untrained(self, attempt: Attempt, cause: Cause, reason: str, *, target_version: int | None = None) -> None:
-        verdict = self._book.ended(attempt, cause, reason)
-        self._ledger.end(attempt.attempt_id, verdict.outcome, verdict.reason)
-        self._emit(events.Ended(attempt.attempt_id, verdict.outcome, verdict.reason, target_version))
+        outcome = self._book.ended(attempt, cause, reason)
+        if outcome is Outcome.QUARANTINED:
+            reason = f"{cause}: {reason}"
+            prompt_id = attempt.prompt.prompt_id
+            self.dead_letters.append(self._book.dead_letters[-1])
+            self._fresh = deque(fresh for fresh in self._fresh if fresh[1].prompt_id != prompt_id)
+        self._ledger.end(attempt.attempt_id, outcome, reason)
+        self._emit(events.Ended(attempt.attempt_id, outcome, reason, target_version))
         del self._live[attempt.attempt_id]
         self._admission.leave()
-        if verdict.dead_letter:
-            self.dead_letters.append(verdict.dead_letter)
-            prompt_id = verdict.dead_letter.prompt_id
-            self._fresh = deque(fresh for fresh in self._fresh if fresh[1].prompt_id != prompt_id)

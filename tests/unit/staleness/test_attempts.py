@@ -50,8 +50,7 @@ def test_attempts_are_numbered_and_carry_the_visible_version() -> None:
 def test_stale_prompt_is_recycled_before_fresh_ones() -> None:
     attempts, source = book(), Source()
     first = attempts.issue(source, 0)
-    verdict = attempts.ended(first, Cause.STALE, "age 3")
-    assert verdict.outcome is Outcome.STALE_RECYCLED
+    assert attempts.ended(first, Cause.STALE, "age 3") is Outcome.STALE_RECYCLED
     again = attempts.issue(source, 5)
     assert (again.attempt_id, again.prompt, again.stale_count, again.issued_version) == (1, first.prompt, 1, 5)
     assert (again.data_failures, again.infra_failures) == (0, 0)
@@ -60,8 +59,8 @@ def test_stale_prompt_is_recycled_before_fresh_ones() -> None:
 
 def test_drop_replaces_a_stale_prompt_by_a_fresh_one() -> None:
     attempts, source = book(recycle=False), Source()
-    verdict = attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 3")
-    assert (verdict.outcome, attempts.waiting_retries) == (Outcome.STALE_DROPPED, 0)
+    outcome = attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 3")
+    assert (outcome, attempts.waiting_retries) == (Outcome.STALE_DROPPED, 0)
     assert attempts.issue(source, 0).prompt.prompt_id == "p1"
 
 
@@ -80,23 +79,23 @@ def test_a_dropped_prompt_is_not_owed_another_attempt() -> None:
 def test_slow_prompt_is_dropped_in_the_end_but_never_quarantined() -> None:
     attempts, source = book(attempts=2), Source()
     attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 3")
-    verdict = attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 4")
-    assert (verdict.outcome, verdict.dead_letter) == (Outcome.STALE_DROPPED, None)
+    outcome = attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 4")
+    assert (outcome, attempts.dead_letters) == (Outcome.STALE_DROPPED, ())
     assert not attempts.quarantined
 
 
 def test_filtered_prompt_is_replaced() -> None:
     attempts, source = book(attempts=1), Source()
-    verdict = attempts.ended(attempts.issue(source, 0), Cause.FILTERED, "zero spread")
-    assert (verdict.outcome, verdict.reason, attempts.waiting_retries) == (Outcome.FILTERED, "zero spread", 0)
+    outcome = attempts.ended(attempts.issue(source, 0), Cause.FILTERED, "zero spread")
+    assert (outcome, attempts.waiting_retries) == (Outcome.FILTERED, 0)
 
 
 def test_prompt_that_engines_fail_is_dropped_in_the_end_but_never_quarantined() -> None:
     attempts, source = book(attempts=2), Source()
     attempts.ended(attempts.issue(source, 0), Cause.INFRASTRUCTURE, "connection cut")
     assert attempts.waiting_retries == 1
-    verdict = attempts.ended(attempts.issue(source, 0), Cause.INFRASTRUCTURE, "connection cut")
-    assert (verdict.outcome, verdict.dead_letter, attempts.waiting_retries) == (Outcome.FAILED, None, 0)
+    outcome = attempts.ended(attempts.issue(source, 0), Cause.INFRASTRUCTURE, "connection cut")
+    assert (outcome, attempts.dead_letters, attempts.waiting_retries) == (Outcome.FAILED, (), 0)
     assert not attempts.quarantined
     assert attempts.issue(source, 0).prompt.prompt_id == "p1"
 
@@ -104,13 +103,11 @@ def test_prompt_that_engines_fail_is_dropped_in_the_end_but_never_quarantined() 
 def test_failing_prompt_is_quarantined_with_its_reasons() -> None:
     cause = Cause.DATA
     attempts, source = book(attempts=2), Source()
-    verdict = attempts.ended(attempts.issue(source, 0), cause, "no reward")
-    assert verdict.outcome is Outcome.FAILED
-    verdict = attempts.ended(attempts.issue(source, 0), cause, "no reward again")
-    assert verdict.outcome is Outcome.QUARANTINED
-    assert verdict.dead_letter is not None
-    assert verdict.dead_letter.prompt_id == "p0"
-    assert verdict.dead_letter.reasons == (f"{cause}: no reward", f"{cause}: no reward again")
+    assert attempts.ended(attempts.issue(source, 0), cause, "no reward") is Outcome.FAILED
+    assert attempts.ended(attempts.issue(source, 0), cause, "no reward again") is Outcome.QUARANTINED
+    (letter,) = attempts.dead_letters
+    assert letter.prompt_id == "p0"
+    assert letter.reasons == (f"{cause}: no reward", f"{cause}: no reward again")
     assert attempts.quarantined == {"p0"}
 
 

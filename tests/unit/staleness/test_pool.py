@@ -45,6 +45,12 @@ def test_quarantined_prompts_are_passed_over_for_two_epochs_and_no_longer(pool: 
         pool.offer(0, make_prompt("p0"))
 
 
+def test_a_prompt_is_quarantined_with_cause_and_reason(pool: Pool) -> None:
+    quarantine(pool, "p0")
+    assert [(letter.prompt_id, letter.reasons) for letter in pool.dead_letters] == [("p0", ("data: no reward",))]
+    assert pool.balance().reasons == {"quarantined: data: no reward": 1}
+
+
 def test_it_can_move_while_an_attempt_is_in_flight_or_may_be_admitted(pool: Pool) -> None:
     # covers: C10
     for number in range(4):
