@@ -69,14 +69,7 @@ async def build_rollout(
     """
     configure_logging(run_dir, arguments.observability.log_level, name="rollout", console=False)
     allow_open_files()  # one per request in flight; the router inherits the limit
-    # Agents and hooks run here, with clients that heed proxies: for the outside, not for sessions and routers.
-    os.environ.update(without_proxies_for(_own_hosts(arguments), os.environ))
-    apply_secrets(secrets)
-    os.environ.update(hook_keys(arguments, keys))
-    network = Network.of_run(arguments.cluster)
-    if network.tls is not None:
-        network.tls.check(network.entrance())
-        os.environ.update(network.tls.trusted(run_dir))  # for agents and hooks, which are clients of the run, too
+    _set_environment(arguments, run_dir, keys, secrets)
     template = run_template(arguments)
     ledger = LedgerWriter(run_dir / LEDGER_FILE)
     source = open_source(arguments, template, began=ledger.note)
@@ -131,6 +124,18 @@ async def build_rollout(
     return RolloutParts(
         manager=manager, fleet=engines.train.fleet, evaluation_fleet=evaluation.fleet if evaluation else None
     )
+
+
+def _set_environment(arguments: Arguments, run_dir: Path, keys: RunKeys, secrets: SecretEnvironment) -> None:
+    """Set the environment of agents and hooks, which run in this process and are clients of the run."""
+    # Their clients heed proxies: for the outside, not for sessions and routers.
+    os.environ.update(without_proxies_for(_own_hosts(arguments), os.environ))
+    apply_secrets(secrets)
+    os.environ.update(hook_keys(arguments, keys))
+    network = Network.of_run(arguments.cluster)
+    if network.tls is not None:
+        network.tls.check(network.entrance())
+        os.environ.update(network.tls.trusted(run_dir))
 
 
 def _dump(arguments: Arguments) -> Callable[[RolloutDump], None] | None:

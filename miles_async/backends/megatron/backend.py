@@ -70,7 +70,7 @@ class MegatronBackend:
         from miles_async.backends.megatron.model.build import load_model
         from miles_async.backends.megatron.model.scores import Scorer
         from miles_async.backends.megatron.optimizer import Training
-        from miles_async.backends.megatron.per_rollout import FollowingReference, PerRollout
+        from miles_async.backends.megatron.per_rollout import PerRollout, load_reference
         from miles_async.backends.megatron.step import StepRunner
         from miles_async.backends.megatron.step_limits import StepLimits
 
@@ -98,13 +98,8 @@ class MegatronBackend:
             self._learners[CRITIC] = values.learner
         reference, following = None, None
         if "ref_logprobs" in minimised.needs:
-            if self._model.adapted and ref_hf_checkpoint is None:
-                reference = self._model.without_adapters(self.device)
-            else:
-                frozen = load_model(ref_hf_checkpoint or directory, model, platform, trainable=False)
-                reference = frozen.pipeline(self.device)
-                if (updates := minimised.reference_updates) is not None:
-                    following = FollowingReference(modules=frozen.modules, policy=self._model.modules, updates=updates)
+            updates = minimised.reference_updates
+            reference, following = load_reference(ref_hf_checkpoint, directory, self._model, training, updates)
         self._per_rollout = PerRollout(reference=following, objective=minimised)
         kept = None
         if minimised.old_policy == "kept":

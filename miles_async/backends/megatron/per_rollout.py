@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,11 +19,30 @@ from torch import Tensor
 
 from miles_async.algorithms.objective import Objective
 from miles_async.algorithms.reference_updates import ReferenceUpdates
+from miles_async.backends.megatron.model.build import LoadedModel, load_model
+from miles_async.backends.megatron.model.forward import Pipeline
+from miles_async.backends.megatron.optimizer import Training
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter
 
 PREFIX = "reference"
+
+
+def load_reference(
+    directory: Path | None, initial: Path, policy: LoadedModel, training: Training, updates: ReferenceUpdates | None
+) -> tuple[Pipeline, FollowingReference | None]:
+    """Load the frozen reference model, and what follows the policy if there are ``updates``. Collective.
+
+    ``directory``: None: the ``initial`` weights of the policy, which a policy with adapters holds itself.
+    """
+    if policy.adapted and directory is None:
+        return policy.without_adapters(training.device), None
+    frozen = load_model(directory or initial, training.model, training.platform, trainable=False)
+    following = None
+    if updates is not None:
+        following = FollowingReference(modules=frozen.modules, policy=policy.modules, updates=updates)
+    return frozen.pipeline(training.device), following
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
