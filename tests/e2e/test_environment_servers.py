@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,12 +24,11 @@ from miles_async.runtime.network.ports import HeldPort
 from tests.fakes import environment_servers
 from tests.fakes.environment_servers import Recording, ask_nemo_gym, ask_openenv, recording
 from tests.integration.example_runs import assert_observations_carry_no_loss, trained_samples
-from tests.integration.real_run import REVERSE, RealRun, real_run
-from tests.unit.test_extending_pages import PAGES, files
+from tests.integration.real_run import REVERSE, ROOT, RealRun, real_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
-EXAMPLES = files(PAGES.parent / "environments.md")
+EXAMPLES = ROOT / "examples/environments"
 TOOLS = Path(environment_servers.__file__).with_name("openenv_tools.py")
 START_SECONDS = 180.0
 CALCULATOR = ("examples/calculator_tool/run.sh",)
@@ -85,8 +85,8 @@ class Server:
 
 
 @contextmanager
-def running(folder: Path, module: str, source: str, words: Sequence[str], path: str) -> Iterator[Server]:
-    (folder / f"{module}.py").write_text(source)
+def running(folder: Path, source: Path, words: Sequence[str], path: str) -> Iterator[Server]:
+    shutil.copy(source, folder)
     server = Server(folder, words, path)
     try:
         server.start()
@@ -95,12 +95,12 @@ def running(folder: Path, module: str, source: str, words: Sequence[str], path: 
         server.kill()
 
 
-def openenv_server(folder: Path, python: str, module: str, source: str) -> AbstractContextManager[Server]:
-    return running(folder, module, source, (python, "-m", "uvicorn", f"{module}:app", "--port"), "/health")
+def openenv_server(folder: Path, python: str, source: Path) -> AbstractContextManager[Server]:
+    return running(folder, source, (python, "-m", "uvicorn", f"{source.stem}:app", "--port"), "/health")
 
 
 def gym_server(folder: Path, python: str) -> AbstractContextManager[Server]:
-    return running(folder, "my_gym", EXAMPLES["my_gym"], (python, "my_gym.py"), "/openapi.json")
+    return running(folder, EXAMPLES / "nemo_gym_products.py", (python, "nemo_gym_products.py"), "/openapi.json")
 
 
 def trained(
@@ -135,7 +135,7 @@ def test_openenv_is_learned_over_an_outage_and_answers_as_recorded(openenv_pytho
         server.start()
 
     known = recording("openenv_game")
-    with openenv_server(tmp_path, openenv_python, "my_openenv", EXAMPLES["my_openenv"]) as server:
+    with openenv_server(tmp_path, openenv_python, EXAMPLES / "openenv_reverse.py") as server:
         assert asyncio.run(ask_openenv(server.url, sent(known))) == without_package(known)
         game = ("--environment", f"openenv:{server.url}", "--environment-eval-prompts", "16")
         limits = ("--num-rollout", "40", "--rollout-max-response-len", "40", "--max-tokens-per-turn", "7")
@@ -151,7 +151,7 @@ def test_openenv_is_learned_over_an_outage_and_answers_as_recorded(openenv_pytho
 def test_tools_of_openenv_are_called_and_answer_as_recorded(openenv_python: str, tmp_path: Path) -> None:
     # covers: R2, R3, C2
     known = recording("openenv_tools")
-    with openenv_server(tmp_path, openenv_python, "openenv_tools", TOOLS.read_text()) as server:
+    with openenv_server(tmp_path, openenv_python, TOOLS) as server:
         assert asyncio.run(ask_openenv(server.url, sent(known))) == without_package(known)
         own = ("--environment", f"openenv:{server.url}", "--environment-path", "none", "--rm-type", "exact_match")
         prompts = ("--prompt-data", "examples/calculator_tool/data/train.jsonl")

@@ -31,7 +31,6 @@ from tests.fakes.session_agents import CHAT, END
 from tests.integration.example_runs import assert_observations_carry_no_loss, trained_samples
 from tests.integration.real_run import RealRun, real_run
 from tests.unit.sessions.test_service import Workers, service_of
-from tests.unit.test_extending_pages import PAGES, files
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1000)]
 
@@ -49,11 +48,9 @@ def python_of(version: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """All environments are importable in verifiers' Python."""
-    for name in ("my_tasks", "my_products"):
-        (tmp_path / f"{name}.py").write_text(files(PAGES.parent / "environments.md")[name])
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{MODULES}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'examples/environments'}:{MODULES}")
 
 
 class Model:
@@ -159,7 +156,7 @@ def assert_trained_as_said(samples: Sequence[Sample | BaseException], model: Mod
     [
         ("0.4", "tools_of_tasks", NO_HARNESS, uses_tool, 2),
         ("0.4", "rounds_of_tasks", NO_HARNESS, reverses, 2),
-        ("0.3", "my_products", {}, uses_tool, 2),
+        ("0.3", "verifiers_products", {}, uses_tool, 2),
         ("0.3", "tools_of_classic", {}, uses_tool_twice, 3),
         ("0.3", "rounds_of_classic", {}, reverses, 2),
     ],
@@ -299,7 +296,7 @@ def trained(tmp_path: Path, version: str, name: str, config: JsonObject, *sizes:
 
 
 def test_a_classic_tool_environment_is_learned(tmp_path: Path) -> None:
-    run = trained(tmp_path, "0.3", "my_products", {}, "--num-rollout", "12")
+    run = trained(tmp_path, "0.3", "verifiers_products", {}, "--num-rollout", "12")
     samples = [*trained_samples(run)]
     assert {1, 2} <= {sample.metadata["turns"] for sample in samples}
     for sample in samples:
@@ -309,7 +306,7 @@ def test_a_classic_tool_environment_is_learned(tmp_path: Path) -> None:
     assert mean(rewards[-3:]) > mean(rewards[:2]) + 0.2  # 0.5 when it was written
 
 
-@pytest.mark.parametrize("name", ["my_tasks", "tools_of_tasks", "rounds_of_tasks"])
+@pytest.mark.parametrize("name", ["verifiers_sums", "tools_of_tasks", "rounds_of_tasks"])
 def test_tasks_are_played_and_trained(name: str, tmp_path: Path) -> None:
     # Few at a time: each episode starts Pythons of its own, and verifiers waits 180 s for the one of a tool.
     sizes = (
@@ -325,7 +322,7 @@ def test_tasks_are_played_and_trained(name: str, tmp_path: Path) -> None:
     run = trained(tmp_path, "0.4", name, NO_HARNESS, *sizes)
     samples = [*trained_samples(run)]
     assert len(samples) == 2 * 4 * 2
-    assert max(sample.metadata["turns"] for sample in samples) == (1 if name == "my_tasks" else 2)
+    assert max(sample.metadata["turns"] for sample in samples) == (1 if name == "verifiers_sums" else 2)
     for sample in samples:
         assert_observations_carry_no_loss(sample)
         assert 0.0 <= sample.reward <= 1.0

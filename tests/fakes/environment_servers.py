@@ -1,6 +1,6 @@
 """What real servers of OpenEnv and NeMo Gym answered, said again to whoever asks the same.
 
-``recorded/`` has sessions of the servers of docs/environments.md, and of one with tools (``openenv_tools.py``). Real
+``recorded/`` has sessions of the servers of examples/environments, and of one with tools (``openenv_tools.py``). Real
 servers are compared with them by tests/e2e/test_environment_servers.py.
 """
 

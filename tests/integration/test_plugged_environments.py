@@ -1,4 +1,4 @@
-"""Small environments of other packages on the real stack: the examples of docs/environments.md are trained."""
+"""Small environments of other packages on the real stack."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 
 from tests.integration.example_runs import assert_observations_carry_no_loss, trained_samples
 from tests.integration.page_views import assert_views_show
-from tests.integration.real_run import RealRun, real_run
-from tests.unit.test_extending_pages import PAGES, files
+from tests.integration.real_run import ROOT, RealRun, real_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
@@ -31,9 +30,8 @@ def test_an_environment_of_gymnasium_is_learned(
     imported_reverse: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: R2, R3, C2
-    (tmp_path / "my_game.py").write_text(files(PAGES.parent / "environments.md")["my_game"])
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    game = ("--environment", "gymnasium:my_game:Reverse-v0", "--environment-eval-prompts", "16")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples/environments"), prepend=":")
+    game = ("--environment", "gymnasium:gymnasium_reverse:Reverse-v0", "--environment-eval-prompts", "16")
     limits = ("--num-rollout", "14", "--rollout-max-response-len", "40", "--max-tokens-per-turn", "7")
     run = trained(tmp_path, imported_reverse, *game, *limits)
     for sample in trained_samples(run):

@@ -110,12 +110,13 @@ DOCKER_FLAGS = {
     "--file",
     "--isolation",  # of buildah
 }
+UVICORN_FLAGS = {"--app-dir"}
 PIP_FLAGS = {"--no-deps", "--no-index", "--target"}
 HYDRA_FLAGS = {"--config-path", "--config-name"}
 HARBOR_FLAGS = {"--trials-dir"}
 OTHER_TOOLS_FLAGS = frozenset(
     {"--help", "--version", "--X", "--logdir", "--project"}
-    | {*HYDRA_FLAGS, *HARBOR_FLAGS, *DOCKER_FLAGS, *PIP_FLAGS, *RAY_START_FLAGS}
+    | {*HYDRA_FLAGS, *HARBOR_FLAGS, *DOCKER_FLAGS, *UVICORN_FLAGS, *PIP_FLAGS, *RAY_START_FLAGS}
 )  # --X: a placeholder
 
 
