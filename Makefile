@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test verifiers test-long test-gpu test-gpu-contract test-gpu-torch test-trackers gpu-hour test-image lint typecheck screenshots docs mutate lock check-lock bench study clean
+.PHONY: help setup quickstart smollm test verifiers test-long test-gpu test-gpu-contract test-gpu-torch test-extras gpu-hour test-image lint typecheck screenshots docs mutate lock check-lock bench study clean
 
 BIN := .venv/bin
 EXTRAS ?=
@@ -10,6 +10,10 @@ FAST := -n $(shell echo $$(($$(nproc) + 1))) tests/simulation tests/property tes
 COMPUTES := $(addprefix tests/unit/,algorithms backends trainer weights)
 # Files of tests with processes, in the order of tests/integration/conftest.py; each worker may need 10 GB.
 IN_PARALLEL := -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder
+# What `test` skips for want of them.
+OF_EXTRAS := tests/unit/observability tests/integration/test_trackers_in_trouble.py tests/unit/rewards/test_answers.py \
+	tests/unit/wiring/test_generated_prompts.py tests/unit/examples/test_environments.py \
+	tests/integration/test_plugged_environments.py
 PYTHON ?=
 
 help: ## this list
@@ -63,13 +67,13 @@ test-gpu-torch: .venv-torch/setup-stamp ## fast tests of what computes, on CPU w
 	@echo "import site; site.addsitedir('$(CURDIR)/.venv/lib/python3.12/site-packages')" > .venv-torch/lib/python3.12/site-packages/others.pth
 	touch $@
 
-test-trackers: .venv-trackers/setup-stamp ## MLflow, Trackio and SwanLab themselves, which take pins back: in .venv-trackers
-	.venv-trackers/bin/python -m pytest -n 2 tests/unit/observability tests/integration/test_trackers_in_trouble.py $(PYTEST_ARGS)
+test-extras: .venv-extras/setup-stamp ## extras that `setup` leaves out (MLflow, Trackio, SwanLab, reasoning-gym): in .venv-extras
+	.venv-extras/bin/python -m pytest -n 2 $(OF_EXTRAS) $(PYTEST_ARGS)
 
-.venv-trackers/setup-stamp: requirements/trackers.lock | setup
-	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-trackers
-	$(BIN)/uv pip sync --quiet --python .venv-trackers requirements/trackers.lock
-	@echo "import site; site.addsitedir('$(CURDIR)/.venv/lib/python3.12/site-packages')" > .venv-trackers/lib/python3.12/site-packages/others.pth
+.venv-extras/setup-stamp: requirements/extras.lock | setup
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-extras
+	$(BIN)/uv pip sync --quiet --python .venv-extras requirements/extras.lock
+	@echo "import site; site.addsitedir('$(CURDIR)/.venv/lib/python3.12/site-packages')" > .venv-extras/lib/python3.12/site-packages/others.pth
 	touch $@
 
 gpu-hour: setup ## the first hour on GPUs: a ladder of checks and measurements; report in runs/gpu_hour/ (without GPUs: a rehearsal)

@@ -1,8 +1,8 @@
-"""Resolve requirements/*.in into requirements.lock, for CPU, gpu.lock, docs.lock and trackers.lock. Run by `make lock`.
+"""Resolve requirements/*.in into requirements.lock, for CPU, gpu.lock, docs.lock and extras.lock. Run by `make lock`.
 
 Pins that are in a lock stay where they are unless ``--upgrade`` names them (or says ``all``), so that adding one
-package moves nothing else. gpu.lock has the pins of requirements.lock except where gpu.in replaces them, trackers.lock
-has them except where an extra of a tracker excludes them. ``--check`` writes nothing, and fails when the indexes no
+package moves nothing else. gpu.lock has the pins of requirements.lock except where gpu.in replaces them, extras.lock
+has them except where an extra excludes them. ``--check`` writes nothing, and fails when the indexes no
 longer have what is locked, or a lock is not what its sources ask for.
 """
 
@@ -22,7 +22,7 @@ import setup_env
 from setup_env import canonical, platform_version, read_pins
 
 REQUIREMENTS = setup_env.LOCKS[""].parent
-LOCKS = setup_env.LOCKS | {name: REQUIREMENTS / f"{name}.lock" for name in ("docs", "trackers")}  # of one target each
+LOCKS = setup_env.LOCKS | {name: REQUIREMENTS / f"{name}.lock" for name in ("docs", "extras")}  # of one target each
 WITHOUT_DEPENDENCIES = REQUIREMENTS / "nodeps.in"
 GPU = REQUIREMENTS / "gpu.in"
 HEADER = """\
@@ -59,7 +59,7 @@ SOURCES = {
     "": Sources("setup", "CPU", ("base.in", "cpu.in", "dev.in", "nodeps.in")),
     "gpu": Sources("setup EXTRAS=gpu", "x86-64 Linux with CUDA", ("base.in", "gpu.in", "dev.in", "nodeps.in")),
     "docs": Sources("docs", "any platform", ("docs.in",)),
-    "trackers": Sources("test-trackers", "any platform", ("mlflow.in", "trackio.in", "swanlab.in")),
+    "extras": Sources("test-extras", "any platform", ("mlflow.in", "trackio.in", "swanlab.in", "reasoning-gym.in")),
 }
 
 
@@ -96,9 +96,9 @@ def resolve_for_docs(constraints: Path) -> list[str]:
     return resolve_with_uv(SOURCES["docs"], constraints)
 
 
-def resolve_for_trackers(preferences: Path) -> list[str]:
+def resolve_for_extras(preferences: Path) -> list[str]:
     """``preferences``: pins that stay where the extras allow it; the result replaces them."""
-    resolve_with_uv(SOURCES["trackers"], None, "--output-file", str(preferences))
+    resolve_with_uv(SOURCES["extras"], None, "--output-file", str(preferences))
     return [line for line in preferences.read_text().splitlines() if "==" in line]
 
 
@@ -136,13 +136,13 @@ def main() -> None:
         constraints.write_text("\n".join(kept(before["docs"]).values()))
         docs = by_name(resolve_for_docs(constraints))
         shared_before = {(name, pin.partition("==")[2]) for name, pin in before[""].items()}  # names differ in case
-        pins = kept(before["trackers"])
+        pins = kept(before["extras"])
         own = {name: pin for name, pin in pins.items() if (name, pin.partition("==")[2]) not in shared_before}
         constraints.write_text("\n".join((cpu | own).values()))
-        trackers = by_name(resolve_for_trackers(constraints))
+        extras = by_name(resolve_for_extras(constraints))
 
     changed = False
-    for name, pins in {"": cpu, "gpu": gpu, "docs": docs, "trackers": trackers}.items():
+    for name, pins in {"": cpu, "gpu": gpu, "docs": docs, "extras": extras}.items():
         lock, was = LOCKS[name], before[name]
         for package in sorted(was.keys() | pins.keys()):
             if was.get(package) != pins.get(package):

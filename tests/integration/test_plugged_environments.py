@@ -7,6 +7,7 @@ from statistics import mean
 
 import pytest
 
+from tests.extras import needs
 from tests.integration.example_runs import assert_observations_carry_no_loss, trained_samples
 from tests.integration.page_views import assert_views_show
 from tests.integration.real_run import ROOT, RealRun, real_run
@@ -45,6 +46,7 @@ def test_an_environment_of_gymnasium_is_learned(
     assert run.summary["eval_reward_first"] is not None
 
 
+@needs("reasoning_gym")
 def test_questions_of_reasoning_gym_are_asked_and_scored(imported_reverse: tuple[str, ...], tmp_path: Path) -> None:
     # covers: R3, C2
     config = '{"min_terms": 2, "max_terms": 2, "max_digits": 1}'

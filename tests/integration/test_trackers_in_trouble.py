@@ -1,6 +1,6 @@
 """Each tracker's own library with a server that is dead, one that never answers, and a full disk: no run notices.
 
-`make test-trackers` has the libraries that `make test` lacks.
+`make test-extras` has the libraries that `make test` lacks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ CASES = {
 def tracker(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if find_spec(CASES[name].package) is None:
-        pytest.skip(f"the extra {name} is not installed: `make test-trackers`")
+        pytest.skip(f"the extra {name} is not installed: `make test-extras`")
     return name
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from examples.environments import harbor_agent
 from miles_async.integrations.gymnasium_text import GymnasiumText
-from miles_async.integrations.reasoning_gym_tasks import rows
 from miles_async.types import AssistantTurn, Prompt
+from tests.extras import needs
 
 EXAMPLES = Path(harbor_agent.__file__).parent
 HARBOR = """#!/bin/sh
@@ -41,7 +41,10 @@ async def test_an_episode_of_the_game_has_two_rounds(monkeypatch: pytest.MonkeyP
     await episode.close()
 
 
+@needs("reasoning_gym")
 def test_a_task_of_reasoning_gym_generates_prompts() -> None:
+    from miles_async.integrations.reasoning_gym_tasks import rows
+
     row, again = (next(rows("chain_sum", {"max_terms": 3}, 1, 42)) for _ in range(2))
     assert row == again
     assert row["metadata"]["source_dataset"] == "chain_sum"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ import pytest
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
 from miles_async.observability.swanlab_tracker import swanlab_mode
+from tests.extras import needs
 
-needs_swanlab = pytest.mark.skipif(find_spec("swanlab") is None, reason="the extra swanlab is not installed")
+needs_swanlab = needs("swanlab")
 
 ROOT = Path(__file__).parents[3]
 RUN = """

@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
+from tests.extras import needs
 from tests.json_dict import JsonDict
 
-pytestmark = pytest.mark.skipif(find_spec("trackio") is None, reason="the extra trackio is not installed")
+pytestmark = needs("trackio")
 
 ROOT = Path(__file__).parents[3]
 UNUSABLE = """

@@ -22,6 +22,7 @@ from miles_async.rewards.workers import WorkerPool
 from miles_async.runtime import packages
 from miles_async.runtime.services import Services
 from miles_async.types import Prompt
+from tests.extras import needs
 from tests.property.builders import make_sample
 from tests.unit.rewards.answer_cases import LETTERS, MATH
 
@@ -206,8 +207,10 @@ def test_without_the_package_the_message_names_it(monkeypatch: pytest.MonkeyPatc
         resolve_reward(RewardArguments(rm_type="format+reasoning_gym"), Services())
 
 
+@needs("reasoning_gym")
 def test_tasks_of_the_real_package_score_what_prompt_files_keep_of_them():
-    real = pytest.importorskip("reasoning_gym")
+    import reasoning_gym as real
+
     for task in ("chain_sum", "countdown", "sudoku"):
         entry = json.loads(json.dumps(real.create_dataset(task, size=1, seed=1)[0]))
         assert entry["metadata"]["source_dataset"] == task

@@ -24,7 +24,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[3]
 REQUIREMENTS = ROOT / "requirements"
-CPU_LOCK, GPU_LOCK, DOCS_LOCK, TRACKERS_LOCK = "requirements.lock", "gpu.lock", "docs.lock", "trackers.lock"
+CPU_LOCK, GPU_LOCK, DOCS_LOCK, EXTRAS_LOCK = "requirements.lock", "gpu.lock", "docs.lock", "extras.lock"
 CUDA_PACKAGE = re.compile(r"triton.*|nvidia-.*|cuda-.*")
 
 
@@ -110,7 +110,7 @@ def site_packages() -> list[Path]:
         (CPU_LOCK, ("base.in", "cpu.in", "dev.in", "nodeps.in")),
         (GPU_LOCK, ("base.in", "gpu.in", "dev.in", "nodeps.in")),
         (DOCS_LOCK, ("docs.in",)),
-        (TRACKERS_LOCK, ("mlflow.in", "trackio.in", "swanlab.in")),
+        (EXTRAS_LOCK, ("mlflow.in", "trackio.in", "swanlab.in")),
     ],
 )
 def test_lock_satisfies_every_source(lock: str, sources: Sequence[str]) -> None:
@@ -181,12 +181,12 @@ def make_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     locks[""].write_text("numpy==2.4.6\nrich==15.0.0\n")
     locks["gpu"].write_text("numpy==2.3.5\nrich==14.0.0\ntriton==3.8.0\n")
     locks["docs"].write_text("mkdocs==1.6.1\n")
-    locks["trackers"] = tmp_path / TRACKERS_LOCK
-    locks["trackers"].write_text("numpy==2.3.5\nrich==15.0.0\n")
+    locks["extras"] = tmp_path / EXTRAS_LOCK
+    locks["extras"].write_text("numpy==2.3.5\nrich==15.0.0\n")
     (tmp_path / "none.in").touch()
     monkeypatch.setattr(module, "LOCKS", locks)
     monkeypatch.setattr(module, "WITHOUT_DEPENDENCIES", tmp_path / "none.in")
-    for resolver in ("resolve_for_cpu", "resolve_for_gpus", "resolve_for_docs", "resolve_for_trackers"):
+    for resolver in ("resolve_for_cpu", "resolve_for_gpus", "resolve_for_docs", "resolve_for_extras"):
         monkeypatch.setattr(module, resolver, lambda constraints: constraints.read_text().split())
     return module
 
@@ -200,12 +200,12 @@ def test_pins_for_gpus_follow_those_for_cpu_and_the_others_stay(
     assert pins == ["numpy==2.3.5", "rich==15.0.0", "triton==3.8.0"]
 
 
-def test_pins_for_trackers_stay_or_follow_those_for_cpu(make_lock: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pins_for_extras_stay_or_follow_those_for_cpu(make_lock: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """numpy is one that an extra takes back."""
     monkeypatch.setattr(make_lock, "resolve_for_cpu", lambda _: ["numpy==2.4.7", "rich==15.0.1"])
     monkeypatch.setattr(sys, "argv", ["make_lock.py", "--upgrade", "rich"])
     make_lock.main()
-    pins = [line for line in make_lock.LOCKS["trackers"].read_text().splitlines() if not line.startswith("#")]
+    pins = [line for line in make_lock.LOCKS["extras"].read_text().splitlines() if not line.startswith("#")]
     assert pins == ["numpy==2.3.5", "rich==15.0.1"]
 
 

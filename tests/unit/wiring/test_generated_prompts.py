@@ -19,6 +19,7 @@ from miles_async.rewards.row_check import RewardOfRow
 from miles_async.runtime import packages
 from miles_async.wiring.environments import check_environments, run_environments
 from miles_async.wiring.generated_prompts import with_generated_prompts
+from tests.extras import needs
 from tests.fakes.environment_servers import openenv, recording, serving
 
 SUMS = {"environment": "reasoning_gym:chain_sum", "environment_prompts": 5}
@@ -40,6 +41,7 @@ def rows(paths: Sequence[str] | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@needs("reasoning_gym")
 def test_a_task_of_reasoning_gym_becomes_prompts_with_its_reward(folder: Path) -> None:
     arguments = generated()
     prompts = open_prompts(arguments.data, RewardOfRow(arguments.rewards))
@@ -56,6 +58,7 @@ def test_a_task_of_reasoning_gym_becomes_prompts_with_its_reward(folder: Path) -
     assert len({arguments.data.prompt_data, *others}) == 3
 
 
+@needs("reasoning_gym")
 def test_prompts_for_evaluation_are_others(folder: Path) -> None:
     arguments = generated(environment_eval_prompts=3)
     assert arguments.evaluation.eval_prompt_data is not None
@@ -67,12 +70,14 @@ def test_prompts_for_evaluation_are_others(folder: Path) -> None:
     assert trained == rows(generated().data.prompt_data)
 
 
+@needs("reasoning_gym")
 def test_a_task_without_one_answer_has_no_labels() -> None:
     arguments = generated(environment="reasoning_gym:rush_hour", environment_prompts=1)
     assert arguments.data.label_key is None
     open_prompts(arguments.data, RewardOfRow(arguments.rewards))
 
 
+@needs("reasoning_gym")
 def test_ones_own_prompts_and_reward_stay() -> None:
     own = generated(prompt_data=("own.jsonl",))
     assert own.data.prompt_data == ("own.jsonl",)
@@ -80,6 +85,7 @@ def test_ones_own_prompts_and_reward_stay() -> None:
     assert with_generated_prompts(Arguments()) == Arguments()
 
 
+@needs("reasoning_gym")
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
@@ -99,6 +105,7 @@ def test_what_cannot_be_generated_is_refused_by_the_flag(flags: dict[str, object
     assert problem in str(refused.value)
 
 
+@needs("reasoning_gym")
 def test_a_folder_that_cannot_be_written_is_named(folder: Path) -> None:
     folder.parent.write_text("a file")
     with pytest.raises(ConfigurationError, match=r"cannot be written to .* \(beside --run-dir\)"):
