@@ -7,10 +7,10 @@ To read them without the site:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from miles_async.backends.megatron.families.known import FAMILIES, REFUSED
-from tests.integration.family_table import COMPARED, DEEPER, SERVED, SERVED_AT_NIGHT, WITH_IMAGES
+from tests.integration.family_table import COMPARED, COMPARED_WITH_IMAGES, DEEPER, SERVED, SERVED_AT_NIGHT, WITH_IMAGES
 from tests.integration.tiny_models import FAMILIES as TINY_MODELS
 from tests.integration.tiny_models import model_type
 
@@ -36,20 +36,26 @@ def lines() -> Iterator[str]:
     yield "|---|---|" + "---|" * (len(COLUMNS) + 2)
     for kind in FAMILIES:
         for name in (name for name in TINY_MODELS if model_type(name) == kind):
-            cells = ["yes" if name in COMPARED[layout] else "" for layout in COLUMNS]
-            others = [
-                layout
-                for layout, models in COMPARED.items()
-                if layout not in COLUMNS and any(DEEPER.get(model, (model,))[0] == name for model in models)
-            ]
+            cells, others = _compared(COMPARED, name)
             engines = [f"TP {ranks}" for served, ranks in (*SERVED, *SERVED_AT_NIGHT) if served == name]
-            yield f"| `{kind}` | {name} | {' | '.join([*cells, ', '.join(others), ', '.join(engines)])} |"
+            yield f"| `{kind}` | {name} | {' | '.join([*cells, others, ', '.join(engines)])} |"
     for kind, name in WITH_IMAGES.items():
-        cells = ["yes" if layout == "one-rank" or (layout == "ep2" and "moe" in name) else "" for layout in COLUMNS]
-        yield f"| `{kind}` | {name} | {' | '.join(cells)} | dp2 | TP 1 |"
+        cells, others = _compared(COMPARED_WITH_IMAGES, name)
+        yield f"| `{kind}` | {name} | {' | '.join([*cells, others])} | TP 1 |"
     yield from ("", "## Refused", "", "| model_type | why, and what to do |", "|---|---|")
     yield from (f"| `{kind}` | {reason} |" for kind, reason in REFUSED.items())
     yield "| any other | it was not compared with transformers |"
+
+
+def _compared(table: Mapping[str, Sequence[str]], name: str) -> tuple[list[str], str]:
+    """Cells of a model's layouts with a column, and the names of its other layouts."""
+    cells = ["yes" if name in table[layout] else "" for layout in COLUMNS]
+    others = (
+        layout
+        for layout, models in table.items()
+        if layout not in COLUMNS and any(DEEPER.get(model, (model,))[0] == name for model in models)
+    )
+    return cells, ", ".join(others)
 
 
 def tables() -> str:

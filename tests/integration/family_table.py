@@ -127,6 +127,37 @@ SERVED_IN_BF16 = (("gemma4", 1), ("gemma4-moe", 1), ("nemotron-h", 1), ("nemotro
 """The same in bfloat16, of families whose engines this project completes."""
 
 WITH_IMAGES: dict[str, str] = {"qwen2_5_vl": "qwen2.5-vl", "qwen3_vl": "qwen3-vl", "qwen3_vl_moe": "qwen3-vl-moe"}
-"""model_type → tiny model of test_vision_models.py, which compares samples with images and without on one rank and on
-two data-parallel ones, and of test_vision_engine.py, which publishes to an engine of one rank and samples there.
+"""model_type → tiny model of test_vision_models.py, and of test_vision_engine.py, which publishes to an engine of one
+rank and samples there.
 """
+
+_ALL_WITH_IMAGES = tuple(WITH_IMAGES.values())
+
+COMPARED_WITH_IMAGES: dict[str, tuple[str, ...]] = {
+    "one-rank": _ALL_WITH_IMAGES,
+    "dp2": _ALL_WITH_IMAGES,
+    "tp2-sequence-parallel": _ALL_WITH_IMAGES,
+    "tp2": ("qwen2.5-vl", "qwen3-vl"),
+    "pp2": _ALL_WITH_IMAGES,
+    "pp2-virtual2": ("qwen2.5-vl", "qwen3-vl"),
+    "cp2": _ALL_WITH_IMAGES,
+    "tp2-cp2": _ALL_WITH_IMAGES,
+    "pp2-cp2": ("qwen2.5-vl", "qwen3-vl"),
+    "ep2": ("qwen3-vl-moe",),
+    "pp2-ep2": ("qwen3-vl-moe",),
+    "cp2-ep2": ("qwen3-vl-moe",),
+    "tp2-ep2": ("qwen3-vl-moe",),
+    "tp2-ep2-etp2": ("qwen3-vl-moe",),
+}
+"""Layout of test_megatron_layouts.py → models whose log-probs, loss, gradients, export, checkpoint and trained model
+test_vision_models.py compares in it, with images and texts.
+"""
+
+EVERY_DAY_WITH_IMAGES: dict[str, tuple[str, ...]] = {
+    "dp2": ("qwen2.5-vl",),
+    "tp2-sequence-parallel": ("qwen3-vl",),
+    "pp2": ("qwen3-vl",),
+    "cp2": ("qwen2.5-vl",),
+    "tp2-ep2": ("qwen3-vl-moe",),
+}
+"""Those of them that `make test` compares."""

@@ -144,7 +144,7 @@ async def test_experts_of_tokens_that_stand_for_images_are_replayed(tmp_path: Pa
         fork_server=engine_imports,
         routed_experts=True,
     )
-    requests, routers = prompts(60), RouterShape(layers=4, topk=2, experts=12)
+    requests, routers = prompts(60), RouterShape(layers=6, topk=2, experts=12)
     async with one_engine(spec) as engine:
         calls = [answer(engine, request, sample, 0, experts=True) for sample, request in enumerate(requests)]
         answers = await asyncio.gather(*calls)

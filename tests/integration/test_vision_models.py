@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.mark.structures import ParameterSet
 from safetensors.torch import load_file
 
 from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.arguments.model import ModelArguments, num_experts
-from miles_async.arguments.model_files import count_elements, directory_problems, read_config
-from miles_async.backends.megatron.memory.plan import measure
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.model_files import count_elements, directory_problems
+from miles_async.backends.megatron.memory.plan import measure, model_parameters
 from miles_async.backends.megatron.memory.stages import StageRequest
+from tests.integration.family_table import COMPARED_WITH_IMAGES, EVERY_DAY_WITH_IMAGES
 from tests.integration.megatron_scenario import LR, Layout, export_differences, make_backend
 from tests.integration.rank_processes import run_ranks
+from tests.integration.test_megatron_layouts import LAYOUTS
 from tests.integration.toy_batches import to_shards
 from tests.integration.vision_models import CONFIGS, PlainVisionTrainer, cases, save_tiny_vision, vision_samples
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 Seen = dict[str, Any]
 STEPS = tuple(tuple(vision_samples(6, seed=seed)) for seed in range(2))
@@ -124,59 +128,106 @@ def test_the_vision_tower_can_be_left_as_it_is(seen: Seen, model: Path):
     assert sorted(seen["frozen"]) == sorted(name for name in names if "visual." in name)
 
 
-def _train_on_shards(rank: int, world_size: int, store: dist.Store, model: Path, folder: Path, expert: int) -> Seen:
-    """In one of two data-parallel ranks, of which the second has no images; and what is saved there. ``expert``:
-    ranks over which experts are split.
-    """
-    layout = Layout(world_size, expert=expert)
-    backend = make_backend(rank, world_size, store, model, layout, recompute="full")
-    metrics = backend.train(to_shards([WITH_TEXT_RANK], dp_size=2, micro_batches=2)[rank])
-    backend.save(folder / "checkpoint")
-    backend.save_hf(folder / "hf")
-    sequences, pictures = [list(each) for each in zip(*cases(), strict=True)]
-    seen: Seen = {"step": metrics, "after": backend.logprobs(sequences, pictures=pictures)}
-    backend.close()
-    resumed = make_backend(rank, world_size, dist.PrefixStore("resumed", store), model, layout)
-    resumed.load(folder / "checkpoint")
-    seen["resumed"] = resumed.logprobs(sequences, pictures=pictures)
-    resumed.close()
-    return seen
-
-
 WITH_TEXT_RANK = [STEPS[0][index] for index in (1, 0, 2, 3)]  # images are at even places
 
 
-def test_data_parallel_ranks_train_as_one_and_keep_all_of_it(
-    model: Path, plain: PlainVisionTrainer, tmp_path: Path
-) -> None:
-    """Also where they split experts."""
-    reference = PlainVisionTrainer(model, lr=LR)
-    reference.pictures = plain.pictures
-    expected = reference.train([WITH_TEXT_RANK])
-    for expert in (1, 2) if num_experts(read_config(model)) else (1,):
-        folder = tmp_path / str(expert)
-        seen, other = run_ranks(2, _train_on_shards, model, folder, expert)
-        assert seen["step"]["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-5)
-        assert seen["step"]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
-        assert seen["resumed"] == seen["after"] == other["after"]
-        assert not list(directory_problems(folder / "hf", "--hf-checkpoint"))
-        exported = PlainVisionTrainer(folder / "hf", lr=LR)  # with its own processor
-        exported.pictures = plain.pictures
+def _observe_split(
+    rank: int, world_size: int, store: dist.Store, models: dict[str, Path], layout: Layout
+) -> dict[str, Seen]:
+    """In a rank of ``layout``, and what it saves next to each model. Of two data-parallel ranks the second one has no
+    images.
+    """
+    sequences, pictures = [list(each) for each in zip(*cases(), strict=True)]
+    found = {}
+    for name, model in models.items():
+        backend = make_backend(rank, world_size, dist.PrefixStore(name, store), model, layout, recompute="full")
+        seen: Seen = {"before": backend.logprobs(sequences, pictures=pictures)}
+        seen["export"] = export_differences(backend, model)
+        named = [each for learner in backend._learners.values() for each in learner.model.modules[0].named_parameters()]
+        tower = {each: tensor for each, tensor in named if "visual." in each}
+        for tensor in tower.values():  # as ranks' kernels may round differently
+            tensor.register_hook(lambda gradient: gradient * (1 + 1e-6 * rank))
+        shards = to_shards([WITH_TEXT_RANK], dp_size=backend.data_parallel_size, micro_batches=2)
+        seen["step"] = backend.train(shards[backend.data_parallel_rank])
+        seen["tower"] = {each: tensor.detach().numpy().tobytes() for each, tensor in tower.items()}
+        backend.save(model.parent / f"{name}-checkpoint")
+        backend.save_hf(model.parent / f"{name}-hf")
+        seen["after"] = backend.logprobs(sequences, pictures=pictures)
+        backend.close()
+        resumed = make_backend(rank, world_size, dist.PrefixStore(f"{name}-resumed", store), model, layout)
+        resumed.load(model.parent / f"{name}-checkpoint")
+        seen["resumed"] = resumed.logprobs(sequences, pictures=pictures)
+        resumed.close()
+        found[name] = seen
+    return found
+
+
+def _split_cases() -> Iterator[ParameterSet]:
+    """One set of processes observes all models of a layout."""
+    for layout, names in COMPARED_WITH_IMAGES.items():
+        daily = EVERY_DAY_WITH_IMAGES.get(layout, ())
+        for some, marks in ((daily, ()), (tuple(name for name in names if name not in daily), pytest.mark.long)):
+            if some and layout != "one-rank":
+                yield pytest.param(layout, some, marks=marks, id="/".join((layout, *some)))
+
+
+@pytest.mark.parametrize(("layout", "names"), [*_split_cases()])
+def test_ranks_train_as_transformers_and_keep_all_of_it(layout: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    ranks = LAYOUTS[layout]
+    layers = 8 if ranks.virtual else None
+    models = {name: save_tiny_vision(tmp_path / name, name, tied="moe" not in name, layers=layers) for name in names}
+    seen = run_ranks(ranks.world_size, _observe_split, models, ranks, timeout=300)
+    for name, model in models.items():
+        _compare([of_rank[name] for of_rank in seen], ranks, model)
+
+
+def _compare(seen: list[Seen], layout: Layout, model: Path) -> None:
+    trainer = PlainVisionTrainer(model, lr=LR)
+    known = [*cases(), *((sample.tokens.tolist(), sample.pictures) for sample in WITH_TEXT_RANK)]
+    trainer.pictures = {tuple(tokens): pictures for tokens, pictures in known}
+
+    def plain(trainer: PlainVisionTrainer = trainer) -> list[float]:
         with torch.no_grad():
-            for (tokens, _), after in zip(cases(), seen["after"], strict=True):
-                np.testing.assert_allclose(after, exported.logprobs(tokens).tolist(), atol=2e-5)
-                np.testing.assert_allclose(after, reference.logprobs(tokens).tolist(), atol=1e-3)
+            return torch.cat([trainer.logprobs(tokens) for tokens, _ in cases()]).tolist()
+
+    before, step, after = plain(), trainer.train([WITH_TEXT_RANK]), plain()
+    saved = model.with_name(f"{model.name}-hf")
+    assert not list(directory_problems(saved, "--hf-checkpoint"))
+    exported = PlainVisionTrainer(saved, lr=LR)  # with its own processor
+    exported.pictures = trainer.pictures
+    for of_rank in seen:
+        np.testing.assert_allclose(np.concatenate(of_rank["before"]), before, rtol=0, atol=2e-5)
+        assert of_rank["export"] == []
+        assert of_rank["step"]["loss"] == pytest.approx(step["loss"], rel=1e-4, abs=1e-5)
+        assert of_rank["step"]["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-3)
+        np.testing.assert_allclose(np.concatenate(of_rank["after"]), after, rtol=0, atol=1e-3)
+        np.testing.assert_allclose(np.concatenate(of_rank["after"]), plain(exported), rtol=0, atol=2e-5)
+        assert of_rank["resumed"] == of_rank["after"] == seen[0]["after"]
+    first, *others = [of_rank["tower"] for of_rank in seen if of_rank["tower"]]
+    assert 1 + len(others) == layout.world_size // layout.pipeline
+    assert all(tower == first for tower in others)  # bit by bit
 
 
-def test_memory_is_planned_with_the_vision_tower(model: Path) -> None:
+@pytest.mark.parametrize("split", [1, 2])
+def test_memory_is_planned_with_the_vision_tower(model: Path, split: int) -> None:
+    """Tensor-parallel ranks of the first pipeline stage have it each, and split the language model."""
+    arguments = ModelArguments(
+        hf_checkpoint=model, tensor_model_parallel_size=split, pipeline_model_parallel_size=split
+    )
     request = StageRequest(
         directory=model,
-        model=ModelArguments(hf_checkpoint=model),
-        world_size=1,
+        model=arguments,
+        world_size=split**2,
         tokens=64,
         logprob_chunk=16,
         temperature=1.0,
         entropy=False,
     )
-    [stage] = measure(request)[None]
-    assert stage.parameters + stage.expert_parameters == count_elements(model)
+    stages = measure(request)[None]
+    whole = count_elements(model)
+    files = {name: tensor.numel() for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert [stage.tower for stage in stages][1:] == [0] * (split - 1)
+    assert stages[0].tower == sum(size for name, size in files.items() if "visual." in name)
+    if split == 1:
+        assert model_parameters(stages, arguments) == whole
+    assert whole <= model_parameters(stages, arguments) < 1.05 * whole  # norms and a tied embedding are there twice

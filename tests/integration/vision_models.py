@@ -56,7 +56,7 @@ CONFIGS: dict[str, dict[str, dict[str, object]]] = {
     "qwen3-vl": {
         "text_config": {
             **_LANGUAGE,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 4,
             "head_dim": 16,
             "rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
         },
@@ -73,7 +73,7 @@ CONFIGS: dict[str, dict[str, dict[str, object]]] = {
 CONFIGS["qwen3-vl-moe"] = {
     "text_config": {
         **CONFIGS["qwen3-vl"]["text_config"],
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 6,
         "moe_intermediate_size": 24,
         "num_experts": 12,
         "num_experts_per_tok": 2,
@@ -92,14 +92,18 @@ _PREPROCESSOR = {
 }
 
 
-def save_tiny_vision(directory: Path, name: str, *, tied: bool, seed: int = 0) -> Path:
-    """A model of CONFIGS, its parameters shaken so that no two of them are alike."""
+def save_tiny_vision(directory: Path, name: str, *, tied: bool, seed: int = 0, layers: int | None = None) -> Path:
+    """A model of CONFIGS, its parameters shaken so that no two of them are alike. ``layers``: of the language model,
+    if not as many as there.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         parts = {part: dict(fields) for part, fields in CONFIGS[name].items()}
+        if layers is not None:
+            parts["text_config"]["num_hidden_layers"] = layers
         config = AutoConfig.for_model(
             MODEL_TYPES[name],
             **parts,

@@ -91,8 +91,8 @@ def test_images_stand_where_the_template_writes_them(data: st.DataObject) -> Non
     sample = episode.trajectory.sample()
     assert sample is not None
     for branch in sample.branches:
-        images = images_of(branch.tokens, np.array([0, len(branch.tokens)]), [branch.pictures], episode.images)
-        assert (images.pictures if images is not None else ()) == branch.pictures
+        found = images_of(branch.tokens, np.array([0, len(branch.tokens)]), [branch.pictures], episode.images)
+        assert found == branch.pictures
     for turn in turns:
         request = GenerateRequest(
             input_ids=turn.context.input_ids(),

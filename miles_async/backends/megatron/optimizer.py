@@ -59,6 +59,7 @@ def make_optimizer(modules: list[Module], training: Training) -> tuple[MegatronO
         modules,
     )
     index_groups(optimizer)
+    count_bucket_ends(optimizer)
     make_state(optimizer)
     return optimizer, make_schedule(optimizer, arguments, training.total_steps)
 
@@ -168,6 +169,18 @@ def index_groups(optimizer: MegatronOptimizer) -> None:
         for index, groups in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
             for order, parameter in enumerate(itertools.chain(*groups)):
                 part.model_param_group_index_map[parameter] = index, order
+
+
+def count_bucket_ends(optimizer: MegatronOptimizer) -> None:
+    """Count the padding after a bucket of parameters that another bucket follows.
+
+    Checkpoints of megatron-core 0.19 join buckets without it, and find parameters at positions that include it: a load
+    would shift the later buckets' values, such as a tied embedding's, which has its own bucket on pipeline stages.
+    """
+    for buffer in (buffer for part in parts_of(optimizer) for buffer in getattr(part, "buffers", ())):
+        for bucket in buffer.buckets[:-1]:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -14,7 +14,6 @@ from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
 
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage"
-NOT_COMPARED = "model_type {kind!r}, which reads images, was not compared with a plain one in this layout"
 
 LACKS: tuple[tuple[Callable[[Family], bool], Mapping[str, str]], ...] = (
     (
@@ -33,10 +32,7 @@ LACKS: tuple[tuple[Callable[[Family], bool], Mapping[str, str]], ...] = (
     (
         lambda family: family.images,
         {
-            "--tensor-model-parallel-size": NOT_COMPARED,
-            "--pipeline-model-parallel-size": NOT_COMPARED,
-            "--context-parallel-size": NOT_COMPARED,
-            "--share-prefixes": NOT_COMPARED,
+            "--share-prefixes": "samples that begin with equal tokens may have different images (model_type {kind!r})",
             "--overlap-grad-reduce": "a micro-batch without images gives the vision tower no gradients, whose "
             "reduction would never start",
             "--apply-rope-fusion": "the fused rotation of megatron-core 0.19 has one position per token, a model of "
@@ -66,7 +62,7 @@ def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> 
         raise ConfigurationError(problem)
     family, kind = family_of(config), config["model_type"]
     given = _given(config, model)
-    problems = list(_split_problems(config, model))
+    problems = [*_split_problems(config, model), *_deepstack_problems(config, model)]
     for applies, flags in LACKS:
         if applies(family):
             problems += [f"{name}: {why.format(kind=kind)}; leave it out" for name, why in flags.items() if given[name]]
@@ -140,6 +136,20 @@ def _split_problems(config: JsonObject, model: ModelArguments) -> Iterator[str]:
             f"--tensor-model-parallel-size {tensor} with --context-parallel-size {model.context_parallel_size} does "
             f"not split n_groups {groups}: the former must divide it, and their product divide it or be a multiple of "
             "it"
+        )
+
+
+def _deepstack_problems(config: JsonObject, model: ModelArguments) -> Iterator[str]:
+    deep = len(config.get("vision_config", {}).get("deepstack_visual_indexes") or ())
+    layers = config.get("num_hidden_layers")
+    if not deep or layers is None:
+        return
+    first = model.stage_layers(layers)[0] // model.virtual_stages(layers)
+    if first < deep:
+        yield (
+            f"--pipeline-model-parallel-size {model.pipeline_model_parallel_size}: the first (virtual) stage has "
+            f"{first} layers; expected {deep} or more, after which features of the vision tower, on that stage, are "
+            "added: use fewer stages or --decoder-first-pipeline-num-layers"
         )
 
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 AHEAD_LAYERS = "mtp."
+TOWER = "visual."
 OUTPUT_LAYER = "output_layer."  # of a GPT model; it has no parameters where the embedding's are on the same stage
 
 
@@ -186,12 +187,15 @@ def _measure_part(
             add_adapters([module], request.model)
         kept, peak = _forward_backward(module, provider, request, last=last)
         sizes = dict.fromkeys(("parameters", "expert_parameters", "ahead", "expert_ahead", "output_layer"), 0)
-        sizes |= {"adapters": 0, "expert_adapters": 0, "value_head": provider.hidden_size if last else 0}
+        sizes |= {"adapters": 0, "expert_adapters": 0, "tower": 0}
+        sizes["value_head"] = provider.hidden_size if last else 0
         for name, parameter in module.named_parameters():
             expert = "expert_" if ".experts." in name else ""
             sizes[f"{expert}adapters" if ADAPTER in name else f"{expert}parameters"] += parameter.numel()
             if name.startswith(AHEAD_LAYERS):
                 sizes[f"{expert}ahead"] += parameter.numel()
+            if name.startswith(TOWER):
+                sizes["tower"] += parameter.numel()
             if name.startswith(OUTPUT_LAYER):
                 sizes["output_layer"] += parameter.numel()
     return _Part(sizes, kept, peak)

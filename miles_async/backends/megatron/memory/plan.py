@@ -144,7 +144,8 @@ def model_parameters(stages: Sequence[StageMemory], model: ModelArguments) -> in
     return sum(
         len(stage.stages)
         * (
-            stage.parameters * model.tensor_model_parallel_size
+            (stage.parameters - stage.tower) * model.tensor_model_parallel_size
+            + stage.tower
             + stage.expert_parameters * model.expert_tensor_size * model.expert_model_parallel_size
         )
         for stage in stages

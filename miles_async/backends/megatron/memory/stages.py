@@ -37,6 +37,7 @@ class StageMemory:
     expert_ahead: int = 0
     output_layer: int = 0  # of parameters: replaced by a value head in a critic
     value_head: int = 0
+    tower: int = 0  # of parameters: the vision tower, whole on every tensor-parallel rank
     kept: int  # bytes kept from a micro-batch's forward pass for its backward pass
     peak: int  # largest bytes in both passes, kept ones included, without parameters and gradients
     received: int = 0  # bytes of keys and values of one layer that come from other context-parallel ranks

@@ -28,7 +28,7 @@ from miles_async.backends.megatron.families import (
     gemma4_bridge,  # noqa: F401  # registers itself
     glm4_bridge,  # noqa: F401  # registers itself
     hf_config,
-    qwen3_vl,  # noqa: F401  # registers itself
+    qwen_vl,  # noqa: F401  # registers itself
 )
 from miles_async.backends.megatron.families.hf_config import ahead_layers
 from miles_async.backends.megatron.families.provider_fields import provider_fields

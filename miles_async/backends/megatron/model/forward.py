@@ -108,14 +108,15 @@ class Pipeline:
         packed, of_output, recorded = next(micro_batches)
         routers = self.routers.get(module)
         choosing = routers.choosing(packed.experts, recorded, packed.tokens.device) if routers else nullcontext()
-        images = {} if packed.images is None else packed.images.arguments(packed.tokens.device)
+        arguments = {"position_ids": packed.position_ids}
+        if packed.images is not None:
+            arguments |= packed.images.arguments(packed.tokens.device)
         with choosing, rotary_positions(module, packed.attention, packed.position_ids[0]):
             output = module(
                 input_ids=packed.tokens,
-                position_ids=packed.position_ids,
                 attention_mask=None,
                 packed_seq_params=packed.attention,
-                **images,
+                **arguments,
             )
         # With forward_only, the schedule passes non_loss_data=True and stores the result.
         return output, lambda hidden, **_: of_output(packed, output_of(module, hidden))

@@ -50,7 +50,7 @@ class PackedBatch:
     experts: Experts | None = None  # to replay, of the positions that this rank's routers see; None: they choose
     loss_inputs: TokenBatch | None = None  # None: scored only
     returns: Tensor | None = None  # float32 [N], for a critic, on the last pipeline stage
-    images: Images | None = None  # None: there are none
+    images: Images | None = None  # None: the model reads none
     shown: Mapping[int, slice] = field(default_factory=dict)  # branch whose scores are wanted → its tokens
 
     @property
@@ -80,7 +80,15 @@ def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, devic
     if batch.teacher_logprobs is not None:
         computed["teacher_logprobs"] = _tensor(batch.teacher_logprobs, torch.float32, device)
     return replace(
-        _pack(batch.tokens, batch.offsets, carries_loss, layout, device, batch.routed_experts),
+        _pack(
+            batch.tokens,
+            batch.offsets,
+            carries_loss,
+            layout,
+            device,
+            batch.pictures or (),
+            experts=batch.routed_experts,
+        ),
         loss_inputs=TokenBatch(
             tokens=_tensor(batch.tokens, torch.int64, device),
             offsets=_tensor(batch.offsets, torch.int64, device),
@@ -94,7 +102,6 @@ def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, devic
             target_version=target_version,
             computed=computed,
         ),
-        images=images_of(batch.tokens, batch.offsets, batch.pictures, layout.pictures),
         shown=_shown(batch),
     )
 
@@ -113,10 +120,7 @@ def pack_sequences(
     """Pack token sequences, and the images of each if any has some, to score all their tokens."""
     offsets = np.cumsum([0, *(len(sequence) for sequence in sequences)])
     tokens = np.fromiter((token for sequence in sequences for token in sequence), dtype=np.int64, count=offsets[-1])
-    return replace(
-        _pack(tokens, offsets, np.ones(len(tokens), dtype=bool), layout, device),
-        images=images_of(tokens, offsets, pictures, layout.pictures),
-    )
+    return _pack(tokens, offsets, np.ones(len(tokens), dtype=bool), layout, device, pictures)
 
 
 def pack_filler(layout: PackLayout, device: torch.device) -> PackedBatch:
@@ -125,7 +129,7 @@ def pack_filler(layout: PackLayout, device: torch.device) -> PackedBatch:
     experts = None
     if (routing := layout.routing) is not None:
         experts = np.zeros((0, (max(routing.layers, default=-1) + 1) * routing.topk), dtype=np.int16)
-    return _pack(nothing, np.zeros(1, dtype=np.int64), nothing.astype(bool), layout, device, experts)
+    return _pack(nothing, np.zeros(1, dtype=np.int64), nothing.astype(bool), layout, device, experts=experts)
 
 
 def _pack(
@@ -134,9 +138,12 @@ def _pack(
     needed: np.ndarray,
     layout: PackLayout,
     device: torch.device,
+    pictures: Sequence[tuple[Picture, ...]] = (),
+    *,
     experts: RoutedExperts | None = None,
 ) -> PackedBatch:
     """``needed``: bool [N], the tokens that get a log-prob if a prefix predicts them."""
+    shown = images_of(tokens, offsets, pictures, layout.pictures)
     lengths = np.diff(offsets)
     depths = np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)
     shared, read = None, np.ones(len(tokens), dtype=bool)  # tokens that the model reads
@@ -176,6 +183,16 @@ def _pack(
         token_at[places] = np.arange(len(tokens))
         token_at[places[offsets[1:] - 1]] = -1  # no engine has read the last token, and nothing follows from it
         replayed = replayed_experts(experts, token_at[held], layout.routing)
+    images = None
+    if layout.pictures is not None:
+        images = Images(
+            pictures=shown,
+            processor=layout.pictures,
+            positions=positions,
+            boundaries=boundaries,
+            places=np.flatnonzero(all_tokens == layout.pictures.image_token),
+            held=held,
+        )
     return PackedBatch(
         tokens=_tensor(all_tokens[held], torch.int64, device)[None],
         position_ids=_tensor(positions[held], torch.int64, device)[None],
@@ -186,6 +203,7 @@ def _pack(
         attention=attention,
         num_tokens=len(tokens),
         experts=replayed,
+        images=images,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -444,20 +445,29 @@ def test_mixtures_that_read_images_are_refused_where_engines_would_read_them_oth
 @pytest.mark.parametrize(
     ("model", "flag"),
     [
-        (ModelArguments(tensor_model_parallel_size=2), "--tensor-model-parallel-size"),
-        (ModelArguments(pipeline_model_parallel_size=2), "--pipeline-model-parallel-size"),
-        (ModelArguments(context_parallel_size=2), "--context-parallel-size"),
         (ModelArguments(share_prefixes=True), "--share-prefixes"),
         (ModelArguments(megatron_extra=("--apply-rope-fusion",)), "--apply-rope-fusion"),
         (ModelArguments(megatron_extra=("--overlap-grad-reduce",)), "--overlap-grad-reduce"),
     ],
 )
-def test_layouts_that_were_not_compared_with_images_are_refused(
-    config: dict[str, object], model: ModelArguments, flag: str
-):
+def test_flags_that_images_exclude_are_refused(config: dict[str, object], model: ModelArguments, flag: str):
     check_layout(config, ModelArguments(freeze_vision_tower=True), 2)
     with pytest.raises(ConfigurationError, match=f"^{flag}: "):
         check_layout(config, model, 2)
+
+
+def test_features_of_the_vision_tower_are_needed_on_the_first_stage_alone():
+    layers = {"num_hidden_layers": 8, "vision_config": {"deepstack_visual_indexes": [1, 2, 3]}}
+    two, four = ModelArguments(pipeline_model_parallel_size=2), ModelArguments(pipeline_model_parallel_size=4)
+    virtual = dataclasses.replace(two, num_virtual_stages_per_pipeline_rank=2)
+    unequal = dataclasses.replace(four, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=1)
+    for config in (QWEN3_VL, QWEN3_VL_MOE):
+        check_layout(config | layers, two, 4)
+        check_layout(config | layers, unequal, 4)
+        for model in (four, virtual):
+            with pytest.raises(ConfigurationError, match=r"first \(virtual\) stage has 2 layers; expected 3 or more"):
+                check_layout(config | layers, model, 4)
+    check_layout(QWEN25_VL | {"num_hidden_layers": 8}, virtual, 4)
 
 
 def test_a_text_model_has_no_vision_tower_to_freeze():
