@@ -1,4 +1,4 @@
-"""Exported weights as files: one format, written once per version, that every transport sends from.
+"""Exported weights as files: one format, written once per version, that every transport can send from.
 
 Training waits while a sending rank copies its share to host memory, and continues while another thread takes digests,
 finds what changed and writes the files, which are mapped to be read. Nothing is synced to the device: this is no
@@ -62,6 +62,7 @@ class Staging:
         self._directory = make_staging_directory(options)
         self._slab = Slab(options.bucket_bytes)
         self._copy: _Copy | None = None  # to be staged
+        self._kept: _Copy | None = None  # staged, and in memory until the next version is copied
         self._writing = threading.Lock()  # held while the copy is read
         self._staged: dict[int, StagedWeights] = {}  # in the order in which they were staged
         self._pinned: set[int] = set()
@@ -70,7 +71,7 @@ class Staging:
         """Copy this sender's share of ``tensors``. Raises TrainerError while the version before is being staged."""
         if self._writing.locked():
             raise TrainerError(f"version {version} cannot be copied while the version before is being staged")
-        self._copy = None
+        self._copy = self._kept = None
         self._slab.clear()
         mine = share(tensors, self._options.sender, self._options.senders)
         copies = ((name, self._slab.copy(tensor)) for name, tensor in mine)
@@ -92,7 +93,7 @@ class Staging:
                 raise TrainerError(
                     f"the weights of version {version} cannot be staged in {directory}: {error} (--weight-staging-dir)"
                 ) from error
-        self._staged[version] = staged
+        self._staged[version], self._kept = staged, copy
         return staged
 
     def _remove_old(self, version: int) -> None:
@@ -121,6 +122,24 @@ class Staging:
             header_bytes = int.from_bytes(file.read(8), "little")  # safetensors: length, JSON header, data
         # "c": a private mapping; torch warns about memory that it may not write to.
         return torch.from_numpy(np.memmap(path, np.uint8, mode="c", offset=8 + header_bytes))
+
+    def on_device(self, version: int, index: int, device: torch.device) -> Tensor:
+        """Return a complete bucket on ``device``, otherwise like :meth:`bucket`. A GPU reads the pinned copy, or the
+        file once another version was copied.
+        """
+        if device.type == "cpu":
+            return self.bucket(version, index)
+        tensors = self._in_memory(version, index)
+        data = None if tensors is None else _joined(tensors, device)
+        if data is None or self._in_memory(version, index) is None:  # it may have been overwritten meanwhile
+            data = self.bucket(version, index).to(device)
+        return data
+
+    def _in_memory(self, version: int, index: int) -> list[Tensor] | None:
+        if (kept := self._kept) is None or kept.version != version:
+            return None
+        bucket = kept.buckets[(index - self._options.sender) // self._options.senders]
+        return [bucket[meta.name] for meta in self.metas(version, index)]
 
     def metas(self, version: int, index: int) -> tuple[TensorMeta, ...]:
         """The tensors of a bucket, in the order of their bytes."""
@@ -255,6 +274,15 @@ class _DeltaWriter:
 def _file_order(path: Path) -> list[str]:
     """Names of the tensors in the order of their bytes: safetensors puts wide dtypes first, to align all."""
     return safe_open(path, "pt").offset_keys()
+
+
+def _joined(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Bytes of pinned tensors, one after another, which the GPU reads directly."""
+    data = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=device)
+    for place, tensor in zip(data.split([tensor.nbytes for tensor in tensors]), tensors, strict=True):
+        place.copy_(tensor.reshape(-1).view(torch.uint8), non_blocking=True)
+    torch.cuda.current_stream(device).synchronize()
+    return data
 
 
 def _raw(tensor: Tensor) -> Bytes:

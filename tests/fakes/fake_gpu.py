@@ -21,7 +21,7 @@ class FakeGpu:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put the device in place of torch's."""
         monkeypatch.setattr("torch.cuda.Stream", lambda device: FakeStream(self, "copies"))
-        monkeypatch.setattr("torch.cuda.current_stream", lambda device=None: self.training)
+        monkeypatch.setattr("torch.cuda.current_stream", lambda device=None: self.active)
         monkeypatch.setattr("torch.cuda.stream", self.stream)
         monkeypatch.setattr("torch.cuda.Event", partial(FakeEvent, self))
 
@@ -57,6 +57,9 @@ class FakeStream:
 
     def wait_event(self, event: FakeEvent) -> None:
         self.queue.append(event.synchronize)
+
+    def synchronize(self) -> None:
+        self.run(len(self.queue))
 
     def run(self, end: int) -> None:
         while self.gpu.done[self.name] < end:

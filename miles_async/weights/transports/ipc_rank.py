@@ -36,7 +36,7 @@ class IpcSender(Staging):
     def share_bucket(self, name: str, version: int, index: int) -> str:
         self.release(name)
         with self._copying.used():
-            shared = self._shared[name] = self.bucket(version, index).to(self._device)
+            shared = self._shared[name] = self.on_device(version, index, self._device)
         return handles(shared, self.metas(version, index))
 
     def release(self, name: str) -> None:

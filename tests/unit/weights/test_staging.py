@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from miles_async.types import StagedWeights
 from miles_async.weights.staging import Staging
 from miles_async.weights.staging_options import StagingOptions
 from tests.benchmarks.staging import AnonymousMemory
+from tests.fakes.fake_gpu import FakeGpu
 
 
 def tensors(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -268,3 +270,59 @@ def test_host_memory_beside_the_model_is_one_copy(tmp_path: Path, delta: DeltaEn
     beside = bucket_bytes // 2
     assert total * 0.9 < first.above <= total + beside
     assert second.above <= beside
+
+
+# ------------------------------------------------------------------------------------------------ to a GPU
+class DeviceMemory(torch.Tensor):
+    """Memory that gets what is copied to it when its stream comes to that."""
+
+    gpu: FakeGpu
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.copy_:
+            return super().__torch_function__(func, types, args, kwargs)
+        place, tensor = (each.as_subclass(torch.Tensor) for each in args)
+        assert kwargs == {"non_blocking": True}
+        cls.gpu.active.queue.append(lambda: place.copy_(tensor))
+        return args[0]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    made, empty = FakeGpu(), torch.empty
+    DeviceMemory.gpu = made
+    made.install(monkeypatch)
+
+    def memory(*size: int, device: torch.device | None = None, **options: Any) -> torch.Tensor:
+        return empty(*size, **options) if device is None else empty(*size, **options).as_subclass(DeviceMemory)
+
+    monkeypatch.setattr("miles_async.weights.staging.torch.empty", memory)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: tensor)
+    return made
+
+
+def test_a_gpu_is_given_the_copy_and_not_the_files(tmp_path: Path, gpu: FakeGpu) -> None:
+    shares = [Staging(StagingOptions(parent=tmp_path, bucket_bytes=60, sender=i, senders=2)) for i in range(2)]
+    for staging in shares:
+        staged = stage(staging, 0, tensors())
+        expected = {index: staging.bucket(0, index).tolist() for index in staged.buckets}
+        for file in Path(staged.directory).glob("*.safetensors"):
+            file.unlink()
+        device = torch.device("cuda")
+        assert {index: staging.on_device(0, index, device).tolist() for index in staged.buckets} == expected
+        staging.close()
+
+
+def test_a_gpu_is_given_the_files_of_a_version_that_is_in_memory_no_more(staging: Staging, gpu: FakeGpu) -> None:
+    """Before, and while the copy is read."""
+    first = stage(staging, 0, tensors())
+    expected = {index: staging.bucket(0, index).tolist() for index in first.buckets}
+    gpu.training.queue.append(lambda: staging.copy(1, tensors(1)))
+    device = torch.device("cuda")
+    for index in first.buckets:
+        assert staging.on_device(0, index, device).tolist() == expected[index]
+    second = staging.stage(1)
+    assert [staging.on_device(1, index, device).tolist() for index in second.buckets] != [*expected.values()]
+    for index in first.buckets:
+        assert staging.on_device(0, index, device).tolist() == expected[index]

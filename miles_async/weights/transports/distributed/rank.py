@@ -34,9 +34,13 @@ class DistributedSender(Staging):
         self._mapped: dict[int, dict[int, torch.Tensor]] = {}  # buckets of each staged version
 
     def stage(self, version: int) -> StagedWeights:
-        """Stage, and map every page while training continues: in the pause it would take half as long as sending."""
+        """Stage, and map every page while training continues: in the pause it would take half as long as sending. A GPU
+        is sent to from the copy instead.
+        """
         self._mapped.pop(version, None)
         staged = super().stage(version)
+        if self._device.type != "cpu":
+            return staged
         mapped = {index: self.bucket(version, index) for index in staged.buckets}
         for bucket in mapped.values():
             bucket[:: mmap.PAGESIZE].numpy().max(initial=0)
@@ -102,7 +106,4 @@ class DistributedSender(Staging):
 
     def _on_device(self, version: int, index: int) -> torch.Tensor:
         with self._copying.used():
-            data = self.bucket(version, index).to(self._device)
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()  # it is sent on another stream
-        return data
+            return self.on_device(version, index, self._device)
