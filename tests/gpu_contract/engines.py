@@ -53,6 +53,7 @@ def row(preset: str, spec: ServerSpec) -> str:
         f"{preset}, colocated" if spec.gpus else preset,
         chosen["tp_size"],
         chosen["ep_size"],
+        chosen["attn_dp_size"],
         chosen["attention_backend"],
         chosen["sampling_backend"],
         chosen["moe_runner_backend"],

@@ -33,6 +33,8 @@ from miles_async.types import HeldPart, HeldWeights, TensorShare
 # Nemotron-H by -exp(A_log).
 COMPUTED: dict[str, tuple[str, ...]] = {"GemmaForCausalLM": ("norm.weight",), "NemotronHForCausalLM": ("A_log",)}
 
+_CHECK = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
+
 
 class WatchedModel:
     """A model whose loads are all watched."""
@@ -108,6 +110,7 @@ def register() -> None:
 
     HookRegistry.register("sglang.srt.model_loader.loader._initialize_model", _follow, HookType.AFTER)
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _answer, HookType.AROUND)
+    HookRegistry.register(_CHECK, _once_per_engine, HookType.AFTER)
 
 
 def _region(copied: Copied, memory: Tensor) -> Region:
@@ -137,3 +140,10 @@ def _answer(handle: Callable[..., Any], checker: Any, action: str, *args: Any, r
         "per_gpu_checksum": "",  # SGLang fills it in
         "parallelism_info": checker._parallelism_info(role=role).model_dump(),
     }
+
+
+def _once_per_engine(output: Any, *_: object) -> Any:
+    """Leave the reports of all ranks to the first group of data-parallel attention: every group would send them."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return msgspec.structs.replace(output, payload=None) if get_parallel().attn_dp_rank else output

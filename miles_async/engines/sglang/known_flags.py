@@ -39,6 +39,7 @@ def unknown_flags(words: Sequence[str], known: Collection[str], prefix: str) -> 
 
 REFUSED: Mapping[str, str] = {
     "--incremental-streaming-output": "streams of the session server read all tokens so far from each event",
+    "--enable-dp-attention-local-control-broadcast": "ranks would pause at different times, while each waits for all",
 }
 """Flags of SGLang's servers that a run cannot have, and why."""
 

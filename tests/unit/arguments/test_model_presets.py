@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import batched
 from pathlib import Path
 
 import pytest
@@ -90,8 +91,24 @@ def test_engines_of_a_node_or_more_keep_experts_whole(preset: str, model: str) -
     )
     gpus = arguments.cluster.rollout_num_gpus_per_engine
     whole = bool(experts) and gpus >= 8 and preset != "qwen3-30b-a3b-offload"  # slime's recipe has none for that
-    assert arguments.engines.sglang_extra == (("--ep-size", str(gpus)) if whole else ())
+    assert arguments.engines.sglang_extra[:2] == (("--ep-size", str(gpus)) if whole else ())
     assert not whole or experts % gpus == 0
+
+
+@pytest.mark.parametrize(("preset", "model"), CASES)
+def test_engines_of_several_nodes_split_attention_as_slimes_recipes_do(preset: str, model: str) -> None:
+    """Over 8 GPUs, Kimi-K2's over two, GLM-5's not at all. Each group prefills 2,048 tokens at a time or more."""
+    arguments = parse_arguments([f"@preset:{preset}"], prog="test").arguments
+    gpus, rest = arguments.cluster.rollout_num_gpus_per_engine, arguments.engines.sglang_extra[2:]
+    groups = gpus // {"kimi-k2": 2, "glm-5": 1}.get(preset, 8)
+    if groups < 2:
+        assert rest == ()
+        return
+    settings = dict(batched((word for word in rest if word != "--enable-dp-lm-head"), 2))
+    assert {"--attn-dp-size": str(groups), "--moe-dense-tp-size": "1"}.items() <= settings.items()
+    assert settings["--mem-fraction-static"] == "0.7"  # SGLang lowers it with the number of groups
+    assert "--enable-dp-lm-head" in rest
+    assert int(settings.get("--chunked-prefill-size", 8192)) // groups >= 2048
 
 
 @pytest.mark.parametrize(("preset", "model"), CASES)

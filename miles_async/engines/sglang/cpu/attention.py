@@ -29,8 +29,14 @@ def register() -> None:
 
     for name in ("forward_extend", "forward_decode"):
         HookRegistry.register(f"{_BACKEND}.{name}", _note_layer, HookType.AROUND)
+    HookRegistry.register(f"{_BACKEND}.__init__", _pad_with_one_token, HookType.AFTER)
     HookRegistry.register(f"{_BACKEND}._run_sdpa_forward_extend", _extend, HookType.AROUND)
     HookRegistry.register(f"{_BACKEND}._run_sdpa_forward_decode", _decode, HookType.AROUND)
+
+
+def _pad_with_one_token(result: None, backend: Any, *_: object, **__: object) -> None:
+    # The length of requests that ranks with data-parallel attention pad a batch with; Intel's backend has the same.
+    backend.get_cpu_graph_seq_len_fill_value = lambda: 1
 
 
 def _note_layer(original: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:

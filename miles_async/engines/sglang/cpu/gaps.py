@@ -5,6 +5,8 @@
 - MiniMax-M2 normalises all heads of queries and keys together with a Triton kernel.
 - Gemma 4 keeps layers with a window in a cache of their own, which SGLang's torch_native writes and does not read;
   ``attention`` reads it, so that SGLang need not refuse. The scale of its routers is left out without a GPU.
+- With ``--ep-size`` a rank marks experts of other ranks with -1, which the native mixture takes for an index.
+- With data-parallel attention, outputs of experts are added up and handed out by NCCL alone.
 - The experts of ``--enable-return-routed-experts`` are kept in memory that is registered with CUDA on every device.
 - Without torchvision, transformers has processors of images, but none of videos, and so no processor of any model that
   could read a video.
@@ -30,6 +32,8 @@ _CHECK = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
 _ROUTER = "sglang.srt.models.gemma4_causal.Gemma4Router.forward"
 _SQUARES = "sglang.srt.models.minimax_m2.rms_sumsq_serial"
 _NORM = "sglang.srt.models.minimax_m2.rms_apply_serial"
+_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+_SCATTER = "sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatterv"
 _PIN = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
 
@@ -44,6 +48,8 @@ def register(arguments: Sequence[str]) -> None:
     HookRegistry.register(_ROUTER, route, HookType.REPLACE)
     HookRegistry.register(_SQUARES, sums_of_squares, HookType.REPLACE)
     HookRegistry.register(_NORM, normalized, HookType.REPLACE)
+    HookRegistry.register(_EXPERTS, own_experts, HookType.AROUND)
+    HookRegistry.register(_SCATTER, _scatter, HookType.REPLACE)
     if EXPERTS_FLAG in arguments:
         HookRegistry.register(_PIN, _leave, HookType.REPLACE)
     if not is_torchvision_available():
@@ -92,6 +98,22 @@ def normalized(
         (x.float() * torch.rsqrt(sums[:, None] / x.shape[-1] / ranks + eps) * weight.float()).to(x.dtype)
         for x, weight, sums in zip((queries, keys), (query_weight, key_weight), squares.chunk(2), strict=True)
     )
+
+
+def own_experts(compute: Any, layer: Any, x: Tensor, chosen: Any, config: Any) -> Tensor:
+    """This rank's part of a mixture's output, [tokens, width]: ``compute`` for the experts that are here, one each."""
+    if bool((chosen.topk_ids >= 0).all()):
+        return compute(layer, x, chosen, config)  # type: ignore[no-any-return]
+    tokens, places = (chosen.topk_ids >= 0).nonzero(as_tuple=True)
+    result = torch.zeros_like(x, dtype=torch.float32)
+    if len(tokens):
+        here = {name: getattr(chosen, name)[tokens, places, None] for name in ("topk_weights", "topk_ids")}
+        result.index_add_(0, tokens, compute(layer, x[tokens], chosen._replace(**here), config).float())
+    return result.to(x.dtype)
+
+
+def _scatter(group: Any, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
+    return group._deterministic_reduce_scatterv(input_, output, sizes)  # type: ignore[no-any-return]
 
 
 def _leave(*_: object) -> None: ...

@@ -40,6 +40,11 @@ def test_a_flag_that_changes_what_events_have_is_refused(word: str):
     assert not list(refused_flags(["--stream-interval", "4", "--no-incremental-streaming-output"], "--sglang-"))
 
 
+def test_ranks_that_compute_together_pause_together():
+    [problem] = refused_flags(["--attn-dp-size=2", "--enable-dp-attention-local-control-broadcast"], "--sglang-")
+    assert problem.startswith("--sglang-enable-dp-attention-local-control-broadcast: ranks would pause at different")
+
+
 def test_fields_without_a_flag_are_none():
     assert not any(flag.startswith("---") for flag in sglang_flags())
 

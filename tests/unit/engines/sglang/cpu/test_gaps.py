@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
 from transformers.utils.import_utils import is_torchvision_available
 
-from miles_async.engines.sglang.cpu.gaps import normalized, route, sums_of_squares, without_videos
+from miles_async.engines.sglang.cpu.gaps import normalized, own_experts, route, sums_of_squares, without_videos
 
 
 def test_a_router_of_gemma_4_scales_what_it_normalises() -> None:
@@ -50,6 +51,39 @@ def test_the_dtype_is_kept_and_sums_are_in_fp32() -> None:
     assert squares.tolist() == [8 * 300.0**2] * 4
     ones = torch.ones(8, dtype=torch.float16)
     assert torch.equal(normalized(rows, rows, ones, ones, squares)[0], torch.ones_like(rows))
+
+
+class Chosen(NamedTuple):
+    """SGLang's ``StandardTopKOutput``."""
+
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    router_logits: torch.Tensor
+
+
+def test_ranks_with_experts_of_their_own_add_up_to_the_mixture() -> None:
+    """Of four experts each rank has two, the second rank's third token none."""
+    draw = torch.Generator().manual_seed(0)
+    x, experts, weights = (torch.randn(*shape, generator=draw) for shape in ((3, 8), (4, 8, 8), (3, 2)))
+    ids = torch.tensor([[0, 3], [2, 3], [1, 0]])
+
+    def compute(matrices: torch.Tensor, x: torch.Tensor, chosen: Chosen, _: Any) -> torch.Tensor:
+        assert len(x)
+        assert (chosen.topk_ids >= 0).all()
+        found = torch.einsum("th,tkhi->tki", x, matrices[chosen.topk_ids])
+        return (found * chosen.topk_weights[..., None]).sum(1)
+
+    whole = compute(experts, x, Chosen(weights, ids, weights), None)
+    torch.testing.assert_close(own_experts(compute, experts, x, Chosen(weights, ids, weights), None), whole)
+    ranks = [
+        own_experts(compute, experts[first : first + 2], x, Chosen(weights, here, weights), None)
+        for first in (0, 2)
+        if (here := torch.where((ids >= first) & (ids < first + 2), ids - first, -1)) is not None
+    ]
+    torch.testing.assert_close(sum(ranks), whole)
+    assert not ranks[1][2].any()
+    nothing = Chosen(weights[2:], torch.full((1, 2), -1), weights[2:])
+    assert not own_experts(compute, experts, x[2:], nothing, None).any()
 
 
 @pytest.mark.skipif(is_torchvision_available(), reason="with torchvision nothing is left out")
