@@ -178,7 +178,7 @@ PACKAGE = '''
 import contextlib, subprocess, types
 
 class ModelContext: pass
-EvalClientConfig = SamplingConfig = InterceptionServer = ModelContext
+BestOfNEnvConfig = EvalClientConfig = SamplingConfig = InterceptionServer = ModelContext
 resolve_client = build_async_httpx = None
 
 class Taskset:
@@ -205,7 +205,7 @@ def resolve_env_config(given):
 
 def stand_in_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     for module in (
-        *("clients.eval", "clients", "configs.agent", "configs.client"),
+        *("clients.eval", "clients", "configs.agent", "configs.client", "envs.best_of_n"),
         *("interception.server", "types", "utils.loaders"),
     ):
         path = tmp_path / "verifiers" / "v1" / f"{module.replace('.', '/')}.py"
