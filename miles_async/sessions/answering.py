@@ -89,6 +89,7 @@ class Answering:
         each: Sequence[StreamedTurn | None] = streamed or [None] * asked.choices
         with session.request():
             turns = await gathered(*(session.taker.take(asked.turn, one) for one in each))
+            session.cut = all(map(session.taker.limits.cut, turns))  # some agents fail for that alone
         self._counts["turns"] += len(turns)
         for turn in turns:
             self._counts["prompt_tokens"] += turn.sampled.prompt_tokens

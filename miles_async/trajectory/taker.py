@@ -45,6 +45,10 @@ class Limits:
             )
         return room if self.turn is None else min(room, self.turn)
 
+    def cut(self, turn: Turn) -> bool:
+        """Whether they ended the turn, rather than the model or the request."""
+        return turn.sampled.finish_reason == "length" and len(turn.sampled.output_ids) >= self.room(turn.context)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRequest:

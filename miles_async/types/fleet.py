@@ -60,7 +60,7 @@ class CollectedSession(msgspec.Struct, frozen=True, kw_only=True):
     sample: Sample | None  # of its trajectory; None: it had no turn
     reward: float | RewardParts | None  # that its agent gave
     requests: int  # for chat completions, failed ones too
-    cut: bool  # the last request found no room
+    cut: bool  # the last request found no room, or its turn used all of it
     failure: str | None  # what engines or network did to the last request
     waiting: bool  # the last request was given up, or is under way
 

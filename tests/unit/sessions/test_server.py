@@ -143,6 +143,15 @@ async def test_a_conversation_without_room_is_refused_as_clients_know_it() -> No
     assert collected.sample.finish_reason == "length"
 
 
+@pytest.mark.parametrize(("room", "asked", "cut"), [(4, 100, True), (500, 4, False), (500, 100, False)])
+async def test_a_turn_that_the_limits_end_cuts_the_trajectory(room: int, asked: int, cut: bool) -> None:
+    """Codex ends with an error then, and asks no more."""
+    async with agent_of(ScriptedModel(says("one two three four five")), max_response=room) as agent:
+        await agent.chat(QUESTION, max_tokens=asked)
+        collected = await agent.collect()
+    assert collected.cut == cut
+
+
 @pytest.mark.parametrize(
     ("error", "status", "text"),
     [
