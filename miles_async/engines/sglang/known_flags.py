@@ -43,13 +43,20 @@ REFUSED: Mapping[str, str] = {
 }
 """Flags of SGLang's servers that a run cannot have, and why."""
 
+# With --enable-dp-attention they count attention groups instead.
+_REPLICAS = dict.fromkeys(
+    ("--dp-size", "--data-parallel-size"),
+    "SGLang updates no engine that has several replicas: the run takes more engines instead",
+)
+
 
 def refused_flags(words: Sequence[str], prefix: str) -> Iterator[str]:
     """Yield one line per flag of ``words`` that is in ``REFUSED``. ``prefix``: as for :func:`unknown_flags`."""
+    refused = REFUSED if "--enable-dp-attention" in words else {**REFUSED, **_REPLICAS}
     for word in words:
         flag = word.partition("=")[0]
-        if flag in REFUSED:
-            yield f"{prefix}{flag[2:]}: {REFUSED[flag]}; leave it out"
+        if flag in refused:
+            yield f"{prefix}{flag[2:]}: {refused[flag]}; leave it out"
 
 
 def sglang_flags() -> frozenset[str]:

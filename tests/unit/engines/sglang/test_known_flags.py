@@ -45,6 +45,16 @@ def test_ranks_that_compute_together_pause_together():
     assert problem.startswith("--sglang-enable-dp-attention-local-control-broadcast: ranks would pause at different")
 
 
+@pytest.mark.parametrize("words", [["--dp-size", "2"], ["--data-parallel-size=2"]])
+def test_an_engine_is_one_replica(words: list[str]):
+    [problem] = refused_flags(words, "--sglang-")
+    assert (
+        "SGLang updates no engine that has several replicas: the run takes more engines instead; leave it out"
+        in problem
+    )
+    assert not list(refused_flags([*words, "--enable-dp-attention"], "--sglang-"))
+
+
 def test_fields_without_a_flag_are_none():
     assert not any(flag.startswith("---") for flag in sglang_flags())
 
