@@ -193,7 +193,7 @@ def test_texts_of_the_run_stay_texts(page: Page) -> None:
     page.go("attempts?run=0")
     assert "<b>reward</b> raised" in page.text("main")
     page.go("logs?run=0&name=engine-0.0.log")
-    assert "⟨U+001B⟩[31mred" in page.text(".log")
+    assert "⟨U+001B⟩[2Jred green" in page.text(".log")
 
 
 def test_logs_are_chosen_by_process_and_searched_in_one_and_in_all(page: Page) -> None:
@@ -207,7 +207,7 @@ def test_logs_are_chosen_by_process_and_searched_in_one_and_in_all(page: Page) -
     search.send_keys("\ue003" * 6 + "r")  # backspaces
     page.until(lambda: {"rollout.log", "engine-0.0.log"} <= {each.text for each in page.all(".card h2")})
     next(each for each in page.all(".card h2 button") if each.text == "engine-0.0.log").click()
-    page.until(lambda: "[31mred" in page.text(".log"))
+    page.until(lambda: "[2Jred" in page.text(".log"))
     assert "name=engine-0.0.log" in page.driver.current_url
     assert page.one("select[aria-label=process]").get_attribute("value") == "engine-0.0.log"
 

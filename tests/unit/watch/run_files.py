@@ -134,6 +134,6 @@ def _logs(run_dir: Path) -> None:
     ]
     (logs / "rollout.log").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     (logs / "driver.log").write_text('{"level": "info", "event": "training begins"}\n{"lev')
-    (logs / "engine-0.0.log").write_bytes(b"plain line\n\xff\xfe not UTF-8\n\x1b[31mred\x1b[0m\n")
+    (logs / "engine-0.0.log").write_bytes(b"plain line\n\xff\xfe not UTF-8\n\x1b[2Jred \x1b[1;32mgreen\x1b[0m\n")
     (logs / "engine-0.1.log").write_text("second start\n")
     (logs / "trainer-0.log").write_text("rank 0\n")
