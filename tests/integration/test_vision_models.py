@@ -208,7 +208,7 @@ def _compare(seen: list[Seen], layout: Layout, model: Path) -> None:
     assert all(tower == first for tower in others)  # bit by bit
 
 
-@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("split", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_memory_is_planned_with_the_vision_tower(model: Path, split: int) -> None:
     """Tensor-parallel ranks of the first pipeline stage have it each, and split the language model."""
     arguments = ModelArguments(
