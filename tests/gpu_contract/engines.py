@@ -40,7 +40,7 @@ def spec_of(preset: str, model: str, folder: Path) -> ServerSpec:
 
 
 def row(preset: str, spec: ServerSpec) -> str:
-    """What SGLang makes of the command, as a row of docs/sglang_choices.tsv."""
+    """The settings that SGLang chooses for the command, as a row of docs/sglang_choices.tsv."""
     from sglang.srt.server_args import prepare_server_args
 
     os.environ.update(server_environment(spec))

@@ -143,6 +143,20 @@ class OneEngine:
     url: str
 
 
+def published_spec(model: Path, folder: Path, engine_imports: Path, **more: Any) -> ServerSpec:
+    """Of an engine on a CPU that starts without weights, and compares those that it is sent. Logs are in ``folder``."""
+    return ServerSpec(
+        model_path=str(model),
+        device="cpu",
+        start_timeout=200,
+        log_dir=str(folder / "logs"),
+        held_weights=True,
+        dummy_weights=True,
+        fork_server=engine_imports,
+        **{"dtype": "float32", **more},
+    )
+
+
 @asynccontextmanager
 async def one_engine(spec: ServerSpec) -> AsyncIterator[OneEngine]:
     """Start a server of ``spec``, in a fleet of its own; stop it at the end."""
@@ -265,7 +279,7 @@ async def publishing(
 async def check_interrupted(
     trainer: Trainer, prompt: Sequence[int], request: StreamedRequest, mode: str, tolerance: float = 1e-4
 ) -> None:
-    """Of ``request``, which was in flight when the trainer's version was published."""
+    """Check the answer to ``request``, which was in flight when the trainer's version was published."""
     before, after = str(trainer.version - 1), str(trainer.version)
     reply = await (request.reply if mode == "abort" else request.stop_under(trainer.version))
     spans = reply["meta_info"]["weight_versions"]

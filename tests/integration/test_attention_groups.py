@@ -11,9 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from miles_async.engines.kind import ServerSpec
 from miles_async.types import TensorShare
-from tests.integration.publishing import TRANSPORTS, Trainer, check_interrupted, one_engine, publishing, reply_logprobs
+from tests.integration.publishing import (
+    TRANSPORTS,
+    Trainer,
+    check_interrupted,
+    one_engine,
+    published_spec,
+    publishing,
+    reply_logprobs,
+)
 from tests.integration.served_models import save_served
 from tests.integration.streamed_request import StreamedRequest
 
@@ -35,18 +42,7 @@ async def test_all_groups_of_an_engine_get_every_publication(
     # covers: C8, M11, A2
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang asks for that on one NUMA node
     model = save_served(family, tmp_path / "model", seed=0)
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        tensor_parallel_size=GROUPS,
-        start_timeout=200,
-        log_dir=str(tmp_path / "logs"),
-        held_weights=True,
-        dummy_weights=True,
-        fork_server=engine_imports,
-        extra=FLAGS,
-    )
+    spec = published_spec(model, tmp_path, engine_imports, tensor_parallel_size=GROUPS, extra=FLAGS)
     with closing(Trainer(model)) as trainer:
         async with one_engine(spec) as engine:
 

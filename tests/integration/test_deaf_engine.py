@@ -14,7 +14,6 @@ import pytest_asyncio
 
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
-from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
@@ -24,7 +23,7 @@ from miles_async.engines.traffic import Traffic
 from miles_async.weights.verify import canary_tolerance
 from tests.fakes.fake_fleet import FakeRouter
 from tests.integration.deaf_engine import DEAF
-from tests.integration.publishing import Trainer, publishing
+from tests.integration.publishing import Trainer, published_spec, publishing
 from tests.integration.served_models import save_served
 
 pytestmark = [
@@ -54,18 +53,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -
     model = save_served("qwen3", folder / "model", seed=0, dtype="bfloat16")
     groups = []
     for name, extra in (("hearing", ()), ("deaf", (DEAF,))):
-        spec = ServerSpec(
-            group=name,
-            model_path=str(model),
-            device="cpu",
-            dtype="bfloat16",
-            start_timeout=200,
-            log_dir=str(folder / "logs"),
-            held_weights=True,
-            dummy_weights=True,
-            fork_server=engine_imports,
-            extra=extra,
-        )
+        spec = published_spec(model, folder, engine_imports, group=name, dtype="bfloat16", extra=extra)
         groups.append(EngineGroup(name=name, engines=1, streams=True, launch=partial(ServerProcess, SGLANG, spec)))
     registry, http = EngineRegistry(), Http()
     router = FakeRouter(registry)

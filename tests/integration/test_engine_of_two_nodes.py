@@ -19,7 +19,6 @@ import pytest_asyncio
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.http import Http
-from miles_async.engines.kind import ServerSpec
 from miles_async.engines.placement import RayServers
 from miles_async.engines.registry import EngineState
 from miles_async.engines.server_process import ServerProcess
@@ -28,7 +27,7 @@ from miles_async.engines.sglang.kind import SGLANG
 from miles_async.engines.stack import EngineStack
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.runtime.network.addresses import LOCAL
-from tests.integration.publishing import Trainer, publishing
+from tests.integration.publishing import Trainer, published_spec, publishing
 from tests.integration.served_models import save_served
 
 pytestmark = [
@@ -65,18 +64,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # SGLang asks for that on one NUMA node
     }
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        tensor_parallel_size=2,
-        nodes=2,
-        start_timeout=200,
-        log_dir=str(folder / "logs"),
-        held_weights=True,
-        dummy_weights=True,
-        fork_server=engine_imports,
-    )
+    spec = published_spec(model, folder, engine_imports, tensor_parallel_size=2, nodes=2)
     stack = EngineStack(
         [EngineGroup(engines=1, ranks=2, streams=True, launch=RayServers(SGLANG, spec))],
         EnginesArguments(request_timeout=120.0, engine_start_timeout=200.0),

@@ -11,10 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from miles_async.engines.kind import ServerSpec
 from miles_async.weights.verify import canary_tolerance
 from tests.integration.family_table import SERVED, SERVED_AT_NIGHT, SERVED_IN_BF16
-from tests.integration.publishing import Trainer, check_interrupted, one_engine, publishing, reply_logprobs
+from tests.integration.publishing import (
+    Trainer,
+    check_interrupted,
+    one_engine,
+    published_spec,
+    publishing,
+    reply_logprobs,
+)
 from tests.integration.served_models import save_served
 from tests.integration.streamed_request import StreamedRequest
 
@@ -46,17 +52,7 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
     model, bf16 = save_served(family, tmp_path / "model", seed=0, dtype=dtype), dtype == "bfloat16"
     tolerance = canary_tolerance(None, bf16=True, device="cpu") if bf16 else 1e-4  # on average
     most = 4 * tolerance if bf16 else tolerance
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype=dtype,
-        tensor_parallel_size=ranks,
-        start_timeout=200,
-        log_dir=str(tmp_path / "logs"),
-        held_weights=True,
-        dummy_weights=True,
-        fork_server=engine_imports,
-    )
+    spec = published_spec(model, tmp_path, engine_imports, dtype=dtype, tensor_parallel_size=ranks)
     async with one_engine(spec) as engine:
         with closing(Trainer(model, bf16=bf16)) as trainer:
 

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
-from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
@@ -28,7 +27,7 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.types import TensorShare
 from tests.fakes.fake_fleet import FakeRouter
-from tests.integration.publishing import CANARY, TRANSPORTS, Trainer, publishing
+from tests.integration.publishing import CANARY, TRANSPORTS, Trainer, published_spec, publishing
 from tests.integration.served_models import reference_logprobs, save_served
 
 pytestmark = [
@@ -102,17 +101,7 @@ class Server:
 async def server(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[Server]:
     folder = tmp_path_factory.mktemp("quantized")
     models = (save_served("qwen3", folder / "m0", seed=0), save_served("qwen3", folder / "m1", seed=1))
-    spec = ServerSpec(
-        model_path=str(models[0]),
-        device="cpu",
-        dtype="float32",
-        start_timeout=200,
-        log_dir=str(folder / "logs"),
-        held_weights=True,
-        dummy_weights=True,
-        fork_server=engine_imports,
-        extra=("--quantization=rounded",),
-    )
+    spec = published_spec(models[0], folder, engine_imports, extra=("--quantization=rounded",))
     registry, http = EngineRegistry(), Http()
     router = FakeRouter(registry)
     supervisor = EngineSupervisor(

@@ -18,7 +18,7 @@ from miles_async.engines.kind import ServerSpec
 from miles_async.staleness.versions import token_versions
 from miles_async.types import GenerateRequest, Generation
 from tests.integration.example_runs import trained_samples
-from tests.integration.publishing import OneEngine, Trainer, one_engine, publishing
+from tests.integration.publishing import OneEngine, Trainer, one_engine, published_spec, publishing
 from tests.integration.rank_processes import run_ranks
 from tests.integration.real_run import real_run
 from tests.integration.routing_scenario import observe_differences
@@ -103,16 +103,7 @@ def test_agents_show_images(tmp_path: Path, imported_reverse: tuple[str, ...], m
 async def test_engines_read_images_as_the_trainer_does(name: str, tmp_path: Path, engine_imports: Path) -> None:
     # covers: C8, M16
     model = save_served_vision(tmp_path / "model", name)
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        start_timeout=200,
-        log_dir=str(tmp_path / "logs"),
-        held_weights=True,
-        dummy_weights=True,
-        fork_server=engine_imports,
-    )
+    spec = published_spec(model, tmp_path, engine_imports)
     requests = prompts(12)
     async with one_engine(spec) as engine:
         with closing(Trainer(model, vision_samples)) as trainer:

@@ -20,7 +20,6 @@ import torch
 
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.http import Http
-from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
@@ -40,6 +39,7 @@ from tests.integration.publishing import (
     Trainer,
     check_interrupted,
     listening_sockets,
+    published_spec,
     publishing,
     random_sequences,
     reply_logprobs,
@@ -110,16 +110,7 @@ class Server:
 async def server(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[Server]:
     folder = tmp_path_factory.mktemp("weights")
     model = save_served("qwen3-moe", folder / "model", seed=0)
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        start_timeout=200,
-        log_dir=str(folder / "logs"),
-        held_weights=True,
-        dummy_weights=True,
-        fork_server=engine_imports,
-    )
+    spec = published_spec(model, folder, engine_imports)
     registry, http = EngineRegistry(), Http()
     router = FakeRouter(registry)
     supervisor = EngineSupervisor(

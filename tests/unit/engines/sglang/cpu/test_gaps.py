@@ -62,7 +62,7 @@ class Chosen(NamedTuple):
 
 
 def test_ranks_with_experts_of_their_own_add_up_to_the_mixture() -> None:
-    """Of four experts each rank has two, the second rank's third token none."""
+    """Two ranks have two of the four experts each. The third token has chosen no expert of the second rank."""
     draw = torch.Generator().manual_seed(0)
     x, experts, weights = (torch.randn(*shape, generator=draw) for shape in ((3, 8), (4, 8, 8), (3, 2)))
     ids = torch.tensor([[0, 3], [2, 3], [1, 0]])
