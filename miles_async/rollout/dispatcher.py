@@ -116,18 +116,22 @@ class Dispatcher:
                 scope.create_task(self.concurrency.run())
                 while True:
                     async with self._changed:
-                        await self._changed.wait_for(lambda: self.pool.room() > 0 and not self._paused)
-                    scope.create_task(self._run_attempt(await self._next_attempt()))
+                        await self._changed.wait_for(self._may_issue)
+                    await self._offer_prompt()
+                    if self._may_issue():  # settings may have changed meanwhile
+                        scope.create_task(self._run_attempt(self.pool.issue(self._visible_version())))
         finally:
             self.pool.cancel_all()
 
-    async def _next_attempt(self) -> Attempt:
-        """A prompt that is owed another try, else a fresh one."""
+    def _may_issue(self) -> bool:
+        return self.pool.room() > 0 and not self._paused
+
+    async def _offer_prompt(self) -> None:
+        """Offer a fresh prompt to the pool, unless one is owed another try or was offered before."""
         while self.pool.needs_prompt():
             async with self._taking:
                 for epoch, prompt in await asyncio.to_thread(self._source.take, 1):
                     self.pool.offer(epoch, prompt)
-        return self.pool.issue(self._visible_version())
 
     async def _run_attempt(self, attempt: Attempt) -> None:
         try:

@@ -122,6 +122,7 @@ class RolloutManager:
         self._cut: dict[int, tuple[tuple[Group, ...], int]] = {}
         self._counted = Ledger().balance()  # as of the last batch
         self._snapshot: RolloutSnapshot | None = None
+        self._failure: BaseException | None = None  # the first of the parts that run
         self._first_commit: float | None = None
         self._seconds = self._busy_seconds = 0.0  # of the loop, once it is closed
 
@@ -130,11 +131,8 @@ class RolloutManager:
         self._over.clear()
         try:
             async with asyncio.TaskGroup() as scope:
-                tasks = [
-                    scope.create_task(self._dispatcher.run()),
-                    scope.create_task(self._engines.supervise()),
-                    *(scope.create_task(writer.run()) for writer in self._writers),
-                ]
+                parts = (self._dispatcher.run(), self._engines.supervise(), *(writer.run() for writer in self._writers))
+                tasks = [scope.create_task(self._noting_failure(part)) for part in parts]
                 await self._closed.wait()
                 for task in tasks:
                     task.cancel()
@@ -149,6 +147,14 @@ class RolloutManager:
             if self._samples is not None:
                 await asyncio.to_thread(self._samples.finish)
             self._over.set()
+
+    async def _noting_failure(self, part: Awaitable[None]) -> None:
+        """Run a part; its failure ends what is live, before :meth:`run` can raise it."""
+        try:
+            await part
+        except Exception as error:
+            self._failure = self._failure or first_error(error)
+            raise
 
     async def next_batch(self, target_version: int) -> PreparedBatch:
         """Cut, convert, split. Waits for groups; StalledError if none finishes for ``--stall-timeout``."""
@@ -186,7 +192,11 @@ class RolloutManager:
         await self._dispatcher.change(changes)
 
     async def trained(self, batch_id: int, scores: Sequence[TokenScores] = ()) -> None:
-        """Record that the optimizer has stepped with this batch. ``scores``: of the branches that are shown."""
+        """Record that the optimizer has stepped with this batch. ``scores``: of the branches that are shown. Raises the
+        failure of this side, if there was one: the groups have ended with it.
+        """
+        if self._failure is not None:
+            raise self._failure
         groups, target_version = self._cut.pop(batch_id)
         if self._samples is not None:
             self._samples.trained(batch_id, scores)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -44,7 +45,17 @@ from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
 from miles_async.staleness.versions import OldestVersions
-from miles_async.types import Attempt, Float32, GenerateRequest, Generation, Group, Prompt, Sample
+from miles_async.types import (
+    Attempt,
+    Changes,
+    Float32,
+    GenerateRequest,
+    Generation,
+    Group,
+    Prompt,
+    Sample,
+    SettingValue,
+)
 from tests.fakes.fake_sides import FakeEngineLoads
 from tests.fakes.text_of_tokens import TextOfTokens
 
@@ -1165,3 +1176,37 @@ async def test_a_group_that_becomes_too_old_while_it_is_rewarded_is_aborted() ->
         groups = await bench.dispatcher.cut(2)
         assert [group.oldest_version for group in groups] == [2, 2]
         assert bench.dispatcher.pool.balance().aborted == cancelled == 2 * BATCH
+
+
+class SlowPrompts(Prompts):
+    """Gives a prompt when it may, and counts how many were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.may_give = 0, threading.Semaphore(0)
+
+    def take(self, count: int) -> list[tuple[int, Prompt]]:
+        self.asked += 1
+        assert self.may_give.acquire(timeout=60)
+        return super().take(count)
+
+
+@pytest.mark.parametrize("change", [{"max_rollout_lead": 1}, {"generation": "paused"}])
+async def test_settings_that_change_while_a_prompt_is_read_hold_for_it(change: dict[str, SettingValue]) -> None:
+    # covers: C4
+    source = SlowPrompts()
+    bench = Bench(source=source, bound=1, lead=2)
+    async with running(bench):
+        for _ in range(BATCH):
+            source.may_give.release()
+        await until(lambda: source.asked == BATCH + 1)
+        await bench.dispatcher.change(Changes(after=1, before={}, values=change))
+        source.may_give.release()
+        await until(lambda: not bench.dispatcher.pool.needs_prompt())
+        await asyncio.sleep(0.01)  # for the producer to see it
+        assert bench.balance()["issued"] == BATCH
+        back = {"max_rollout_lead": 2, "generation": "running"}
+        await bench.dispatcher.change(Changes(after=1, before={}, values={name: back[name] for name in change}))
+        await until(lambda: bench.balance()["issued"] == BATCH + 1)
+        for _ in range(BATCH):
+            source.may_give.release()

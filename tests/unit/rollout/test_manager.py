@@ -84,3 +84,29 @@ async def test_an_evaluation_ends_before_its_engines() -> None:
     assert parts.ended == ["evaluation", "reward", "engines"]
     with pytest.raises(asyncio.CancelledError):
         await asked
+
+
+async def test_the_trainer_is_told_the_failure_while_the_rollout_side_still_ends() -> None:
+    """Its groups have ended by then, which is not what went wrong."""
+    # covers: C10
+    parts, problem = Parts(), RuntimeError("no engine is left")
+    ends = asyncio.Event()
+
+    async def fails() -> None:
+        raise problem
+
+    async def dispatches() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends.set()
+            await asyncio.sleep(0.01)
+
+    parts.run, parts.supervise = dispatches, fails  # type: ignore[method-assign]
+    running = asyncio.create_task(parts.manager.run())
+    await ends.wait()
+    with pytest.raises(RuntimeError) as told:
+        await parts.manager.trained(1)
+    assert told.value is problem
+    with pytest.raises(RuntimeError, match="no engine is left"):
+        await running
