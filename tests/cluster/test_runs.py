@@ -56,6 +56,7 @@ def assert_refused(cluster: Machines, *flags: str, problem: str) -> None:
         assert not traceback_in(run.output)
 
 
+@pytest.mark.long
 def test_ranks_on_one_machine_and_engines_on_another(tmp_path: Path) -> None:
     # covers: A6
     with machines(tmp_path, 2) as cluster:

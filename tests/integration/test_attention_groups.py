@@ -35,7 +35,7 @@ PROMPTS = ((5, 6, 7, 8), (5, 6, 7, 9, 10, 11, 12), (13, 14))
 FLAGS = ("--attn-dp-size=2", "--ep-size=2", "--moe-dense-tp-size=1", "--enable-dp-lm-head")  # as in presets
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe"])
+@pytest.mark.parametrize("family", ["deepseek-v3", pytest.param("glm4-moe", marks=pytest.mark.long)])
 async def test_all_groups_of_an_engine_get_every_publication(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_imports: Path
 ) -> None:

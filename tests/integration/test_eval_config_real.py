@@ -117,6 +117,7 @@ def test_each_data_set_has_its_own_reward_samples_temperature_and_limit(
         assert f"{name}: {prompts} prompts, {len(rows[name])} samples" in run.output
 
 
+@pytest.mark.long
 def test_in_training_each_data_set_has_its_interval_and_engines(
     tmp_path: Path, imported_reverse: tuple[str, ...]
 ) -> None:

@@ -138,6 +138,7 @@ def test_another_model_is_compared_prompt_by_prompt(
     assert_shown(page_blocks()[1], run.output.replace(str(before.run_dir), "runs/before"))
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_the_samples_that_are_there(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
     words = rollout_words(REVERSE_MODEL, f"{QUICKSTART}/assets/reverse/train.jsonl", 8)
     with real_run(tmp_path / "run", command=command(imported_reverse, *words)) as run:

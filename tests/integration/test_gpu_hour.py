@@ -33,6 +33,7 @@ def test_a_short_ladder_is_a_rehearsal_on_a_cpu(tmp_path: Path, monkeypatch: pyt
         plan(["--gpu", str(tmp_path / "report.json")])
 
 
+@pytest.mark.long
 def test_a_plan_repeats_what_its_report_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the flags of the run that was measured, on a CPU that passes for an H100."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -55,7 +55,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory, imported_reverse: tuple[st
         steps["trainer"] = change(run, f"lr={LOWER_LR}", "entropy-coef=0.01", "rollout-concurrency-per-engine=64")
         assert f"lr {LOWER_LR:g}" in set_live([str(run.run_dir)]).replace(f"{LR:g} → ", "")
         steps["now"] = change(run, "evaluation=now", "checkpoint=now")
-        run.wait_for_steps(steps["now"] + 2, 60)
+        run.wait_for_steps(steps["now"] + 2, 150)
         assert set_live([str(run.run_dir), "generation=paused"]) == "generation paused, from now on\n"
         assert "generation paused" in set_live([str(run.run_dir)])
         assert set_live([str(run.run_dir), "generation=running"]) == "generation running, from now on\n"
@@ -114,6 +114,7 @@ def test_a_replay_decides_as_the_run_did(changed: tuple[RealRun, Path, dict]) ->
     assert f"steps 1 to {steps['stop']}" in [*replay([str(run.run_dir)])][-1]
 
 
+@pytest.mark.long
 def test_a_run_that_resumes_continues_with_the_changes(
     changed: tuple[RealRun, Path, dict], tmp_path: Path, imported_reverse: tuple[str, ...]
 ) -> None:

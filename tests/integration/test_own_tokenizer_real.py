@@ -15,7 +15,7 @@ from tests.fakes.kimi_files import BASE, SPECIAL, VOCABULARY, odd_tokens, write_
 from tests.integration.real_run import RealRun, real_run
 from tests.integration.tiny_models import save_tiny
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(900)]
 
 RUN_SECONDS = 300.0
 SMALL = (

@@ -13,7 +13,7 @@ from miles_async.commands.ledger import ledger
 from miles_async.ledger.reader import open_ledger
 from tests.integration.real_run import QUICKSTART, RealRun, real_run
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(420)]
 
 SECONDS = 200.0
 PROMPTS = 32

@@ -27,6 +27,7 @@ def trained(tmp_path: Path, command: tuple[str, ...], *flags: str) -> RealRun:
     return run
 
 
+@pytest.mark.long
 def test_an_environment_of_gymnasium_is_learned(
     imported_reverse: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

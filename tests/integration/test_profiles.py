@@ -15,7 +15,7 @@ from miles_async.watch.views.files import files
 from tests.integration.real_run import real_run
 from tests.unit.watch.timeline.trace_files import MICROSECOND, read_trace
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 
 STEPS = 3
 PROFILES = ["step-2.rank-0.json.gz", "step-2.rank-1.json.gz"]

@@ -205,8 +205,11 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "answers 200 and receives nothing": ("receive", does_nothing),
     "claims another version": ("/model_info", claims_another_version),
 }
-# As before it, as in the middle of the weights, as the engine that the router still lists.
-AT_NIGHT = ("hangs when it should pause", "hangs as it receives", "refuses to receive")
+# As in the middle of the weights, as the engine that the router still lists, as an engine that answers nothing at all.
+AT_NIGHT = (
+    *("hangs when it should pause", "hangs as it receives", "refuses to receive"),
+    *("hangs before", "hangs when it should go on"),
+)
 BY_FILES = ("refuses to receive", "hangs as it receives", "answers 200 and receives nothing")
 
 
@@ -319,9 +322,8 @@ IN_THE_MIDDLE: dict[str, Callable[[FaultyEngine], None]] = {
 @pytest.mark.parametrize(
     ("fault", "senders"),
     [
-        ("dies", 2),
         ("hangs", 2),
-        pytest.param("hangs and says that it has everything", 2, marks=pytest.mark.long),
+        *(pytest.param(fault, 2, marks=pytest.mark.long) for fault in IN_THE_MIDDLE if fault != "hangs"),
         *(pytest.param(fault, 1, marks=pytest.mark.long) for fault in IN_THE_MIDDLE),
     ],
 )

@@ -254,6 +254,7 @@ def test_interruption_stops_cleanly_with_every_transport(
         assert_interrupted(run)
 
 
+@pytest.mark.long
 def test_a_run_survives_a_reward_that_cancels_everything_and_says_that_its_directory_is_gone(
     tmp_path: Path, imported_reverse: tuple[str, ...]
 ) -> None:

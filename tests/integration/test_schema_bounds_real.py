@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 COMPILED_SECONDS = 150.0  # SGLang gives up on a grammar after 50 s of its scheduler's time
+BY_DAY = ("depth", "named properties")  # the quickest of ALLOWED
 OTHERS_SECONDS = 30.0  # of its processors, which the threads that compile take most of where there are two
 
 
@@ -110,7 +111,9 @@ async def test_an_evil_schema_is_refused_and_never_reaches_the_engine(
     assert client.in_flight == 0
 
 
-@pytest.mark.parametrize("case", ALLOWED)
+@pytest.mark.parametrize(
+    "case", [case if case in BY_DAY else pytest.param(case, marks=pytest.mark.long) for case in ALLOWED]
+)
 async def test_an_engine_answers_others_while_it_works_on_an_allowed_schema(
     engine: tuple[RouterClient, psutil.Process], case: str
 ) -> None:

@@ -17,7 +17,7 @@ from miles_async.runtime.network.addresses import LOOPBACK
 from miles_async.runtime.network.ports import HeldPort
 from tests.integration.real_run import RealRun, real_run
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(600)]
 
 SECONDS = 400.0  # for three engines and a few steps, on a busy machine
 FLEET = """

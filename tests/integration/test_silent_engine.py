@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.real_run import RealRun, real_run
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(600)]
 
 RUN_SECONDS = 240.0
 HISTORY_SECONDS = 30.0  # in which engines answer often enough to know how fast they are

@@ -22,7 +22,7 @@ from tests.integration.real_run import RealRun, real_run
 from tests.integration.streaming_agents import PROTOCOLS, solve
 from tests.integration.tiny_models import save_tiny
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(600)]
 
 SECONDS = 400.0
 FLAGS = (

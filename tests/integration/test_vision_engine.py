@@ -65,6 +65,7 @@ def prompts(tokens: int) -> list[GenerateRequest]:
     ]
 
 
+@pytest.mark.long
 def test_agents_show_images(tmp_path: Path, imported_reverse: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn's images, those of the prompt and those of the agent, are read by engine and trainer alike."""
     # covers: M13, M14, R3

@@ -1205,7 +1205,7 @@ async def test_settings_that_change_while_a_prompt_is_read_hold_for_it(change: d
         await until(lambda: not bench.dispatcher.pool.needs_prompt())
         await asyncio.sleep(0.01)  # for the producer to see it
         assert bench.balance()["issued"] == BATCH
-        back = {"max_rollout_lead": 2, "generation": "running"}
+        back: dict[str, SettingValue] = {"max_rollout_lead": 2, "generation": "running"}
         await bench.dispatcher.change(Changes(after=1, before={}, values={name: back[name] for name in change}))
         await until(lambda: bench.balance()["issued"] == BATCH + 1)
         for _ in range(BATCH):
