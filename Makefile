@@ -5,7 +5,7 @@
 BIN := .venv/bin
 EXTRAS ?=
 # Fast tests wait now and then: one worker more than cores. Those that take seconds come first, so that all end together.
-FAST := -n $(shell echo $$(($$(nproc) + 1))) tests/simulation tests/property tests/unit
+FAST := -n $(shell echo $$(($$(nproc) + 1))) -m "not long" tests/simulation tests/property tests/unit
 # Of these, the rooms that import torch.
 COMPUTES := $(addprefix tests/unit/,algorithms backends trainer weights)
 # Files of tests with processes, in the order of tests/integration/conftest.py; each worker may need 10 GB.
@@ -41,7 +41,7 @@ verifiers: .venv-verifiers/0.4 .venv-verifiers/0.3 ## Pythons with the versions 
 	$(BIN)/uv pip install --quiet --python $@ 'verifiers==$*.*' uv
 
 test-long: setup verifiers ## variants, campaigns and examples to their end, which `test` leaves out: for the night
-	$(BIN)/pytest --durations=30 -m "long or e2e" tests/integration tests/cluster tests/e2e
+	$(BIN)/pytest --durations=30 -m "long or e2e" tests/simulation tests/integration tests/cluster tests/e2e
 
 test-gpu: setup ## what needs one CUDA device: log-prob chunks, one rank, export, IPC; figures in runs/gpu/
 	$(BIN)/pytest -c tests/gpu/pytest.ini tests/gpu $(PYTEST_ARGS)

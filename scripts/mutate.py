@@ -91,7 +91,7 @@ def import_graph(root: Path) -> dict[str, set[str]]:
                 names.update(f"{node.module}.{alias.name}" for alias in node.names)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
                 named = node.value.partition(":")[0]  # in f"{HERE}.losses.gspo:Gspo" the part from the dot on
-                names.update(name for name in modules if name == named or (named[0:1] == "." and name.endswith(named)))
+                names.update((name for name in modules if name.endswith(named)) if named.startswith(".") else [named])
         graph[str(path.relative_to(root))] = {str(modules[name].relative_to(root)) for name in names if name in modules}
     return graph
 

@@ -30,11 +30,11 @@ LATE = (
     r"|TOKENIZERS_PARALLELISM|TORCHINDUCTOR_CACHE_DIR|SGLANG_CPU_OMP_THREADS_BIND|SGLANG_MAMBA_CONV_DTYPE|WANDB_SERVICE"
 )
 
-# Files that take a minute or more: `make test` has two workers, which end together if these come first.
+# Files that take half a minute or more: `make test` has two workers, which end together if these come first.
 LONGEST = (
-    *("test_silent_engine", "test_schema_bounds_real", "test_memory_plan", "test_streams_of_lost_engines"),
-    *("test_plugged_environments", "test_megatron_layouts", "test_run", "test_kill", "test_publication_faults"),
-    *("test_weights_real", "test_engines_real", "test_vision_engine", "test_server_groups_real"),
+    *("test_megatron_layouts", "test_run", "test_memory_plan", "test_publication_faults", "test_trainer_ranks"),
+    *("test_kill", "test_engines_real", "test_weights_real", "test_megatron_resharding", "test_vision_models"),
+    *("test_placement", "test_on_policy_reference", "test_megatron_checkpoints", "test_session_service"),
 )
 
 

@@ -10,11 +10,19 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
+
+
+def forked_context() -> ForkServerContext:
+    """Starts processes that have imported megatron."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.integration.rank_imports"])
+    return context
 
 
 def run_ranks(world_size: int, function: Callable[..., object], *args: object, timeout: float = 120.0) -> list[Any]:
@@ -23,8 +31,7 @@ def run_ranks(world_size: int, function: Callable[..., object], *args: object, t
     The first rank that fails ends all others, with its traceback in the RuntimeError.
     """
     server = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.integration.rank_imports"])
+    context = forked_context()
     pipes: dict[Connection, int] = {}
     processes = []
     for rank in range(world_size):

@@ -33,6 +33,7 @@ from tests.integration.megatron_scenario import (
     make_backend,
 )
 from tests.integration.rank_processes import run_ranks
+from tests.integration.selection import selected
 from tests.integration.tiny_models import save_tiny, split_files
 from tests.integration.toy_batches import to_shards, toy_samples
 
@@ -52,10 +53,12 @@ LAYOUTS = {
     "dp2-tp2": Layout(4, tensor=2),
     "tp2-ep2-etp2": Layout(4, tensor=2, expert=2, expert_tensor=2),
 }
+Load = tuple[str, str, str]
+"""(layout of the save, layout, model), by name."""
 SAVED: list[Case] = [(layout, model) for layout in ("dp2", "tp2", "pp2") for model in ("qwen3-tied", "qwen3-moe")]
 SAVED.append(("ep2", "qwen3-moe"))
-LOADED_BY_TWO = [
-    *((source, target, model) for source, model in SAVED for target, of in SAVED if of == model and source != target),
+PAIRS = [(source, target, model) for source, model in SAVED for target, of in SAVED if of == model and source != target]
+SINGLE: list[Load] = [
     ("dp2", "cp2", "qwen3-tied"),
     ("cp2", "tp2", "qwen3-tied"),
     ("pp2", "pp2-virtual2", "qwen3-tied"),
@@ -70,8 +73,9 @@ SAVED += [("cp2", "qwen3-tied"), ("pp2-virtual2", "qwen3-tied"), ("pp2-unequal",
 # Norms after attention; sinks, biases of experts; linear attention and Mamba-2, with several tensors in one; heads that
 # differ by layer.
 SAVED += [("tp2", "glm4"), ("tp2-ep2", "gpt-oss"), ("tp2", "qwen3-next"), ("tp2", "nemotron-h"), ("tp2", "gemma4")]
-LOADED: dict[int, list[tuple[str, str, str]]] = {  # ranks → layout of the save, layout, model
-    2: LOADED_BY_TWO,
+OF_OTHERS: list[Case] = [("dp2", "qwen3-tied"), ("dp2", "qwen3-moe")]  # of the tests below that load no other layout
+LOADED: dict[int, list[Load]] = {  # by number of ranks
+    2: [*PAIRS, *SINGLE],
     1: [(source, "one", model) for source, model in SAVED],
     4: [
         ("pp2", "dp2-tp2", "qwen3-tied"),
@@ -79,7 +83,19 @@ LOADED: dict[int, list[tuple[str, str, str]]] = {  # ranks → layout of the sav
         ("ep2", "tp2-ep2-etp2", "qwen3-moe"),
     ],
 }
-CASES = [case for cases in LOADED.values() for case in cases]
+# Every layout once each way, every family once.
+BY_DAY = {
+    *((source, target, "qwen3-tied") for source, target in (("dp2", "tp2"), ("tp2", "pp2"), ("pp2", "dp2"))),
+    *((source, target, "qwen3-moe") for source, target in (("dp2", "ep2"), ("ep2", "tp2"), ("pp2", "dp2"))),
+    *SINGLE,
+    *(("tp2", "one", "glm4"), ("tp2-ep2", "one", "gpt-oss"), ("tp2", "one", "qwen3-moe"), ("cp2", "one", "qwen3-tied")),
+    *(("pp2", "dp2-tp2", "qwen3-tied"), ("ep2", "tp2-ep2-etp2", "qwen3-moe")),
+}
+CASES = [
+    pytest.param(case, id=" ".join(case), marks=() if case in BY_DAY else pytest.mark.long)
+    for cases in LOADED.values()
+    for case in cases
+]
 OTHER_FLAGS = {
     "lr": 1e-5, "min_lr": 1e-6, "lr_decay_style": "linear", "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6,
 }  # fmt: skip
@@ -197,7 +213,7 @@ def _refusal(call: Callable[[], None]) -> str:
 FAILURES = {"disk full": _disk_full, "truncated": _truncated, "other model": _other_model}
 
 
-def _two_ranks(rank: int, world_size: int, store: dist.Store, root: Path) -> dict[Any, Any]:
+def _two_ranks(rank: int, world_size: int, store: dist.Store, root: Path, chosen: list[Load]) -> dict[Any, Any]:
     def observe(store: dist.Store, case: Any) -> Any:
         if case[0] == "fails":
             return FAILURES[case[1]](rank, world_size, store, root)
@@ -205,22 +221,25 @@ def _two_ranks(rank: int, world_size: int, store: dist.Store, root: Path) -> dic
             return _other_flags(rank, world_size, store, root)
         return _save(rank, world_size, store, case, root)
 
-    cases = [*SAVED, ("flags", "other"), *(("fails", name) for name in FAILURES)]
-    return each_case(cases, store, observe) | _loads(rank, world_size, store, root)
+    saved = [case for case in SAVED if case in {*OF_OTHERS, *((source, model) for source, _, model in chosen)}]
+    cases = [*saved, ("flags", "other"), *(("fails", name) for name in FAILURES)]
+    return each_case(cases, store, observe) | _loads(rank, world_size, store, root, chosen)
 
 
-def _one_rank(rank: int, world_size: int, store: dist.Store, root: Path) -> dict[Any, Any]:
-    seen = _loads(rank, world_size, store, root)
+def _one_rank(rank: int, world_size: int, store: dist.Store, root: Path, chosen: list[Load]) -> dict[Any, Any]:
+    seen = _loads(rank, world_size, store, root, chosen)
     case: Any = ("fails", "disk full of exports")
     return seen | each_case([case], store, lambda store, _: _disk_full_of_exports(rank, world_size, store, root))
 
 
-def _loads(rank: int, world_size: int, store: dist.Store, root: Path) -> dict[Any, Any]:
+def _loads(rank: int, world_size: int, store: dist.Store, root: Path, chosen: list[Load]) -> dict[Any, Any]:
     from miles_async.backends.megatron.platform import Platform
 
     Platform.named("cpu").prepare(0)
     sources: dict[Case, list[str]] = {}
-    for source, target, model in LOADED[world_size]:
+    for source, target, model in chosen:
+        if LAYOUTS[target].world_size != world_size:
+            continue
         sources.setdefault((target, model), []).append(source)
     loads: Any = [("load", *case) for case in sources]
     seen: dict[Any, Any] = each_case(
@@ -235,20 +254,22 @@ def _loads(rank: int, world_size: int, store: dist.Store, root: Path) -> dict[An
 
 # -------------------------------------------------------------------------------------------------- tests
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
-    """Observations of each rank in each case, or a traceback."""
+def seen(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[Any, list[Any]]:
+    """Observations of each rank in each selected case, or a traceback."""
+    chosen: list[Load] = selected(request, "case")
     root = tmp_path_factory.mktemp("resharding")
     split_files(save_tiny("qwen3-moe", root / "qwen3-moe", num_hidden_layers=2), 3)  # two ranks write their exports
     for family in ("glm4", "gpt-oss", "qwen3-next", "nemotron-h", "gemma4"):
         save_tiny(family, root / family)
     save_tiny("qwen3-tied", root / "qwen3-tied", num_hidden_layers=4)  # two virtual stages on each of two ranks
-    ranks = [run_ranks(2, _two_ranks, root, timeout=300)]
-    ranks += [run_ranks(1, _one_rank, root, timeout=200), run_ranks(4, _loads, root, timeout=200)]
+    ranks = [run_ranks(2, _two_ranks, root, chosen, timeout=300), run_ranks(1, _one_rank, root, chosen, timeout=200)]
+    if any(LAYOUTS[target].world_size == 4 for _, target, _ in chosen):
+        ranks.append(run_ranks(4, _loads, root, chosen, timeout=200))
     return {case: [rank[case] for rank in of_world] for of_world in ranks for case in of_world[0]}
 
 
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_a_checkpoint_goes_on_in_another_layout(seen: dict[object, list[object]], case: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_goes_on_in_another_layout(seen: dict[object, list[object]], case: Load) -> None:
     # covers: C9
     source, _, model = case
     saved = seen[source, model][0]
@@ -263,13 +284,13 @@ def test_a_checkpoint_goes_on_in_another_layout(seen: dict[object, list[object]]
             assert ours == pytest.approx(expected, abs=1e-4)
 
 
-def test_another_layout_seeds_the_generators_again(seen: dict[Any, list[Any]]) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_another_layout_seeds_the_generators_again(seen: dict[Any, list[Any]], case: Load) -> None:
     expected = torch.rand(3, generator=torch.Generator().manual_seed(SEED + SAVED_AT)).tolist()
-    for case in CASES:
-        # The experts' ranks are data-parallel ranks, virtual stages are on the same ranks.
-        same_grid = case[:2] in (("dp2", "ep2"), ("ep2", "dp2"), ("pp2", "pp2-virtual2"))
-        for rank in seen[case]:
-            assert (rank.draws == expected) is not same_grid, case
+    # The experts' ranks are data-parallel ranks, virtual stages are on the same ranks.
+    same_grid = case[:2] in (("dp2", "ep2"), ("ep2", "dp2"), ("pp2", "pp2-virtual2"))
+    for rank in seen[case]:
+        assert (rank.draws == expected) is not same_grid
 
 
 def test_flags_win_over_what_was_saved(seen: dict[Any, list[Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
+import multiprocessing
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from miles_async.backends.megatron.memory.plan import (
 from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.errors import ConfigurationError
 from tests.integration.megatron_scenario import Layout, make_backend
-from tests.integration.rank_processes import run_ranks
+from tests.integration.rank_processes import forked_context, run_ranks
 from tests.integration.tiny_models import save_tiny
 from tests.integration.toy_batches import long_sample_shard
 
@@ -270,6 +271,8 @@ def test_virtual_stages_hold_the_same_parameters_and_more_activations(models: di
         assert 0.4 * stage.kept < part.kept < 0.7 * stage.kept
 
 
-def test_what_megatron_cannot_build_is_an_error(models: dict[str, Path]) -> None:
+def test_what_megatron_cannot_build_is_an_error(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    context = forked_context()  # its child need not import megatron again
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     with pytest.raises(ConfigurationError, match=r"config\.json"):
         measure(request(models["dense"], 3, tensor_model_parallel_size=3))

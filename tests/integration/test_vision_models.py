@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import count_elements, directory_problems
-from miles_async.backends.megatron.memory.plan import measure, model_parameters
+from miles_async.backends.megatron.memory.plan import model_parameters
 from miles_async.backends.megatron.memory.stages import StageRequest
 from tests.integration.family_table import COMPARED_WITH_IMAGES, EVERY_DAY_WITH_IMAGES
 from tests.integration.megatron_scenario import LR, Layout, export_differences, make_backend
 from tests.integration.rank_processes import run_ranks
 from tests.integration.test_megatron_layouts import LAYOUTS
+from tests.integration.test_memory_plan import measure_here
 from tests.integration.toy_batches import to_shards
 from tests.integration.vision_models import CONFIGS, PlainVisionTrainer, cases, save_tiny_vision, vision_samples
 
@@ -223,7 +224,7 @@ def test_memory_is_planned_with_the_vision_tower(model: Path, split: int) -> Non
         temperature=1.0,
         entropy=False,
     )
-    stages = measure(request)[None]
+    stages = measure_here(request)
     whole = count_elements(model)
     files = {name: tensor.numel() for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert [stage.tower for stage in stages][1:] == [0] * (split - 1)

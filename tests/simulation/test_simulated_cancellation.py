@@ -70,7 +70,7 @@ def interrupted(chosen: SimulationSettings, iteration: int | None, *, error: Exc
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_cancelled_at_any_await_point_everything_live_ends_as_cancelled(mode: str) -> None:
     # covers: C2, C10
-    chosen = settings(mode=mode, steps=4, faults=EVENTFUL)
+    chosen = settings(mode=mode, steps=3, faults=EVENTFUL)
     whole = interrupted(chosen, None)
     assert whole.error is None
     assert whole.iterations > 200
@@ -83,7 +83,7 @@ def test_cancelled_at_any_await_point_everything_live_ends_as_cancelled(mode: st
 
 def test_a_failing_trainer_is_the_error_that_surfaces_whatever_else_is_under_way() -> None:
     # covers: C2, C10
-    chosen = settings(steps=4, faults=EVENTFUL)
+    chosen = settings(steps=3, faults=EVENTFUL)
     iterations = interrupted(chosen, None).iterations
     failed = 0
     for iteration in range(2, iterations, 3):

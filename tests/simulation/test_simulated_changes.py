@@ -86,7 +86,7 @@ def bounds(script: Mapping[int, Mapping[str, SettingValue]], first: int) -> list
 
 
 @pytest.mark.parametrize("action", ["recycle", "drop", "wait"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 12))])
 def test_every_step_obeys_the_bound_that_its_batch_was_cut_under(action: str, seed: int, tmp_path: Path) -> None:
     chance = random.Random(f"{seed} {action}")
     script = random_script(chance, bound=1, lower=action != "wait")

@@ -202,7 +202,7 @@ def test_an_outage_without_end_ends_the_run_with_the_name_of_the_service() -> No
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_half_an_hour_of_random_faults_leaves_the_books_balanced_and_the_trainer_stepping(seed: int) -> None:
     # covers: C1, C2, C3, C6, C8, C10
     chance = random.Random(seed)

@@ -90,8 +90,18 @@ def saved_step(directory: Path) -> tuple[int, int]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("action", ["recycle", "wait"])
-def test_killed_at_any_await_point_and_resumed_every_prompt_is_trained_once(tmp_path: Path, action: str) -> None:
+@pytest.mark.parametrize(
+    ("action", "first_killed"),  # by day, other await points for each action
+    [
+        ("recycle", 2),
+        ("wait", 6),
+        pytest.param("recycle", 6, marks=pytest.mark.long),
+        pytest.param("wait", 2, marks=pytest.mark.long),
+    ],
+)
+def test_killed_at_any_await_point_and_resumed_every_prompt_is_trained_once(
+    tmp_path: Path, action: str, first_killed: int
+) -> None:
     staleness = StalenessArguments(max_weight_staleness=1, stale_group_action=action)
     chosen = replace(settings(steps=STEPS, copy_seconds=0.5), staleness=staleness)
     whole = live(replace(chosen, checkpoint=CheckpointArguments(save=tmp_path / "whole", save_interval=1)))
@@ -99,7 +109,7 @@ def test_killed_at_any_await_point_and_resumed_every_prompt_is_trained_once(tmp_
     assert sorted(whole.trained) == expected
 
     resumed_from, restored = [], 0
-    for iteration in range(2, whole.iterations, 4):
+    for iteration in range(first_killed, whole.iterations, 8):
         directory = tmp_path / str(iteration)
         saving = CheckpointArguments(save=directory, save_interval=1)
         first = live(replace(chosen, checkpoint=saving), kill_at=iteration)

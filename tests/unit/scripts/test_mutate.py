@@ -30,6 +30,17 @@ SLEEPER = b"import time\n\ntime.sleep(100)\n"
 
 @pytest.fixture
 def mutate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return imported(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """Of this project: seconds."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return imported(monkeypatch).import_graph(ROOT)
+
+
+def imported(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     for name in ("mutate", "mutants"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -88,15 +99,15 @@ def test_the_nearest_tests_come_first(mutate: ModuleType) -> None:
     ]
 
 
-def test_files_that_a_registry_names_have_the_tests_of_the_registry(mutate: ModuleType) -> None:
-    graph = mutate.import_graph(ROOT)
+def test_files_that_a_registry_names_have_the_tests_of_the_registry(
+    mutate: ModuleType, graph: dict[str, set[str]]
+) -> None:
     for file in ("advantages/estimators.py", "corrections/importance.py", "losses/gspo.py", "token_advantages/gae.py"):
         tests = mutate.tests_that_import(f"miles_async/algorithms/{file}", graph)
         assert "tests/unit/algorithms/test_losses.py" in tests
 
 
-def test_every_file_of_the_core_has_tests(mutate: ModuleType) -> None:
-    graph = mutate.import_graph(ROOT)
+def test_every_file_of_the_core_has_tests(mutate: ModuleType, graph: dict[str, set[str]]) -> None:
     files = [file for path in mutate.CORE for file in ([path] if path.endswith(".py") else mutate.python_files(path))]
     without = [file for file in files if not mutate.tests_that_import(file, graph)]
     assert [file for file in without if not file.endswith("/__init__.py")] == []

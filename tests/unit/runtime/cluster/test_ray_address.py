@@ -14,6 +14,7 @@ import pytest
 from miles_async.arguments.cluster import ClusterArguments
 from miles_async.cli import main
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.cluster import ray_address
 from miles_async.runtime.cluster.ray_address import VARIABLE, check_ray_address, find_entry, with_ray_address
 
 
@@ -56,6 +57,13 @@ def test_a_malformed_address_is_refused(address: str) -> None:
         check_ray_address(address)
 
 
+@pytest.fixture
+def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what accepts connections and says nothing."""
+    monkeypatch.setattr(ray_address, "_PROBE_SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("short_probes")
 def test_an_address_that_answers_will_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as head:
         check_ray_address(f"127.0.0.1:{head.getsockname()[1]}")
@@ -110,6 +118,7 @@ def test_a_cluster_that_wants_a_token_gets_the_one_of_this_machine(
         check_ray_address(head)
 
 
+@pytest.mark.usefixtures("short_probes")
 def test_the_environment_is_checked_in_the_dry_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], closed_port: int
 ) -> None:
