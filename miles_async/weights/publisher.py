@@ -61,14 +61,6 @@ class WeightPublisher:
         """True if evaluation has separate engines, so that publications don't disturb it."""
         return self._evaluation is not None
 
-    async def publish(self, version: int) -> Publication:
-        """Bring every engine to the trainer's weights, named ``version``. See :meth:`copy`, :meth:`stage` and
-        :meth:`deliver`.
-        """
-        await self.copy(version)
-        await self.stage(version)
-        return await self.deliver(version)
-
     async def copy(self, version: int) -> None:
         """Copy the trainer's weights. The version before must have been delivered.
 

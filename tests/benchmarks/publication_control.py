@@ -31,7 +31,7 @@ from miles_async.weights.update import FleetUpdater
 from tests.benchmarks.loop_lag import Turns
 from tests.benchmarks.report import Row
 from tests.fakes.fake_fleet import FakeRouter
-from tests.fakes.fake_sides import CANARY_LOGPROBS, DIGEST, FakeTrainer
+from tests.fakes.fake_sides import CANARY_LOGPROBS, DIGEST, FakeTrainer, publish
 
 ENGINES, BUCKETS = 512, 3900
 SENDERS = 4
@@ -131,7 +131,7 @@ async def measure(turns: Turns, engines: int, buckets: int, verify: str) -> Row:
             # are cycles in asyncio's loop. They are none in uvloop's, on which the rollout process runs.
             garbage.settle()
             first, cpu, wall = len(turns.cpu), time.process_time(), time.perf_counter()
-            publication = await publisher.publish(version)
+            publication = await publish(publisher, version)
             assert len(publication.engines) == engines, publication.fenced
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             await asyncio.sleep(0)

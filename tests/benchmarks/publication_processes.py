@@ -23,6 +23,7 @@ from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
 from tests.benchmarks.publication_parts import BUCKET_BYTES, CANARY, HERE, SIZES, Part, Place, Receiver, Sender, serve
+from tests.fakes.fake_sides import publish
 
 
 class Process:
@@ -204,10 +205,10 @@ async def publisher(
     updater = FleetUpdater(fleet, chosen, arguments, tolerance=1e-3)  # type: ignore[arg-type]
     publishing = WeightPublisher(trainer, updater, arguments, repairs=updater)  # type: ignore[arg-type]
 
-    async def publish(version: int) -> Published:
-        return Published(await publishing.publish(version), cpu_seconds)
+    async def next_version(version: int) -> Published:
+        return Published(await publish(publishing, version), cpu_seconds)
 
-    yield publish
+    yield next_version
     await publishing.close()
 
 

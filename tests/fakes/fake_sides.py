@@ -26,6 +26,7 @@ from miles_async.types import (
     HeldWeights,
     Incarnation,
     PreparedBatch,
+    Publication,
     RolloutStats,
     SettingValue,
     StagedWeights,
@@ -33,6 +34,7 @@ from miles_async.types import (
     TensorShare,
     TokenScores,
 )
+from miles_async.weights.publisher import WeightPublisher
 
 CANARY = (1, 2, 3)
 CANARY_LOGPROBS = (-1.0, -2.0)
@@ -460,3 +462,10 @@ class FakeEngineLoads:
 
     async def loads(self) -> Mapping[str, EngineLoad]:
         return self.engines
+
+
+async def publish(publisher: WeightPublisher, version: int) -> Publication:
+    """Bring every engine to the trainer's weights, named ``version``, with nothing in between."""
+    await publisher.copy(version)
+    await publisher.stage(version)
+    return await publisher.deliver(version)

@@ -39,7 +39,7 @@ from miles_async.weights.transports.choice import make_sender, make_transport
 from miles_async.weights.transports.object_store_rank import ObjectStoreSender
 from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_fleet import FakeRouter
-from tests.fakes.fake_sides import FakeTrainer, InProcess
+from tests.fakes.fake_sides import FakeTrainer, InProcess, publish
 from tests.integration.megatron_scenario import Layout, make_backend
 from tests.integration.streamed_request import StreamedRequest
 from tests.integration.tiny_models import VOCAB
@@ -185,7 +185,7 @@ class Publishing:
 
     async def next(self) -> Publication:
         """Train, and publish that."""
-        return await self.publisher.publish(self.trainer.version + 1)
+        return await publish(self.publisher, self.trainer.version + 1)
 
 
 class _TrainerSide(FakeTrainer):

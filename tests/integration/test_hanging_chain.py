@@ -38,7 +38,7 @@ from miles_async.weights.transports.distributed.rank import DistributedSender
 from miles_async.weights.transports.spec import RankSide
 from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_fleet import FakeRouter
-from tests.fakes.fake_sides import FakeTrainer, InProcess
+from tests.fakes.fake_sides import FakeTrainer, InProcess, publish
 from tests.integration.weight_receiver import init_custom_process_group, stream_manager
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(500)]
@@ -205,11 +205,11 @@ async def test_an_engine_of_16_that_hangs_costs_two_deadlines_and_nobody_else_th
     try:
         await router.start()
         await supervisor.start()
-        first = await publisher.publish(0)
+        first = await publish(publisher, 0)
         assert len(first.engines) == ENGINES
         if not in_the_middle:
             os.kill(servers.processes[HANGING].pid, signal.SIGSTOP)
-        second = await publisher.publish(1)
+        second = await publish(publisher, 1)
         hanging = f"engine-{HANGING}"
         assert second.fenced == (hanging,)
         assert set(second.engines) == {f"engine-{index}" for index in range(ENGINES)} - {hanging}

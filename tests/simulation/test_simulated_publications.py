@@ -20,6 +20,7 @@ from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.transports.object_store_rank import ObjectStoreSender
 from miles_async.weights.update import FleetUpdater
+from tests.fakes.fake_sides import publish
 from tests.fakes.weight_servers import BroadcastingTrainer, World
 from tests.unit.weights.transports.test_local_files import FileTrainer
 
@@ -73,10 +74,10 @@ def restarted_at(iteration: int, make: Callable[[], tuple[World, WeightPublisher
         world.start_seconds = 0.0
         world.seconds_per_call = {"engine-0": 0.01, "engine-1": 0.05}
         async with world:
-            await publisher.publish(0)
+            await publish(publisher, 0)
             started = loop.iterations
             loop.at_iteration(started + iteration, lambda: world.servers["engine-0"].die())
-            await publisher.publish(1)
+            await publish(publisher, 1)
             iterations = loop.iterations - started
             while world.serving() != {"engine-0", "engine-1"}:
                 await world.supervisor.wait_for_joining()
@@ -152,7 +153,7 @@ def test_a_hang_costs_its_engine_and_two_deadlines_at_most(engines: int, path: s
     async def scenario(world: World, publisher: WeightPublisher) -> None:
         world.hanging["engine-3"] = path
         before = asyncio.get_running_loop().time()
-        publication = await publisher.publish(0)
+        publication = await publish(publisher, 0)
         assert publication.fenced == ("engine-3",)
         assert len(publication.engines) == engines - 1
         assert asyncio.get_running_loop().time() - before <= 2 * STEP
@@ -168,7 +169,7 @@ def test_an_engine_that_holds_up_all_others_costs_half_of_them_at_most(engines: 
     async def scenario(world: World, publisher: WeightPublisher) -> None:
         world.hanging["engine-3"] = "/update_weights_from_distributed"
         before = asyncio.get_running_loop().time()
-        publication = await publisher.publish(0)
+        publication = await publish(publisher, 0)
         assert "engine-3" in publication.fenced
         assert len(publication.engines) >= engines / 2
         assert asyncio.get_running_loop().time() - before <= 2 * STEP + 2 * STEP / 3  # and two probes
@@ -180,7 +181,7 @@ def test_an_engine_that_holds_up_all_others_costs_half_of_them_at_most(engines: 
 def test_a_repair_that_hangs_delays_no_publication(path: str, bucketwise: bool) -> None:
     # covers: C8, C10
     async def scenario(world: World, publisher: WeightPublisher) -> None:
-        await publisher.publish(0)
+        await publish(publisher, 0)
         world.servers["engine-2"].die()
         world.hanging["engine-2"] = path
         await world.supervisor.wait_for_joining()
@@ -188,7 +189,7 @@ def test_a_repair_that_hangs_delays_no_publication(path: str, bucketwise: bool) 
         for version in (1, 2, 3):
             await asyncio.sleep(1.0)
             before = asyncio.get_running_loop().time()
-            publication = await publisher.publish(version)
+            publication = await publish(publisher, version)
             assert (publication.engines, publication.fenced) == (("engine-0", "engine-1"), ())
             assert asyncio.get_running_loop().time() - before < 0.1
             assert not repair.done()
@@ -213,13 +214,13 @@ class SlowToKeep(BroadcastingTrainer):
 def test_publications_do_not_remove_the_version_of_a_repair_that_begins() -> None:
     # covers: C8
     async def scenario(world: World, publisher: WeightPublisher) -> None:
-        await publisher.publish(0)
+        await publish(publisher, 0)
         world.servers["engine-2"].die()
         await world.supervisor.wait_for_joining()
         repair = asyncio.ensure_future(publisher.repair())
         for version in (1, 2):
             await asyncio.sleep(1.0)
-            await publisher.publish(version)
+            await publish(publisher, version)
         assert await repair == ("engine-2",)
         assert world.registry.engines["engine-2"].version == 2
 
@@ -229,14 +230,14 @@ def test_publications_do_not_remove_the_version_of_a_repair_that_begins() -> Non
 def test_a_repaired_engine_that_hangs_as_it_is_admitted_delays_a_publication_by_seconds() -> None:
     # covers: C8, C10
     async def scenario(world: World, publisher: WeightPublisher) -> None:
-        await publisher.publish(0)
+        await publish(publisher, 0)
         world.servers["engine-2"].die()
         world.hanging["engine-2"] = "/model_info"
         await world.supervisor.wait_for_joining()
         repair = asyncio.ensure_future(publisher.repair())
         await asyncio.sleep(1.0)
         before = asyncio.get_running_loop().time()
-        assert (await publisher.publish(1)).engines == ("engine-0", "engine-1")
+        assert (await publish(publisher, 1)).engines == ("engine-0", "engine-1")
         assert asyncio.get_running_loop().time() - before <= ADMISSION_SECONDS
         assert await repair == ()
         assert world.registry.engines["engine-2"].incarnation == 2, "it was fenced"
@@ -247,7 +248,7 @@ def test_a_repaired_engine_that_hangs_as_it_is_admitted_delays_a_publication_by_
 def test_a_publication_takes_repaired_engines_if_there_are_no_others() -> None:
     # covers: C8, C10
     async def scenario(world: World, publisher: WeightPublisher) -> None:
-        await publisher.publish(0)
+        await publish(publisher, 0)
         world.servers["engine-1"].die()
         world.seconds_per_call["engine-1"] = 0.5
         await world.supervisor.wait_for_joining()
@@ -255,7 +256,7 @@ def test_a_publication_takes_repaired_engines_if_there_are_no_others() -> None:
         await asyncio.sleep(1.0)
         world.start_seconds = 10_000.0
         world.servers["engine-0"].die()
-        assert (await publisher.publish(1)).engines == ("engine-1",)
+        assert (await publish(publisher, 1)).engines == ("engine-1",)
         assert await repair == ()
         assert world.registry.engines["engine-1"].version == 1
 
@@ -273,7 +274,7 @@ def test_a_repair_that_is_overtaken_is_done_again_and_not_overtaken_for_ever(sec
                 await world.supervisor.wait_for_joining()
                 repaired.append(await publisher.repair())
 
-        await publisher.publish(0)
+        await publish(publisher, 0)
         world.servers["engine-2"].die()
         world.seconds_per_call["engine-2"] = seconds
         await world.supervisor.wait_for_joining()
@@ -281,7 +282,7 @@ def test_a_repair_that_is_overtaken_is_done_again_and_not_overtaken_for_ever(sec
         published = []
         for version in range(1, 21):
             await asyncio.sleep(3.0)
-            published.append(await publisher.publish(version))
+            published.append(await publish(publisher, version))
         assert "engine-2" in published[-1].engines
         assert "engine-2" not in published[0].engines or seconds < 0.2, "it was overtaken"
         assert {record.version for record in world.registry.engines.values()} == {20}

@@ -17,7 +17,7 @@ from miles_async.types import HeldPart, HeldWeights, Incarnation, StagedWeights,
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater, PublicationState
-from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer, InProcess, Results, ids
+from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer, InProcess, Results, ids, publish
 
 
 def make(
@@ -53,7 +53,7 @@ def make(
 async def test_order_of_a_publication() -> None:
     # covers: C8, R4
     fleet = FakeFleet([])
-    publication = await make(fleet).publish(0)
+    publication = await publish(make(fleet), 0)
     assert fleet.events == [
         "copy 0", "stage 0", "probe", "abort_all", "open 2", "connect", "pause retract", "flush",
         "receive all", "announce and send 0", "digests", "resume", "trial 0", "score", "admit 0",
@@ -67,7 +67,7 @@ async def test_senders_send_at_the_same_time_each_in_a_group_of_its_own() -> Non
     # covers: C8
     fleet = FakeFleet([])
     publisher = make(fleet, senders=2)
-    await publisher.publish(0)
+    await publish(publisher, 0)
     assert fleet.events[4:] == [
         "open 2 by 0", "connect", "open 2 by 1", "connect", "pause retract", "flush",
         "receive all", "announce and send 0 by 0", "announce and send 0 by 1",
@@ -82,7 +82,7 @@ async def test_senders_send_at_the_same_time_each_in_a_group_of_its_own() -> Non
 async def test_process_group_ranks_follow_tensor_parallel_sizes() -> None:
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
     fleet.ranks = 2
-    await make(fleet).publish(0)
+    await publish(make(fleet), 0)
     assert "open 5" in fleet.events
     assert fleet.first_ranks == [1, 3]
 
@@ -91,7 +91,7 @@ async def test_engines_that_are_not_ours_are_told_of_every_bucket_and_so_are_tho
     # covers: C8
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
     fleet.bucketwise = frozenset({"engine-1"})
-    await make(fleet, senders=2).publish(0)
+    await publish(make(fleet, senders=2), 0)
     told = [event for event in fleet.events if event.split()[0] in ("begin", "receive", "end")]
     assert told == ["begin", "receive t0", "receive t1", "end"]
     assert {"send 0 by 0", "send 0 by 1"} <= set(fleet.events), "nothing is announced"
@@ -101,7 +101,7 @@ async def test_rolling_brings_engines_to_the_weights_a_few_at_a_time() -> None:
     # covers: C8
     fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
     publisher = make(fleet, publish_order="rolling", rolling_engines=2)
-    await publisher.publish(0)
+    await publish(publisher, 0)
     assert "open 4" in fleet.events, "nobody generates yet: all at once"
     fleet.joining.append("engine-3")
     portions, plain = [], fleet.pause
@@ -113,14 +113,14 @@ async def test_rolling_brings_engines_to_the_weights_a_few_at_a_time() -> None:
     fleet.pause = watch  # type: ignore[method-assign]
     for version in (1, 2):
         fleet.events.clear()
-        publication = await publisher.publish(version)
+        publication = await publish(publisher, version)
         assert publication.engines == tuple(e for portion in portions for e in portion)
         assert fleet.events.count(f"stage {version}") == 1
         assert not fleet.paused
         portions, last = [], portions
     assert last == [("engine-0", "engine-1"), ("engine-2", "engine-3")]
     fleet.events.clear()
-    await publisher.publish(3)
+    await publish(publisher, 3)
     assert "connect" not in fleet.events, "a process group per portion, kept"
 
 
@@ -128,9 +128,9 @@ async def test_rolling_loses_only_who_fails() -> None:
     # covers: C8
     fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
     publisher = make(fleet, publish_order="rolling")
-    await publisher.publish(0)
+    await publish(publisher, 0)
     fleet.logprobs["engine-1"] = (-9.0, -9.0)
-    publication = await publisher.publish(1)
+    publication = await publish(publisher, 1)
     assert (publication.engines, publication.fenced) == (("engine-0", "engine-2"), ("engine-1",))
 
 
@@ -138,10 +138,10 @@ async def test_in_place_flushes_who_joins_and_nobody_else() -> None:
     # covers: M11
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
     publisher = make(fleet, pause_generation_mode="in_place")
-    await publisher.publish(0)
+    await publish(publisher, 0)
     assert "flush" in fleet.events, "a server that was attached may hold what others left in it"
     fleet.events.clear()
-    await publisher.publish(1)
+    await publish(publisher, 1)
     assert "pause in_place" in fleet.events
     assert "flush" not in fleet.events
 
@@ -149,11 +149,11 @@ async def test_in_place_flushes_who_joins_and_nobody_else() -> None:
 async def test_group_is_kept_while_engines_stay_the_same() -> None:
     fleet = FakeFleet([])
     publisher = make(fleet)
-    await publisher.publish(0)
-    await publisher.publish(1)
+    await publish(publisher, 0)
+    await publish(publisher, 1)
     assert fleet.events.count("connect") == 1
     fleet.joining.append("engine-1")
-    await publisher.publish(2)
+    await publish(publisher, 2)
     assert fleet.events.count("connect") == 2
     assert "open 3" in fleet.events
 
@@ -165,7 +165,7 @@ async def test_groups_of_engines_that_are_gone_are_left(publish_order: str) -> N
     fleet = FakeFleet([])
     publisher = make(fleet, publish_order=publish_order)
     for version in range(4):
-        await publisher.publish(version)
+        await publish(publisher, version)
         assert list(fleet.groups.values()) == [{"engine-0"}]
         fleet.restart("engine-0")
 
@@ -175,11 +175,11 @@ async def test_rolling_leaves_the_group_of_an_engine_that_was_scaled_away_and_no
     fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
     publisher = make(fleet, publish_order="rolling")
     for version in (0, 1):
-        await publisher.publish(version)
+        await publish(publisher, version)
     assert list(fleet.groups.values()) == [{"engine-0"}, {"engine-1"}, {"engine-2"}]
     fleet.serving.remove("engine-1")
     fleet.events.clear()
-    await publisher.publish(2)
+    await publish(publisher, 2)
     assert list(fleet.groups.values()) == [{"engine-0"}, {"engine-2"}]
     assert "connect" not in fleet.events
 
@@ -209,7 +209,7 @@ async def test_engine_that_fails_is_fenced_and_the_others_get_everything(step: s
     if step in ("begin", "receive t0", "receive t1", "end"):
         fleet.bucketwise = frozenset({"engine-0", "engine-1", "engine-2"})
     fleet.faults[step] = {"engine-1"}
-    publication = await make(fleet, senders=senders).publish(3)
+    publication = await publish(make(fleet, senders=senders), 3)
     for engine in fleet.serving:
         assert sum(engine in members for members in fleet.groups.values()) == senders
     assert set(publication.engines) == {"engine-0", "engine-2"}
@@ -233,7 +233,7 @@ async def test_a_group_that_broke_by_itself_costs_no_engine() -> None:
         return await plain(engines, *rest)
 
     fleet.receive_stream = break_once  # type: ignore[method-assign]
-    publication = await make(fleet).publish(3)
+    publication = await publish(make(fleet), 3)
     assert set(publication.engines) == {"engine-0", "engine-1"}
     assert publication.fenced == ()
 
@@ -250,7 +250,7 @@ async def test_engine_that_hangs_costs_its_own_deadline_not_the_run() -> None:
         return await plain(engines, *rest)
 
     fleet.receive_stream = hang  # type: ignore[method-assign]
-    publication = await make(fleet, publication_timeout=5.0).publish(3)
+    publication = await publish(make(fleet, publication_timeout=5.0), 3)
     assert publication.engines == ("engine-0",)
     assert fleet.fenced == ["engine-1"]
 
@@ -259,7 +259,7 @@ async def test_engine_that_answers_with_the_old_version_is_fenced() -> None:
     # covers: C8
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
     fleet.labels["engine-1"] = "4"
-    publication = await make(fleet).publish(5)
+    publication = await publish(make(fleet), 5)
     assert publication.fenced == ("engine-1",)
 
 
@@ -268,7 +268,7 @@ async def test_canary_that_disagrees_fences(logprobs: tuple[float, ...]) -> None
     # covers: C8
     fleet = FakeFleet([], joining=("engine-0", "engine-1"))
     fleet.logprobs["engine-0"] = logprobs
-    publication = await make(fleet).publish(1)
+    publication = await publish(make(fleet), 1)
     assert publication.fenced == ("engine-0",)
     assert fleet.serving == ["engine-1"]
 
@@ -283,7 +283,7 @@ async def test_an_engine_that_joins_loses_the_requests_that_it_has() -> None:
         return dict.fromkeys(engines)
 
     fleet.abort_all = abort_all  # type: ignore[attr-defined]
-    await make(fleet).publish(1)
+    await publish(make(fleet), 1)
     assert aborted == ["engine-1"], "an external one may have begun them with wrong weights"
 
 
@@ -299,7 +299,7 @@ async def test_the_pause_ends_before_the_canary_whose_duration_is_reported_apart
         return scored
 
     fleet.score = slow  # type: ignore[method-assign]
-    publication = await make(fleet).publish(0)
+    publication = await publish(make(fleet), 0)
     assert publication.pause_seconds < 0.2 <= publication.step_seconds["canary"]
     assert fleet.events[-1] == "admit 0"
 
@@ -309,7 +309,7 @@ async def test_without_any_engine_it_says_so_at_the_deadline_and_why() -> None:
     fleet = FakeFleet([], joining=("engine-0",))
     fleet.faults["pause retract"] = {"engine-0"}
     with pytest.raises(PublicationError, match=r"waited 0.05 s for an engine.*engine-0 was lost: pausing.*refused"):
-        await make(fleet, engines_timeout=0.05).publish(2)
+        await publish(make(fleet, engines_timeout=0.05), 2)
 
 
 async def test_update_that_takes_too_long_says_where_it_was() -> None:
@@ -321,14 +321,14 @@ async def test_update_that_takes_too_long_says_where_it_was() -> None:
 
     fleet.flush_cache = hang  # type: ignore[method-assign]
     with pytest.raises(PublicationError, match=r"version 2.*--publication-timeout.*pausing"):
-        await make(fleet, publication_timeout=0.05).publish(2)
+        await publish(make(fleet, publication_timeout=0.05), 2)
     assert not fleet.paused, "engines go on whatever happens"
 
 
 async def test_repair_touches_joining_engines_only_and_uses_the_served_version() -> None:
     fleet = FakeFleet([])
     publisher = make(fleet)
-    await publisher.publish(7)
+    await publish(publisher, 7)
     fleet.events.clear()
     fleet.joining = ["engine-1"]
     assert await publisher.repair() == ("engine-1",)
@@ -341,7 +341,7 @@ async def test_no_process_group_is_left_at_the_end_not_even_of_a_repair_under_wa
     # covers: C10
     fleet, apart = FakeFleet([]), FakeFleet([])
     publisher, begun = make(fleet, apart=apart), asyncio.Event()
-    await publisher.publish(7)
+    await publish(publisher, 7)
     await publisher.publish_for_evaluation()
     fleet.joining = ["engine-1"]
 
@@ -383,7 +383,7 @@ async def test_a_repair_never_waits_for_a_delivery_in_the_senders() -> None:
 
     trainer.sender = noting  # type: ignore[method-assign]
     publisher = make(fleet, trainer=trainer)
-    await publisher.publish(7)
+    await publish(publisher, 7)
     assert {repair for _, repair in calls} == {False}
     calls.clear()
     fleet.joining = ["engine-1"]
@@ -410,7 +410,7 @@ def test_a_repair_waits_for_sending_ranks_no_longer_than_a_publication(hanging: 
 
     async def story() -> None:
         publisher = make(fleet, trainer=trainer, publication_timeout=60)
-        await publisher.publish(7)
+        await publish(publisher, 7)
         fleet.joining = ["engine-1"]
         setattr(half, hanging, lambda _: asyncio.sleep(1e6))
         with pytest.raises(PublicationError, match=f"waited 60 s for {awaited}"):
@@ -423,18 +423,18 @@ async def test_an_engine_that_was_lost_in_a_repair_is_named_when_none_is_left() 
     # covers: C10
     fleet = FakeFleet([])
     publisher = make(fleet, engines_timeout=0.05)
-    await publisher.publish(0)
+    await publish(publisher, 0)
     fleet.serving, fleet.joining = [], ["engine-1"]
     fleet.faults["flush"] = {"engine-1"}
     assert await publisher.repair() == ()
     with pytest.raises(PublicationError, match=r"waited 0.05 s for an engine.*engine-1 was lost: flush: .*refused"):
-        await publisher.publish(1)
+        await publish(publisher, 1)
 
 
 async def test_staged_weights_that_were_not_delivered_repair_no_engine() -> None:
     fleet = FakeFleet([])
     publisher = make(fleet)
-    await publisher.publish(7)
+    await publish(publisher, 7)
     await publisher.copy(8)
     await publisher.stage(8)
     fleet.joining = ["engine-1"]
@@ -460,14 +460,14 @@ async def test_a_rank_that_never_stages_is_waited_for_until_the_deadline(part: s
 
     setattr(publisher._trainer, f"{part}_weights", hang)
     with pytest.raises(PublicationError, match=rf"waited 0.05 s for {awaited} \(--publication-timeout\)"):
-        await publisher.publish(3)
+        await publish(publisher, 3)
     assert [*states, publisher.state] == [PublicationState.IDLE, PublicationState.STAGING, PublicationState.IDLE]
 
 
 async def test_lag_sends_the_weights_of_earlier_versions_under_their_own_name() -> None:
     fleet = FakeFleet([])
     publisher = make(fleet, debug_publication_lag=2)
-    sent = [(await publisher.publish(version)).sent_version for version in range(5)]
+    sent = [(await publish(publisher, version)).sent_version for version in range(5)]
     assert sent == [0, 0, 0, 1, 2]
 
 
@@ -475,7 +475,7 @@ async def test_lag_sends_the_weights_of_earlier_versions_under_their_own_name() 
 async def test_order_of_a_publication_by_files() -> None:
     # covers: C8, P4
     fleet = FakeFleet([])
-    publication = await make(fleet, weight_transport="disk").publish(0)
+    publication = await publish(make(fleet, weight_transport="disk"), 0)
     assert fleet.events == [
         "copy 0", "stage 0", "probe", "abort_all", "host expect_staged", "pause retract", "flush", "load ['staged/0']",
         "digests", "resume", "trial 0", "score", "admit 0",
@@ -491,7 +491,7 @@ async def test_engine_that_fails_alone_is_fenced_alone(step: str) -> None:
     # covers: C8
     fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
     fleet.faults[step] = {"engine-1"}
-    publication = await make(fleet, weight_transport="disk").publish(3)
+    publication = await publish(make(fleet, weight_transport="disk"), 3)
     assert fleet.serving == ["engine-0", "engine-2"]
     assert publication.fenced == ("engine-1",)
     assert not fleet.paused & {"engine-0", "engine-2"}
@@ -502,7 +502,7 @@ async def test_engine_that_fails_alone_is_fenced_alone(step: str) -> None:
 async def test_digests_are_compared_before_anybody_goes_on() -> None:
     # covers: C8
     fleet = FakeFleet([])
-    await make(fleet, verify_weights="full").publish(0)
+    await publish(make(fleet, verify_weights="full"), 0)
     assert fleet.events[-5:] == ["digests", "resume", "trial 0", "score", "admit 0"]
 
 
@@ -513,7 +513,7 @@ async def test_engine_that_holds_something_else_is_fenced_and_nothing_is_committ
     wrong = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest="ff")
     fleet.held["engine-0"] = HeldWeights(parts={"t0": (wrong,), "t1": (wrong,)})
     publisher = make(fleet, weight_transport=transport, verify_weights="full")
-    publication = await publisher.publish(1)
+    publication = await publish(publisher, 1)
     assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
     assert fleet.serving == ["engine-1"]
     assert "t0 has other elements than were sent (and 1 more)" in publisher._engines.last_loss
@@ -524,7 +524,7 @@ async def test_tensors_that_are_skipped_may_differ() -> None:
     fleet = FakeFleet([])
     right = HeldPart(offset=0, shape=(2,), strides=(1,), dtype="float32", digest=DIGEST)
     fleet.held["engine-0"] = HeldWeights(parts={"t1": (right,)})
-    publication = await make(fleet, verify_weights="full", verify_weights_skip=("t0", "rotary")).publish(1)
+    publication = await publish(make(fleet, verify_weights="full", verify_weights_skip=("t0", "rotary")), 1)
     assert publication.engines == ("engine-0",)
 
 
@@ -536,7 +536,7 @@ async def test_a_sample_visits_every_tensor_and_who_joins_is_compared_whole() ->
     for version in range(3):
         if version == 2:
             fleet.joining.append("engine-1")
-        counts.append((await publisher.publish(version)).compared_tensors)
+        counts.append((await publish(publisher, version)).compared_tensors)
     first, *_ = fleet.shares
     assert first == TensorShare(), "it joined"
     assert fleet.shares[1:] == [TensorShare(1, 3), TensorShare(2, 3), TensorShare()]
@@ -551,7 +551,7 @@ async def test_tensors_that_were_not_compared_are_named_once_and_counted() -> No
     fleet.held["engine-0"] = HeldWeights(parts={"t0": (), "t1": (right,)}, other_form=("t0",))
     publisher = make(fleet)
     with capture_logs() as logs:
-        publications = [await publisher.publish(version) for version in range(2)]
+        publications = [await publish(publisher, version) for version in range(2)]
     assert [(p.compared_tensors, p.incomparable_tensors) for p in publications] == [(1, 1)] * 2
     assert [log["first"] for log in logs if "can't be compared" in log["event"]] == [("t0",)]
 
@@ -569,7 +569,7 @@ async def test_a_canary_that_tells_no_versions_apart_says_so(mode: str) -> None:
 
     publisher._trainer.stage_weights = with_previous  # type: ignore[method-assign]
     with capture_logs() as logs:
-        publication = await publisher.publish(4)
+        publication = await publish(publisher, 4)
     assert publication.canary_undecided == ("engine-0",)
     told = [log for log in logs if "could not distinguish this version" in log["event"]]
     assert len(told) == (mode == "canary"), "digests have told them apart"

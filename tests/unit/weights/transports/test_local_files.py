@@ -25,7 +25,7 @@ from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.transports.object_store import PutsFiles
 from miles_async.weights.transports.object_store_rank import ObjectStoreSender
 from miles_async.weights.update import FleetUpdater
-from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeFleet, FakeTrainer, InProcess, Results
+from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeFleet, FakeTrainer, InProcess, Results, publish
 
 FROZEN = "embed"  # a bucket of its own, which training leaves alone
 
@@ -138,7 +138,7 @@ class Setup:
     async def publish(self, version: int) -> float:
         """The fraction sent; every serving engine holds exactly what was exported."""
         self.trainer.sent_bytes.clear()
-        publication = await self.publisher.publish(version)
+        publication = await publish(self.publisher, version)
         self.check(version)
         return publication.sent_fraction
 
@@ -220,7 +220,7 @@ async def test_an_engine_that_restarts_after_its_host_got_changes_is_not_given_c
         return await plain(engines, mode)
 
     setup.fleet.pause = restart_meanwhile  # type: ignore[method-assign]
-    publication = await setup.publisher.publish(1)
+    publication = await publish(setup.publisher, 1)
     setup.fleet.pause = plain  # type: ignore[method-assign]
     assert (publication.engines, publication.fenced) == (("engine-1",), ("engine-0",))
     assert not setup.fleet.tensors["engine-0"]
@@ -279,7 +279,7 @@ async def test_a_base_that_was_changed_costs_that_engine(tmp_path: Path, delta: 
     setup = Setup(tmp_path, engines=2, weight_transport="disk", weight_delta=delta)
     await setup.publish(0)
     _spoil_base(setup.fleet.hosts["engine-1"])
-    publication = await setup.publisher.publish(1)
+    publication = await publish(setup.publisher, 1)
     assert (publication.engines, publication.fenced) == (("engine-0",), ("engine-1",))
     assert "made from version 0 and what changed: expected digest" in setup.updater.last_loss
     setup.check(1)
@@ -338,7 +338,7 @@ async def test_an_engine_that_is_lost_before_its_neighbours_have_its_files_costs
         return await on_host(engines, function, *arguments, room=room)
 
     setup.fleet.on_host = lose_it  # type: ignore[method-assign]
-    publication = await setup.publisher.publish(1)
+    publication = await publish(setup.publisher, 1)
     assert (publication.engines, publication.fenced) == (("engine-1", "engine-2"), ("engine-0",))
     setup.check(1)
     assert setup.fleet.inodes["engine-1"] == setup.fleet.inodes["engine-2"]
@@ -354,7 +354,7 @@ async def test_a_base_that_was_changed_costs_the_engine_that_notices_and_its_nei
     setup = Setup(tmp_path, engines=3, one_node=True, weight_transport="disk", weight_delta=delta)
     await setup.publish(0)
     _spoil_base(setup.fleet.hosts["engine-1"])
-    publication = await setup.publisher.publish(1)
+    publication = await publish(setup.publisher, 1)
     assert (publication.engines, publication.fenced) == (("engine-1", "engine-2"), ("engine-0",))
     setup.check(1)
     assert setup.fleet.loaded["engine-2"] == BUCKETS

@@ -21,7 +21,7 @@ from miles_async.weights.transports.host_files import Source
 from miles_async.weights.transports.local_files import LocalFilesTransport
 from miles_async.weights.transports.spec import DriverSide, RankSide, TransportSpec
 from miles_async.weights.update import FleetUpdater
-from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeTrainer, InProcess
+from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeTrainer, InProcess, publish
 from tests.unit.weights.transports.test_local_files import FileFleet
 
 
@@ -101,7 +101,7 @@ async def test_weights_are_published_through_it(tmp_path: Path) -> None:
 
     publisher = WeightPublisher(trainer, updater(repair=False), arguments, repairs=updater(repair=True))
     for version in (0, 1):
-        publication = await publisher.publish(version)
+        publication = await publish(publisher, version)
         assert publication.engines == ("engine-0", "engine-1")
         for held in fleet.tensors.values():
             assert held.keys() == TENSORS.keys()
