@@ -1,4 +1,4 @@
-"""Check what an inference server generated against what it was asked."""
+"""Check an inference server's answer against its request."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ dispatch, on an engine that was out and still listed by the router. A repeated r
 the registry knows to serve, whatever the router lists.
 
 A streamed request goes the same way; the last event of its stream is the answer. Tokens are passed on before that, but
-only while their engine is verified, and a repeated request takes them back.
+only while their engine is verified, and a repeated request retracts them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROUTED_WORKER = "x-smg-routed-worker-id"  # in the answer: the URL of the engine
 
 _ABORT_SECONDS = 1.0
 _ABORT_CALLS = 256  # at once
-_ABORTS = 100  # of one request whose tokens are thrown away: publications come faster than it is generated
+_ABORTS = 100  # of one request whose tokens are discarded: publications come faster than it is generated
 _LONGEST_BACKOFF_SECONDS = 10.0
 _WARNING_SECONDS = 10.0  # between warnings that requests fail
 _READ_AT_ONCE = 3  # answers of hundreds of tokens per turn of the event loop
@@ -193,7 +193,7 @@ class RouterClient:
         return answer
 
     async def _post(self, url: str, routing_key: str, body: bytes, on_tokens: OnTokens | None) -> _Answer:
-        """Has no deadline of its own; cancellation closes the connection."""
+        """Post without a deadline; cancellation closes the connection."""
         headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key, **self._http.as_client}
         try:
             async with self._http.session.post(
@@ -215,7 +215,7 @@ class RouterClient:
         async for data in event_data(response.content.iter_any()):
             event = self._server.read_event(data, len(token_ids), url)
             if event.answer is not None:
-                with suppress(aiohttp.ClientError):  # to its end, so that the connection can be used again
+                with suppress(aiohttp.ClientError):  # drain it, so that the connection can be reused
                     await response.content.read()
                 return _Answer(response.status, *event.answer, url)
             token_ids += event.token_ids
@@ -229,7 +229,8 @@ class RouterClient:
         """Abort a request that is no longer awaited, since engines notice closed connections late.
 
         Only an answer says which engine has a request, so all engines are asked. Best effort, bounded in seconds and
-        in calls at once: past these, at the end of a run or with very many engines, closed connections must do.
+        in calls at once: past these, at the end of a run or with very many engines, closing the connection has to
+        suffice.
         """
         urls = self._registry.urls()
         if self._abort_calls + len(urls) > _ABORT_CALLS:

@@ -32,7 +32,7 @@ class ExternalServers:
         network: Network = LOCAL,
     ) -> None:
         """``addresses``: host:port. ``start_timeout``: seconds one may take to answer, at first or after it was lost.
-        ``calls``: what they understand. ``keys``: what they ask for. ``network``: says whether they speak TLS.
+        ``calls``: makes their client. ``keys``: their keys. ``network``: whether they use TLS.
         """
         self._addresses = addresses
         self._start_timeout = start_timeout

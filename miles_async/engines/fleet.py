@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 Ts = TypeVarTuple("Ts")
 Result = TypeVar("Result")
 
-_ABORT_DRAIN_SECONDS = 5.0  # for aborted requests to come back before the engine is paused all the same
+_ABORT_DRAIN_SECONDS = 5.0  # wait for aborted requests before the engine is paused anyway
 _ABORT_POLL_SECONDS = 0.05
 _BRIEF_SECONDS = 10.0
 _CALLS_AT_ONCE = 8  # begun per turn of the event loop, 0.2 ms each
@@ -187,7 +187,7 @@ class Fleet:
         """End requests in flight before pausing: a server's own pause may notice their end a second late."""
         serving = {record.current for record in self._registry.in_state(EngineState.SERVING)}
         if not serving <= set(engines):
-            return  # others keep working, so the number of requests in flight says nothing about these
+            return  # others keep working, so the count of requests in flight says nothing about these
         try:
             async with asyncio.timeout(_ABORT_DRAIN_SECONDS):
                 while self._traffic.in_flight:

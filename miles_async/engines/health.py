@@ -39,13 +39,12 @@ _QUIET_POLLS = 10  # in a row
 
 
 class SilentEngineError(EngineError):
-    """An engine does not answer what others have answered meanwhile."""
+    """An engine does not answer although others have meanwhile."""
 
 
 class Question:
-    """A question that engines are asked again and again: how long each takes to answer it.
-
-    It tells an engine that has stopped from a machine that is slow: the former waits longer than ever, and alone.
+    """A question that engines are asked repeatedly, and how long each takes to answer. It distinguishes a stopped
+    engine from a slow machine: only the former takes longer than ever while others answer.
     """
 
     def __init__(self, registry: EngineRegistry, patience: float) -> None:
@@ -53,7 +52,7 @@ class Question:
         self._registry = registry
         self._patience = patience
         self._seconds: dict[str, deque[float]] = {}  # engine id → of its recent answers
-        self._answered: dict[str, float] = {}  # engine id → when it was asked what it answered last
+        self._answered: dict[str, float] = {}  # engine id → when its last answered question was asked
 
     async def ask(self, record: EngineRecord, answer: Coroutine[object, object, T], may_fail: Callable[[], bool]) -> T:
         """Await an answer. Raises what it raises, and SilentEngineError once it is overdue, unless ``may_fail()``."""
@@ -66,7 +65,7 @@ class Question:
                 await asyncio.wait([task], timeout=min(_LOOK_SECONDS, patience))
                 overdue = now() - asked >= patience and len(recent) >= _FEWEST_ANSWERS
                 alone = alone + 1 if overdue and not may_fail() and self._others_answer(engine, asked) else 0
-                if alone > 1 and not task.done():  # seen twice: our own event loop may be what is late
+                if alone > 1 and not task.done():  # seen twice: our own event loop may be late
                     raise SilentEngineError(f"did not answer within {patience:.2g} s what others did")
             result = task.result()
         finally:
@@ -93,7 +92,7 @@ class EngineHealth:
         self._progress = Question(registry, _PROGRESS_PATIENCE)
 
     async def until_unusable(self, record: EngineRecord, on_host: OnHost) -> str:
-        """Detect machines that vanish without closing connections, and servers with weights from elsewhere."""
+        """Detect machines that vanish without closing connections, and servers whose weights something else changed."""
         failures, url = 0, record.url
         assert url is not None
         self._probes.forget(record)

@@ -24,7 +24,7 @@ class Http:
     """Opens the session at first use, when the event loop that it belongs to is running."""
 
     def __init__(self, keys: EngineKeys | None = None, tls: Tls | None = None) -> None:
-        """``keys``: what engines and routers ask for; None where they ask for none. ``tls``: None if they speak none.
+        """``keys``: of engines and routers; None if they need none. ``tls``: None without TLS.
 
         Raises ConfigurationError if the files of ``tls`` cannot be used.
         """
@@ -83,4 +83,4 @@ async def event_data(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             for line in event.split(b"\n"):
                 if line.startswith(_EVENT_DATA):
                     yield line[len(_EVENT_DATA) :].strip()
-        searched = max(0, len(buffer) - 1)  # the last byte may be the first of an end
+        searched = max(0, len(buffer) - 1)  # the last byte may begin a separator

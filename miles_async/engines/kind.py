@@ -1,4 +1,4 @@
-"""A kind of inference server: how its processes are started, and the calls that they understand.
+"""A kind of inference server: how its processes are started, and its protocol.
 
 ``engines/sglang`` is one. Another is a sibling folder with an :class:`EngineKind`, which ``wiring/engines.py`` names.
 """

@@ -13,7 +13,7 @@ from miles_async.seams import InferenceServer
 from miles_async.types import EngineLoad
 
 ASKED_AT_ONCE = 8  # per turn of the event loop, 0.2 ms each
-LOAD_SECONDS = 2.0  # a server has the answer at hand; a later one would be out of date
+LOAD_SECONDS = 2.0  # servers answer at once; a later answer would be out of date
 
 
 class Loads:

@@ -43,7 +43,7 @@ class RayServers:
         places: Sequence[EnginePlace] = (),
     ) -> None:
         """``labels``: of the nodes that may have engines. ``interpreter``: command that Ray starts the actors'
-        processes with; None: that of this process. ``places``: of the first engines, if they are decided already.
+        processes with; None: this process's. ``places``: nodes of the first engines, if already chosen.
         """
         self._kind = kind
         self._spec = spec
@@ -60,11 +60,11 @@ class _EngineNodes:
     """The nodes that may have engines."""
 
     def __init__(self, labels: Mapping[str, str], patience: float) -> None:
-        """``patience``: seconds that all of them may be gone for: a machine that is restarted takes minutes."""
+        """``patience``: seconds for which all of them may be gone: restarting a machine takes minutes."""
         self.labels = labels
         self.labelled = f" labelled {dict(labels)}" if labels else ""
         self._patience = patience
-        self._were_there = False  # labels that no node ever had are a mistake
+        self._were_there = False  # no node ever had the labels: a mistake in the flags
 
     async def choose(self, engine_index: int, count: int) -> Sequence[Node]:
         """Choose the ``count`` nodes of an engine: they take turns. Raises EngineStartError if there is none."""
@@ -124,7 +124,7 @@ class _RemoteServer:
         with suppress(ray.exceptions.RayError, ProcessLostError, TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS):
                 await self.perform(ServerProcess.stop)
-        ray.kill(self.actor, no_restart=True)  # and with it, by PR_SET_PDEATHSIG, whatever stop left
+        ray.kill(self.actor, no_restart=True)  # and with it, by PR_SET_PDEATHSIG, all processes that stop left
 
 
 class _RayServer:

@@ -80,7 +80,7 @@ class EngineRecord:
         self.paused = True
 
     def resume(self) -> None:
-        """Note that it is paused no more."""
+        """Note that it is no longer paused."""
         if self.pauses and self.pauses[-1][1] is None:
             self.pauses[-1] = (self.pauses[-1][0], time.time())
         self.paused = False
@@ -125,7 +125,7 @@ class EngineRegistry:
         return self._taking[number % len(self._taking)]
 
     def answering_at(self, url: str) -> EngineRecord | None:
-        """Engine at ``url`` if its answers count, that is, if it serves or is being drained. O(1)."""
+        """Engine at ``url`` if its answers count: it serves or is draining. O(1)."""
         return self._answering.get(url)
 
     def urls(self) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ class EngineRegistry:
         await self._turns.until(condition)
 
     def describe(self) -> str:
-        """One line for messages: the state of every engine and of the router."""
+        """Describe every engine's state and the router's in one line."""
         states = [
             f"{r.engine_id} {r.state.value}"
             + (" paused" if r.paused else "")

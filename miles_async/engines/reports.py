@@ -1,4 +1,4 @@
-"""Leaves the state and load of all engines in a file, for the page of the run."""
+"""Writes the state and load of all engines to a file, for the page of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPORT_SECONDS = 10.0
 
 
 class EngineReports:
-    """Samples the engines of some registries, a small request to each at a time."""
+    """Polls the engines of some registries with small requests."""
 
     def __init__(self, loads: Sequence[tuple[Loads, str]], path: Path) -> None:
         """``loads``: with the role of their engines."""
@@ -31,7 +31,7 @@ class EngineReports:
         self._failed = False
 
     async def run(self) -> NoReturn:
-        """Write until cancelled, and once more then. A file that cannot be written costs a warning, once."""
+        """Write until cancelled, and once more then. Failures to write cause a single warning."""
         try:
             while True:
                 for each, _ in self._loads:

@@ -32,7 +32,7 @@ _FOREVER = "86400"  # seconds; deadlines are the client's
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """The part of the router's GET /workers that we read."""
+    """The fields of the router's GET /workers that we read."""
 
     id: str
     url: str
@@ -114,7 +114,7 @@ class Router:
     async def _register_again(self, record: EngineRecord, url: str) -> None:
         try:
             await self.add(url)
-        except EngineError as error:  # the engine died, too, and is about to be fenced: no reason to end the run
+        except EngineError as error:  # the engine died, too, and is about to be fenced: not fatal
             log.warning("engine was not registered with the new router", url=url, error=str(error))
         else:
             if record.state is not EngineState.SERVING or record.url != url:  # fenced meanwhile
@@ -221,7 +221,7 @@ class Routing:
         if record.incarnation == incarnation and record.state is EngineState.JOINING:
             record.state = EngineState.SERVING
             self._registry.notify()
-        elif self._registry.answering_at(url) is None:  # lost or drained meanwhile, maybe before the router had it
+        elif self._registry.answering_at(url) is None:  # lost or drained meanwhile, perhaps before the router knew it
             await self.remove(url)
 
     async def fence(self, record: EngineRecord, reason: str) -> None:

@@ -66,7 +66,7 @@ class ServerProcess:
         return url
 
     async def follow(self, rendezvous: tuple[str, int]) -> None:
-        """Start the part of a server on this node, which meets the first one's at ``rendezvous``; it is up when that
+        """Start the part of a server on this node, which joins the first node's at ``rendezvous``; it is up when that
         one is.
         """
         await self._prepare(rendezvous)

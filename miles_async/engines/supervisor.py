@@ -82,7 +82,7 @@ class EngineSupervisor:
         """Start all engines; return when at least one is ``joining`` and none is at its first start.
 
         An engine that fails is restarted as it would be later in its life: by :meth:`supervise`, if others are up. If
-        all have failed once and none is up, the next failure is taken for one that stays, such as a wrong model.
+        all have failed once and none is up, the next failure is considered permanent, such as a wrong model.
         Raises EngineStartError then, or when no engine has restarts left, and ConfigurationError at once if a node
         lacks files; everything is stopped by then.
         """
@@ -178,7 +178,7 @@ class EngineSupervisor:
         self._give_up(record)
         if self._all_gone():
             budget = self._engines[record.engine_id].budget
-            # That no restart helped is not known if none was tried: then the run may succeed on another try.
+            # Without a restart it is unknown whether one would have helped: the run may succeed on another try.
             untried = not any(other.restarts for other in self._registry.engines.values())
             raise (ProcessLostError if untried else EngineError)(
                 f"no engine is left; the last, {record.engine_id}, was restarted {budget} (--engine-max-restarts, "
@@ -232,7 +232,7 @@ class EngineSupervisor:
 
     # ------------------------------------------------------------------------------------------- how many
     def members(self, group_name: str) -> list[EngineRecord]:
-        """Engines of a group that are not on their way out, oldest first."""
+        """Engines of a group that are not being drained, oldest first."""
         return [
             self._registry.engines[engine_id]
             for engine_id, engine in self._engines.items()
@@ -261,7 +261,7 @@ class EngineSupervisor:
             self._scope.create_task(self._drain(record, was_serving), name=f"drain {record.engine_id}")
 
     def _free_index(self, group: EngineGroup) -> int:
-        """Lowest index that no engine has, other than one that was given up."""
+        """Lowest index without an engine that is not given up."""
         taken = {
             engine.index
             for engine_id, engine in self._engines.items()
@@ -277,7 +277,7 @@ class EngineSupervisor:
             engine.task.cancel()
         if record.url is not None and was_serving:
             await self.routing.remove(record.url)
-            with suppress(TimeoutError, EngineError):  # it is ended all the same
+            with suppress(TimeoutError, EngineError):  # end it anyway
                 async with asyncio.timeout(DRAIN_SECONDS):
                     await self._health.until_quiet(record.url)
         if engine.handle is not None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Traffic:
-    """Requests that are at an engine or the router; those that wait on the client don't count."""
+    """Requests at an engine or the router, not those waiting on the client."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.completed: Counter[str] = Counter()  # engine id → answers

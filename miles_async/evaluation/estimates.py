@@ -1,7 +1,7 @@
 """Estimates from the samples of an evaluation, with 95 % intervals over prompts.
 
-Prompts are what is drawn; samples of one prompt are alike, so a prompt counts once, with its mean. Miller 2024,
-"Adding Error Bars to Evals" (arXiv:2411.00640), has the reasons, and those for pairing by prompt.
+Prompts are the units that are drawn; samples of one prompt are alike, so a prompt counts once, with its mean. Miller
+2024, "Adding Error Bars to Evals" (arXiv:2411.00640), gives the reasons, also for pairing by prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from miles_async.evaluation.totals import PASS, ks, pass_at_k
 
 CONFIDENCE = 0.95
 FEWEST = 5
-"""Prompts below which there is no interval by Student's t."""
+"""Fewest prompts for an interval by Student's t."""
 
 Rewards = Mapping[str, Sequence[float]]
 """Prompt → rewards of its samples."""

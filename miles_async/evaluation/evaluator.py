@@ -32,7 +32,7 @@ from miles_async.types import Attempt, Prompt, Sample
 log = structlog.get_logger(__name__)
 
 Record = Callable[[int], EvaluationSamples]
-"""Rollout steps before the pass → what keeps its samples."""
+"""Rollout steps before the pass → recorder of its samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class _AskedPrompt:
     data_set: DataSet
     attempt: Attempt
     ended: int = 0  # samples, failed ones too
-    samples: dict[int, Sample] = field(default_factory=dict)  # by index, those that wait for the reward of their group
+    samples: dict[int, Sample] = field(default_factory=dict)  # by index, waiting for the reward of their group
     outcomes: list[Outcome] = field(default_factory=list)
 
 
@@ -72,8 +72,8 @@ class Evaluator:
         stall_timeout: float,
         record: Record | None = None,
     ) -> None:
-        """``concurrency``: most samples in flight. ``service``: the circuit of services that ``generate`` needs besides
-        engines. ``services``: whose outages are waited for.
+        """``concurrency``: most samples in flight. ``service``: circuit of the services that ``generate`` needs besides
+        engines. ``services``: services whose outages pause the clock of ``stall_timeout``.
         ``stall_timeout``: seconds that may pass without the end of a sample. ``record``: keeps the samples of a pass.
         """
         self._data_sets = data_sets
@@ -143,7 +143,7 @@ class Evaluator:
         )
 
     def _idle_seconds(self) -> float:
-        """Seconds since a sample ended, outages left out."""
+        """Seconds since a sample ended, excluding outages."""
         return now() - max(self._last_end, self._services.paused_until())
 
     async def _one_sample(self, asked: _AskedPrompt, index: int, totals: Totals, slots: asyncio.Semaphore) -> None:
@@ -174,7 +174,7 @@ class Evaluator:
         return with_reward(sample, await run_user_code(data_set.reward(prompt, sample)))
 
     async def _reward_group(self, asked: _AskedPrompt) -> None:
-        """Finish the samples that wait for that."""
+        """Finish the samples that wait for the group's reward."""
         if (reward := asked.data_set.group_reward) is None or not asked.samples:
             return
         samples = [*asked.samples.values()]

@@ -1,1 +1,1 @@
-"""The rollout side: ``dispatcher`` (attempts → groups), ``generate`` (prompt → sample), ``batches`` (→ train data)."""
+"""The rollout side: ``dispatcher`` (attempts → groups), ``generate`` (prompt → sample), ``manager`` (→ train data)."""

@@ -1,4 +1,4 @@
-"""The rollout side in a process of its own: a Ray actor, and stand-ins that call it from the driver.
+"""The rollout side's process: a Ray actor, and stand-ins that call it from the driver.
 
 The actor builds its parts itself, from a function that ``wiring/driver.py`` passes, so nothing with an open socket
 ever has to be pickled.
@@ -34,7 +34,7 @@ class RolloutParts:
 
     manager: RolloutSide
     fleet: EngineFleet
-    evaluation_fleet: EngineFleet | None = None  # engines apart from those of training
+    evaluation_fleet: EngineFleet | None = None  # separate engines for evaluation
 
 
 BuildParts = Callable[[], Awaitable[RolloutParts]]
@@ -94,8 +94,8 @@ class RolloutProcess:
     def __init__(self, build: BuildParts, interpreter: str | None = None, *, patience: float) -> None:
         """Place it on this node, where the run directory is.
 
-        ``interpreter``: command that Ray starts its process with; None: that of this process. ``patience``: seconds
-        that its event loop may be blocked, once it has started.
+        ``interpreter``: command that Ray starts its process with; None: this process's. ``patience``: seconds that its
+        event loop may be blocked, once it has started.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -117,7 +117,7 @@ class RolloutProcess:
             await self._actor.ping.remote()
 
     async def start(self) -> None:
-        """Engines and router up. Raises EngineStartError, DataError, ConfigurationError."""
+        """Start engines and router. Raises EngineStartError, DataError, ConfigurationError."""
         await _result(self._link, self._actor.start.remote)
         self._started = True
 

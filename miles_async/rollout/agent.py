@@ -1,4 +1,4 @@
-"""Black-box generation: an agent that only knows a model's API makes the trajectory, in a session of its own.
+"""Black-box generation: an agent that only knows a model's API makes the trajectory, in a separate session.
 
 Whose fault a failure is decides what becomes of the prompt (C6), and the session says so: engines that failed the
 agent's last request, a session that is lost, a connection that could not be made are infrastructure; anything else that
@@ -55,7 +55,7 @@ class AgentGenerate:
     timeout: float  # seconds
 
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
-        """Raises TransientEngineError for infrastructure, ServiceUnavailableError for what the agent needs,
+        """Raises TransientEngineError for infrastructure, ServiceUnavailableError for services that the agent needs,
         RequestRejectedError for its own failures.
 
         The client is not used: the session server has its own way to the engines.

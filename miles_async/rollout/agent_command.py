@@ -33,7 +33,7 @@ _LAST_BYTES = 1 << 20  # of its output that are looked at
 
 
 class CommandAgent:
-    """Runs the command once per prompt, and leaves nothing of it (``process_tree.py``)."""
+    """Runs the command once per prompt, and ends all its processes (``process_tree.py``)."""
 
     def __init__(self, command: str, *, log_path: Path, api_key: Secret) -> None:
         """``api_key``: what its requests need."""
@@ -88,7 +88,7 @@ def command_words(command: str, flag: str = "--agent-command") -> list[str]:
 
 
 def _environment(base_url: str, api_key: Secret) -> dict[str, str]:
-    """Ours without the run's keys, the session with its key, and no proxy on the way to it."""
+    """Our environment without the run's keys, plus the session's address and key, reached without a proxy."""
     direct = without_proxies_for([urlsplit(base_url).hostname or ""], os.environ)
     key = api_key.reveal()
     session = {

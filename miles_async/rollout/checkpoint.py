@@ -32,7 +32,7 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The rollout side at one moment (C9)."""
+    """Snapshot of the rollout side (C9)."""
 
     source: JsonObject  # the prompt cursor
     pool: PoolSnapshot
@@ -83,5 +83,5 @@ def read_cursor(directory: Path) -> JsonObject:
 
 
 def read_state(directory: Path) -> SavedState:
-    """Read the snapshot, but for its groups. Raises OSError and MsgspecError."""
+    """Read the snapshot without its groups. Raises OSError and MsgspecError."""
     return msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=SavedState)

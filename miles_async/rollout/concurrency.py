@@ -52,7 +52,7 @@ class ConcurrencyLimit:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it had got its slot
+            if not turn.cancelled():  # it already had its slot
                 self._give_back()
             raise
 
@@ -97,7 +97,7 @@ class AdaptiveConcurrency:
         self._before: Mapping[str, EngineLoad] = {}
 
     def limit_to(self, cap: int) -> None:
-        """Stay between 1 and another cap."""
+        """Set another cap."""
         self._cap = cap
         self.per_engine = min(self.per_engine, float(cap))
 
@@ -148,7 +148,7 @@ class Concurrency:
                 scope.create_task(self._adapt(self._adaptive))
 
     def change(self, per_engine: int) -> None:
-        """Another ``--rollout-concurrency-per-engine``; nothing under way is ended."""
+        """Apply another ``--rollout-concurrency-per-engine``; nothing under way is ended."""
         self._per_engine = float(per_engine)
         if self._adaptive is not None:
             self._adaptive.limit_to(per_engine)
@@ -156,7 +156,7 @@ class Concurrency:
         self.slots.resize(self._total())
 
     def _total(self) -> int:
-        # Without engines as much as for one: the client's deadline for engines only runs for who is let in.
+        # Without engines, as many as for one: the client's deadline only runs for admitted samples.
         return int(self._per_engine * max(1, self._serving))
 
     async def _follow_engines(self) -> None:

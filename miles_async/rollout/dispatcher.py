@@ -194,13 +194,13 @@ class Dispatcher:
                 self._oldest_versions.forget(key)
                 failures.append(str(error))
                 log.info("sample failed, trying it again", prompt_id=attempt.prompt.prompt_id, error=str(error))
-            except OverdueError as error:  # a service that hangs, for all that is known, and not the prompt
+            except OverdueError as error:  # possibly a service that hangs, so not charged to the prompt
                 raise AttemptFailed(str(error), infrastructure=True) from error
             except (RequestRejectedError, RewardError, ServiceUnavailableError) as error:
                 raise AttemptFailed(str(error), infrastructure=False) from error
             except Exception as error:  # supervision point: a user's Generate costs its attempt, not the run
                 if isinstance(error, MilesAsyncError) and not isinstance(error, UserCodeError):
-                    raise  # the system's own trouble
+                    raise  # a fault of the machine, not of the user's code
                 raise AttemptFailed(f"generate {raised(error)}", infrastructure=False) from error
         raise AttemptFailed(failures[-1], infrastructure=True)
 
@@ -242,7 +242,7 @@ class Dispatcher:
         """One batch, fresh for ``target_version`` (C1). Waits for groups to finish.
 
         Raises StalledError when none does for ``--stall-timeout`` although some could: a pool that is full and
-        idle waits for the trainer, and an outage of a service ends; both have deadlines of their own.
+        idle waits for the trainer, and an outage of a service ends; both have separate deadlines.
         """
         waits_since = now()
         async with self._changed:  # held from the look to the wait, so that no change falls in between
@@ -278,7 +278,7 @@ class Dispatcher:
                 flight.abort_samples(aborted)
 
     async def change(self, changes: Changes) -> None:
-        """Hold other settings from now on. Call it between two cuts; a pause of generation may come at any time."""
+        """Apply changed settings. Call between two cuts; generation may be paused at any time."""
         self.pool.change(changes)
         self._per_engine = changes.concurrency(self._per_engine)
         self.concurrency.change(self._per_engine)
@@ -288,7 +288,7 @@ class Dispatcher:
         await self._notify()
 
     async def snapshot(self) -> RolloutSnapshot:
-        """Prompt cursor and pool, of one moment: no prompt is on its way from one to the other."""
+        """Snapshot prompt cursor and pool together: no prompt is in transit between them."""
         async with self._taking:
             return RolloutSnapshot(source=self._source.state(), pool=self.pool.snapshot())
 

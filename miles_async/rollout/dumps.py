@@ -40,7 +40,7 @@ EXPERTS = "routed_experts"
 
 
 TEACHER, REWARDS = "teacher_logprobs", "token_rewards"
-"""Columns of ``Branch`` by the same names: absent without a teacher, and where no token has a reward of its own."""
+"""Columns of ``Branch`` by the same names: absent without a teacher or rewards per token."""
 
 
 class RolloutDump(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_dump(path: Path, dump: RolloutDump) -> None:
-    """Write a batch, whole or not at all. Raises DataError."""
+    """Write a batch atomically. Raises DataError."""
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 

@@ -1,4 +1,4 @@
-"""Single-turn generation: one prompt in, one sample out, whatever happens to the weights in between. And the check of
+"""Single-turn generation: one prompt in, one sample out, whatever happens to the weights in between. Also checks
 samples of any origin.
 """
 

@@ -1,4 +1,4 @@
-"""One attempt while it is generated: its samples under way, and those left out of its group."""
+"""One attempt while it is generated: its running samples, and the samples left out of its group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AttemptFailed(Exception):
 
 
 class GroupInFlight:
-    """The samples of one attempt, each in a task of its own."""
+    """The samples of one attempt, one task each."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class GroupInFlight:
         """Cancel all samples: the pool has ended the attempt."""
         self.over = True
         for task in self._tasks:
-            task.cancel()  # those that are done don't mind
+            task.cancel()  # a no-op for finished tasks
 
     def abort_samples(self, indices: Iterable[int]) -> None:
         """Cancel these samples unless they are finished; the group is made without them."""
@@ -117,7 +117,7 @@ class GroupInFlight:
         try:
             made = await self._make(self.attempt, index, self._generating)
         except AttemptFailed as failure:
-            if self.over or index in self._left_out:  # it was aborted, and closing it failed
+            if self.over or index in self._left_out:  # aborted, and closing it failed
                 return
             if len(self._left_out) == self._spare:
                 raise

@@ -1,4 +1,4 @@
-"""The rollout side, whole: engines, dispatcher and train data behind the RolloutSide protocol.
+"""The whole rollout side: engines, dispatcher and train data behind the RolloutSide protocol.
 
 It lives in one Ray actor, on one event loop. It hands out batches: cut for a stated version, turned into flat
 arrays, split over the trainer's data-parallel ranks and put into Ray's object store, so that tokens never pass
@@ -97,10 +97,10 @@ class RolloutManager:
         dump: Callable[[RolloutDump], None] | None = None,
         samples: Samples | None = None,
     ) -> None:
-        """``close_reward`` ends the processes that rewards started.
-        ``put`` stores a shard and returns the reference that crosses processes (``ray.put``).
-        ``writers`` bring to disk what happens in the dispatcher's pool. ``canary``: see :meth:`canary`.
-        ``dump`` is given every batch, in a thread. ``samples``: see ``miles_async/samples``.
+        """``close_reward`` ends the processes that rewards started. ``put`` stores a shard and returns the reference
+        that crosses processes (``ray.put``). ``writers`` record the events of the dispatcher's pool on disk.
+        ``canary``: see :meth:`canary`. ``dump`` is given every batch, in a thread. ``samples``: see
+        ``miles_async/samples``.
         """
         self._engines = engines
         self._source = source
@@ -185,8 +185,8 @@ class RolloutManager:
         return msgspec.structs.replace(prepared, metrics=metrics)
 
     async def change(self, changes: Changes) -> None:
-        """Hold other settings from now on, and note all changes in ledger and schedule. Call it between two cuts; a
-        pause of generation may come at any time.
+        """Apply changed settings, and record all changes in ledger and schedule. Call between two cuts; generation may
+        be paused at any time.
         """
         self._batches = replace(self._batches, bound=changes.bound(self._batches.bound))
         await self._dispatcher.change(changes)
@@ -217,7 +217,7 @@ class RolloutManager:
         await self._engines.wait_for_joining()
 
     async def evaluate(self, step: int, data_sets: Collection[str] | None = None) -> Metrics:
-        """One pass over these held-out data sets, or all of them; {} without any. :meth:`close` cancels it."""
+        """Evaluate these held-out data sets, or all of them; {} if there are none. :meth:`close` cancels it."""
         if self._evaluator is None:
             return {}
         self._evaluating = asyncio.create_task(self._evaluator.run(step, data_sets), name="evaluation")
@@ -234,7 +234,7 @@ class RolloutManager:
             await asyncio.wait([self._evaluating])
 
     def stats(self) -> RolloutStats:
-        """Snapshot of the current state; after :meth:`close`, of its times."""
+        """Statistics of the current state; after :meth:`close`, with its times."""
         pool, engines = self._dispatcher.pool, self._engines.stats()
         balance = pool.balance()
         return RolloutStats(
@@ -254,7 +254,7 @@ class RolloutManager:
         )
 
     async def describe(self) -> str:
-        """Pool, engines, requests, live attempts and tasks, as they are now."""
+        """Describe pool, engines, requests, live attempts and tasks."""
         pool, engines = self._dispatcher.pool, self._engines.stats()
         attempts = [
             f"attempt {row.attempt_id} of {row.prompt_id}: {row.stage}, issued under version {row.issued_version}"
@@ -291,7 +291,7 @@ class RolloutManager:
         return now() - self._first_commit if self._first_commit is not None else 0.0
 
     async def snapshot(self) -> None:
-        """Keep what :meth:`save` will write: prompt cursor, owed attempts, finished groups, of this moment."""
+        """Snapshot what :meth:`save` will write: prompt cursor, owed attempts, finished groups."""
         self._snapshot = await self._dispatcher.snapshot()
 
     async def save(self, directory: Path) -> Mapping[str, str]:

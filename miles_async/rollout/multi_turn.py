@@ -103,15 +103,15 @@ class MultiTurnGenerate:
         overdue = f"took longer than --environment-timeout {self.step_timeout:g} s"
         try:
             await run_user_code(environment.close(), seconds=self.step_timeout, overdue=overdue)
-        except Exception as error:  # supervision point: the episode is over, and its sample as good as any
+        except Exception as error:  # supervision point: the episode is over, and its sample is valid
             log.warning("environment could not be closed", error=repr(error))
 
 
 class GivenReward:
-    """A Reward that leaves the reward which an environment or an agent gave as it is."""
+    """A Reward that keeps the reward given by an environment or agent."""
 
     def __init__(self, otherwise: Reward | None) -> None:
-        """``otherwise``: for a sample that came without."""
+        """``otherwise``: rewards samples that have none."""
         self._otherwise = otherwise
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Rewarded:
@@ -129,6 +129,6 @@ class GivenReward:
             raise RewardError(f"prompt {prompt.prompt_id}: given by the environment or agent: {error}") from None
 
     async def close(self) -> None:
-        """Close the other reward, if it can be."""
+        """Close the other reward, if it has a close method."""
         if close := getattr(self._otherwise, "close", None):
             await close()

@@ -1,4 +1,4 @@
-"""Run a command and leave nothing of it: ``python process_tree.py PARENT_PID command ...``.
+"""Run a command and end all processes that it leaves behind: ``python process_tree.py PARENT_PID command ...``.
 
 Ends with the command's exit status (128 + N for signal N), after it has ended every process that the command started
 and left, in whatever session: as a subreaper (PR_SET_CHILD_SUBREAPER) it becomes the parent of the orphans among them.
@@ -16,7 +16,7 @@ _END_SECONDS = 5.0  # a process in an uninterruptible system call may outlive it
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command to its end, then end what it left."""
+    """Run the command to its end, then end the processes that it left."""
     parent, command = int(arguments[0]), arguments[1:]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _tie(parent, signal.SIGTERM)
@@ -57,7 +57,7 @@ def _wait(command: int) -> int:
 
 
 def _end_children() -> None:
-    """Kill children until none is left. Those of a child that was killed become ours."""
+    """Kill children until none is left; children of a killed child become ours."""
     deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: its log-probs of what the student sampled go with the sample."""
+"""The teacher of on-policy distillation: adds its log-probs of the sampled tokens to the sample."""
 
 from __future__ import annotations
 

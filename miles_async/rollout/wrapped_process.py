@@ -1,4 +1,4 @@
-"""Run commands in ``process_tree.py``, which leaves no process of them."""
+"""Run commands in ``process_tree.py``, which leaves none of their processes behind."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Checkpoints(Protocol):
         ...
 
     async def finish(self) -> Mapping[str, float]:
-        """Complete the last save; return its metrics, none if it was complete."""
+        """Wait for the last save; return its metrics, or none if it had finished already."""
         ...
 
     async def load(self) -> Position | None:
@@ -52,7 +52,7 @@ class LiveSettings(Protocol):
     """Receives requests of ``miles-async set`` and hands them over at the boundaries of steps."""
 
     def begin(self, step: int) -> None:
-        """The loop continues after ``step`` trained steps."""
+        """Note that the loop continues after ``step`` trained steps."""
         ...
 
     def take(self, step: int, *, last: bool) -> Changes | None:
@@ -63,7 +63,7 @@ class LiveSettings(Protocol):
 
 
 class NoChanges:
-    """Implements LiveSettings where nothing can be asked for."""
+    """A LiveSettings that receives no requests."""
 
     def begin(self, step: int) -> None: ...
 
@@ -75,22 +75,22 @@ class Gpus(Protocol):
     """Turns of trainer and engines on GPUs that they share."""
 
     async def for_training(self, evaluation: Awaitable[None] | None) -> None:
-        """Wait until the trainer has its memory. Engines have no weights from then on; all that they may still have to
-        do is ``evaluation``.
+        """Wait until the trainer has its memory. Engines have no weights from then on, and only ``evaluation`` may
+        still use them.
         """
         ...
 
     def training_is_over(self) -> None:
-        """Nothing is asked of the trainer before the next :meth:`for_training`."""
+        """Note that the trainer is idle until the next :meth:`for_training`."""
         ...
 
     async def for_generating(self) -> None:
-        """Wait until :meth:`training_is_over` was said and the engines have their memory, and may be published to."""
+        """Wait for :meth:`training_is_over`, and until the engines have their memory and can receive weights."""
         ...
 
 
 class NoTurns:
-    """Implements Gpus where nothing is shared."""
+    """A Gpus for sides that share nothing."""
 
     async def for_training(self, evaluation: Awaitable[None] | None) -> None: ...
 

@@ -62,8 +62,8 @@ class InferenceServer(Protocol):
         ...
 
     async def probe(self, url: str, timeout: float) -> int:
-        """Wait until all of the server has answered, paused or not. Returns the number of tokens of one request that a
-        forward pass may yield: 1 without speculative decoding.
+        """Wait until every process of the server has answered, paused or not. Returns the number of tokens of one
+        request that a forward pass may yield: 1 without speculative decoding.
         """
         ...
 

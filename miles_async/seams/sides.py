@@ -24,7 +24,7 @@ from miles_async.types import (
 
 @runtime_checkable
 class PromptSource(Protocol):
-    """An endless stream of prompts with a cursor. ``take`` never returns fewer than asked for."""
+    """An endless stream of prompts with a cursor. ``take`` never returns fewer than requested."""
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
         """The next ``count`` prompts as (epoch, prompt). Raises DataError naming file and line."""
@@ -35,7 +35,7 @@ class PromptSource(Protocol):
         ...
 
     def restore(self, state: JsonObject) -> Sequence[str]:
-        """Continue where :meth:`state` was taken. Return what has changed since then and was accepted."""
+        """Continue where :meth:`state` was taken. Return the accepted changes since then."""
         ...
 
 
@@ -52,7 +52,7 @@ class SavedSide(Protocol):
     """State saved in a checkpoint together with the trainer's."""
 
     async def snapshot(self) -> None:
-        """Keep the current state for :meth:`save`. Quick: nothing is copied or written."""
+        """Keep the current state for :meth:`save`, without copying or writing anything."""
         ...
 
     async def save(self, directory: Path) -> Mapping[str, str]:
@@ -76,8 +76,8 @@ class RolloutSide(SavedSide, Protocol):
         ...
 
     async def change(self, changes: Changes) -> None:
-        """Hold other settings from now on, and note all changes in ledger and schedule. Between two cuts; a pause of
-        generation at any time.
+        """Apply changed settings, and record all changes in ledger and schedule. Call between two cuts; generation may
+        be paused at any time.
         """
         ...
 
@@ -148,7 +148,7 @@ class TrainerSide(WeightSenders, Protocol):
         ...
 
     async def change(self, values: Mapping[str, SettingValue]) -> None:
-        """Train later steps with other settings; those that are not the trainer's are ignored."""
+        """Apply changed settings to later steps; settings of other parts are ignored."""
         ...
 
     async def copy_weights(self, version: int) -> None:
@@ -182,7 +182,7 @@ class TrainerSide(WeightSenders, Protocol):
         ...
 
     async def digests(self, directory: Path, sizes: Mapping[str, int]) -> Mapping[str, str]:
-        """Digests of files below ``directory``, read by all ranks side by side. ``sizes``: their bytes, by path.
+        """Digests of files below ``directory``, read by all ranks in parallel. ``sizes``: their bytes, by path.
 
         Raises CheckpointError.
         """

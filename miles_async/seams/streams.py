@@ -1,4 +1,4 @@
-"""Tokens while they are sampled, on their way from an inference server to a stream that shows their text."""
+"""Tokens passed on while they are sampled, from an inference server to a client's stream."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class OnTokens(Protocol):
     """Called with the tokens of a call, or of a turn, while they are sampled."""
 
     def __call__(self, at: int, token_ids: Sequence[int]) -> None:
-        """Replace the tokens from position ``at`` on by ``token_ids``; (0, ()) takes all of them back.
+        """Replace the tokens from position ``at`` on with ``token_ids``; (0, ()) retracts all of them.
 
-        Raises TransientEngineError if tokens that are taken back were shown already; the call ends with it.
+        Raises TransientEngineError, which ends the call, if retracted tokens were shown already.
         """
         ...
 

@@ -43,17 +43,17 @@ class WeightTransport(Protocol):
     sent_fraction: float  # bytes sent to each engine in the last delivery ÷ bytes of the weights; mean over engines
 
     async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Do what can be done while the engines generate. An error means that its engine is to blame."""
+        """Prepare the delivery while the engines generate. Return the errors of the engines that failed."""
         ...
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Bring the weights to paused engines, which were all prepared. An error means that its engine is to blame;
-        engines without one hold all weights.
+        """Bring the weights to paused, prepared engines. Return the errors of the engines that failed; the others hold
+        all weights.
         """
         ...
 
     async def close(self) -> None:
-        """Release what is kept between deliveries, such as process groups."""
+        """Release resources kept between deliveries, such as process groups."""
         ...
 
 

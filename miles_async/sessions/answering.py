@@ -49,7 +49,7 @@ class Answering:
         return web.json_response(body=msgspec.json.encode(asked.answer(await self._take(session, asked))))
 
     async def count(self, request: web.Request, session: Session) -> web.Response:
-        """Answer a request for the tokens of a conversation, those that were sampled included.
+        """Answer a request for the tokens of a conversation, including sampled ones.
 
         Raises TrajectoryError.
         """
@@ -121,7 +121,7 @@ async def _body(request: web.Request, session: Session) -> bytes:
         images = session.taker.trajectory.renderer.images is not None
         return await read_conversation(request, session.taker.limits.total, images=images)
     except NoRoomError:
-        with session.request():  # the trajectory ends for want of room, as if it had been tokenized
+        with session.request():  # the trajectory ends for lack of room, as if it had been tokenized
             raise
 
 

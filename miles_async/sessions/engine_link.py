@@ -84,7 +84,7 @@ class EngineLink:
             raise _gone(error) from error
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """See ``api.EngineClient``; the deadlines are those of the client on the other side."""
+        """See ``api.EngineClient``; the client on the other side sets the deadlines."""
         return await self._call(request, None)
 
     async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> Generation:
@@ -100,7 +100,7 @@ class EngineLink:
         try:
             await self._send(ToRollout(number=number, request=request, streams=on_tokens is not None))
             return await answer
-        except (asyncio.CancelledError, TransientEngineError):  # the latter of ``on_tokens``: the call continues there
+        except (asyncio.CancelledError, TransientEngineError):  # the latter from ``on_tokens``: the call runs on
             with suppress(TransientEngineError):
                 await self._send(ToRollout(number=number))
             raise

@@ -1,4 +1,4 @@
-"""What all requests to the session server go through: keys, limits of their size, and errors as JSON.
+"""Middleware of the session server: keys, size limits, and errors as JSON.
 
 The run's key opens everything, the agents' key what agents do. Rendering and tokenizing a text takes 130 times its size
 in memory, in the one process of all sessions, so a request that is longer than any conversation that fits the context

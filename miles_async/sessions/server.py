@@ -52,7 +52,7 @@ from miles_async.types.shared_pictures import slim
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MAX_BODY = 1 << 20  # of requests that the run makes; conversations have a limit of their own
+_MAX_BODY = 1 << 20  # of the run's requests; conversations have a separate limit
 _BACKLOG = 4096  # agents of a whole batch may connect at once
 
 _PROTOCOLS: Mapping[str, Read] = {

@@ -84,7 +84,7 @@ class Session:
         return self.taker.trajectory.count(request.messages, request.tools, request.options)
 
     def check(self, request: TurnRequest) -> None:
-        """Check what a request wants of the template and the engine.
+        """Check a request's options of the template and constraints of the engine.
 
         Raises TrajectoryError if it sets an option of the template that may not be set, or a constraint that the run's
         loss does not correct for or that could take an engine's time.

@@ -41,7 +41,7 @@ class Admission:
         return self._untrained + sum(self._trained.values())
 
     def room(self) -> int:
-        """Attempts that may be admitted now; 0 while more are under way than a lowered capacity allows."""
+        """Attempts that may be admitted now; 0 while a lowered capacity is exceeded."""
         return max(0, self._capacity - self.occupied)
 
     def resize(self, capacity: int) -> None:

@@ -90,8 +90,8 @@ class AttemptBook:
         return replace(waiting, attempt_id=attempt_id, issued_version=issued_version)
 
     def ended(self, attempt: Attempt, cause: Cause, reason: str) -> Outcome:
-        """Decide what follows an attempt that ended untrained; queue the retry, if there is one. The last of
-        :attr:`dead_letters` is that of a prompt that it quarantined.
+        """Decide what follows an attempt that ended untrained; queue the retry, if there is one. If this quarantines
+        the prompt, its letter is the last of :attr:`dead_letters`.
 
         Filtered: a fresh prompt; the same weights would likely give the same rewards again, and an easy
         prompt is no bad prompt. Stale: another attempt by ``--stale-group-action recycle``, up to
@@ -174,7 +174,7 @@ class AttemptBook:
         raise self.only_quarantined()
 
     def only_quarantined(self) -> DataError:
-        """The error of a source that has nothing else, with the reasons of the prompt that was quarantined last."""
+        """The error for a source of quarantined prompts only, with the reasons of the last one."""
         *_, last = self._quarantined.values()
         return DataError(
             f"expected a prompt that is not quarantined, found only the {len(self._quarantined)} that are; the last is "

@@ -66,11 +66,11 @@ class StalenessBuffer:
         self._note_version(attempt_id, version)
 
     def rebound(self, bound: int | None) -> None:
-        """Judge later cuts by another bound."""
+        """Set the bound of later cuts."""
         self._bound = bound
 
     def count_stale(self, target_version: int) -> int:
-        """Groups that a cut for this version would find a stale sample in."""
+        """Groups in which a cut for this version would find a stale sample."""
         stale = (ids for version, ids in self._by_version.items() if is_stale(version, target_version, self._bound))
         return sum(map(len, stale))
 
@@ -78,7 +78,7 @@ class StalenessBuffer:
         """Take one batch for the version the optimizer will step from, after sweeping what is too old for it.
 
         Return the batch in its order, () if too few groups were fresh; the stale groups that were swept, oldest
-        admission first; and those that lost their stale samples and stay, or are in the batch (C7).
+        admission first; and the groups that lost stale samples and stay, or are in the batch (C7).
 
         Not the version when rollouts were collected: a batch prepared while another one trains is cut for the
         version that will be current then. With too few fresh groups only the sweep happens, so that stale

@@ -65,17 +65,17 @@ class Checked(msgspec.Struct, frozen=True):
     """The pool has just checked C2."""
 
     issued: int  # attempts in all
-    live: Mapping[int, Stage]  # those that have not ended
+    live: Mapping[int, Stage]  # live attempts
 
 
 class Changed(msgspec.Struct, frozen=True):
-    """The run continues with other settings."""
+    """The run continues with changed settings."""
 
     changes: Changes
 
 
 class EpochBegan(msgspec.Struct, frozen=True):
-    """Prompts come from another epoch now. Of the prompt source, and for the ledger alone."""
+    """A new epoch began. Sent by the prompt source to the ledger only."""
 
     data: str  # file, or all of them
     epoch: int
@@ -85,7 +85,7 @@ class EpochBegan(msgspec.Struct, frozen=True):
 
 
 class PromptsOpened(msgspec.Struct, frozen=True):
-    """The prompt data of a run. Of the prompt source, and for the ledger alone."""
+    """The prompt data of a run. Sent by the prompt source to the ledger only."""
 
     files: Mapping[str, str]  # beginning of the prompts' ids → digest of the content
     earlier_rates: int  # prompts whose pass rate is known from --pass-rates

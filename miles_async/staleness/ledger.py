@@ -134,7 +134,7 @@ class Balance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """One row per live attempt; refuses every move that loses or doubles one."""
+    """One row per live attempt; rejects every move that would lose or duplicate one."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Row] = {}
@@ -211,7 +211,7 @@ class Ledger:
         return Balance.of(self._issued, self._stages, self._ended, self._reasons, self._aborted)
 
     def check(self, *, in_flight: Iterable[int] | None = None, buffered: Iterable[int] | None = None) -> None:
-        """Check C2 at run time: the sum, and the rows against what the parts really hold.
+        """Check C2 at run time: the sum, and the rows against what the parts hold.
 
         Args:
             in_flight: attempt ids that the dispatcher is working on.

@@ -44,7 +44,7 @@ def is_stale(oldest_version: int, target_version: int, bound: int | None) -> boo
 
 
 def is_tighter(bound: int | None, than: int | None) -> bool:
-    """Return whether something may be too old by ``bound`` that is not by ``than``. None: not bounded.
+    """Return whether ``bound`` rejects ages that ``than`` accepts. None: not bounded.
 
     >>> is_tighter(1, 2), is_tighter(2, None), is_tighter(2, 2), is_tighter(None, 2)
     (True, True, False, False)

@@ -25,7 +25,7 @@ from miles_async.types import Attempt, Changes, Group, Prompt
 
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool at one moment, but for its groups."""
+    """Snapshot of the pool, without its groups."""
 
     ledger: LedgerState
     book: BookState
@@ -34,7 +34,7 @@ class PoolState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool at one moment, from which another process can continue (C9)."""
+    """Snapshot of the pool, from which another process can continue (C9)."""
 
     state: PoolState
     groups: tuple[Group, ...]  # finished and not trained yet, oldest admission first
@@ -121,7 +121,7 @@ class Pool:
         self._end_untrained(attempt, Cause.INFRASTRUCTURE if infrastructure else Cause.DATA, reason)
 
     def filtered(self, attempt: Attempt, reason: str, group: Group | None = None) -> None:
-        """End an attempt whose group a filter turned down."""
+        """End an attempt whose group a filter rejected."""
         if group is not None:
             self._emit(events.Finished(group))
         self._end_untrained(attempt, Cause.FILTERED, reason)
@@ -194,7 +194,7 @@ class Pool:
             self._visible_version = version
 
     def change(self, changes: Changes) -> None:
-        """Hold another bound and lead from now on, if the changes have them. Call it between two cuts: each batch obeys
+        """Apply a changed bound and lead, if the changes include them. Call it between two cuts: each batch obeys
         the bound under which it was cut (C1).
 
         A lower bound makes buffered groups too old for the next cut, which sweeps them; with ``--stale-group-action
@@ -294,7 +294,7 @@ class Pool:
         """Restore a snapshot; call it before anything is issued. ``total_groups``: groups left to train.
 
         ``version``: the version that the trainer continues from; groups that are too old for it are generated again,
-        like those that were in flight. ``readmissions``: request → ids of quarantined prompts to readmit.
+        like samples that were in flight. ``readmissions``: request → ids of quarantined prompts to readmit.
         ``accepted``: changes of model and prompts that ``--load-anyway`` accepted, for the event.
         """
         state = snapshot.state

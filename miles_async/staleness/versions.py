@@ -46,7 +46,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 def token_versions(
     reported_spans: object, reported_label: object, num_tokens: int, dispatch_version: int, tokens_in_flight: int
 ) -> Int32:
-    """Return int32 [num_tokens], the version of each token by :func:`parse_spans`, which see."""
+    """Return int32 [num_tokens], the version of each token as :func:`parse_spans` decides it."""
     spans = parse_spans(reported_spans, reported_label, num_tokens, dispatch_version, tokens_in_flight)
     return versions_per_token(spans, num_tokens)
 

@@ -1,8 +1,8 @@
 """One trainer rank as a Ray actor: the training backend, and on sending ranks a weight sender.
 
 Methods block, in several threads: the main one for ``train`` and all that is collective, and one each for staging and
-sending weights, for repairs of engines, for writing checkpoints and for pings. So neither files nor an engine that does
-not answer delay training, and an engine that fails in its repair delays no delivery.
+sending weights, for repairs of engines, for writing checkpoints and for pings. So neither file writes nor an
+unresponsive engine delays training, and a failed repair delays no delivery.
 
 All calls come through :meth:`TrainerActor.perform`, which executes each once, however often it is repeated: no rank
 takes a step twice or runs ahead of the others after a lost link.
@@ -145,7 +145,7 @@ class TrainerActor:
         stage = self._backend.pipeline_stage
         if stage is not None and stage < senders:
             self._sender = sender(self._network.address(), sender=stage, senders=senders)
-        gc.freeze()  # no collection scans torch, megatron and the model again
+        gc.freeze()  # exclude torch, megatron and the model from later collections
         return RankInfo(
             rank=self._rank,
             data_parallel_rank=self._backend.data_parallel_rank,
@@ -167,7 +167,7 @@ class TrainerActor:
         return metrics, scores, RankTimes(began, backend.part_seconds() if isinstance(backend, TimesParts) else whole)
 
     def change(self, values: Mapping[str, SettingValue]) -> None:
-        """Train with other settings from now on; without effect if the backend's cannot change."""
+        """Apply changed settings to later steps; a no-op if the backend cannot change any."""
         if isinstance(self._ready, ChangesSettings):
             self._ready.change(values)
 

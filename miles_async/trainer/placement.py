@@ -56,7 +56,7 @@ class Placement:
         self._reservation = Reservation(resources.bundle(ranks_per_node), nodes, resources.labels, node_ids)
 
     async def reserve(self, deadline_seconds: float) -> None:
-        """Raises TrainerError when the cluster hasn't got the resources within the deadline."""
+        """Raises TrainerError if the cluster lacks the resources until the deadline."""
         if not await self._reservation.reserve(deadline_seconds):
             labels = dict(self._resources.labels)
             where = f" labelled {labels} (--actor-node-labels)" if labels else ""

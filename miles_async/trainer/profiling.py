@@ -26,7 +26,7 @@ class RankProfiler:
     """The profiles of one rank. A profile that cannot be written is a warning: the run continues."""
 
     def __init__(self, profiling: Profiling | None, rank: int) -> None:
-        """Starts the history of memory, before the model is built. ``profiling``: None: there is none."""
+        """Start the memory history before the model is built. ``profiling``: None: no profiles."""
         self._profiling = profiling if profiling is not None and rank in profiling.ranks else None
         self._rank = rank
         self._remembers = self._profiling is not None and self._profiling.memory
@@ -37,7 +37,9 @@ class RankProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile the block if it is the step in question. Its memory is written, too, if memory runs out before."""
+        """Profile the block if it is the chosen step. If an earlier step runs out of memory, write its memory
+        history.
+        """
         if self._profiling is None or number > self._profiling.step:
             self._forget()  # a run that was resumed after the step
             yield

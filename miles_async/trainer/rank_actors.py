@@ -139,7 +139,7 @@ class RankActors:
             ray.kill(handle, no_restart=True)
 
     def end(self) -> None:
-        """Kill all processes and give their place back."""
+        """Kill all processes and release their placement."""
         self.kill()
         self._placement.release()
 
@@ -156,7 +156,7 @@ def cause_of(errors: Mapping[int, Exception]) -> MilesAsyncError:
         return ProcessLostError(f"trainer rank {rank} died{also}: {why_gone(error)}")
     text = str(cause).strip() or repr(cause)
     log.error("trainer rank failed", rank=rank, traceback=str(error))
-    if _order_of_cause(error) == LOST_PEER:  # and no rank reports being the lost one
+    if _order_of_cause(error) == LOST_PEER:  # and no rank reports that it was lost
         return ProcessLostError(f"trainer rank {rank} lost the connection to another{also}: {text}")
     return TrainerError(f"trainer rank {rank} failed{also}: {type(cause).__name__}: {text}")
 

@@ -151,7 +151,7 @@ class TrainerRanks:
         report = RanksReport(steps=tuple(self._times))
         try:
             await asyncio.to_thread(lambda file: write_whole(file, msgspec.json.encode(report)), self._times_file)
-        except OSError as error:  # the page lacks them; that is no reason to stop
+        except OSError as error:  # the page lacks them, which must not end the run
             log.warning("times of ranks cannot be written any more", error=str(error))
             self._times_file = None
 
@@ -204,7 +204,7 @@ class TrainerRanks:
             ) from None
 
     async def supervise(self) -> None:
-        """Notice that an idle rank was lost; never returns. Raises as :meth:`train`."""
+        """Watch idle ranks for losses; never returns. Raises as :meth:`train`."""
         while True:
             await asyncio.sleep(IDLE_PING_SECONDS)
             if self._actors.idle:  # calls notice it themselves, and name the cause

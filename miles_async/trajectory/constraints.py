@@ -41,7 +41,7 @@ class Constraint:
 def constraint_of(called: Tools, schema: JsonObject | None, tools: Tools, *, parallel: bool) -> Constraint | None:
     """The constraint of a request; None if it has none.
 
-    ``called``: tools of which a call is demanded: then an answer consists of calls only. ``schema``: of the answer,
+    ``called``: tools that must be called: then an answer consists of calls only. ``schema``: of the answer,
     unless it calls ``tools``.
     """
     if called:

@@ -26,7 +26,7 @@ class Context:
     options: JsonObject  # for the template
     text: str  # of the messages, as the template writes them
     abridged: bool  # the text was rendered without the middle of the conversation
-    kept: int  # tokens of the parent's output that stay: all, or all but a stop token
+    kept: int  # tokens kept of the parent's output: all, or all but a stop token
     appended: Int32  # tokens after these
     appended_text: str
     length: int  # tokens in all

@@ -1,4 +1,4 @@
-"""What the chat template writes for the messages after a turn.
+"""Text that the chat template writes for the messages after a turn.
 
 A turn takes as long after 500 turns as after 5: the text is rendered without the turns in the middle, which hardly any
 template looks at. Whether that is so is checked by rendering the whole conversation at turns 1, 2, 4, 8 ... of a branch
@@ -37,12 +37,12 @@ def next_text(
 
 
 def renders_whole(turns: int) -> bool:
-    """Return whether the whole conversation is rendered after so many turns: so rarely that it takes linear time."""
+    """Return whether to render the whole conversation after this many turns: rarely enough to take linear time."""
     return turns & (turns - 1) == 0
 
 
 def check_abridged(renderer: Renderer, context: Context) -> None:
-    """Raises TransientEngineError if all of the conversation makes a difference to the text of a context."""
+    """Raises TransientEngineError if rendering the whole conversation changes the text of a context."""
     if not context.abridged:
         return
     try:
@@ -74,7 +74,7 @@ def _abridged_text(
 ) -> str | None:
     """The same text, rendered with nothing in front but what the first turn answered, and the last two turns.
 
-    None if these are all turns, or if it makes a difference to what the template writes in front of ``new``.
+    None if these are all turns, or if that changes what the template writes in front of ``new``.
     """
     if parent is None or depth_of(parent) < 3 or not renderer.abridges:
         return None

@@ -33,7 +33,7 @@ class SplitReasoning(Protocol):
 
 
 CALL_ID = "call"
-"""What ids of calls begin with that are ours."""
+"""Prefix of the call ids that we make."""
 
 THINK_TAGS = ("<think>", "</think>")
 
@@ -49,7 +49,7 @@ class ReplyParser:
     call_style: str | None = None  # a name of ``constraints.CALL_STYLES``, if calls are written in one of these ways
     call_begins: Sequence[str] | None = None  # every call begins with one of these; None: unknown, so no content is
     # certain before the turn is over
-    reasoning_grows: bool = True  # what is read as reasoning in a text stays that when the text grows
+    reasoning_grows: bool = True  # reasoning in a text stays reasoning when the text grows
 
     def reply(
         self,
@@ -83,7 +83,7 @@ class ReplyParser:
     def certain(
         self, text: str, before: str, tools: Sequence[JsonObject], *, stops: Sequence[str] = (), parallel: bool = True
     ) -> Message:
-        """What a message has for certain whose ``text`` may continue: reasoning and content, no calls.
+        """The certain part of a message whose ``text`` may continue: reasoning and content, no calls.
 
         Nothing that may begin a call or a stop, and no white space at the end. Arguments: see :meth:`reply`.
         """
@@ -127,8 +127,8 @@ class ReplyParser:
 
 
 def _ids(calls: Sequence[Call], begin: str) -> Sequence[str]:
-    """The ids that the model wrote, since the template may write them again with results. Ours for calls without one,
-    or with that of another call of the turn.
+    """The model's ids, since the template may repeat them with results; ours for calls whose id is missing or repeated
+    in the turn.
     """
     ids: dict[str, None] = {}
     for n, (_, _, *written) in enumerate(calls):
@@ -137,7 +137,7 @@ def _ids(calls: Sequence[Call], begin: str) -> Sequence[str]:
 
 
 def extends(message: Message, shown: Message) -> bool:
-    """Return whether a message continues what was ``shown`` of it."""
+    """Return whether a message continues the part that was ``shown``."""
     reasoning, begun = message.get("reasoning_content", ""), shown.get("reasoning_content", "")
     content = shown["content"]
     same = reasoning == begun if content else reasoning.startswith(begun)  # content comes after all reasoning

@@ -27,7 +27,7 @@ MOST_PATTERNS = 32  # different ones
 MOST_UNBOUNDED = 64  # repeats without an upper count, over all patterns: 200 may take 30 s to compile, 64 take 4 s
 MOST_LENGTHS = 1_024  # sum of different lengths of texts, each up to SAME_LENGTH, which takes 13 s to compile
 SAME_LENGTH = 256  # characters from which on a length costs the same
-MOST_PROPERTIES = 256  # of one object: any of those that are optional may come next
+MOST_PROPERTIES = 256  # of one object: any optional one may come next
 MOST_COUNTED_PROPERTIES = 32  # of one whose properties are counted: their number and which come next multiply
 
 Lengths = tuple[int, int]
@@ -137,7 +137,7 @@ def ways(pattern: str) -> int:
 
 @dataclass(slots=True)
 class _Ways:
-    """Those of an open group of a pattern, each at most one more than their bound."""
+    """Counts in an open group of a pattern, each at most one more than its bound."""
 
     best: int = 0  # of its alternatives before this one
     before: int = 1  # of this alternative, before its last element

@@ -26,7 +26,7 @@ class GrowingText:
         """``decode``: of a response with all tokens (``ChatFormat.decode_all``)."""
         self._decode = decode
         self._text = ""  # of the tokens that are read
-        self._window: list[int] = []  # the tokens read last, and those that aren't yet
+        self._window: list[int] = []  # the tokens read last, then unread ones
         self._read = 0  # of the window
         self._before = ""  # text of these
 
@@ -48,7 +48,7 @@ class StreamedTurn:
     """The reply so far. A ``seams.streams.OnTokens``.
 
     Tokens come in by calls, and the reply is read from them only when :meth:`advance` asks for it, as often as there is
-    time. Tokens that were not shown yet may be taken back.
+    time. Tokens that were not shown yet may be retracted.
     """
 
     def __init__(self, changed: Callable[[], None]) -> None:

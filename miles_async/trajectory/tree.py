@@ -49,7 +49,7 @@ class _Request(NamedTuple):
     input_ids: Int32 = np.empty(0, np.int32)
 
     def begins(self, messages: Sequence[object]) -> bool:
-        """Return whether ``messages`` are those of this request and more."""
+        """Return whether ``messages`` extend this request's."""
         return bool(self.messages) and messages[: len(self.messages)] == self.messages
 
 
@@ -238,7 +238,9 @@ class Trajectory:
         return tuple(self._pictures[digest] for digest in digests)
 
     def _as_written(self, conversation: Sequence[Message], tools: Tools, options: JsonObject) -> Context:
-        """Context with the conversation as the template writes it, in a new branch where it was sampled otherwise."""
+        """Context with the conversation as the template writes it, in a new branch where that differs from the sampled
+        text.
+        """
         written = self.renderer.chat.render(conversation, tools, options, generation_prompt=True)
         with suppress(TrajectoryError):  # the template changes what is in the tokens
             context = self._continued(conversation, tools, options)
@@ -290,9 +292,9 @@ class Trajectory:
     ) -> Sample | None:
         """Build the sample: one branch per leaf, the one with most sampled tokens first; None before the first turn.
 
-        Turns that several leaves share carry loss in the first of them. ``text`` is the last turn's, so that the
-        reward is that of the end of the episode. ``finish_reason``: None: the last turn's. ``rewards``: of single
-        turns, at the last token of each that carries loss.
+        Turns that several leaves share carry loss in the first of them. ``text`` is the last turn's, so that the reward
+        judges the end of the episode. ``finish_reason``: None: the last turn's. ``rewards``: of single turns, at the
+        last token of each that carries loss.
 
         Raises TransientEngineError if the template writes a whole conversation differently than was assumed, so that
         the episode has to be repeated.
@@ -332,7 +334,7 @@ class Trajectory:
 
 
 def _input_ids(context: Context, latest: _Request) -> Int32:
-    """Tokens of a context, from those of the latest request where it continues that one."""
+    """Tokens of a context, reusing the latest request's where it continues that one."""
     parent = context.parent
     if parent is None or parent.context is not latest.context:
         return context.input_ids()

@@ -29,10 +29,10 @@ async def take_turn(
 ) -> Generation:
     """Sample until the model stops or ``max_new_tokens`` of the request are there.
 
-    The text, if the request asks for it, is that of the whole turn. A token keeps the experts of the first pass that
-    read it, since the log-probs of what was sampled after it are of that pass.
-    ``kept`` receives the version of the first token of every chunk.
-    ``on_tokens`` is called with the turn's tokens while they are sampled, if the client streams, and after each call.
+    The text, if the request asks for it, covers the whole turn. A token keeps the experts of the first pass that read
+    it, since the log-probs of what was sampled after it are of that pass. ``kept`` receives the version of the first
+    token of every chunk. ``on_tokens`` is called with the turn's tokens while they are sampled, if the client streams,
+    and after each call.
 
     A turn under a grammar starts again instead of continuing: a grammar applies from the first token of a request.
     Raises what the client raises, and TransientEngineError for an engine that only aborts.
@@ -96,5 +96,5 @@ def _joined(chunks: Sequence[Generation], constrained: bool) -> Generation:
 
 
 def with_last_token(experts: RoutedExperts | None) -> RoutedExperts | None:
-    """Append a row of 0 for the token after those that have experts."""
+    """Append a row of 0 for the token after the last one with experts."""
     return None if experts is None else np.pad(experts, ((0, 1), (0, 0)))

@@ -10,7 +10,7 @@ from miles_async.types.pictures import Picture
 from miles_async.types.samples import Float32, Int32, Int64, RoutedExperts, UInt8
 
 NOT_SHOWN = -1
-"""Entry of ``TrainBatch.shown`` for branches whose scores nobody asked for."""
+"""Entry of ``TrainBatch.shown`` for branches without requested scores."""
 
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     advantages: Float32  # [S] or [N], see above
     rewards: Float32  # [S]
     sample_ids: Int64  # [S] the sample's position in the batch before any split; the same for all its branches
-    group_ids: Int64  # [S] that of the sample's group
+    group_ids: Int64  # [S] id of the sample's group
     shown: Int64  # [S] the branch's position in the batch if the scores of its tokens are wanted, else NOT_SHOWN
     routed_experts: RoutedExperts | None = None  # [N, ...] as in Branch, if they are replayed
     teacher_logprobs: Float32 | None = None  # [N] as in Branch, if there is a teacher

@@ -1,4 +1,4 @@
-"""Engines and sessions: who there is, and how they do."""
+"""Engines and sessions: members, states and statistics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Incarnation(msgspec.Struct, frozen=True, order=True):
     """
 
     engine: str  # its id
-    number: int  # changes whenever what is known of the engine becomes void
+    number: int  # changes when facts known about the engine become void
 
     def __str__(self) -> str:
         return self.engine
@@ -27,16 +27,16 @@ class FleetMembers(msgspec.Struct, frozen=True, kw_only=True):
 
     serving: tuple[Incarnation, ...]  # hold the current version and take requests
     joining: tuple[Incarnation, ...]  # up, but their weights are unknown until a publication reaches them
-    starting: tuple[str, ...]  # ids of those that are not up yet
+    starting: tuple[str, ...]  # ids of engines that are not up yet
     ranks: Mapping[str, int]  # process-group ranks by engine id (its tensor-parallel size)
-    bucketwise: frozenset[str] = frozenset()  # ids of those that need a call to receive each bucket
+    bucketwise: frozenset[str] = frozenset()  # ids of engines that need a call per bucket
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Current load of an engine."""
 
     running: int  # requests that generate
-    waiting: int  # requests in its queue, those that were put back for want of KV cache included
+    waiting: int  # queued requests, including requests put back for lack of KV cache
     kv_use: float  # part of the KV cache that running requests hold, 0 to 1
 
 
@@ -59,9 +59,9 @@ class CollectedSession(msgspec.Struct, frozen=True, kw_only=True):
     ending: SessionEnding
     sample: Sample | None  # of its trajectory; None: it had no turn
     reward: float | RewardParts | None  # that its agent gave
-    requests: int  # for chat completions, failed ones too
+    requests: int  # for chat completions, including failed ones
     cut: bool  # the last request found no room, or its turn used all of it
-    failure: str | None  # what engines or network did to the last request
+    failure: str | None  # the engines' or network's failure in the last request
     waiting: bool  # the last request was given up, or is under way
 
 

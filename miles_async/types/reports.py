@@ -1,4 +1,4 @@
-"""What engines and trainer ranks were doing lately: small files in the run directory, for its page."""
+"""Recent activity of engines and trainer ranks: small files in the run directory, for its page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RankTimes(msgspec.Struct, frozen=True, array_like=True):
     """A rank's rollout step."""
 
     began: float  # seconds since 1970
-    seconds: Mapping[str, float]  # by part, in their order; of parts that take turns the sum
+    seconds: Mapping[str, float]  # by part, in order; summed where parts alternate
 
 
 class RanksReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,13 +30,13 @@ NO_VERSION = -1
 """Entry of ``Sample.weight_versions`` for tokens that no engine generated (prompt, tool output)."""
 
 JsonObject = Mapping[str, Any]
-"""JSON of somebody else's making: chat messages, tools, sampling parameters, metadata, a model's config.json."""
+"""JSON from elsewhere: chat messages, tools, sampling parameters, metadata, a model's config.json."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 Label = str | tuple[str, ...]
-"""The answer, or several of which any is right."""
+"""The answer, or several accepted answers."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0  # of these, served from the prefix cache
     text: str | None = None  # of the tokens from ``text_from`` on, special ones too; None if the engine gave none
     routed_experts: RoutedExperts | None = None  # of prompt and output from ``experts_from`` up to the last but one
-    constrained: bool = False  # sampled under a grammar: the log-probs are those of the policy restricted to it
+    constrained: bool = False  # sampled under a grammar: the log-probs are of the policy restricted to it
     started_at: float | None = None  # Unix time of the first request; None: not noted
     finished_at: float | None = None  # of the last answer
 
@@ -104,7 +104,7 @@ class TurnSpan(NamedTuple):
 class Branch(msgspec.Struct, frozen=True, kw_only=True):
     """One way through a trajectory, from the prompt to a last token: one sequence for the trainer.
 
-    Its arrays are read-only from then on, those that it was given too: rewards and filters see what is trained on.
+    Its arrays become read-only, the caller's too: rewards and filters see what is trained on.
     """
 
     tokens: Int32  # [T] prompt and response
@@ -240,7 +240,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def columns_of(samples: Sequence[Sample]) -> Int64:
-    """What a batch has to know of the tokens of each branch of a group's samples, int64 [B, 7].
+    """Facts that a batch needs about the tokens of each branch of a group's samples, int64 [B, 7].
 
     The columns: position of the sample in the group, tokens of the prompt, tokens, tokens that carry loss; their oldest
     version, their newest version, and 1 if all of them have a finite log-prob.

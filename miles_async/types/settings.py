@@ -10,7 +10,7 @@ SettingValue = int | float | str | None
 
 
 class KeptSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting in a checkpoint that is not what its flag says."""
+    """A setting in a checkpoint that differs from its flag."""
 
     flag: SettingValue  # as the user gave it
     value: SettingValue

@@ -1,4 +1,4 @@
-"""Samples on their way to another process or a file have the content of each image once, whoever refers to it."""
+"""Samples that are sent or saved contain each image once, however often they refer to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def slim(samples: Sequence[Sample], known: Sequence[Picture] = ()) -> tuple[Samp
 
 
 def restored(samples: Sequence[Sample], known: Sequence[Picture] = ()) -> tuple[Sample, ...]:
-    """Undo :func:`slim`: equal images are one object, that of ``known`` where it is there."""
+    """Undo :func:`slim`: equal images become one object, from ``known`` where it has them."""
     pictures = {p.digest: p for sample in samples for branch in sample.branches for p in branch.pictures if p.content}
     pictures |= {picture.digest: picture for picture in known}
     return _changed(samples, lambda picture: pictures[picture.digest])

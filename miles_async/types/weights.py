@@ -50,7 +50,7 @@ class StagedWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CanaryScore(msgspec.Struct, frozen=True):
-    """An engine's log-probs of given tokens: the canary sequence, or what a teacher is asked about."""
+    """An engine's log-probs of given tokens: the canary sequence, or a sample for a teacher."""
 
     weight_version: str
     logprobs: Float32  # [T - first] of tokens[first:]; of the canary tokens[1:]

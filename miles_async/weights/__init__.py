@@ -1,1 +1,3 @@
-"""Publication of weights: ``publisher`` runs it; ``export``, ``transports`` and ``verify`` are its parts."""
+"""Publication of weights: ``publisher`` runs it; ``staging``, ``transports``, ``update`` and ``verify`` are its
+parts.
+"""

@@ -25,7 +25,7 @@ Mask = npt.NDArray[np.bool_]
 
 W = TypeVar("W", bound=np.unsignedinteger)
 
-# Zeros are gone, so there is little to match: with a small table zstd finds that out in half the time.
+# Zeros are gone, so there is little to match: a small table halves zstd's time.
 _COMPRESSION = zstandard.ZstdCompressionParameters.from_level(1, hash_log=8)
 _BLOCK = 1 << 18  # elements: what is computed of them stays in the cache
 _MOSTLY = 0.6  # above this share everything is kept, which is faster and no larger
@@ -85,7 +85,7 @@ def _parts(before: Words, after: Words, encoding: DeltaEncoding) -> Iterator[Byt
 
 
 class _Parts:
-    """Takes back, in the same order, what :func:`_parts` gives."""
+    """Reads the output of :func:`_parts`, in the same order."""
 
     def __init__(self, data: bytes) -> None:
         decompressor = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
@@ -116,7 +116,7 @@ class _Parts:
 
 
 def _not_zero(words: npt.NDArray[W]) -> Mask:
-    """Which elements are not zero; all if most are not."""
+    """Indices of the elements that are not zero; all if most are not."""
     mask = words != 0
     if np.count_nonzero(mask) > _MOSTLY * len(mask):
         mask[:] = True

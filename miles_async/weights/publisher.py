@@ -92,7 +92,7 @@ class WeightPublisher:
 
         Not before the first delivery.
         """
-        async with self._lock:  # a delivery under way includes the engines that wait
+        async with self._lock:  # waits for a delivery under way, which includes the joining engines
             assert self._delivered is not None
             staged = self._delivered
             joining = (await self._repairs.fleet.members()).joining
@@ -134,7 +134,7 @@ class WeightPublisher:
             self._staging = False
 
     async def _tell_senders(self, keep: Callable[[WeightSender, int], None], staged: StagedWeights) -> None:
-        """Have all senders begin or cease to keep that version, however many are staged after it."""
+        """Have all senders pin or unpin that version."""
         awaited = f"the sending ranks, which are to pin version {staged.version} for a repair"
         async with publication_deadline(self._timeout, awaited):
             for index in range(staged.senders):

@@ -26,7 +26,7 @@ class Slab:
         self._gpu: _GpuCopies | None = None
 
     def clear(self) -> None:
-        """Begin from the start: copies made so far are overwritten."""
+        """Start over: copies made so far are overwritten."""
         self._current = self._used = 0
         if self._gpu is not None:
             self._gpu.drop_duplicates()

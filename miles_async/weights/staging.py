@@ -97,7 +97,7 @@ class Staging:
         return staged
 
     def _remove_old(self, version: int) -> None:
-        """Make room for ``version``, which is copied once the one before is delivered: engines need no older one."""
+        """Make room for ``version``, which is copied once the previous one is delivered: engines need no older one."""
         self._staged.pop(version, None)
         for old in list(self._staged)[: 1 - self._options.keep]:
             if old not in self._pinned:
@@ -233,7 +233,7 @@ class _DeltaWriter:
 
     @property
     def result(self) -> WeightDelta | None:
-        """What was written; None if tensors were added, removed or changed their shape, which no delta describes."""
+        """The changes as written; None if tensors were added, removed or reshaped, which no delta describes."""
         if not self._same_tensors or self._bytes.keys() != self._base.buckets.keys():
             return None
         return WeightDelta(base_version=self._base.version, bucket_bytes=self._bytes)

@@ -14,7 +14,7 @@ KEPT_VERSIONS = 2  # the newest one may be staged while engines that come up sti
 class StagingOptions:
     """Options of one sender's ``Staging``."""
 
-    parent: Path | None = None  # for the sender's own directory; None: in memory if it has ``room``, else on disk
+    parent: Path | None = None  # parent of the sender's directory; None: in memory if it has ``room``, else on disk
     shared: bool = False  # other users may read the files; else this one only
     version_bytes: int | None = None  # of this sender's share of a version; None: not known
     bucket_bytes: int

@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 
 Admission = AbstractAsyncContextManager[bool]
-"""Engines are admitted inside it, if it says so."""
+"""Engines are admitted inside it, if it yields True."""
 
 
 class PublicationState(Enum):
@@ -69,7 +69,7 @@ class FleetUpdater:
         restarting.
         """
         self.state = PublicationState.IDLE  # for the watchdog
-        self.last_loss = ""  # which engine was lost last, and why: for the message when none is left
+        self.last_loss = ""  # the engine lost last, and why, for the message when none is left
         self.fleet = fleet
         self.transport = transport
         self.arguments = arguments
@@ -103,8 +103,8 @@ class FleetUpdater:
     ) -> tuple[Incarnation, ...]:
         """Bring joining engines to the version that the others serve. Returns the engines that hold it, verified.
 
-        They are admitted if ``admission``, which is entered when they hold it, says so. Engines that take too long are
-        fenced.
+        They are admitted if ``admission``, which is entered when they hold it, yields True. Engines that take too long
+        are fenced.
         """
         if not joining:
             return ()
@@ -121,7 +121,7 @@ class FleetUpdater:
             repaired = ()
         finally:
             self.state = PublicationState.IDLE
-        await self.close()  # the next delivery is to all engines, so nothing that was kept is of use
+        await self.close()  # the next delivery is to all engines, so nothing kept can be reused
         return repaired
 
     async def close(self) -> None:
@@ -238,7 +238,7 @@ class EngineUpdate:
         await self._settle("admit", await self._updater.fleet.admit(self.left, self._staged.version))
 
     async def _compare(self, joining: Collection[Incarnation]) -> None:
-        """Fence every engine that holds anything else than was staged, while none of them generates."""
+        """Fence every engine whose weights differ from the staged ones, while none of them generates."""
         fleet, verification = self._updater.fleet, self._updater.verification
         serving = [engine for engine in self.left if engine not in joining]
         new = [engine for engine in self.left if engine in joining]  # nothing in them has been compared before

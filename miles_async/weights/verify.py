@@ -35,8 +35,8 @@ from miles_async.types import (
 log = structlog.get_logger(__name__)
 
 QUANTILE = 0.9  # of the differences: a few tokens may differ by anything
-QUANTILE_TOLERANCE = 4.0  # this quantile may be so many tolerances; in a normal distribution it is 2 means
-DECIDED = 6.0  # of _how_much_nearer(): noise alone comes as far once in 60 million times, whatever its distribution
+QUANTILE_TOLERANCE = 4.0  # limit for this quantile, in tolerances; in a normal distribution it is 2 means
+DECIDED = 6.0  # of _how_much_nearer(): noise of any distribution reaches it once in 60 million times
 
 SHOWN = 3  # names in a message
 EVERYTHING = TensorShare()
@@ -58,7 +58,7 @@ def canary_tokens(
 
 
 def canary_tolerance(given: float | None, *, bf16: bool, device: Device) -> float:
-    """``given``, or else the mean log-prob difference between correct implementations of a model, with a margin.
+    """``given``, or the mean log-prob difference between correct implementations of a model, with a margin.
 
     In bf16, an error of 2 % in hidden states makes a mean of 0.11 if logits have a standard deviation of 6. Wrong
     weights make several units with a large vocabulary. On CUDA Transformer Engine multiplies fp32 in TF32, which has
@@ -91,7 +91,7 @@ class Verification:
         self._told: set[tuple[str, ...]] = set()  # lists of tensors that can't be compared, which were logged
 
     def share(self, version: int) -> TensorShare:
-        """The tensors of which engines that serve already report digests."""
+        """The share of tensors whose digests serving engines report."""
         if self._arguments.verify_weights == "full":
             return EVERYTHING
         shares = self._arguments.verify_weights_shares
@@ -123,7 +123,7 @@ class Verification:
     def judge_scores(
         self, staged: StagedWeights, scores: Mapping[Incarnation, CanaryScore], findings: Findings
     ) -> dict[Incarnation, str]:
-        """Describe, per engine, how its canary disagrees."""
+        """Describe, per engine, how its canary differs."""
         problems: dict[Incarnation, str] = {}
         for engine, score in scores.items():
             verdict = judge_canary(staged, score, self._tolerance)
@@ -187,7 +187,7 @@ class CanaryVerdict:
 
     problem: str | None  # why the log-probs cannot come from the staged weights
     difference: float  # mean of |engine - trainer|
-    tells_versions_apart: bool  # else weights of the version before would pass, too
+    tells_versions_apart: bool  # else the previous version's weights would pass, too
 
 
 def judge_canary(staged: StagedWeights, score: CanaryScore, tolerance: float) -> CanaryVerdict:
@@ -225,7 +225,7 @@ def _quantile(values: npt.NDArray[np.float64], share: float) -> float:
 def _how_much_nearer(found: Float32, new: Float32, old: Float32) -> float:
     """At how many more tokens ``found`` is nearer to ``new`` than to ``old``, in standard deviations of chance.
 
-    All three have noise of their own: the trainer, too, rounds otherwise at each version. Where versions differ by less
+    All three are noisy: the trainer, too, rounds differently at each version. Where versions differ by less
     than that, chance decides for each token; the sum is beyond ``k`` with a probability below exp(-k²/2) (Hoeffding).
     """
     nearer = np.sign(np.abs(found - old) - np.abs(found - new))
@@ -251,8 +251,8 @@ def compare_digests(
 ) -> Comparison:
     """Compare in both directions: all that was staged is held, element by element, and nothing else is.
 
-    ``share``: the tensors of which ``held`` has digests; of the others it says what is held at all. ``skip``: parts of
-    names of tensors, or of the engine's parameters, that are not compared (``--verify-weights-skip``).
+    ``share``: the tensors whose digests ``held`` has; of the others it only lists which parts are held. ``skip``: parts
+    of names of tensors, or of the engine's parameters, that are not compared (``--verify-weights-skip``).
     """
 
     def is_skipped(name: str) -> bool:

@@ -1,8 +1,8 @@
 """In the server's process: what SGLang (0.5.23) lacks for Gemma 4's text model alone, on every device.
 
 It knows the sizes of the heads of both kinds of layers in configs that hold encoders, too, and fails with the text
-model's own. It multiplies a router's norm and scale once, at the first request, so that a scale which is
-published later changes nothing. And it fills a layer's factor with a number, of which nobody can tell where it is from.
+model's own. It multiplies a router's norm and scale once, at the first request, so that a scale published later has no
+effect. And it fills a layer's factor in a way that cannot be followed to its tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In the server's process: digests of what a model holds of each tensor that its loader was given.
+"""In the server's process: digests of the parts that a model holds of each loaded tensor.
 
 While a loader runs, ``loader_watch.py`` records where the elements of each tensor went. Later a digest is taken of that
 memory, whatever has happened to it since, with each element's place in the tensor as it was sent (``tensor_digest``).

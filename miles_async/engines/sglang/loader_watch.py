@@ -2,7 +2,7 @@
 
 Loaders fuse, split and shard tensors, each in its own way; all end in ``parameter.copy_(a part of a tensor)``, or in
 ``parameter[a part] = a part of a tensor``. While one runs, those copies are noted: which elements of which tensor went
-to which memory. Tensors that are joined with ``torch.cat`` before they are copied are followed; those that are cast,
+to which memory. Tensors that are joined with ``torch.cat`` before they are copied are followed; tensors that are cast,
 moved or computed with are not.
 """
 
@@ -76,7 +76,7 @@ class _Joined:
 
 
 class LoaderWatch:
-    """Notes where tensors go. ``copies`` are those of each tensor when it was last given to the loader."""
+    """Notes where tensors go. ``copies`` are of each tensor's latest load."""
 
     def __init__(self) -> None:
         self.copies: dict[str, list[Copied]] = {}

@@ -1,10 +1,10 @@
 """In the server's process: its HTTP doors open with the run's keys only.
 
 SGLang (0.5.23) has ``--api-key`` and ``--admin-api-key``. But everybody on a machine sees the arguments of a process,
-its log has them at level info, and ``/server_info`` tells the admin key to those who have the other. So its middleware
-is given the keys here, and its arguments have none. It leaves open whatever begins like ``/health``, ``/ready`` or
-``/metrics``, of which ``/health_generate`` makes the GPU work: here only the paths of ``OPEN`` are. It does not look at
-websockets (``/v1/realtime``, for speech), which are refused here.
+its log has them at level info, and ``/server_info`` shows the admin key to holders of the other. So its middleware is
+given the keys here, and its arguments have none. It leaves open whatever begins like ``/health``, ``/ready`` or
+``/metrics``, such as ``/health_generate``, which makes the GPU work: here only the paths of ``OPEN`` stay open. It does
+not look at websockets (``/v1/realtime``, for speech), which are refused here.
 
 After its start SGLang requests its own ``/freeze_gc`` with the key of its arguments, which would be refused and leave
 a traceback in the log. ``server.is_up`` requests it with the admin key instead.

@@ -4,7 +4,7 @@ SGLang (0.5.23) writes its answers as JSON. The request that an answer belongs t
 a context variable of the request's task carries there how it is to be packed. An answer that cannot be packed stays as
 it is. Events of a stream are packed where they are serialized, in a task that inherits the variable.
 
-The text of a packed answer is decoded here from all tokens. SGLang's own text is not that: it leaves out special tokens
+The text of a packed answer is decoded here from all tokens. SGLang's own text differs: it leaves out special tokens
 and the stop token, and was decoded piece by piece.
 """
 

@@ -51,7 +51,7 @@ def _listening_at_its_address(*, host_name: str, port: int, is_master: bool, **o
 def sleep_while_paused() -> None:
     """Make schedulers sleep until the next request while they are paused, as idle ones do (``--sleep-on-idle``).
 
-    SGLang's look for requests without end, which takes a core from whoever sends the weights they are paused for.
+    SGLang's poll for requests without pause, which takes a core from the sender of the weights.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -91,7 +91,7 @@ def _stacked_digests(memory: Tensor, offset: int, strides: tuple[int, ...], row_
 
 
 def _in_row_order(memory: Tensor, strides: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """The same elements in the order of the tensors they are of; the last dimension goes along their rows."""
+    """Reorder elements to the original tensors' layout; the last dimension runs along their rows."""
     kept = [dimension for dimension, length in enumerate(memory.shape[1:]) if length != 1]
     memory, strides = memory.reshape(len(memory), *(memory.shape[1 + d] for d in kept)), tuple(strides[d] for d in kept)
     order = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])

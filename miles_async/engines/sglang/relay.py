@@ -1,7 +1,7 @@
-"""In the server's process: buckets that come once to every node, on a CPU.
+"""In the server's process: brings buckets to every node once, on a CPU.
 
 The sender sends each bucket to rank 1 alone. From there it goes from node to node in a chain: the first rank of each
-node receives it from that of the node before, passes it on, and shares the memory with the other ranks of its node,
+node receives it from the previous node's, passes it on, and shares the memory with the other ranks of its node,
 which load it from there. So every network link carries the weights once, the sender's too, however many engines there
 are, and a node receives and stores them once::
 
@@ -32,7 +32,7 @@ from torch import Tensor
 
 FIRST = 1  # the rank that the sender sends to
 
-# Tags of messages between two ranks; those of one tag arrive in their order.
+# Tags of messages between two ranks; messages with one tag arrive in order.
 BUCKET = 0
 _READY = 1  # a bucket is in the shared memory
 _DONE = 2  # and was loaded from there
@@ -129,7 +129,7 @@ class _Arriving:
         self._received = group.recv([into], route.source, tag)
 
     def wait(self) -> Tensor:
-        """Wait for the bucket, and let others have it."""
+        """Wait for the bucket, and pass it on."""
         self._received.wait()
         if self._route.next is not None:
             self._slot.in_use.append(self._group.send([self._data], self._route.next, BUCKET))

@@ -1,4 +1,4 @@
-"""SGLang's own parsers of tool calls and reasoning, and its detection of the ones that a chat template needs.
+"""SGLang's own parsers of tool calls and reasoning, and its detection of the parsers that a chat template needs.
 
 They need no GPU, but the package that they are in imports what only GPUs have: see ``cpu/stand_ins.py``. The import
 takes a second and more where torch is not there yet, so nothing is imported before a parser is asked for.
@@ -50,8 +50,8 @@ CALL_BEGINS: Mapping[str, Sequence[str]] = {
     "kimi_k2": ("<|tool_calls_section_begin|>",),
     "gemma4": ("<|tool_call>",),
 }
-"""Texts one of which begins whatever a parser reads as calls, by parser; not known of others. Text in front of it stays
-as it is but for white space at its ends.
+"""Texts with which calls can begin, by parser; unknown for others. Text before them stays as it is, except for white
+space at its ends.
 """
 
 _DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>"
@@ -155,7 +155,7 @@ class SGLangReasoning:
             return None, text  # the template has begun and ended it
         begun = bool(self.begin) and written.endswith(self._opening.rstrip())
         if not begun and self.begin and self.end and self.begin not in text and self.end not in text:
-            return None, text  # some parsers take all text for reasoning that was begun
+            return None, text  # some parsers take all text for reasoning once it has begun
         try:
             whole = _harmony(text) if self.name == _HARMONY else text
             if self.begin and whole.lstrip().startswith(self.begin):  # GLM writes a line feed in front of it

@@ -1,4 +1,4 @@
-"""In the server's process: the buckets that all senders of a publication announce, some received while one is loaded.
+"""In the server's process: receives the buckets that a publication's senders announce, ahead of loading.
 
 Every rank of every engine starts to receive them in the order of their indices, so no two ranks can wait for each
 other, and NCCL's operations have the same order everywhere. On GPUs each bucket is a broadcast, which NCCL brings to
@@ -51,7 +51,7 @@ class Arriving(Protocol):
 
 
 class Line(Protocol):
-    """A way for buckets to reach this rank."""
+    """Brings buckets to this rank."""
 
     def start(self, group: dist.ProcessGroup, size: int) -> Arriving:
         """Start to receive the next bucket, of ``size`` bytes."""

@@ -27,7 +27,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 
 
 class _FailedError(Exception):
-    """An update that SGLang refuses or cannot load."""
+    """SGLang refused an update, or could not load it."""
 
 
 @cache  # a server that is forked from a process which has imported the launcher imports it again

@@ -102,7 +102,7 @@ class ChatRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
 
     def _called_tools(self) -> list[JsonObject]:
-        """Tools of which ``tool_choice`` demands a call; empty if calls are optional."""
+        """Tools one of which must be called (``tool_choice``); empty if calls are optional."""
         match self.tool_choice:
             case None | "auto" | "none":
                 return []

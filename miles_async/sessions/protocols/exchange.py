@@ -33,7 +33,7 @@ class Ignored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IgnoredOfOpenAI(Ignored, frozen=True, kw_only=True):
-    """Those of both protocols of OpenAI."""
+    """The fields without effect of both OpenAI protocols."""
 
     user: object = None
     safety_identifier: object = None
@@ -75,7 +75,7 @@ History = MutableMapping[str, Kept]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What reading a request needs besides its body."""
+    """Context for reading a request."""
 
     answer_id: str  # unique in the session
     decode: Decode
@@ -100,7 +100,7 @@ Read = Callable[[bytes, Surroundings], Exchange]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A part of a reply that was not written before."""
+    """A part of a reply that was not written yet."""
 
     kind: Literal["reasoning", "content", "call"]
     text: str = ""
@@ -137,7 +137,7 @@ def parsed(body: bytes, kind: type[T], name: str) -> T:
 
 
 def check_supported(problems: Mapping[str, bool]) -> None:
-    """Raises TrajectoryError with the problems that are there."""
+    """Raises TrajectoryError listing all problems."""
     if unsupported := [problem for problem, found in problems.items() if found]:
         raise TrajectoryError(f"not supported: {'; '.join(unsupported)}")
 

@@ -53,7 +53,7 @@ class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields
     stream: bool | None = False
     thread: JsonObject | None = None  # keep the conversation, or continue one that was kept
     output_config: JsonObject | None = None
-    output_format: JsonObject | None = None  # what output_config.format was called before
+    output_format: JsonObject | None = None  # earlier name of output_config.format
 
     @property
     def stops(self) -> list[str]:
@@ -130,7 +130,7 @@ def read_request(body: bytes) -> MessagesRequest:
 
 
 def read_counted(body: bytes) -> MessagesRequest:
-    """Parse a request that may have no ``max_tokens``, as those that count tokens. Raises TrajectoryError."""
+    """Parse a request that may lack ``max_tokens``, such as one that counts tokens. Raises TrajectoryError."""
     request = parsed(body, MessagesRequest, "a message")
     check_supported(stop_problems(request.stops, "stop_sequences"))
     return request
@@ -234,7 +234,7 @@ def _function(tool: JsonObject) -> JsonObject:
 
 
 def _called(choice: JsonObject, tools: Sequence[JsonObject]) -> Sequence[JsonObject]:
-    """Tools of which a call is demanded; empty if calls are optional."""
+    """Tools one of which must be called; empty if calls are optional."""
     match choice:
         case {"type": "auto" | "none"}:
             return ()

@@ -114,7 +114,7 @@ class Answer:
         return {**call, "type": "function_call", "arguments": text if done else ""}
 
     def written(self, call: JsonObject) -> str:
-        """What the model wrote as arguments of a call, or as the text of a custom tool."""
+        """The model's text for the arguments of a call, or for a custom tool."""
         arguments = call["function"]["arguments"]
         free = call["function"]["name"] in self.free_text_tools
         if free and isinstance(arguments, dict) and isinstance(arguments.get(FREE_TEXT), str) and len(arguments) == 1:
@@ -187,7 +187,7 @@ class _ResponseWriter:
         return done
 
     def _name(self, part: Delta) -> str:
-        """What the events of a part are called."""
+        """Names of a part's events."""
         if part.kind != "call":
             return {"reasoning": "reasoning_text", "content": "output_text"}[part.kind]
         free = part.call["function"]["name"] in self._answer.free_text_tools

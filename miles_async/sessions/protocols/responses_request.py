@@ -56,7 +56,7 @@ class ResponsesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def functions(self) -> list[JsonObject]:
-        """Tools, those of namespaces too, as chat completions have them. Raises TrajectoryError."""
+        """Tools, including tools of namespaces, as chat completions have them. Raises TrajectoryError."""
         functions = [_function(tool) for tool, _ in self._each_tool()]
         names = [function["function"]["name"] for function in functions]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -127,7 +127,7 @@ def read_request(body: bytes) -> ResponsesRequest:
 def with_items(
     before: Sequence[JsonObject], items: Sequence[JsonObject], keep: KeepImage = no_images
 ) -> list[JsonObject]:
-    """Messages ``before``, and those of items: what the model wrote between two inputs is one message of the assistant.
+    """Messages ``before``, then the items' messages: the model's items between two inputs are one message.
 
     Raises TrajectoryError.
     """
@@ -150,7 +150,7 @@ def with_items(
 
 
 def _add(messages: list[JsonObject], item: JsonObject, kind: object) -> None:
-    """Add an item of the model to its message, which may be one that is there."""
+    """Add an item of the model to its message, a new one if there is none."""
     place = _place(messages, item)
     message: dict[str, Any] = dict(messages[place]) if place < len(messages) else {"role": "assistant", "content": ""}
     match kind:
@@ -166,8 +166,8 @@ def _add(messages: list[JsonObject], item: JsonObject, kind: object) -> None:
 def _place(messages: Sequence[JsonObject], item: JsonObject) -> int:
     """Index of the message that an item belongs to; one past the end for a new one.
 
-    An agent may put the output of a call in front of the turn's next call. Ids that are ours begin with that of their
-    turn; those that a model wrote don't tell.
+    An agent may put the output of a call in front of the turn's next call. Our ids begin with the id of their turn; ids
+    that a model wrote don't show it.
     """
     place = len(messages)
     while place > 0 and messages[place - 1]["role"] == "tool":
@@ -206,7 +206,7 @@ def _function(tool: JsonObject) -> JsonObject:
 
 
 def _called(choice: object, tools: Sequence[JsonObject]) -> Sequence[JsonObject]:
-    """Tools of which a call is demanded; empty if calls are optional."""
+    """Tools one of which must be called; empty if calls are optional."""
     match choice:
         case None | "auto" | "none":
             return ()

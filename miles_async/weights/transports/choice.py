@@ -1,4 +1,6 @@
-"""The transports by name (``--weight-transport``); the one of a run: both halves, and why it would not work."""
+"""The transports by name (``--weight-transport``); makes both halves of the chosen one, and says why it would not
+work.
+"""
 
 from __future__ import annotations
 

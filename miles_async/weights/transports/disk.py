@@ -17,7 +17,7 @@ from miles_async.weights.transports.spec import DriverSide, RankSide, TransportS
 
 
 def make_driver(side: DriverSide[WeightSender]) -> WeightTransport:
-    """Engines load the staged files in place, unless changes are sent: those are applied to files of each host."""
+    """Engines load the staged files in place, or, with deltas, apply the changes to files on each host."""
     return LocalFilesTransport(side, _path) if side.delta else DiskTransport(side)
 
 

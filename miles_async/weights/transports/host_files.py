@@ -3,7 +3,7 @@
 They run in the engine's actor (``EngineFleet.on_host``) with its directory as the first argument, and hold nothing
 between calls: the name of a version's directory tells that it is there and whole. Bytes come as a path that the host
 shares with the sending rank, or as an array from an object store. Engines whose directories lie side by side share the
-files by hard links, which stay when one of the engines goes.
+files by hard links, which remain when one of the engines is removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHANGED = "changed"  # folder in a version's directory: the buckets that differ 
 
 
 def held_version(directory: Path) -> int | None:
-    """The version of which all files are there; None if there is none."""
+    """The version whose files are complete; None if there is none."""
     versions = [int(path.name[1:]) for path in directory.glob("v*") if path.suffix != ".partial"]
     return max(versions, default=None)
 
@@ -84,7 +84,7 @@ def find_place(directory: Path) -> Place:
 
 
 def find_copy(directory: Path, version: int) -> Place | None:
-    """Tell where the directory is if all files of ``version`` are in it."""
+    """Return the directory's location if all files of ``version`` are in it."""
     return find_place(directory) if (directory / version_directory(version)).is_dir() else None
 
 

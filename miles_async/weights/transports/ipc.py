@@ -13,7 +13,7 @@ from miles_async.weights.transports.spec import DriverSide, RankSide, TransportS
 
 
 class SharesMemory(WeightSender, Protocol):
-    """The sending rank's half as this one calls it. ``name`` tells apart what is shared at the same time."""
+    """The sending rank's half as this one calls it. ``name`` distinguishes memory that is shared at the same time."""
 
     def share_bucket(self, name: str, version: int, index: int) -> str:
         """Put a bucket into device memory and return its handle.

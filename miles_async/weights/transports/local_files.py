@@ -47,7 +47,7 @@ class LocalFilesTransport:
 
     def __init__(self, side: DriverSide[Half], source: FindSource, pass_on: Pass | None = None) -> None:
         """With ``side.delta`` the files stay on the hosts, as the base of the next version; else they are removed once
-        loaded. ``pass_on``: None if hosts get the bytes from ``source`` whoever else has them.
+        loaded. ``pass_on``: None if hosts always get the bytes from ``source``.
         """
         self._fleet = side.fleet
         self._flush_cache = side.flush_cache
@@ -99,7 +99,7 @@ class LocalFilesTransport:
         arguments = (per_engine(self._directories), staged.version, self._flush_cache)
         errors = await self._fleet.call(engines, InferenceServer.load_files, *arguments)
         if not self._keep:
-            await self._fleet.on_host(engines, host_files.discard)  # files that this misses go with the engine
+            await self._fleet.on_host(engines, host_files.discard)  # missed files are removed with the engine
         return errors
 
     async def close(self) -> None: ...
@@ -159,7 +159,7 @@ class LocalFilesTransport:
                 await hosts.run(changing, host_files.change_bucket, staged.version, index, delta, base, tensors)
 
     async def _find_whole(self, staged: StagedWeights, index: int, passing: list[Incarnation]) -> Source:
-        """Find the source of a bucket's file. Engines that fail to pass it on are removed from ``passing``."""
+        """Return the source of a bucket's file. Engines that fail to pass it on are removed from ``passing``."""
         while passing:
             assert self._pass_on is not None
             answers = await self._fleet.on_host(passing[:1], self._pass_on, staged.version, bucket_file(index))

@@ -37,7 +37,7 @@ def make_driver(side: DriverSide[PutsFiles]) -> LocalFilesTransport:
 
 
 def put_from_host(directory: Path, version: int, name: str) -> list[Source]:
-    """Put a file that an engine's host has into the object store, as ``PutsFiles.put_file`` does."""
+    """Put a file of an engine's host into the object store, as ``PutsFiles.put_file`` does."""
     import ray
 
     return [ray.put(np.memmap(directory / version_directory(version) / name, np.uint8, mode="r"))]

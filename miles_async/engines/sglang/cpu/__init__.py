@@ -1,4 +1,4 @@
-"""Additions to an SGLang server on a CPU. On GPUs only the stand-ins are looked at, and find nothing to do.
+"""Additions to an SGLang server on a CPU. On GPUs only the stand-ins are installed, which find nothing missing.
 
 ``stand_ins`` for packages that only GPUs have, ``memory`` for machines that engines share, ``prefills`` and
 ``attention`` for speed, ``gated_delta`` and ``mamba`` for models whose kernels need a GPU, ``gaps`` for the rest.
@@ -27,7 +27,7 @@ def is_asked_for(arguments: Sequence[str]) -> bool:
 
 
 def prepare(arguments: Sequence[str]) -> None:
-    """Before anything of SGLang is imported: stand-ins for what is not installed; on a CPU, fork instead of spawn.
+    """Install stand-ins for missing packages before SGLang is imported; on a CPU, fork instead of spawn.
 
     SGLang spawns, which only CUDA needs: what it imports takes a process 10 s, which is most of its start.
     """

@@ -1,10 +1,9 @@
-"""In the server's process: attention on a CPU, of many requests at once and for new tokens only.
+"""In the server's process: attention on a CPU, for many requests at once and new tokens only.
 
 SGLang (0.5.23) goes through the requests of a batch one by one, in every layer. It collects the keys and values of
-each, so what all requests begin with as often as there are requests; and where a prompt is extended it computes the
-attention of cached tokens as well, and throws it away. Here what all requests begin with is collected once, and
-requests of about the same size are computed together (docs/benchmarks.md). It also leaves out softcapping of scores
-(Gemma 2), which is done here.
+each, so a common prefix once per request; and where a prompt is extended it computes the attention of cached tokens as
+well, and discards it. Here a common prefix is collected once, and requests of about the same size are computed together
+(docs/benchmarks.md). It also leaves out softcapping of scores (Gemma 2), which is done here.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _AT_ONCE = 1 << 19  # most elements of a tensor while requests are computed together, so that a core's caches hold it
-_PADDING = 2  # most products of queries and keys that are computed ÷ those that are needed
+_PADDING = 2  # most products of queries and keys computed ÷ products needed
 
 
 @cache  # a server that is forked from a process which has imported the launcher imports it again
@@ -40,7 +39,7 @@ def _pad_with_one_token(result: None, backend: Any, *_: object, **__: object) ->
 
 
 def _note_layer(original: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    # The functions below are not told the layer.
+    # The functions below don't receive the layer.
     backend.miles_async_softcap = layer.logit_cap
     windowed = backend.use_sliding_window_kv_pool and backend.token_to_kv_pool.layers_mapping[layer.layer_id][1]
     backend.miles_async_places = backend.token_to_kv_pool.full_to_swa_index_mapping if windowed else None
@@ -95,12 +94,12 @@ def attend(
     cached, first = lengths - new, new.cumsum(0) - new
     slots = req_to_token[req_pool_indices, : int(lengths.max())]
     if places_of is not None:
-        slots = places_of[slots]  # those of tokens behind the window may be others' by now
+        slots = places_of[slots]  # slots of tokens behind the window may be reused by now
     common = _in_common(slots[:, : int(cached.min())]) if len(slots) > 1 and window is None else 0
     first_keys, first_values = (_heads_first(held, slots[:1, :common])[0] for held in (k_cache, v_cache))
     for some in map(torch.tensor, _alike(new.tolist(), lengths.tolist(), common, query.shape[1:])):
         alone = len(some) == 1
-        # A token that one of several lacks is its last one again, as a query and as a key.
+        # Pad by repeating the last token, as a query and as a key.
         tokens = torch.arange(int(new[some].max())).minimum(new[some, None] - 1)
         places = torch.arange(0 if alone else common, int(lengths[some].max()))
         rows, held = first[some, None] + tokens, slots[some[:, None], places.minimum(lengths[some, None] - 1)]
@@ -120,7 +119,7 @@ def attend(
 
 
 def _in_common(slots: Tensor) -> int:
-    """How many columns, from the first on, are the same in all rows."""
+    """Number of leading columns that are equal in all rows."""
     return int((slots == slots[0]).all(0).long().cumprod(0).sum())
 
 
@@ -147,7 +146,7 @@ def _heads_first(held: Tensor, places: Tensor) -> Tensor:
 
 
 def _sees(at: Tensor, places: Tensor, window: int | None) -> Tensor:
-    """Which of ``places`` [m] a token ``at`` each place [requests, n] sees, bool [requests, 1, n, m]."""
+    """Mask: which of ``places`` [m] a token ``at`` each place [requests, n] sees, bool [requests, 1, n, m]."""
     sees = places <= at[:, None, :, None]
     return sees if window is None else sees & (places >= at[:, None, :, None] - window)
 
@@ -175,10 +174,10 @@ def _together(
     scaling: float | None,
     softcap: float,
 ) -> Tensor:
-    """The attention of several requests to their own tokens and those that all begin with, which all of theirs see.
+    """The attention of several requests to their own tokens and to their common prefix, which all of them see.
 
-    ``query``: [requests, heads, n, head size]; ``keys``, ``values``: [requests, kv heads, m, head size], and of what
-    they begin with [kv heads, common tokens, head size].
+    ``query``: [requests, heads, n, head size]; ``keys``, ``values``: [requests, kv heads, m, head size], and of their
+    common prefix [kv heads, common tokens, head size].
     """
     requests, heads, n, size = query.shape
     scaled = query.float() * (size**-0.5 if scaling is None else scaling)

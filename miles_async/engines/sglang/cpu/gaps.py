@@ -3,7 +3,7 @@
 - Latent attention (DeepSeek-V3, Kimi-K2, GLM-4.7-Flash) reads keys and values of each head where a prompt has no cached
   prefix, and torch_native finds the latent vectors in the cache instead. Here it always computes with the latent ones.
 - MiniMax-M2 normalises all heads of queries and keys together with a Triton kernel.
-- Gemma 4 keeps layers with a window in a cache of their own, which SGLang's torch_native writes and does not read;
+- Gemma 4 keeps layers with a window in a separate cache, which SGLang's torch_native writes and does not read;
   ``attention`` reads it, so that SGLang need not refuse. The scale of its routers is left out without a GPU.
 - With ``--ep-size`` a rank marks experts of other ranks with -1, which the native mixture takes for an index.
 - With data-parallel attention, outputs of experts are added up and handed out by NCCL alone.
@@ -93,7 +93,7 @@ def normalized(
     ranks: int = 1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of rows of which every rank has a part. ``squares``: those of ``sums_of_squares``, summed over ranks."""
+    """RMSNorm of rows that are split over ranks. ``squares``: ``sums_of_squares`` summed over ranks."""
     return tuple(  # type: ignore[return-value]
         (x.float() * torch.rsqrt(sums[:, None] / x.shape[-1] / ranks + eps) * weight.float()).to(x.dtype)
         for x, weight, sums in zip((queries, keys), (query_weight, key_weight), squares.chunk(2), strict=True)

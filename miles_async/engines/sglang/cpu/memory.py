@@ -1,8 +1,8 @@
 """Memory of an engine on CPU: SGLang's defaults assume a GPU that is not shared.
 
-SGLang takes what is free before it loads the model, times ``--mem-fraction-static``, less what is not free any more
-afterwards, whoever took it meanwhile. So the fraction leaves room for neighbours that start in the same moment, and
-``--max-total-tokens`` says what the cache really gets.
+SGLang takes what is free before it loads the model, times ``--mem-fraction-static``, less what is no longer free
+afterwards, whichever process took it. So the fraction leaves room for neighbours that start in the same moment, and
+``--max-total-tokens`` sets the size of the cache.
 """
 
 from __future__ import annotations

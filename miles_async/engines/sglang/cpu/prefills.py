@@ -1,9 +1,9 @@
-"""In the server's process: what several waiting requests begin with is computed by one of them, before the others.
+"""In the server's process: one of several waiting requests computes their common prefix, before the others.
 
-SGLang (0.5.23) caches prefixes, but requests that begin alike and enter one batch all compute their common beginning.
-Its in-batch prefix caching puts such requests behind others, and lets them in nevertheless if the batch has room. It is
-off while more than 128 requests wait, and leaves out requests that find more than 32 tokens in the cache, such as all
-that begin with one chat template. So the samples of a group, which arrive together, each computed their prompt.
+SGLang (0.5.23) caches prefixes, but requests that enter one batch all compute their common prefix. Its in-batch prefix
+caching puts such requests behind others, and lets them in nevertheless if the batch has room. It is off while more than
+128 requests wait, and leaves out requests that find more than 32 tokens in the cache, such as all that begin with one
+chat template. So the samples of a group, which arrive together, each computed their prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def divide(waiting: list[Any], cache: Any) -> tuple[list[Any], list[Any]]:
     """Split requests into those that may enter the next batch and those that wait for what these compute.
 
     A request waits if an earlier one computes more than half of what it would compute itself: a few common tokens are
-    not worth a batch of their own. The first request never waits.
+    not worth a separate batch. The first request never waits.
     """
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey

@@ -1,4 +1,4 @@
-"""Lets packages that are not installed be imported and mentioned, though never used.
+"""Lets missing packages be imported and referred to, though not used.
 
 SGLang's server imports torchvision, triton and ``sgl_kernel`` at module level even where nothing of them runs
 (``--device cpu``, text models). Here ``import triton.language as tl`` succeeds where triton is absent;
@@ -20,7 +20,7 @@ _DECORATOR_FACTORIES = ("triton.jit", "triton.autotune", "triton.heuristics")
 
 
 def install() -> None:
-    """Stand in for what is not installed. Before anything of SGLang is imported."""
+    """Stand in for missing packages. Call before SGLang is imported."""
     if is_absent("torchvision"):
         _allow_torchvision()
     if is_absent("triton"):

@@ -32,7 +32,9 @@ log = structlog.get_logger(__name__)
 
 
 class Broadcasts(WeightSender, Protocol):
-    """The sending rank's half as this one calls it. A process group that breaks costs neither trainer nor others."""
+    """The sending rank's half as this one calls it. A broken process group harms neither the trainer nor other
+    groups.
+    """
 
     def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
         """Listen for the members of a new process group; return (address, port) for engines to join at."""
@@ -61,7 +63,7 @@ class _Part:
     """Engines that are sent everything together."""
 
     engines: tuple[Incarnation, ...]
-    again: bool = True  # if it fails and no engine can be blamed, try all once more before halving them
+    again: bool = True  # if it fails and no engine can be blamed, retry with all before halving them
     patient: bool = True  # excuse once that no engine answers
 
 
@@ -124,7 +126,7 @@ class DistributedTransport:
     async def _divide(
         self, part: _Part, errors: EngineErrors
     ) -> tuple[Mapping[Incarnation, Exception], Sequence[_Part]]:
-        """After a failed delivery: the engines to blame, and the others in the parts that are tried next."""
+        """After a failed delivery: the engines to blame, and the parts in which the others are retried."""
         blamed = _without_answer(errors)
         again, patient = part.again, part.patient
         none_answered = len(blamed) == len(part.engines)
@@ -206,13 +208,13 @@ class DistributedTransport:
         return joined.result()
 
     async def _leave_lost(self) -> None:
-        """Leave the process groups with an engine that was restarted or scaled away, whoever is updated now."""
+        """Leave the process groups that include an engine which was restarted or removed."""
         members = await self._fleet.members()
         joined = {engine for groups in self._kept for engine in groups.engines}
         await self._leave(joined.difference(members.serving, members.joining))
 
     async def _leave(self, engines: Collection[Incarnation]) -> None:
-        """Leave all process groups that one of ``engines`` is in."""
+        """Leave all process groups of any of ``engines``."""
         for groups in [groups for groups in self._kept if set(groups.engines) & set(engines)]:
             self._kept.remove(groups)
             async with asyncio.TaskGroup() as scope:

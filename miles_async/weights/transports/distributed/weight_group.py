@@ -108,7 +108,7 @@ class WeightGroup:
             dist.destroy_process_group(process_group)
 
     def _start(self, call: Callable[[], Result]) -> Future[tuple[Result | None, str | None]]:
-        """Run ``call`` in a new thread. The future has its result, or the problem with the process group."""
+        """Run ``call`` in a new thread. The future gets its result, or the problem of the process group."""
         outcome: Future[tuple[Result | None, str | None]] = Future()  # no exception: a traceback keeps objects alive
 
         def run() -> None:
