@@ -229,8 +229,7 @@ class RouterClient:
         """Abort a request that is no longer awaited, since engines notice closed connections late.
 
         Only an answer says which engine has a request, so all engines are asked. Best effort, bounded in seconds and
-        in calls at once: past these, at the end of a run or with very many engines, closing the connection has to
-        suffice.
+        in calls at once: beyond these, at the end of a run or with very many engines, closing the connection must do.
         """
         urls = self._registry.urls()
         if self._abort_calls + len(urls) > _ABORT_CALLS:

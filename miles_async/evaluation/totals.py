@@ -65,8 +65,7 @@ class Totals:
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Chance that at least one of k samples is right, drawn without replacement from n samples, ``right`` of them
-    right.
+    """Chance that one of k samples is right at least, drawn without replacement from n, ``right`` of them right.
 
     The unbiased estimator 1 − C(n − c, k) / C(n, k) of Chen et al. 2021 (arXiv:2107.03374, section 2.1).
 

@@ -1,4 +1,4 @@
-"""Connect to a ledger for reading, in a read-only directory, too, such as one that was copied from a cluster."""
+"""Connect to a ledger for reading, even in a read-only directory, such as a copy from a cluster."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from miles_async.staleness.ledger import Balance
 
 log = structlog.get_logger(__name__)
 
-FLUSH_SECONDS = 0.25  # the most recent time that a killed run may lack in its files
+FLUSH_SECONDS = 0.25  # the time that a killed run may lack at the end of its files
 WRITE_TIMEOUT = 60.0  # for one flush; a disk that hangs must not fill the memory with queued items
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class QueuedWriter(Generic[T]):
         await self.flush()
 
     async def close(self) -> None:
-        """Write what can be written and close the file; raises nothing, since the run may be failing already."""
+        """Write as much as possible and close the file; raises nothing, since the run may be failing already."""
         try:
             if self._is_open:
                 await self.flush()
@@ -67,7 +67,7 @@ class QueuedWriter(Generic[T]):
             log.error("the end of a file is lost", path=str(self._path), error=str(error))
         finally:
             self._is_open = False
-            if self._writing.acquire(blocking=False):  # else a thread that hangs at the disk still holds the file
+            if self._writing.acquire(blocking=False):  # else a thread that hangs at the disk still owns the file
                 self._close()
                 self._writing.release()
 

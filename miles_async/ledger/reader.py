@@ -1,4 +1,4 @@
-"""Read the ledger of a run that is under way, has ended, or was killed."""
+"""Read the ledger of a live, finished or killed run."""
 
 from __future__ import annotations
 

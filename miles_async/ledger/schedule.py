@@ -123,7 +123,7 @@ class Trimmed(msgspec.Struct, frozen=True):
 
 
 class Decisions(msgspec.Struct, kw_only=True):
-    """Everything that followed from one call."""
+    """All consequences of one call."""
 
     restored: Balance | None = None
     admitted: list[Attempt] = []
@@ -135,7 +135,7 @@ class Decisions(msgspec.Struct, kw_only=True):
     room: int = 0  # attempts that may be issued afterwards
 
     def note(self, event: PoolEvent) -> None:
-        """Add what an event of the pool says."""
+        """Add an event of the pool."""
         match event:
             case events.Restored(balance):
                 self.restored = balance
@@ -277,7 +277,7 @@ class RecordedPool(Pool):
 class ScheduleWriter(QueuedWriter[Frame]):
     """Holds groups until they are written, a quarter of a second later. Raises ScheduleError."""
 
-    failures = (OSError, TypeError)  # a disk that is full, gone, or hangs; metadata that msgpack does not know
+    failures = (OSError, TypeError)  # a disk that is full, gone, or hangs; metadata that msgpack cannot encode
 
     def __init__(
         self, path: Path, *, clock: Callable[[], float] = time.time, flush_seconds: float = FLUSH_SECONDS

@@ -177,7 +177,7 @@ class LedgerStore:
     def _end(self, at: float, event: Ended) -> None:
         stages = {*ENDS_FROM[event.outcome]}
         if event.outcome is Outcome.FILTERED:
-            stages.add(Stage.BUFFERED)  # what a filter judges is finished, though it never enters the buffer
+            stages.add(Stage.BUFFERED)  # groups seen by a filter are finished, though they never enter the buffer
         known = {"target_version": event.target_version, "step": event.step}
         self._move(
             [event.attempt_id],

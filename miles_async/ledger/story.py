@@ -1,4 +1,4 @@
-"""One attempt's life in plain words, from its row in the ledger."""
+"""An attempt's history in plain words, from its row in the ledger."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from miles_async.staleness.ledger import Outcome, Stage
 
 
 def tell(record: AttemptRecord, *, started_at: float, came_again_as: int | None = None) -> str:
-    """Tell the life of one attempt in a few lines, the first without indent.
+    """Describe an attempt's history in a few lines, the first without indent.
 
     Args:
         record: the row.

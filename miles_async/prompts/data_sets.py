@@ -28,7 +28,7 @@ def hub_rows(name: HubName, place: str, arguments: DataArguments) -> TableRows:
     try:
         commit = _commit(name)
         found = library.load_dataset(name.name, name.config, split=name.split, revision=commit)
-    except Exception as error:  # supervision point: the hub, its client and readers of all formats raise what they like
+    except Exception as error:  # supervision point: the hub, its client and readers of formats raise anything
         raise DataError(f"{place}: cannot be read: {type(error).__name__}: {error}") from error
     config = f":{name.config}" if name.config else ""
     rows = _rows(found, place, f"{name.name}{config}:{name.split}", f"{commit}{config}:{name.split}", arguments)

@@ -1,4 +1,4 @@
-"""What a cursor belongs to: the content of the prompt data and the flags that decide its order."""
+"""Identity of the prompts that a cursor points into: their content, and the flags that decide their order."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def changed_prompts(
     earlier: EarlierRates,
     anyway: Collection[str] = (),
 ) -> Sequence[str]:
-    """What differs between ``state``, a cursor, and these rows in this order.
+    """Describe how these rows in this order differ from ``state``, a cursor.
 
     Raises CheckpointError unless nothing does, or ``anyway`` (``--load-anyway``) accepts it.
     """
@@ -78,7 +78,7 @@ def changed_prompts(
 
 
 def _changed_files(state: JsonObject, rows: PromptRows) -> str:
-    """Files that differ from those of the cursor, or all."""
+    """Files that differ from the cursor's, or all."""
     saved = state.get("digest")
     digests = saved if isinstance(saved, list) else [saved]
     changed = [file.place for file in rows.files if file.digest not in digests]

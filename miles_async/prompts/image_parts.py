@@ -1,4 +1,4 @@
-"""Messages with images: from the forms that data sets have to the one that chat templates render.
+"""Messages with images: from data sets' forms to the form that chat templates render.
 
 A data set writes an image as a part of a message's content, or as the text ``<image>`` in it, to which the next image
 of a column belongs (``--multimodal-keys``, as in slime). Either becomes a part ``{"type": "image"}``, and the images

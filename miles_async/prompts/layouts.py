@@ -37,7 +37,7 @@ class Layout:
     name: str
     columns: tuple[str, ...]  # by which it is recognized
     more: tuple[str, ...] = ()  # that are read as well if they are there
-    rendered: tuple[str, ...] = ()  # columns with messages besides that of input_key
+    rendered: tuple[str, ...] = ()  # columns with messages besides input_key's
     input_key: str
     label_key: str
     metadata_key: str | None = None
@@ -49,7 +49,7 @@ class Layout:
         return replace(arguments, input_key=self.input_key, label_key=self.label_key, metadata_key=metadata)
 
     def describe(self) -> str:
-        """What a note says about it."""
+        """Description for a note."""
         metadata = f" --metadata-key {self.metadata_key}" if self.metadata_key else ""
         return f"{self.name}: --input-key {self.input_key} --label-key {self.label_key}{metadata}"
 
@@ -62,7 +62,7 @@ def recognize(columns: Collection[str], arguments: DataArguments) -> Layout | No
 
 
 def hint(arguments: DataArguments) -> str:
-    """What an error about a missing column adds: the columns that are recognized without flags."""
+    """End of an error about a missing column: the columns that are recognized without flags."""
     if not _uses_defaults(arguments):
         return ""
     known = "; ".join(f"{layout.name}: {' and '.join(layout.columns)}" for layout in LAYOUTS)

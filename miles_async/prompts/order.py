@@ -41,7 +41,7 @@ class Order(Protocol):
         ...
 
     def state(self) -> JsonObject:
-        """What the current epoch's order depends on, besides its number."""
+        """Inputs of the current epoch's order, besides its number."""
         ...
 
     def restore(self, epoch: int, state: JsonObject) -> Int64:
@@ -50,7 +50,7 @@ class Order(Protocol):
 
 
 class UniformOrder:
-    """Each row once in an epoch, in an order of the epoch's own, or in that of the files."""
+    """Each row once per epoch, shuffled by the epoch or in file order."""
 
     patience = 1
 
@@ -154,7 +154,7 @@ def by_user(
         given = EpochRows(epoch=epoch, rows=rows, pass_rates=known, random=uniform.random(epoch), metadata=metadata)
         try:
             order = [as_index(row) for row in call_user_code(sampler, given)]
-        except Exception as error:  # supervision point: users' code raises what it likes
+        except Exception as error:  # supervision point: users' code raises anything
             raise DataError(f"{where}: {raised(error)}") from error
         if not order:
             raise DataError(f"{where}: expected indices of rows, found none")
@@ -207,7 +207,7 @@ class Stream:
     def next(self) -> tuple[int, int]:
         """The next row, as (epoch, index). Raises LookupError when whole epochs held no usable one."""
         while self.position == len(self.rows):
-            if self._began_at == 0:  # else the rows before it may have been usable
+            if self._began_at == 0:  # otherwise earlier rows may have been usable
                 self._barren = 0 if self._usable else self._barren + 1
             if self._barren == self._orders.patience:
                 raise LookupError
@@ -247,8 +247,8 @@ class Stream:
 def next_stream(given: Sequence[int], weights: Sequence[float]) -> int:
     """Which stream gives the next prompt, so that after any number n stream i has given n × weight, to within one.
 
-    The prompt that is due first among those that may come already, as in proportionate fair scheduling (Baruah et al.
-    1996): the j-th of a stream (from 0) of weight w may come at place floor(j / w) and is due before ceil((j + 1) / w).
+    The eligible prompt that is due first, as in proportionate fair scheduling (Baruah et al. 1996): the j-th of a
+    stream (from 0) of weight w may come at place floor(j / w) and is due before ceil((j + 1) / w).
 
     >>> given = [0, 0]
     >>> for _ in range(8):

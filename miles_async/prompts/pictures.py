@@ -1,4 +1,4 @@
-"""Images of rows: where a row has them, how they are written there, and the checks of each.
+"""Images of rows: where they are, how they are written, and their checks.
 
 An image is bytes, an object with the field bytes or path (as the Hugging Face datasets library writes images to
 Parquet), a ``data:`` URL, or the path of a file under ``--image-root``. Nothing is downloaded.

@@ -1,4 +1,4 @@
-"""One row of prompt data, checked, with messages for everything that can be wrong."""
+"""One row of prompt data, checked, with a message for every possible fault."""
 
 from __future__ import annotations
 

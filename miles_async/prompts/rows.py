@@ -1,4 +1,4 @@
-"""All rows of ``--prompt-data``: those of its files, one file after another."""
+"""All rows of ``--prompt-data``, one file after another."""
 
 from __future__ import annotations
 

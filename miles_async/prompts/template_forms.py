@@ -20,7 +20,7 @@ def writes_developer(renders: Renders) -> bool:
 
 
 def needs_text_arguments(renders: Renders) -> bool:
-    """Return whether a template renders arguments of calls only if they are JSON texts, as that of DeepSeek-V3 does."""
+    """Return whether a template renders arguments of calls only as JSON texts, as DeepSeek-V3's does."""
 
     def refuses(arguments: object) -> bool:
         call = {"id": "call00000", "type": "function", "function": {"name": "a", "arguments": arguments}}
@@ -33,7 +33,7 @@ def needs_text_arguments(renders: Renders) -> bool:
 
 
 def with_text_arguments(message: JsonObject) -> JsonObject:
-    """Write arguments of a message's calls as JSON texts; those that are texts stay."""
+    """Write arguments of a message's calls as JSON texts, unless they are texts already."""
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]

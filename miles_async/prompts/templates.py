@@ -234,7 +234,7 @@ class ChatTemplate:
                 tokenize=False,
                 **{**self._clock, **options},
             )
-        except Exception as error:  # supervision point: a template is code of others, and raises what it likes
+        except Exception as error:  # supervision point: a template is third-party code, and raises anything
             raise TrajectoryError(f"the chat template refuses this conversation: {shortened(str(error))}") from error
         return text
 

@@ -1,4 +1,4 @@
-"""Load a model directory's tokenizer. Code that it brings (``auto_map``) runs only with ``--trust-remote-code``."""
+"""Load a model directory's tokenizer. Its own code (``auto_map``) runs only with ``--trust-remote-code``."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _references(path: Path, file: str, part: str) -> list[str]:
 
 
 def digests(path: Path) -> dict[str, str]:
-    """Python files of a model directory, all of which its tokenizer may import: name → SHA-256, the first 16 digits."""
+    """Python files of a model directory, which its tokenizer may import: name → first 16 digits of SHA-256."""
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in sorted(path.glob("*.py"))}
 
 

@@ -22,7 +22,7 @@ from miles_async.types import JsonObject, Label, Prompt, Sample
 
 log = structlog.get_logger(__name__)
 
-_END_SECONDS = 5.0  # for a worker to end a program whose time is over
+_END_SECONDS = 5.0  # for a worker to end a program that exceeds its time
 _FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 
 

@@ -34,8 +34,8 @@ class GuardedReward:
     """A Reward that does not end the run for a bad sample or a short outage of a service."""
 
     def __init__(self, reward: Reward, timeout: float | None, circuit: Circuit | None = None) -> None:
-        """``timeout``: seconds of one try; None for a reward that keeps the time itself. ``circuit``: of the service
-        that it needs, which it is asked again through; None for a reward that does so itself.
+        """``timeout``: seconds of one try; None for a reward that keeps the time itself. ``circuit``: of its service,
+        which retries it; None for a reward that does so itself.
         """
         self._reward = reward
         self._timeout = timeout
@@ -92,9 +92,7 @@ async def _guarded(
     circuit: Circuit | None,
     ends: tuple[type[Exception], ...],
 ) -> R:
-    """Ask for a reward; return what ``check`` makes of it. ``name`` stands in errors; ``ends``: those raised as they
-    are.
-    """
+    """Get a reward and return ``check`` of it. ``name``: for errors; ``ends``: errors raised unchanged."""
 
     async def once() -> T:
         overdue = f"{name} took longer than --reward-timeout {timeout or 0:g} s"

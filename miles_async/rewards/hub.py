@@ -1,4 +1,4 @@
-"""The rewards that come with the project, by the names of ``--rm-type``, and how a run gets its own."""
+"""The built-in rewards by their names (``--rm-type``), and the rewards of a run."""
 
 from __future__ import annotations
 

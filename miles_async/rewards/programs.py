@@ -17,7 +17,7 @@ from typing import IO
 from miles_async.errors import ServiceUnavailableError
 from miles_async.rewards import sandbox
 
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # and not the run's, which has keys in it
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # not the run's, which contains keys
 _ROOT = str(Path(__file__).resolve().parents[2])  # where this package is imported from; the program can't
 _START = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); from miles_async.rewards.sandbox import main; "

@@ -44,7 +44,7 @@ class Poster:
 
     async def _post(self, body: bytes) -> bytes:
         if self._session is None:  # only here does the event loop exist that it belongs to
-            # aiohttp's own context is from its import: servers of this run may have an authority of their own.
+            # aiohttp makes its own context at import, without the authority that this run's servers may have.
             connector = aiohttp.TCPConnector(ssl=ssl.create_default_context())
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         try:

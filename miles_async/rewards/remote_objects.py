@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 Value = Any
-"""An object of a program or of its tests: whatever they make."""
+"""Any object of a program or of its tests."""
 
 _MODULES = {*sys.stdlib_module_names, "numpy"}  # that the judge imports if the program has them
 _BY_ITEMS: dict[str, Value] = {

@@ -24,8 +24,8 @@ async def exact_match(prompt: Prompt, sample: Sample) -> float:
 
 
 async def f1(prompt: Prompt, sample: Sample) -> float:
-    """Harmonic mean of precision and recall over words of the marked answer, failing that of all; 0 to 1. The best of
-    several labels counts. As in SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250).
+    """Harmonic mean of precision and recall over words of the marked answer, or of everything without one; 0 to 1. The
+    best of several labels counts. As in SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250).
     """
     answer = find_answer(sample.text)
     marked = answer.mark in ("box", "tags")

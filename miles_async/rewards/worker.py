@@ -29,7 +29,7 @@ def main() -> None:
     keep_memory_private()  # from programs it starts: keys in the environment, what tests expect
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.RLIM_INFINITY))  # programs it starts have their own
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not get between the replies
+    os.dup2(2, 1)  # output of libraries must not get between the replies
     while request := _read(requests):
         _serve(request, replies)
 

@@ -99,7 +99,7 @@ class RolloutManager:
     ) -> None:
         """``close_reward`` ends the processes that rewards started. ``put`` stores a shard and returns the reference
         that crosses processes (``ray.put``). ``writers`` record the events of the dispatcher's pool on disk.
-        ``canary``: see :meth:`canary`. ``dump`` is given every batch, in a thread. ``samples``: see
+        ``canary``: see :meth:`canary`. ``dump`` gets every batch, in a thread. ``samples``: see
         ``miles_async/samples``.
         """
         self._engines = engines

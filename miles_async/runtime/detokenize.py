@@ -1,4 +1,4 @@
-"""Tokens to text, in the same way by the rollout side and by the engines that it starts."""
+"""Decode tokens identically in the rollout process and in the engines that it starts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def decode_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> s
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Number of the text of a sample of the vocabulary: the same for tokenizers that decode alike; None for one in
-    Python, which may have no text for some ids.
+    """Hash of the texts of a sample of the vocabulary, equal for tokenizers that decode alike; None for one in Python,
+    which may have no text for some ids.
     """
     if _backend(tokenizer) is None:
         return None

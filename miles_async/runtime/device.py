@@ -25,7 +25,7 @@ def count_gpus() -> int:
 def with_precision(model: ModelArguments, cluster: ClusterArguments, *, for_gpus: bool = False) -> ModelArguments:
     """Decide ``--bf16`` where no flag does: bf16 on GPUs, as Megatron's recipes train; fp32 on a CPU.
 
-    GPUs are meant if the device is one, if ``--gpu-memory-gb`` says what they have, or ``for_gpus``.
+    It assumes GPUs if the device is one, with ``--gpu-memory-gb``, or ``for_gpus``.
     """
     if model.bf16 is not None:
         return model

@@ -1,4 +1,4 @@
-"""Variables of the driver's environment that processes on other nodes get, and the way they get there.
+"""Variables of the driver's environment that reach processes on other nodes, and how.
 
 ``--forward-env`` selects variables by name (its default and the reasons are in ``arguments/cluster.py``). Plain ones
 travel as Ray's runtime environment. Ray writes that into its logs, so secrets travel as arguments of actors instead and
@@ -19,7 +19,7 @@ _SECRET_NAMES = ("*TOKEN*", "*KEY", "*KEY_ID", "*KEYS", "*SECRET*", "*PASSWORD*"
 _NEVER = (*KEY_VARIABLES, "CUDA_VISIBLE_DEVICES")  # the run hands over its keys itself, and Ray each actor its GPUs
 
 SecretEnvironment = Mapping[str, Secret]
-"""Variables whose values are shown nowhere."""
+"""Variables whose values are never shown."""
 
 
 def worker_environment(patterns: Sequence[str], *, cpu: bool) -> dict[str, str]:

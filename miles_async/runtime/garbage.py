@@ -17,7 +17,7 @@ THRESHOLDS = (100_000, 10, 10)
 
 
 def settle() -> None:
-    """Call once a process has started up: exempt all objects alive now from collection, and collect rarely."""
+    """Exempt all live objects from collection, and collect rarely. Call once a process has started up."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

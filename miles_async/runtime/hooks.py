@@ -43,7 +43,7 @@ def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
 
 
 def check_object(path: str, protocol: type, flag: str) -> None:
-    """Check what :func:`load_object` would load, and make none of it yet. Raises ConfigurationError."""
+    """Check what :func:`load_object` would load, without instantiating it. Raises ConfigurationError."""
     named = f"{flag} {path}"
     loaded = _load(path, named)
     if inspect.isclass(loaded):

@@ -35,7 +35,7 @@ class LoopTurns:
             await self._wait(condition)
 
     def notify(self) -> None:
-        """Ask the conditions again, in the next turn of the loop."""
+        """Evaluate the conditions again, in the next turn of the loop."""
         if self._waiting:
             self._tick_soon()
 

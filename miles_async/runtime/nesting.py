@@ -1,4 +1,4 @@
-"""How deeply JSON is nested: msgspec, json and pickle give up between 300 and 1000 levels, each elsewhere."""
+"""How deeply JSON is nested: msgspec, json and pickle each fail somewhere between 300 and 1000 levels."""
 
 from __future__ import annotations
 

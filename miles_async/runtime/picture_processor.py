@@ -1,7 +1,7 @@
 """The image processor of a vision-language model: how many tokens an image is, and what the model reads of it.
 
 The model's own processor in Hugging Face's format decides both. Which tensors it makes is left to it and the model;
-that their first dimension counts patches or images, so that those of several samples can be concatenated, is assumed.
+their first dimension is assumed to count patches or images, so that samples can be concatenated.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PictureProcessor:
 
     processor: ImageProcessor
     image_token: int  # id of the token that stands for a part of an image
-    video_token: int | None = None  # that of videos, which nothing here reads; None: the model has none
+    video_token: int | None = None  # token of videos, which nothing here reads; None: the model has none
     kept_bytes: int = KEPT_BYTES
     _kept: OrderedDict[str, PixelInputs] = field(default_factory=OrderedDict)  # by digest, latest use last
 

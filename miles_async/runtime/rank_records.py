@@ -1,7 +1,7 @@
 """Exchange records between the ranks of a torch process group, as msgpack in tensors of bytes.
 
 torch's own collectives of objects unpickle received data, so any client of a rank's port could make it run code.
-ruff refuses them (``pyproject.toml``).
+ruff rejects them (``pyproject.toml``).
 """
 
 from __future__ import annotations

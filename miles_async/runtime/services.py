@@ -1,7 +1,7 @@
 """Circuit breakers for services that rewards, environments and agents need.
 
-An outage is one pause of the work that needs the service: it is reported once, one call at a time looks whether the
-service is back, and no sample pays for it (C6). An outage without end is the run's error.
+An outage pauses the work that needs the service: it is reported once, one call at a time probes the service, and no
+sample is charged for it (C6). An outage without end is the run's error.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FILES = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryEr
 
 
 def is_outage(error: BaseException) -> bool:
-    """Tell whether an error of user code means that a service is down: it or one of its causes is a failed connection,
-    a timeout, HTTP status 429 or 5xx, or ServiceUnavailableError.
+    """Return whether an error of user code means that a service is down: it or one of its causes is a failed
+    connection, a timeout, HTTP status 429 or 5xx, or ServiceUnavailableError.
     """
     if isinstance(error, MilesAsyncError):
         return isinstance(error, ServiceUnavailableError)
@@ -177,7 +177,7 @@ class Circuit:
         """Wait while the circuit is open, until it is this call's turn to try the service."""
         if not self.is_open:
             return
-        async with self._door:  # first come, first served, so that no single sample decides for all
+        async with self._door:  # in order of arrival, so that no single sample decides for all
             with suppress(TimeoutError):
                 async with asyncio.timeout(_jittered(self._pause)):
                     await self._closed.wait()

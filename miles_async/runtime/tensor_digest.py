@@ -46,7 +46,7 @@ def word_multipliers(first: int, count: int) -> Words:
 
 
 def words_digest(words: Words, of_rows: Words, of_words: Words) -> int:
-    """Share of the digest of a tensor, of which ``words`` [rows, words per row] are a block; the multipliers of its
+    """Share of a tensor's digest that the block ``words`` [rows, words per row] contributes; the multipliers of its
     rows and words.
 
     int64 arithmetic wraps: the result is right mod 2^64.

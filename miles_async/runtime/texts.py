@@ -1,4 +1,4 @@
-"""Texts that others wrote, of any length and content: shortened, their last lines, safe to show on a terminal."""
+"""Untrusted texts of any length: shortening, last lines, and escaping for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ESCAPED = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
 
 def shortened(text: str, limit: int = TEXT_LIMIT) -> str:
-    """Return a short text as it is, of one longer than ``limit`` characters both ends and how much is left out.
+    """Return a short text as it is; of one longer than ``limit`` characters, both ends and the count left out.
 
     An eighth more is left alone, such as a shortened text that became part of a sentence.
 

@@ -1,7 +1,7 @@
 """The boundary behind which users' code runs: rewards, environments, agents, Generates, filters.
 
-Such code may raise anything, cancel its own task, or never end. Only its result, an Exception, or a cancellation of
-ours comes out of here: nothing else may reach a task group or the event loop.
+Such code may raise anything, cancel its own task, or never end. Only its result, an Exception, or our cancellation
+leaves this boundary: nothing else may reach a task group or the event loop.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def call_user_code(function: Callable[P, T], *arguments: P.args, **named: P.kwar
 
 
 def expect(found: object, kind: type[T], expected: str) -> T:
-    """Return what user code returned. Raises UserCodeError if it is no ``kind``; ``expected`` says so in words."""
+    """Return user code's result. Raises UserCodeError unless it is a ``kind``, described by ``expected``."""
     if not isinstance(found, kind):
         raise wrong_value(found, expected)
     return found
@@ -81,7 +81,7 @@ def wrong_value(found: object, expected: str) -> UserCodeError:
 
 
 def raised(error: Exception) -> str:
-    """Say what user code raised or wrongly returned, for the end of a sentence, at a bounded length."""
+    """Describe what user code raised or wrongly returned, shortened, for the end of a sentence."""
     return shortened(str(error) if isinstance(error, UserCodeError) else f"raised {error!r}")
 
 

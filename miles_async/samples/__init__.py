@@ -1,4 +1,4 @@
-"""Samples of a run on disk: text, tokens and what training made of each, for people to read.
+"""Samples of a run on disk: text, tokens and training's values for each, for people to read.
 
 ``columns`` says what a row holds, ``files`` where rows are, ``reader`` reads them. These need no torch and Ray.
 """

@@ -1,4 +1,4 @@
-"""Write a samples file: rows in parts, whole or not at all."""
+"""Write a samples file in parts, atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record samples of a run in a thread of their own, behind a bounded queue.
+"""Record samples of a run in a separate thread, behind a bounded queue.
 
 Samples never block or end training: :meth:`SampleRecorder.batch` and the like only queue references; a full queue drops
 and counts; a disk that is full or gone is one warning, after which nothing more is written.
@@ -51,8 +51,8 @@ class SampleRecorder:
         only_file: bool = False,
     ) -> None:
         """``directory``: made with the first file. ``decode``: called in the thread, on single tokens too. ``sampled``:
-        batches are of samples, and not of examples without rewards, versions and advantages. ``only_file``: one file
-        is written, which may take the whole limit.
+        batches hold samples, not examples without rewards, versions and advantages. ``only_file``: one file is written,
+        which may take the whole limit.
         """
         self._sampled = sampled
         self._groups = groups
@@ -112,7 +112,7 @@ class SampleRecorder:
     def finish(self) -> None:
         """Write what is queued, for a few seconds at most; idempotent."""
         if not self._finished:
-            for step in sorted(self._cut):  # which training did not come to, or failed at
+            for step in sorted(self._cut):  # which training did not reach, or failed at
                 self.trained(step)
             self._finished = True
             self._queue.put(None)

@@ -58,7 +58,7 @@ class TokenTexts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """What the rows of a group have in common besides the group."""
+    """Facts shared by a group's rows, besides the group."""
 
     kind: Kind
     step: int
@@ -99,7 +99,7 @@ def rows_of(
 
 
 def without_sampling(row: SampleRow) -> SampleRow:
-    """The row of an example of supervised training: what stands for a reward, versions and log-probs says nothing."""
+    """The row of an example of supervised training, without its placeholder reward, versions and log-probs."""
     sampled = ("reward", "target_version", "oldest_version", "newest_version", "age", "logprob_difference")
     unknown = dict.fromkeys(sampled)
     versions = [NO_VERSION] * len(row.tokens)
@@ -129,7 +129,7 @@ def _of_group(group: Group, place: Place, samples: int) -> dict[str, object]:
 def _of_sample(group: Group, sample: Sample, decode: Decode) -> dict[str, object]:
     known: JsonObject = sample.metadata
     parts = known.get("metrics")
-    text = sample.text or decode(sample.tokens[sample.prompt_length :].tolist())  # examples have no text of their own
+    text = sample.text or decode(sample.tokens[sample.prompt_length :].tolist())  # examples have no separate text
     messages = known.get("messages") or _answered(group.attempt.prompt.messages, text)
     return {
         "branches": len(sample.branches),
@@ -224,5 +224,5 @@ def _label(label: Label | None) -> str | None:
 
 
 def _json(value: Mapping[str, object] | Sequence[object]) -> str:
-    """What JSON does not know, in users' metadata, is written as Python shows it."""
+    """Write objects in users' metadata that JSON lacks as Python shows them."""
     return msgspec.json.encode(value, enc_hook=repr).decode()

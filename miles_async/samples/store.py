@@ -34,7 +34,7 @@ class SampleStore:
             self._index(file.kind, file.step)
 
     def wants(self, kind: Kind, step: int) -> bool:
-        """Whether this step is one of those that are kept."""
+        """Whether this step's samples are kept."""
         return self._index(kind, step) % self._every[kind] == 0
 
     def write(self, note: FileNote, rows: Sequence[SampleRow]) -> None:

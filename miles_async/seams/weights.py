@@ -47,9 +47,7 @@ class WeightTransport(Protocol):
         ...
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Bring the weights to paused, prepared engines. Return the errors of the engines that failed; the others hold
-        all weights.
-        """
+        """Bring the weights to paused, prepared engines. Return the errors of engines that failed; others hold all."""
         ...
 
     async def close(self) -> None:

@@ -37,9 +37,7 @@ class RankProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile the block if it is the chosen step. If an earlier step runs out of memory, write its memory
-        history.
-        """
+        """Profile the block if it is the chosen step. If an earlier one runs out of memory, write its history."""
         if self._profiling is None or number > self._profiling.step:
             self._forget()  # a run that was resumed after the step
             yield

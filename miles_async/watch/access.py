@@ -1,4 +1,4 @@
-"""Who may ask the server what: data needs the read key, and one address, which changes settings, the write key.
+"""Access control: data needs the read key; the one address that changes settings needs the write key.
 
 The page itself has no data, so it opens without the key and asks for it. The key comes in the address after ``#``,
 which browsers send to no server, and then in a header that no other site can make a browser send. Host and Origin are

@@ -29,7 +29,7 @@ def bundle(folder: Path, entry: str) -> str:
 
 
 def _collect(folder: Path, name: str, order: list[str], path: tuple[str, ...]) -> None:
-    """Modules so that each comes after those that it imports."""
+    """Modules, each after its imports."""
     if name in path:
         raise ValueError(f"modules import each other in a circle: {' -> '.join([*path, name])}")
     if name in order:

@@ -1,4 +1,4 @@
-"""What the log of the rollout side says of engines."""
+"""Events of engines in the rollout side's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON that other processes write, perhaps this very moment."""
+"""JSON that other processes may be writing."""
 
 from __future__ import annotations
 

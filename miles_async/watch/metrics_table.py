@@ -1,4 +1,4 @@
-"""metrics.jsonl as columns, read on from where the last reading ended.
+"""metrics.jsonl as columns, read incrementally.
 
 10,000 steps of 150 metrics are 12 MB here, and a poll parses only lines that were added since. Lines of one step are
 merged, the last one wins, as in ``observability.metrics_file.read_metrics``.
@@ -59,7 +59,7 @@ class MetricsTable:
 
     @property
     def notes(self) -> list[str]:
-        """What could not be read, as sentences."""
+        """Sentences about lines that could not be read."""
         found = []
         if self._skipped:
             found.append(f"{self._path.name}: {self._skipped} unreadable lines were skipped")

@@ -34,7 +34,7 @@ MARKS = (RUN_FILE, FILE_NAME, LEDGER_FILE, CONFIG_FILE)
 
 
 class Run:
-    """One run directory and what was read of it."""
+    """One run directory and cached contents."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory
@@ -80,7 +80,7 @@ class Run:
             self.balance()
 
     def summary(self) -> JsonObject:
-        """summary.json; empty while the run goes on, or if it cannot be read."""
+        """summary.json; empty during the run, or if it cannot be read."""
         path = self.file("summary.json")
         with suppress(OSError, ValueError):
             found = json.loads(path.read_text(encoding="utf-8")) if path else {}

@@ -82,7 +82,7 @@ def _read(path: Path, text: str = "") -> list[JsonObject]:
 
 
 def _rows(path: Path, text: str) -> Iterator[JsonObject]:
-    """At most MOST_ROWS rows, only those that contain ``text``."""
+    """At most MOST_ROWS rows that contain ``text``."""
     import pyarrow as arrow
     from pyarrow import compute, parquet
 

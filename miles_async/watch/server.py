@@ -64,7 +64,7 @@ class BadRequest(Exception):
 
 
 def make_app(runs: Sequence[Run], key: Secret, write_key: Secret | None = None) -> Starlette:
-    """The application that shows ``runs`` to whoever has ``key``, and lets who has ``write_key`` change settings."""
+    """The application that shows ``runs`` to holders of ``key``, and lets holders of ``write_key`` change settings."""
     routes: list[BaseRoute] = [
         Route("/", lambda _: FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8")),
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -77,7 +77,7 @@ def make_app(runs: Sequence[Run], key: Secret, write_key: Secret | None = None) 
 
 
 def make_server(runs: Sequence[Run], key: Secret, write_key: Secret | None = None) -> uvicorn.Server:
-    """The server of :func:`make_app`. Its ``run`` serves until interrupted; what takes time at first begins here."""
+    """The server of :func:`make_app`. Its ``run`` serves until interrupted; slow preparations begin here."""
     import uvicorn
 
     threading.Thread(target=_read_ahead, args=(runs,), name="read-ahead", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Where a run stands, by the files of its run directory alone."""
+"""State of a run, from the files of its run directory."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def last_warnings(run_dir: Path, count: int = WARNINGS) -> list[JsonObject]:
     found: list[JsonObject] = []
     for name in ("driver", "rollout"):
         for line in last_lines(run_dir / "logs" / f"{name}.log", LOG_TAIL):
-            with suppress(ValueError):  # torn by the end of a process, or by where the tail begins
+            with suppress(ValueError):  # torn by the end of a process, or at the start of the tail
                 entry = json.loads(line)
                 if entry.get("level") in ("warning", "error", "critical"):
                     found.append({"side": name, **entry})

@@ -1,3 +1,1 @@
-"""Publication of weights: ``publisher`` runs it; ``staging``, ``transports``, ``update`` and ``verify`` are its
-parts.
-"""
+"""Publication of weights: ``publisher`` runs it, by ``staging``, ``transports``, ``update`` and ``verify``."""

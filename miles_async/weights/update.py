@@ -103,8 +103,8 @@ class FleetUpdater:
     ) -> tuple[Incarnation, ...]:
         """Bring joining engines to the version that the others serve. Returns the engines that hold it, verified.
 
-        They are admitted if ``admission``, which is entered when they hold it, yields True. Engines that take too long
-        are fenced.
+        They are admitted if ``admission``, entered when they hold it, yields True. Engines that take too long are
+        fenced.
         """
         if not joining:
             return ()

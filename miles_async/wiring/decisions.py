@@ -1,4 +1,4 @@
-"""The two parts that decide what is trained, from flags: made alike by a run, by its replay, and by a simulation."""
+"""Make the two parts that decide what is trained, from flags, identically for a run, its replay and a simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's first step: import what most of its processes need, in a process that they are forked from.
+"""A run's first step: import the modules that most of its processes need, in a process to fork from.
 
 That runs during the checks of ``miles-async train`` and the start of Ray, so this module imports nothing heavy.
 """

@@ -133,7 +133,7 @@ class StackMaker:
     forked: ForkedEngines
     marks: Mapping[str, Path]  # of the directories that engines share
     placement: RunPlacement
-    _groups: int = 0  # that sample with seeds of their own, so far
+    _groups: int = 0  # groups with separate seeds, so far
 
     def __call__(
         self, kind: type[EngineStack], name: str, groups: Sequence[ServerGroup], port: int | None = None

@@ -1,4 +1,4 @@
-"""The environments of a run: the user's own and those of other packages, with the tools of MCP servers."""
+"""The environments of a run: the user's own or another package's, with the tools of MCP servers."""
 
 from __future__ import annotations
 
@@ -55,9 +55,8 @@ def run_environments(sessions: SessionsArguments, log_dir: Path) -> RunEnvironme
 
 
 def check_environments(sessions: SessionsArguments) -> None:
-    """Check that what the flags name is here, starting nothing. Raises ConfigurationError.
-
-    Packages of others are not imported: the driver and its fork servers stay as they are.
+    """Check that everything named by the flags exists, starting nothing. Raises ConfigurationError. Other packages are
+    not imported: the driver and its fork servers stay as they are.
     """
     if sessions.environment is not None:
         _parsed(sessions)
@@ -68,7 +67,7 @@ def check_environments(sessions: SessionsArguments) -> None:
 
 
 def environment_rows(sessions: SessionsArguments, seed: int) -> list[JsonObject]:
-    """Generate prompts of ``--environment``, those that are held out last. Raises ConfigurationError."""
+    """Generate prompts of ``--environment``, held-out ones last. Raises ConfigurationError."""
     kind, name, config = _parsed(sessions)
     if kind == "verifiers":
         assert sessions.environment_python is not None

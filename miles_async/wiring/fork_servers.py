@@ -28,7 +28,7 @@ class RunForkServers:
         return (server for server in (self.engines, self.ranks, self.actors) if server is not None)
 
     def interpreter(self, title: str) -> str | None:
-        """Command that Ray starts an actor's process with, to be named ``title``; None: the one of this process."""
+        """Command that Ray starts an actor's process with, to be named ``title``; None: this process's."""
         return self.actors.interpreter(title) if self.actors is not None else None
 
     def for_engines(self) -> ForkedEngines:

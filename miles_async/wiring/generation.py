@@ -83,8 +83,8 @@ class Episodes:
         ]
 
     def generate(self, sampling: Sampling, *, trained: bool) -> Generate:
-        """``sampling``: SGLang's parameters, with ``max_new_tokens`` for all turns together. ``trained``: what is
-        generated is trained on, and not only evaluated.
+        """``sampling``: SGLang's parameters, with ``max_new_tokens`` for all turns together. ``trained``: samples are
+        trained on, not only evaluated.
         """
         sessions = self._arguments.sessions
         path = self._arguments.rollout.custom_generate_function_path
@@ -109,7 +109,7 @@ class Episodes:
         return SingleTurnGenerate(sampling, self._template, began=self._began, images=self._images)
 
     def group_reward(self, reward: RunReward) -> GroupReward | None:
-        """The reward of groups: that of verifiers, then that of the flags."""
+        """The reward of groups: verifiers', then the flags'."""
         if self._verifiers is None:
             return reward.group
         timeout = self._arguments.rewards.reward_timeout
@@ -231,7 +231,7 @@ def _loaded_agent(path: str) -> RunAgent:
 
 
 def check_hooks(arguments: Arguments) -> None:
-    """Import what a run would; it loads them again. Raises ConfigurationError."""
+    """Import the hooks of a run, which loads them again. Raises ConfigurationError."""
     sessions = arguments.sessions
     check_environments(sessions)
     if sessions.agent_path is not None:
@@ -253,7 +253,7 @@ class RunReward:
     group: GuardedGroupReward | None
 
     async def close(self) -> None:
-        """Close both, if they can be."""
+        """Close both, if they have a close method."""
         for reward in (self.single, self.group):
             if reward is not None:
                 await reward.close()

@@ -83,7 +83,7 @@ class SharedGpus:
                 await self._fleet.fence([engine], f"GPU memory: {error}")
 
     async def _release(self) -> None:
-        """Raises EngineError: as long as an engine keeps its memory, the trainer has no room."""
+        """Raises EngineError if an engine keeps its memory, which leaves the trainer no room."""
         engines = await self._engines()
         await self._check(await self._fleet.call(engines, InferenceServer.pause, "retract"))
         await self._check(await self._fleet.call(engines, InferenceServer.release_memory))

@@ -23,10 +23,10 @@ from miles_async.wiring.run_prompts import open_source
 
 
 class RunRewards:
-    """The reward of training and those of held-out data sets; data sets with the same flags share one."""
+    """The rewards of training and of held-out data sets; data sets with the same flags share one."""
 
     def __init__(self, arguments: Arguments, services: Services) -> None:
-        """Make that of training. Raises ConfigurationError."""
+        """Make the reward of training. Raises ConfigurationError."""
         self._arguments = arguments
         self._services = services
         self._rewards: dict[RewardArguments, RunReward] = {}

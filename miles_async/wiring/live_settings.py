@@ -40,7 +40,7 @@ class LiveSettings:
         ``RolloutSide.change``. ``trainer_changes``: whether the backend's settings may change.
         """
         self._started = self._now = self._asked = arguments
-        self._flags = {name: value_of(arguments, name) for name in IN_FORCE}  # as given, without what was inherited
+        self._flags = {name: value_of(arguments, name) for name in IN_FORCE}  # as given, without inherited settings
         self._flags |= {name: kept.flag for name, kept in inherited.items() if kept.value == self._flags.get(name)}
         self._apply = apply
         self._trainer_changes = trainer_changes
@@ -51,7 +51,7 @@ class LiveSettings:
 
     # ------------------------------------------------------------------------------------------- of the loop
     def begin(self, step: int) -> None:
-        """The loop continues after ``step`` trained steps."""
+        """Note that the loop continues after ``step`` trained steps."""
         self._passed = step
 
     def take(self, step: int, *, last: bool) -> Changes | None:
@@ -65,7 +65,7 @@ class LiveSettings:
         return Changes(after=step, before={name: before[name] for name in changed}, values={**changed, **requests})
 
     def kept(self) -> dict[str, KeptSetting]:
-        """Flags that are not as given any more, for a checkpoint."""
+        """Changed flags, for a checkpoint."""
         now = {name: value_of(self._now, name) for name in IN_FORCE}
         return {
             name: KeptSetting(flag=flag, value=now[name]) for name, flag in self._flags.items() if now[name] != flag
@@ -97,7 +97,7 @@ class LiveSettings:
         return "\n".join(said)
 
     async def settings(self) -> str:
-        """All settings with their values, one per line, and what waits for the end of the step."""
+        """All settings with their values, one per line, and pending changes."""
         now, asked = in_force(self._now), in_force(self._asked)
         lines = [
             f"{_word(name)} {_shown(now[name])}" if now[name] == asked[name] else _line(name, now[name], asked[name])

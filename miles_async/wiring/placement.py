@@ -24,7 +24,7 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlacement:
-    """The chosen places. Empty on CPU, where Ray spreads what shares cores anyway."""
+    """The chosen places. Empty on CPU, where processes share cores anyway."""
 
     trainer: tuple[str, ...] = ()  # ids of nodes
     engines: Mapping[str, tuple[EnginePlace, ...]] = field(default_factory=dict)  # group → of each of its engines
@@ -54,7 +54,7 @@ async def place_run(arguments: Arguments, device: Device) -> RunPlacement:
 
 
 def gpu_needs(arguments: Arguments) -> tuple[GpuNeed, Mapping[str, list[GpuNeed]]]:
-    """GPUs for the trainer, and for the engines of each group that this run starts on GPUs of their own."""
+    """GPUs for the trainer, and for the engines of each group that this run starts on separate GPUs."""
     cluster, sides = arguments.cluster, arguments.sides
     nodes = cluster.actor_num_nodes if sides != "rollout" else 0
     trainer = GpuNeed(nodes=nodes, gpus=cluster.actor_num_gpus_per_node, labels=cluster.actor_labels)
@@ -76,7 +76,7 @@ def gpu_needs(arguments: Arguments) -> tuple[GpuNeed, Mapping[str, list[GpuNeed]
 
 
 async def _wait(trainer: GpuNeed, engines: list[GpuNeed], seconds: float) -> tuple[NodeChoice | None, str]:
-    """The choice, None if there is none within the time, and what there was to choose from."""
+    """The choice, or None if time runs out, and the available GPUs."""
     deadline = now() + seconds
     choice, there_is = await asyncio.to_thread(_choose, trainer, engines)
     if choice is not None:

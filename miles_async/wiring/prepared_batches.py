@@ -33,7 +33,7 @@ from miles_async.wiring.decisions import make_batches, quadratic_work_of
 log = structlog.get_logger(__name__)
 
 CURSOR_FILE = "examples.json"
-VERSION = 0  # nothing is published, and every example is as new as any
+VERSION = 0  # nothing is published, and all examples are equally new
 
 
 def example_source(arguments: Arguments) -> ExampleSource:
@@ -121,7 +121,7 @@ class SupervisedBatches:
 
 
 def _branch(answered: Answered) -> Branch:
-    """No engine sampled it: log-probs are 0, and its version is that of all weights."""
+    """A branch that no engine sampled: log-probs are 0, and its version is the constant one."""
     return Branch(
         tokens=answered.tokens,
         prompt_length=int(np.argmax(answered.loss_mask)),

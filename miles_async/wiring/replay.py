@@ -50,7 +50,7 @@ from miles_async.wiring.decisions import make_batches, make_pool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayedBatch:
-    """One batch, made again and found to be what the run had trained on."""
+    """One batch, made again and equal to the one that the run trained on."""
 
     step: int
     target_version: int  # the optimizer stepped from it

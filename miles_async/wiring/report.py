@@ -36,7 +36,7 @@ class RunReport:
         self._stats: RolloutStats | None = None  # as last heard
 
     def started(self) -> None:
-        """All parts are up."""
+        """Note that all parts are up."""
         self.summary.record_stage("start", time.monotonic() - self._started)
 
     async def collect_stats(self, rollout: RolloutSide) -> None:
@@ -106,7 +106,7 @@ class RunReport:
             log.warning("the run cannot be summarized", error=repr(problem))
 
     def _balance_on_disk(self) -> dict[str, int]:
-        """Balance by the ledger on disk, for when the rollout side is gone: all but its last moment."""
+        """Balance by the ledger on disk, if the rollout side is gone; it may lack the last moment."""
         try:
             with open_ledger(self._run_dir / LEDGER_FILE) as ledger:
                 return ledger.balance().summary()

@@ -1,4 +1,4 @@
-"""The rollout actor's process: flags in, the manager and its parts out."""
+"""Build the manager and its parts from flags, in the rollout actor's process."""
 
 from __future__ import annotations
 

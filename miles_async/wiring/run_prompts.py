@@ -38,13 +38,13 @@ def open_source(
 
 
 def prompt_notes(arguments: Arguments, source: FilePromptSource, template: ChatTemplate) -> Iterator[str]:
-    """What is worth knowing about the training prompts before a run starts."""
+    """Notes about the training prompts before a run starts."""
     yield from turn_end_notes(arguments, template)
     yield from length_notes(arguments, source, prompt_limit(arguments))
 
 
 def length_notes(arguments: Arguments, source: FilePromptSource, limit: PromptLimit | None) -> Iterator[str]:
-    """One line about training prompts that are skipped, and one about those whose samples may outgrow a micro-batch.
+    """One line about skipped training prompts, and one about prompts whose samples may outgrow a micro-batch.
 
     Only long prompts are tokenized, and once: there may be millions.
     """

@@ -66,7 +66,7 @@ async def serve(settings: ServerSettings, keys: SessionKeys, socket_path: Path) 
 async def serve_sessions(
     server: SessionServer, link: EngineLink, host: str, ports: range | None = None, tls: Tls | None = None
 ) -> None:
-    """Serve, and say so to the rollout process, until it is gone: raises TransientEngineError then."""
+    """Serve and report to the rollout process until it is gone, which raises TransientEngineError."""
     try:
         await server.start(host, ports, tls)
         async with asyncio.TaskGroup() as scope:

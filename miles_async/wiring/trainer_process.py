@@ -1,4 +1,4 @@
-"""The trainer ranks' processes: flags in, backend and sender of each rank out."""
+"""Build backend and sender of each rank from flags, in the trainer ranks' processes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _sources(arguments: Arguments) -> Mapping[str, Path]:
 
 
 def _version_bytes(model: ModelArguments) -> int | None:
-    """Bytes of the weights as ranks export them, by the elements of the model's files; None if they don't tell."""
+    """Bytes of the weights as ranks export them, by the elements of the model's files; None if unknown."""
     if model.hf_checkpoint is None:
         return None
     try:
@@ -144,7 +144,7 @@ def make_backend(
     """The training backend of one rank, in its process; ``others``: who the other ranks are."""
     apply_secrets(secrets)
     report_node(arguments, rank)
-    from miles_async.algorithms.objective import make_objective  # torch, which the driver does without
+    from miles_async.algorithms.objective import make_objective  # needs torch, which the driver must not import
 
     return create_backend(
         arguments.model.train_backend,

@@ -24,8 +24,7 @@ def unknown_flags(words: Sequence[str], known: Collection[str], prefix: str) -> 
     """One line per flag of ``words`` that is not in ``known``; nothing if ``known`` is empty.
 
     ``prefix``: what the user writes instead of ``--``, such as ``--sglang-``. A flag may be negated (``--no-X``). It
-    may not be abbreviated, although SGLang's argparse allows it: an abbreviation of one flag today may fit two
-    tomorrow.
+    may not be abbreviated, although SGLang's argparse allows it: an abbreviation may fit two flags tomorrow.
     """
     for word in words:
         flag = word.partition("=")[0]

@@ -1,4 +1,4 @@
-"""The caller's half of calls that may be repeated: a lost link to a living actor costs the time that it is down.
+"""The caller's half of calls that may be repeated, so that a lost link to a living actor costs only time.
 
 Ray distinguishes a dead actor (ActorDiedError) from one that cannot be reached (ActorUnavailableError). Calls to the
 second are repeated until it answers or has been silent for a stated time; ``call_once.py`` in the actor executes each
@@ -40,7 +40,7 @@ class ActorLink:
         self, name: str, ping: Callable[[], Awaitable[object]] | None = None, *, patience: float = PATIENCE_SECONDS
     ) -> None:
         """``name``: of the actor, for messages. ``ping``: a call that the actor answers at once, whatever it does; None
-        where something else notices that the actor is out of reach.
+        where something else notices an unreachable actor.
 
         ``patience``: seconds that the actor may be out of reach before it counts as lost.
         """
@@ -88,7 +88,7 @@ class ActorLink:
             answer.cancel()
 
     async def _ping_until(self, answer: asyncio.Future[Result], ping: Callable[[], Awaitable[object]]) -> None:
-        """Ping until a ping or the call is answered. A ping may be lost like the call, so others follow it."""
+        """Ping until a ping or the call is answered. A ping may be lost like the call, so it is repeated."""
         from ray.exceptions import ActorUnavailableError, RayError
 
         pongs: list[asyncio.Future[object]] = []

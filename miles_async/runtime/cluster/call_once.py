@@ -28,10 +28,8 @@ class CallId:
 
 
 class CallOnce:
-    """Executes each call of one caller once, whatever is lost, repeated or overtaken on the way.
-
-    An answer is kept until the caller, by a later call, says that it wants it no more; a call that turns up after that
-    is an error.
+    """Executes each call of one caller once, even if calls or answers are lost, repeated or overtaken. An answer is
+    kept until a later call says that the caller no longer wants it; a call that arrives after that is an error.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Files that a node of a cluster needs, checked in a process on it: directories that are there, and shared ones."""
+"""Checks, on a node of a cluster, of the directories that it needs, local and shared ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from miles_async.runtime.files.owned_directory import OwnedDirectory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFiles:
-    """Needs of the processes of one kind. Paths are absolute, keys are the flags that name them."""
+    """Directories that processes of one kind need. Paths are absolute, keys are the flags that name them."""
 
     present: Mapping[str, Path] = field(default_factory=dict)  # directories; copies do
     shared: Mapping[str, Path] = field(default_factory=dict)  # marks of :func:`marked`

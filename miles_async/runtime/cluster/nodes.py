@@ -1,7 +1,7 @@
-"""The nodes of the Ray cluster: labels and resources, and the choice of those whose GPUs train and generate.
+"""The nodes of the Ray cluster: labels and resources, and the choice of nodes for training and generation.
 
-Ray by itself places what comes first where it fits: engines may take half of two nodes, of which the trainer then finds
-none whole. So both sides are decided together. All GPUs of an engine, or its share of them, lie within a node; nodes of
+Ray by itself places requests in order wherever they fit: engines may take half of two nodes, and the trainer finds no
+whole node. So both sides are decided together. All GPUs of an engine, or its share of them, lie within a node; nodes of
 the trainer have no engines if that can be had; and small parts fill gaps, so that whole nodes stay for large ones.
 """
 

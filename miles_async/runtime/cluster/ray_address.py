@@ -42,8 +42,8 @@ def check_ray_address(address: str | None) -> None:
 
 
 def find_entry(address: str) -> Entry:
-    """Find out whether the cluster wants a token, as `ray start` makes them by default, and takes the one that this
-    machine has. A token is sent only to a cluster that wants one.
+    """Find out whether the cluster wants a token, as `ray start` makes by default, and accepts this machine's. A token
+    is sent only to a cluster that wants one.
 
     Raises ConfigurationError if it wants one that we don't have.
     """

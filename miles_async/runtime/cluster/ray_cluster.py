@@ -191,7 +191,7 @@ class OwnRay:
         """Name the processes that ended without a shutdown of Ray, with the last line of each; empty if none did."""
         if self._lost or self._ending:
             return self._lost
-        if len(self._seen) < len(NEEDED):  # Ray is starting; looking through all processes is not for later
+        if len(self._seen) < len(NEEDED):  # while Ray starts; later, listing all processes would cost too much
             named = {_name(child): child for child in psutil.Process().children()}
             found = {name: child for name, child in named.items() if name in NEEDED and name not in self._seen}
             self._seen |= found
@@ -217,7 +217,7 @@ def _outputs(pid: int) -> list[Path]:
 
 
 def _last_line(files: Sequence[Path]) -> str:
-    """The last line of the first file that has one, to stand behind something else."""
+    """The last line of the first file that has one, to append to a message."""
     for path in files:
         if path.is_file() and (lines := last_lines(path, OUTPUT_BYTES)):
             return f", whose last line is: {shortened(lines[-1], LINE_LENGTH)}"

@@ -58,7 +58,7 @@ class Reservation:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._order[node])
 
     def release(self) -> None:
-        """Give everything back, which ends actors that are left. Idempotent."""
+        """Release everything, which ends remaining actors. Idempotent."""
         from ray.util import remove_placement_group
 
         if self._group is not None:

@@ -59,7 +59,7 @@ def digest_file(path: Path) -> str:
 
 
 def digest_pieces(directory: Path, pieces: Sequence[Piece]) -> dict[str, str]:
-    """Digests of whole files, of which ``pieces`` has all pieces in order. Raises OSError."""
+    """Digests of whole files from ``pieces``, all their pieces in order. Raises OSError."""
     return joined(pieces, read_pieces(directory, pieces))
 
 

@@ -1,5 +1,5 @@
-"""Temporary directories that go with their owner: when it ends, or, if it was killed, when the next one is made in the
-same place or ``miles-async stop`` runs.
+"""Temporary directories that are removed with their owner: when it ends, or, if it was killed, when the next one is
+made in the same place or ``miles-async stop`` runs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "miles-async-"
-_LOCK = ".owner"  # locked as long as the owner lives, whatever way it ends
-_ELSEWHERE = ".elsewhere"  # inode and path of files in other places that go with the directory
+_LOCK = ".owner"  # locked while the owner lives, however it ends
+_ELSEWHERE = ".elsewhere"  # inode and path of files elsewhere that are removed with the directory
 _MEMORY = Path("/dev/shm")
 _LONGEST = 50  # characters of a parent: paths of sockets have at most 107
 
@@ -23,7 +23,7 @@ class OwnedDirectory:
     """A new, empty directory in ``parent``."""
 
     def __init__(self, parent: Path, *, mode: int = 0o755) -> None:
-        """Makes ``parent`` too, and removes from it what dead owners left. Raises OSError.
+        """Makes ``parent`` too, and removes directories of dead owners from it. Raises OSError.
 
         ``mode``: by default all users may enter, since engines may run under another one.
         """

@@ -1,7 +1,6 @@
 """The run directory: owned by one run at a time. An earlier run's is moved aside, anything else is left alone.
 
-``run.json`` marks the directory as a run's, says which process drives it, and is locked until that process ends,
-whatever way it ends.
+``run.json`` marks the directory as a run's, says which process drives it, and is locked until that process ends.
 """
 
 from __future__ import annotations
@@ -90,13 +89,13 @@ def move_aside(directory: Path) -> Path:
 
 
 def copy_code(earlier: Path, directory: Path) -> None:
-    """Give the run that will start in ``directory`` the code that was carried to an earlier life of it."""
+    """Copy the carried code of an earlier start of the run to the one that will start in ``directory``."""
     if (earlier / CODE_DIRECTORY).is_dir():
         shutil.copytree(earlier / CODE_DIRECTORY, directory / CODE_DIRECTORY)
 
 
 def owner_of(directory: Path) -> tuple[int, int] | None:
-    """Tell the run that has a directory from all others; None if none has it. Device and inode of ``run.json``."""
+    """Identify the run that owns a directory: device and inode of ``run.json``; None if none does."""
     try:
         found = (directory / RUN_FILE).stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Write files that are read at any time: readers find all of the new text or all of the old one."""
+"""Replace files atomically: readers find all of the new text or all of the old one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of a run's HTTP doors: made at its start, compared in constant time, shown nowhere.
+"""Keys of a run's HTTP doors: made at its start, compared in constant time, never shown.
 
 They travel as arguments of Ray actors and in the environment of child processes, where only this user can read them:
 never in arguments of a process, which every user of the machine sees. docs/security.md says what each key opens.
@@ -32,7 +32,7 @@ _BEARER = "bearer "
 
 
 class Secret:
-    """A text that is not shown: ``repr`` and ``str`` hide it, so that no log, traceback or dump has it."""
+    """A hidden text: ``repr`` and ``str`` don't show it, so that no log, traceback or dump has it."""
 
     __slots__ = ("_text",)
 
@@ -105,8 +105,8 @@ class RunKeys:
 
 
 def make_run_keys(environment: Mapping[str, str]) -> RunKeys:
-    """Make the keys of a run. Those of engines are taken from ``environment`` where it has them, for servers that were
-    started apart with other keys; an API key alone is the admin key, too, as it is for SGLang.
+    """Make the keys of a run. Engines' keys come from ``environment`` where it has them, for servers that were started
+    separately; an API key alone is the admin key, too, as it is for SGLang.
     """
     given, admin = environment.get(API_KEY_VARIABLE), environment.get(ADMIN_KEY_VARIABLE) or None
     api = Secret(given) if given else fresh_key()
@@ -120,8 +120,8 @@ def make_run_keys(environment: Mapping[str, str]) -> RunKeys:
 
 
 def take_engine_keys(environment: MutableMapping[str, str]) -> EngineKeys | None:
-    """Take the keys that :meth:`EngineKeys.environment` handed over out of a process's environment, where no child of
-    it finds them. None if it was given none.
+    """Take the keys that :meth:`EngineKeys.environment` handed over out of a process's environment, so that no child
+    inherits them. None if there are none.
     """
     api, admin = environment.pop(API_KEY_VARIABLE, None), environment.pop(ADMIN_KEY_VARIABLE, None)
     return EngineKeys(api=Secret(api), admin=Secret(admin)) if api and admin else None

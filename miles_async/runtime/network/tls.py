@@ -2,7 +2,7 @@
 
 Every server of the run has the same certificate, from files that are at the same path on every node; every client of
 the run verifies it, addresses included. Whether that can work is tried before anything is started, by a handshake in
-memory with the settings of both sides: it finds what clients would find, later and with less to say.
+memory with the settings of both sides: it finds problems that clients would find later, with less detail.
 """
 
 from __future__ import annotations

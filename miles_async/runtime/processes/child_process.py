@@ -1,4 +1,4 @@
-"""One supervised child process: its own group, its own log file, nothing of it left after ``stop``."""
+"""One supervised child process, with its own process group and log file, which ``stop`` removes completely."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ChildProcess:
         return status
 
     async def stop(self, grace_seconds: float = 5.0) -> None:
-        """SIGTERM to the group, SIGKILL to whatever is left after ``grace_seconds``, descendants included."""
+        """SIGTERM to the group, SIGKILL to survivors after ``grace_seconds``, descendants included."""
         if self._process is None:
             return
         family = _family(self._process.pid)

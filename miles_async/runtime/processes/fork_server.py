@@ -1,4 +1,4 @@
-"""Import modules once, then fork a process for every request: it has them already.
+"""Import modules once, then fork a process with them for every request.
 
     python -m miles_async.runtime.processes.fork_server DESCRIPTOR LATE MODULE... PADDING
 

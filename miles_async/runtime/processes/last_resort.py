@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-STARTING_SECONDS = 8.0  # grace after a signal while parts start, when nothing is worth waiting for
+STARTING_SECONDS = 8.0  # grace after a signal while parts start
 ORDERLY_SECONDS = 75.0  # grace later, to stop both sides and Ray and write the summary
 GRACE_SECONDS = 5.0  # grace once Ray is dead
 _POLL_SECONDS = 0.5

@@ -1,4 +1,4 @@
-"""Restarts: their budget per time, and the records of a run's (``--max-run-restarts``).
+"""Restarts: a budget per time window, and the records of a run's restarts (``--max-run-restarts``).
 
 The supervising process hands the records to each restarted run in its environment; ``restarts.json`` in the run
 directory has them.

@@ -1,4 +1,4 @@
-"""The processes of a run: its driver, and a mark by which all of them are found.
+"""The processes of a run: its driver, and the mark that identifies all of them.
 
 Every process of a run inherits an environment variable with the run's mark, wherever it hangs in the process tree and
 whatever session it belongs to. ``run.json`` in the run directory has the mark and the driver.
@@ -35,7 +35,7 @@ class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mark_processes() -> None:
-    """Mark the processes that this one starts from now on as parts of a run."""
+    """Mark processes started from now on as parts of a run."""
     os.environ[MARK] = uuid.uuid4().hex
 
 

@@ -17,7 +17,7 @@ from miles_async.watch.timeline.trace import Count, Instant, Item, Span, Track
 Float64 = npt.NDArray[np.float64]
 
 NO_ENGINE = "engine not known"
-"""Process of attempts in flight, and of those that ended before any engine answered."""
+"""Process of attempts in flight, and of attempts that ended before any engine answered."""
 
 CUTS = Track("pool", "cuts")
 CHANGES = Track("events", "settings changed")

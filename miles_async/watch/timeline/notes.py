@@ -1,5 +1,5 @@
-"""What the logs of driver and rollout side say happened: engines that came and went, outages, warnings, errors; and
-engines' last pauses, from their report.
+"""Events in the logs of driver and rollout side (engines that came and went, outages, warnings, errors), and engines'
+last pauses, from their report.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from miles_async.watch.sample_files import files_of
 from miles_async.watch.timeline.attempts import NO_ENGINE, Lanes
 from miles_async.watch.timeline.trace import Span, Track
 
-MOST_FILES = 500  # of all kinds, those of the newest steps
+MOST_FILES = 500  # of all kinds, of the newest steps
 MOST_REQUESTS = 50_000  # the newest
 _COLUMNS = ("kind", "step", "attempt_id", "sample", "branch", "turns", "metadata")
 

@@ -69,7 +69,7 @@ class Clock:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of ``metrics.jsonl`` in order. Those that are torn or have no time are left out."""
+    """The lines of ``metrics.jsonl`` in order, without torn or undated ones."""
     with path.open("rb") as file:
         for text in file:
             if (line := line_of(text)) is not None:

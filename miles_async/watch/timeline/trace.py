@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 Arguments = Mapping[str, object]
-"""What a viewer shows of an event that is clicked; values that JSON knows."""
+"""Facts that a viewer shows of a clicked event, as JSON values."""
 
 
 class Track(NamedTuple):

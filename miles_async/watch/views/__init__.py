@@ -1,1 +1,1 @@
-"""What each view of the page shows, as JSON: functions of a run."""
+"""The data of each view of the page, as JSON: functions of a run."""

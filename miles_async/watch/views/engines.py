@@ -107,7 +107,7 @@ def _entry(found: dict[str, dict[str, object]], engine: str) -> dict[str, object
 
 
 def _events(run: Run) -> Iterator[tuple[str, str, float | None]]:
-    """(engine, state after it, when) of each event in the rollout side's log that tells one."""
+    """(engine, state after it, when) of each such event in the rollout side's log."""
     lines = logs.page(run, "rollout.log")["lines"]
     for line in lines:
         state = EVENTS.get(line["text"])

@@ -1,4 +1,4 @@
-"""What trainer, ranks and engines did lately, as lanes: a letter per stretch of time, and the shares of the whole."""
+"""Recent activity of trainer, ranks and engines, as lanes: a letter per stretch of time, and shares of the whole."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _clock(records: Sequence[AttemptRecord], *, whole: bool) -> Clock:
 def _of_spans(
     spans: Iterable[Span], *, rolling: bool
 ) -> tuple[defaultdict[str, Intervals], defaultdict[str, Intervals]]:
-    """By kind: what the trainer did, and what all engines did."""
+    """Activity of the trainer and of all engines, by kind."""
     trainer: defaultdict[str, Intervals] = defaultdict(list)
     engines: defaultdict[str, Intervals] = defaultdict(list)
     for span in spans:
@@ -125,7 +125,7 @@ def _of_spans(
 
 
 def _of_ranks(report: RanksReport, number: int, edges: Float64) -> dict[str, Float64]:
-    """What each rank did, by kind: the parts of each step one after the other."""
+    """Activity of each rank, by kind: the parts of each step in sequence."""
     steps = [step[:number] for step in report.steps]
     orders = dict.fromkeys(tuple(times.seconds) for step in steps for times in step)
     parts = [*dict.fromkeys(part for order in orders for part in order)]
@@ -149,7 +149,7 @@ def _of_engines(
     reported: EnginesReport | None,
     edges: Float64,
 ) -> dict[str, Float64]:
-    """What each engine did, by kind. ``everywhere``: pauses and evaluations of all that publications go to."""
+    """Activity of each engine, by kind. ``everywhere``: pauses and evaluations of all engines that get publications."""
     generating: dict[str, Intervals] = {engine: [] for engine in engines}
     for record in records:
         for engine in record.engines or ():
@@ -175,7 +175,7 @@ def _of_engines(
 
 def _lanes(names: Sequence[str], covered: Mapping[str, Float64], edges: Float64) -> list[JsonObject]:
     """A lane per name. ``covered``: seconds of each stretch, [lanes, COLUMNS] or [1, COLUMNS] for all lanes alike, by
-    kind. Kinds that come first cover those that follow.
+    kind. Earlier kinds cover later ones.
     """
     left = np.tile(np.diff(edges), (len(names), 1))
     most, letters = np.zeros_like(left), np.full(left.shape, ord(IDLE), np.uint8)
@@ -212,14 +212,14 @@ def _covered_rows(rows: npt.NDArray[np.int64], pairs: Float64, count: int, edges
     begins, ends = ((pairs - edges[0]) / width).clip(0, COLUMNS).T + rows * STRIDE
     order = np.argsort(begins, kind="stable")
     begins, ends = begins[order], np.maximum.accumulate(ends[order])
-    begins[1:] = np.maximum(begins[1:], ends[:-1])  # what earlier ones cover counts once
+    begins[1:] = np.maximum(begins[1:], ends[:-1])  # time covered by earlier ones counts once
     covered = _after(begins, count * STRIDE) - _after(ends, count * STRIDE)
     seconds: Float64 = covered.cumsum().reshape(count, STRIDE)[:, :COLUMNS].clip(0, 1) * width
     return seconds
 
 
 def _after(moments: Float64, size: int) -> Float64:
-    """What each moment, in columns, adds to the covered share of its column and the next; the sum over columns is 1."""
+    """Contribution of each moment, in columns, to the covered share of its column and the next; sums to 1."""
     columns = moments.astype(np.int64)
     share = moments - columns
     added = np.zeros(size)

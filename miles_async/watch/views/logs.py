@@ -31,7 +31,7 @@ PROCESSES: Mapping[str, str] = {
     "engines": r".+-\d+(\.node\d+)?\.\d+\.log|engine_imports\.log",
     "others": r".*",
 }
-"""What the processes of a log are → pattern of its name; the first one counts."""
+"""Kind of process → pattern of its log's name; the first match counts."""
 
 
 def logs(run: Run) -> list[JsonObject]:

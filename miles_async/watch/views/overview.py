@@ -1,4 +1,4 @@
-"""The overview: where the run stands, its curves, its ages, its groups, and what went wrong."""
+"""The overview: the run's state, curves, ages, groups and problems."""
 
 from __future__ import annotations
 

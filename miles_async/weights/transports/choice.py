@@ -1,6 +1,4 @@
-"""The transports by name (``--weight-transport``); makes both halves of the chosen one, and says why it would not
-work.
-"""
+"""The transports by name (``--weight-transport``): makes both halves of one, and says why it would not work."""
 
 from __future__ import annotations
 

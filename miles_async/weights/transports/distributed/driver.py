@@ -32,9 +32,7 @@ log = structlog.get_logger(__name__)
 
 
 class Broadcasts(WeightSender, Protocol):
-    """The sending rank's half as this one calls it. A broken process group harms neither the trainer nor other
-    groups.
-    """
+    """The sending rank's half as this one calls it. A broken process group harms neither trainer nor others."""
 
     def open_group(self, group_name: str, world_size: int) -> tuple[str, int]:
         """Listen for the members of a new process group; return (address, port) for engines to join at."""
