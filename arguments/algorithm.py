@@ -22,7 +22,7 @@ ProxLogpMethod = Literal["recompute", "loglinear", "snapshots"]
 KlLossType = Literal["k1", "k2", "k3", "low_var_kl", "abs"]
 OpdStudent = Literal["trainer", "rollout"]
 RoutingReplay = Literal["rollout", "old_policy"]
-"""Whose experts the training pass of a mixture takes: those of the engines, or of the pass for old log-probs."""
+"""Source of the experts in a mixture's training pass: the engines, or the pass for old log-probs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +49,9 @@ class AlgorithmArguments:
     )
     token_advantages: TokenAdvantagesName | ModuleAttr | None = flag(
         None,
-        "advantages of tokens, which the trainer computes from those of their samples (default: each token has its "
-        "sample's). kl_in_reward: minus --kl-coef × KL of --kl-reward-type, summed over the token and those after it; "
-        "gae: generalized advantage estimation with a critic, which is trained beside the policy (PPO)",
+        "advantages per token, computed by the trainer from the samples' (default: each token has its sample's). "
+        "kl_in_reward: minus --kl-coef × KL of --kl-reward-type, summed over the token and those after it; gae: "
+        "generalized advantage estimation with a critic, trained alongside the policy (PPO)",
     )
     gamma: float = flag(
         1.0,
@@ -116,8 +116,8 @@ class AlgorithmArguments:
     opd_kl_coef: float = flag(1.0, "weight of the reverse KL of --use-opd, per nat", needs=("use_opd",), at_least=0)
     opd_student: OpdStudent = flag(
         "trainer",
-        "whose log-probs --use-opd compares with the teacher's. trainer: those of the policy at the optimizer step, "
-        "however old the sample is (AsyncOPD); rollout: those with which the tokens were sampled",
+        "whose log-probs --use-opd compares with the teacher's. trainer: the policy's at the optimizer step, "
+        "whatever the sample's age (AsyncOPD); rollout: the engine's when it sampled the tokens",
         needs=("use_opd",),
     )
     policy_loss: PolicyLossName | ModuleAttr = flag(

@@ -81,7 +81,7 @@ def _check_loss(arguments: Arguments) -> Iterator[str]:
     if wide and high is None and algorithm.policy_loss in CLIPPED_RATIO:
         yield (
             f"--eps-clip {algorithm.eps_clip:g} without --eps-clip-high clips ratios to {1 - algorithm.eps_clip:g} ... "
-            f"{1 + algorithm.eps_clip:g}, and none is below 0: expected at most 1, an upper end of its own "
+            f"{1 + algorithm.eps_clip:g}, and none is below 0: expected at most 1, a separate upper end "
             "(--eps-clip-high), or 1e9 for no clip"
         )
     if algorithm.clip_cov_lb >= algorithm.clip_cov_ub:
@@ -111,7 +111,7 @@ def _check_optimal_baseline(arguments: Arguments) -> Iterator[str]:
     algorithm, model, flag = arguments.algorithm, arguments.model, "--advantage-estimator opob"
     if algorithm.token_advantages is not None:
         yield (
-            f"{flag} with --token-advantages {algorithm.token_advantages}: the baseline is that of one reward per "
+            f"{flag} with --token-advantages {algorithm.token_advantages}: the baseline assumes one reward per "
             "sample; leave one of them out"
         )
     if algorithm.normalize_advantages:
@@ -196,7 +196,7 @@ def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
         )
     if algorithm.prox_logp_method == "snapshots" and staleness.max_weight_staleness is None:
         yield (
-            "--prox-logp-method snapshots keeps the weights of --max-weight-staleness versions, of which there is no "
+            "--prox-logp-method snapshots keeps the weights of --max-weight-staleness versions, and there is no "
             "bound: give one"
         )
     reasons = {

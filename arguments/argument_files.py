@@ -4,7 +4,7 @@ A file holds words as a shell would read them, one or many per line, with quotes
 at the end of a line is ignored, so that a command can be pasted. ``@other`` inside a file is
 relative to that file; every other relative path in it stays relative to the working directory. Nothing is expanded but
 ``~`` at the beginning of a path: ``$HOME`` stays as written, since regular expressions and texts have a ``$``, too.
-``@preset:name`` is the file of that name in the folder presets/ beside this one, which is installed with the package.
+``@preset:name`` is the file of that name in the folder presets/ next to this one, which is installed with the package.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class CheckpointArguments:
     )
     async_save: bool = flag(
         True,
-        "write the trainer's part of a checkpoint while training goes on, from a copy of that size in host memory",
+        "write the trainer's part of a checkpoint while training continues, from a copy of that size in host memory",
         needs=("save",),
     )
     save_keep_last: int | None = flag(

@@ -81,9 +81,8 @@ class ClusterArguments:
     rollout_node_labels: tuple[str, ...] = flag((), "generate only on nodes with these labels", metavar="NAME=VALUE")
     host: str | None = flag(
         None,
-        "address on which the session server, and a router with a port of its own, listen; set it if agents use "
-        "another address than Ray does; "
-        "default: this machine's address in Ray, 127.0.0.1 without a cluster",
+        "address on which the session server, and a router with its own port, listen; set it if agents use another "
+        "address than Ray does; default: this machine's address in Ray, 127.0.0.1 without a cluster",
     )
     port_range: str | None = flag(
         None, "ports for servers and rendezvous of this run, on every node; default: any free ones", metavar="LOW-HIGH"
@@ -99,13 +98,12 @@ class ClusterArguments:
     )
     tls_ca: Path | None = flag(
         None,
-        "PEM file with the authorities that this run's clients trust for its servers; default: those of the system",
+        "PEM file with the authorities that this run's clients trust for its servers; default: the system's",
         metavar="FILE",
     )
     network_interface: str | None = flag(
         None,
-        "interface that gloo and NCCL bind on every node; default: the one that has the address by which Ray knows "
-        "the node",
+        "interface that gloo and NCCL bind on every node; default: the interface with the node's address in Ray",
         metavar="NAME",
     )
     forward_env: tuple[str, ...] = flag(

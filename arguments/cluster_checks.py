@@ -83,7 +83,7 @@ def check_colocation(arguments: Arguments) -> Iterator[str]:
         "with --rollout-num-nodes-per-engine: all GPUs are on one node": cluster.rollout_num_nodes_per_engine > 1,
         f"with --rollout-num-gpus {cluster.rollout_num_gpus}, and only {cluster.trainer_world_size} GPUs train "
         "(--actor-num-gpus-per-node)": cluster.rollout_num_gpus > cluster.trainer_world_size,
-        f"with one side alone ({arguments.debug.sides}): there is nobody to take turns with": (
+        f"with one side alone ({arguments.debug.sides}): there is no other side to take turns with": (
             arguments.debug.sides != "both"
         ),
         "with --server-groups: all engines are alike": engines.server_groups is not None,

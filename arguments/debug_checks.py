@@ -1,4 +1,4 @@
-"""Check the flags that leave one side of a run out, and those that profile a step."""
+"""Check the flags that leave one side of a run out, or profile a step."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _check_teacher(arguments: Arguments) -> Iterator[str]:
 
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
-"""Files of which one at least defines which token an id stands for."""
+"""Files that define which token an id stands for; one is enough."""
 
 
 def vocabulary_difference(student: Path, teacher: Path) -> str | None:

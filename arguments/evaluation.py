@@ -23,7 +23,7 @@ class EvaluationArguments:
     )
     eval_config: Path | None = flag(
         None,
-        "YAML or JSON file of held-out data sets with settings of their own: reward, samples, temperature, limits, "
+        "YAML or JSON file of held-out data sets with separate settings: reward, samples, temperature, limits, "
         "interval, columns and engines (docs/evaluation.md)",
         metavar="FILE",
     )

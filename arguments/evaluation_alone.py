@@ -1,4 +1,4 @@
-"""Arguments of evaluation alone (``--eval-only``), from those of training."""
+"""Arguments of evaluation alone (``--eval-only``), derived from training's."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def evaluation_alone(arguments: Arguments) -> Arguments:
     return replace(
         arguments,
         evaluation=replace(evaluation, eval_only=True),
-        # Of these none is dispatched.
+        # None of these is dispatched.
         data=replace(arguments.data, prompt_data=arguments.data.prompt_data or (data_sets[0].path,), pass_rates=()),
         rollout=replace(rollout, rollout_max_response_len=length),
         checkpoint=CheckpointArguments(),  # no flag about saving is left without the --save that it needs

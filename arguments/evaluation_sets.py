@@ -68,14 +68,14 @@ class EvaluationSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.n_samples_per_eval_prompt or evaluation.n_samples_per_eval_prompt
 
     def temperature_in_force(self, evaluation: EvaluationArguments, rollout: RolloutArguments) -> float:
-        """Greedy unless it is given; with several samples per prompt, that of training."""
+        """Greedy by default; training's with several samples per prompt."""
         for given in (self.temperature, evaluation.eval_temperature):
             if given is not None:
                 return given
         return rollout.rollout_temperature if self.samples(evaluation) > 1 else 0.0
 
     def sampling(self, evaluation: EvaluationArguments, rollout: RolloutArguments) -> JsonObject:
-        """SGLang's parameters that differ from those of training."""
+        """SGLang's parameters that differ from training's."""
         found: dict[str, Any] = {
             "temperature": self.temperature_in_force(evaluation, rollout),
             "top_p": evaluation.eval_top_p if self.top_p is None else self.top_p,
@@ -93,20 +93,20 @@ class EvaluationSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return "--rollout-max-response-len", rollout.rollout_max_response_len
 
     def data(self, data: DataArguments) -> DataArguments:
-        """Flags of its prompts, from those of training."""
+        """Flags of its prompts, derived from training's."""
         keys = {name: value for name in KEYS if (value := getattr(self, name)) is not None}
         limit = self.max_prompt_len or data.rollout_max_prompt_len
         alone = replace(data, prompt_data=(self.path,), prompt_data_weights=(), rollout_max_prompt_len=limit)
         return replace(alone, prompt_sampler="uniform", pass_rates=(), **keys)
 
     def rewards(self, rewards: RewardArguments) -> RewardArguments:
-        """Flags of its reward, from those of training."""
+        """Flags of its reward, derived from training's."""
         own = {name: getattr(self, name) for name in REWARDS}
         return replace(rewards, **own) if self.names_reward else rewards
 
     @property
     def names_reward(self) -> bool:
-        """True if it has a reward of its own."""
+        """True if it has a separate reward."""
         return any(getattr(self, name) is not None for name in REWARDS)
 
 

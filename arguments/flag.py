@@ -35,7 +35,7 @@ def flag(
 
     ``needs``: fields without which the flag has no effect; one of them is enough. ``use_tis`` has to be given,
     ``policy_loss=gspo`` has to have this value, ``policy_loss=own`` to name something of the user's.
-    ``replaced_by``: field beside which it has none. ``at_least``, ``above``, ``at_most`` and ``below`` bound a number.
+    ``replaced_by``: field that makes it ineffective. ``at_least``, ``above``, ``at_most`` and ``below`` bound a number.
     """
     bounds = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
     metadata = {"default": default, "help": help, "metavar": metavar, "needs": needs, "replaced_by": replaced_by}

@@ -99,7 +99,7 @@ def topic_page(parser: argparse.ArgumentParser, topic: Sequence[str]) -> str:
     if not found:
         raise ConfigurationError(
             f"--help {name}: no group has this name, and no flag or its text these words{did_you_mean(name, names)}; "
-            f"groups: {', '.join(names)}; --help-all lists all flags, --help-megatron those of Megatron"
+            f"groups: {', '.join(names)}; --help-all lists all flags, --help-megatron Megatron's"
         )
     return _page(parser, found)
 

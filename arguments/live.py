@@ -107,7 +107,7 @@ def check_change(started: Arguments, now: Arguments, wanted: Arguments) -> None:
 
 
 def check_requests(arguments: Arguments, requests: Mapping[str, str]) -> None:
-    """Check that the run has what is asked for. Raises ConfigurationError listing all problems."""
+    """Check that the run supports the requests. Raises ConfigurationError listing all problems."""
     problems = []
     if "evaluation" in requests and not arguments.evaluation.evaluates:
         problems.append("evaluation: the run has neither --eval-prompt-data nor --eval-config")

@@ -57,7 +57,7 @@ def megatron_settings(extra: Sequence[str]) -> MegatronSettings:
 
 def _unknown(flag: str, name: str, fields: Mapping[str, MegatronField]) -> str:
     if not fields:
-        return f"{flag}: Megatron-core and Megatron-Bridge are not installed here, so that nobody knows it"
+        return f"{flag}: Megatron-core and Megatron-Bridge are not installed here, so it cannot be checked"
     near = difflib.get_close_matches(name, fields, n=1, cutoff=CLOSE_NAME)
     hint = f"did you mean {fields[near[0]].flag}?" if near else "`miles-async train --help-megatron` lists them"
     return f"{flag}: Megatron's configs have no field {name}; {hint}"

@@ -74,10 +74,10 @@ RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj")
-"""Modules that megatron-core 0.19 recomputes by itself, linear attention's apart."""
+"""Modules that megatron-core 0.19 recomputes by itself, except linear attention's."""
 
 TRANSFORMER_ENGINE_MODULES = ("moe_act", "layernorm", "mla_up_proj")
-"""Those that it recomputes with a part of Transformer Engine."""
+"""Modules that it recomputes with Transformer Engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +125,7 @@ class ModelArguments:
         10.0, "minutes that trainer ranks wait for each other in one collective", metavar="MINUTES", above=0
     )
     recompute_granularity: RecomputeGranularity | None = flag(
-        None, "activations that the backward pass recomputes: those of whole layers, or of --recompute-modules"
+        None, "activations that the backward pass recomputes: of whole layers, or of --recompute-modules"
     )
     recompute_method: RecomputeMethod | None = flag(
         None,
@@ -164,7 +164,7 @@ class ModelArguments:
         needs=("lora_rank",),
     )
     freeze_vision_tower: bool = flag(
-        False, "leave the vision tower of a model that reads images as it is, with its projection to the language model"
+        False, "freeze the vision tower of a model that reads images, and its projection to the language model"
     )
     enable_mtp_training: bool = flag(
         False,
@@ -198,7 +198,7 @@ class ModelArguments:
 
     @property
     def expert_tensor_size(self) -> int:
-        """``--expert-tensor-parallel-size`` in force: megatron's default is that of the dense layers."""
+        """``--expert-tensor-parallel-size`` in force: megatron's default is the dense layers' size."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     def stage_layers(self, layers: int) -> list[int]:

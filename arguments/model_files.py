@@ -121,7 +121,7 @@ def _shape_problems(shapes: Mapping[str, Shape], config: JsonObject) -> Iterator
         if (kind := _kind(name)) in expected and shape != expected[kind]
     ]
     if wrong:
-        yield f"{len(wrong)} tensor(s) are not those of config.json: {_first(wrong)}"
+        yield f"{len(wrong)} tensor(s) differ from config.json: {_first(wrong)}"
     if "model.embed_tokens.weight" not in shapes and found:
         yield "the weights have no model.embed_tokens.weight"
     if config.get("model_type") == "qwen3_vl_moe":

@@ -26,7 +26,7 @@ def check_needs(arguments: Arguments, problems: Sequence[str]) -> Iterator[str]:
 
 
 def need_notes(arguments: Arguments) -> Iterator[str]:
-    """Yield notes about flags without effect that harm nothing, and about those that another takes the place of."""
+    """Yield notes about harmless flags without effect, and about flags that another one replaces."""
     flags = (flag for flag in flag_specifications().values() if flag.group in HARMLESS_GROUPS)
     yield from _without_effect(arguments, flags)
     for flag in flag_specifications().values():

@@ -59,8 +59,7 @@ class ObservabilityArguments:
     )
     wandb_sample_steps: int = flag(
         0,
-        "every so many steps, and at evaluations, log a table of what --save-samples wrote: prompts and answers; 0: "
-        "none",
+        "log a table of saved samples (prompts and answers) every this many steps and at evaluations; 0: never",
         metavar="STEPS",
         needs=("use_wandb",),
         at_least=0,
@@ -88,9 +87,7 @@ class ObservabilityArguments:
         needs=("use_mlflow",),
     )
     mlflow_experiment_name: str = flag("miles_async", "MLflow experiment", needs=("use_mlflow",))
-    mlflow_run_name: str | None = flag(
-        None, "name of the MLflow run; none: that of the run directory", needs=("use_mlflow",)
-    )
+    mlflow_run_name: str | None = flag(None, "name of the MLflow run; none: the run directory's", needs=("use_mlflow",))
     mlflow_run_id: str | None = flag(
         None,
         "continue the MLflow run with this id; none: a new run, and after a restart (--max-run-restarts) the one from "
@@ -113,9 +110,7 @@ class ObservabilityArguments:
         needs=("use_swanlab",),
     )
     swanlab_project: str = flag("miles_async", "SwanLab project", needs=("use_swanlab",))
-    swanlab_workspace: str | None = flag(
-        None, "SwanLab workspace; none: that of the API key's user", needs=("use_swanlab",)
-    )
+    swanlab_workspace: str | None = flag(None, "SwanLab workspace; none: the API key owner's", needs=("use_swanlab",))
     custom_tracker_path: str | None = flag(
         None, "module:attr of your own Tracker, which also receives all metrics", metavar="MODULE:ATTR"
     )

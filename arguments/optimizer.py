@@ -25,8 +25,8 @@ class OptimizerArguments:
     ppo_epochs: int = flag(1, "PPO epochs: passes over each rollout batch, in the same order", at_least=1)
     max_tokens_per_gpu: int = flag(
         8192,
-        "tokens per GPU packed into one micro-batch, which --context-parallel-size GPUs share; a longer sample has a "
-        "micro-batch of its own",
+        "tokens per GPU packed into one micro-batch, which --context-parallel-size GPUs share; a longer sample gets "
+        "its own micro-batch",
         at_least=1,
     )
     logprob_chunk: int = flag(

@@ -130,7 +130,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     general.add_argument("--dry-run", action="store_true", help="check flags, model and data, and exit")
     general.add_argument(
         "-h", "--help", action=Help, nargs="*", default=argparse.SUPPRESS, metavar="GROUP | WORD",
-        help="list the most needed flags, explain those of a group, or find those whose name or text has these words",
+        help="list the most needed flags, explain a group's flags, or find flags whose name or text has these words",
     )  # fmt: skip
     general.add_argument(
         "--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help="explain every flag and exit"

@@ -31,8 +31,8 @@ def asked_limit(data: DataArguments) -> PromptLimit | None:
 def prompt_limit(arguments: Arguments, held_out: EvaluationSet | None = None) -> PromptLimit | None:
     """The lowest limit of prompts of training, or of ``held_out`` ones: what is asked for, and what can be generated.
 
-    Engines refuse a request whose prompt and response exceed their context. Trajectories of several turns have a limit
-    of their own; in one turn, a sample may exceed ``--max-tokens-per-gpu``. Raises ConfigurationError for a file of
+    Engines refuse a request whose prompt and response exceed their context. Trajectories of several turns have a
+    separate limit; in one turn, a sample may exceed ``--max-tokens-per-gpu``. Raises ConfigurationError for a file of
     ``--server-groups`` that cannot be read.
     """
     limits = [asked] if (asked := _asked_limit(arguments.data, held_out)) else []

@@ -19,7 +19,7 @@ from miles_async.errors import ConfigurationError
 
 
 def check_rewards(arguments: Arguments) -> Iterator[str]:
-    """Check that there is one reward and that it has its settings."""
+    """Check that exactly one reward is given, with its settings."""
     rewards = arguments.rewards
     held_out = _held_out(arguments)
     own = [each for each in held_out if each.names_reward]

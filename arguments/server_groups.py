@@ -35,14 +35,14 @@ Role = Literal["train", "evaluation", "frozen"]
 class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Engines that are alike; one table of the file, ``[groups.NAME]``."""
 
-    name: str = ""  # that of the table
+    name: str = ""  # the table's
     # train: generates for training, gets every version. evaluation: generates for evaluation, gets the version that is
     # evaluated. frozen: keeps the weights that it started with: a judge that rewards ask, or the teacher of --use-opd.
     role: Role = "train"
     engines: int = 1
     gpus_per_engine: int = 1  # its tensor-parallel size
     nodes_per_engine: int = 1  # over which these are spread evenly
-    model: str | None = None  # frozen: a Hugging Face directory, if it is not that of --hf-checkpoint
+    model: str | None = None  # frozen: a Hugging Face directory, if it is not --hf-checkpoint
     port: int | None = None  # frozen: of its router, where rewards ask
     sglang: dict[str, str | int | float | bool] = {}  # SGLang's own arguments for these engines; they win
     external: tuple[str, ...] = ()  # host:port of servers that are up already, instead of ``engines``

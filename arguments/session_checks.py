@@ -32,8 +32,9 @@ def check_trajectories(arguments: Arguments) -> Iterator[str]:
         yield from refusal(lambda: parse_environment_config(config))
         if sessions.plays_verifiers and sessions.environment_python is None:
             yield (
-                f"--environment {environment}: verifiers and SGLang need different versions of openai. Install it in a "
-                "Python of its own (python3 -m venv verifiers; verifiers/bin/pip install 'verifiers>=0.4,<0.5' uv) and "
+                f"--environment {environment}: verifiers and SGLang need different versions of openai. Install it in "
+                "a separate Python (python3 -m venv verifiers; verifiers/bin/pip install 'verifiers>=0.4,<0.5' uv) "
+                "and "
                 "give --environment-python verifiers/bin/python"
             )
         if sessions.plays_verifiers and sessions.mcp_server:

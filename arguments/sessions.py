@@ -142,9 +142,9 @@ class SessionsArguments:
     )
     turn_history: TurnHistory = flag(
         "sampled",
-        "tokens each turn continues. sampled: those of the turns before it; template: the conversation as the chat "
-        "template renders it, as in production, which starts a new branch where it differs from what was sampled (such "
-        "as without earlier reasoning)",
+        "tokens each turn continues. sampled: the earlier turns' tokens; template: the conversation as the chat "
+        "template renders it, as in production, which starts a new branch where it differs from what was sampled "
+        "(such as without earlier reasoning)",
         needs=_SEVERAL_TURNS,
     )
 

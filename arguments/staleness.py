@@ -51,8 +51,8 @@ class StalenessArguments:
     batch_order: BatchOrder = flag(
         "oldest_first",
         "groups that a batch takes first. oldest_first: by admission, which bounds ages with the least waste; "
-        "completion: as they were completed, which favours short responses; reward_variance: those whose rewards vary "
-        "most, which needs a bound, since the others become too old, and a lead of several batches",
+        "completion: as they were completed, which favours short responses; reward_variance: groups whose rewards "
+        "vary most; needs a bound, since other groups become too old, and a lead of several batches",
     )
     on_policy: bool = flag(
         False,

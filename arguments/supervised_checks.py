@@ -39,9 +39,9 @@ def check_supervised(arguments: Arguments) -> Iterator[str]:
     for flag in (*given, *(flag for flag, value in switches.items() if value)):
         yield f"{flag} has no effect with --loss-type sft_loss, which samples and rewards nothing: leave it out"
     if arguments.optimizer.max_logprob_diff is not None:
-        yield "--max-logprob-diff compares with engines, of which --loss-type sft_loss has none: leave it out"
+        yield "--max-logprob-diff compares with engines, which --loss-type sft_loss does not start: leave it out"
     if arguments.optimizer.ess_lr_scaling is not None:
-        yield "--ess-lr-scaling weighs samples, of which --loss-type sft_loss has none: leave it out"
+        yield "--ess-lr-scaling weighs samples, and --loss-type sft_loss has none: leave it out"
     if arguments.algorithm.loss_aggregation == "sequence_sum" and arguments.algorithm.loss_length_normalizer is None:
         yield "--loss-aggregation sequence_sum divides by --loss-length-normalizer: give it"
 

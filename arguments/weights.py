@@ -64,9 +64,9 @@ class WeightsArguments:
     verify_weights: VerifyMode = flag(
         "full",
         "checks after each publication, on every engine. full: compare digests of every tensor that it holds with "
-        "those of the tensors sent, and log-probs of a text (the canary) with the trainer's; sample: compare one of "
-        "--verify-weights-shares of the tensors each time, and the canary; canary: compare log-probs alone; off: only "
-        "check that engines report the version",
+        "the sent tensors', and log-probs of a text (the canary) with the trainer's; sample: compare one of "
+        "--verify-weights-shares of the tensors each time, and the canary; canary: compare log-probs alone; off: "
+        "only check that engines report the version",
     )
     verify_weights_shares: int = flag(
         8,
@@ -117,7 +117,7 @@ class WeightsArguments:
 
     @property
     def group_timeout(self) -> float:
-        """Seconds that members of a process group wait for each other. Less than a call may take: those that wait for
-        one that hangs say so, and only that one gives no answer.
+        """Seconds that members of a process group wait for each other. Less than a call may take, so that members
+        waiting for a hanging one report it, and only that one gives no answer.
         """
         return 0.8 * self.step_timeout

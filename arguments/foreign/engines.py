@@ -9,7 +9,7 @@ from miles_async.arguments.foreign.record import Fact, ForeignFlag, Takes, rows
 from miles_async.types import JsonObject
 
 _KEYS = (
-    "every run makes keys of its own, and keys on a command line can be seen by everybody: to choose them, set "
+    "every run makes its own keys, and everybody can see keys on a command line: to choose them, set "
     "MILES_ASYNC_API_KEY and MILES_ASYNC_ADMIN_KEY in the environment"
 )
 
@@ -24,7 +24,7 @@ _refused = partial(rows, "refused", origin="SGLang, smg")
 def _pipeline_parallel(flag: str) -> ForeignFlag:
     return ForeignFlag(
         flag=flag, origin="SGLang, smg", verdict="noted", only=("1",),
-        note="engines of several pipeline stages would go on generating while they are paused for new weights (SGLang "
+        note="engines of several pipeline stages would keep generating while they are paused for new weights (SGLang "
         "0.5.23); use --rollout-num-gpus-per-engine, their tensor-parallel size",
     )  # fmt: skip
 
@@ -43,7 +43,7 @@ def _tensor_parallel(flag: str) -> ForeignFlag:
 def _of_decoding(flag: str, takes: Takes) -> ForeignFlag:
     return ForeignFlag(
         flag=flag, origin="SGLang, smg", verdict="works", takes=takes, ours=(f"{flag}-decode",),
-        note=f"is `{flag}-decode`: SGLang tells the graphs of decoding from those of prefills",
+        note=f"is `{flag}-decode`: SGLang distinguishes the graphs of decoding and prefills",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Megatron's flags that choose how to train. Those that are named as a field of its configs are not here: any such
+"""Megatron's flags that choose how to train. Flags named after a field of its configs are not listed: any such
 ``--X`` is taken as ``--megatron-X`` (``arguments/megatron_fields.py``).
 """
 

@@ -15,7 +15,7 @@ _other = partial(rows, "refused", origin="others")
 
 
 def _held_out(flag: str, field: str) -> ForeignFlag:
-    """A column of held-out files, which are those of the prompts here."""
+    """A column of held-out files, which must be the prompts' column here."""
     ours = f"--{field.replace('_', '-')}"
 
     def fact(arguments: Arguments, _: JsonObject) -> Fact:
@@ -48,7 +48,7 @@ _CHANGES_METRICS = "metrics do not depend on it: docs/metrics.md says where they
 _FAMILY = "models with sparse or linear attention are not trained: remove it"
 _ONE_ADAPTER = "a run trains one adapter per layer: remove it"
 _NONZERO_STD = "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-_EVALUATION = 'for engines of their own, use a group with role = "evaluation" in --server-groups'
+_EVALUATION = 'for separate engines, use a group with role = "evaluation" in --server-groups'
 
 SLIME: tuple[ForeignFlag, ...] = (
     # Cluster and memory.
@@ -102,7 +102,7 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("training in 8 or 4 bits is not implemented: use --bf16", many="extra-high-precision-layers-hf "
             "extra-high-precision-layers-megatron megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules "
             "megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules"),
-    *_refused("the critic has flags of its own: use --critic-hf-checkpoint, --critic-lr", one="megatron-config-path"),
+    *_refused("the critic has its own flags: use --critic-hf-checkpoint, --critic-lr", one="megatron-config-path"),
     *_refused("use --ref-hf-checkpoint, a Hugging Face directory", one="ref-ckpt-step"),
     *_refused("put the template into chat_template.jinja of --hf-checkpoint, which engines and trainer share",
             one="chat-template-path"),
@@ -156,7 +156,7 @@ SLIME: tuple[ForeignFlag, ...] = (
         fact=_end_tokens,
     ),
     *_noted("turns of the assistant are found by rendering the conversation up to each of them", one="loss-mask-type"),
-    *_noted("generation always goes on after a publication: --pause-generation-mode says how",
+    *_noted("generation always continues after a publication: --pause-generation-mode says how",
             switches="partial-rollout"),
     *_noted("a group that a filter rejects is replaced by one more, at once", one="over-sampling-batch-size"),
     *_refused("use --num-rollout (rollout steps): epochs × rows ÷ --rollout-batch-size", one="num-epoch"),
@@ -245,7 +245,7 @@ SLIME: tuple[ForeignFlag, ...] = (
     # Adapters.
     *_noted("engines have no dropout, and the trainer's log-probs are to be theirs", one="lora-dropout", only=("0",)),
     *_refused("use --target-modules: it names the layers that get an adapter", one="exclude-modules"),
-    *_refused("every expert has an adapter of its own: remove it", switches="experts-shared-outer-loras"),
+    *_refused("every expert has its own adapter: remove it", switches="experts-shared-outer-loras"),
     *_noted("a run trains one adapter per layer", one="multi-lora-n-adapters", only=("0",)),
     *_noted("adapters are published merged into the weights",
             switches="no-sglang-lora-use-virtual-experts lora-sync-from-tensor lora-base-cpu-backup"),
@@ -310,7 +310,7 @@ OTHERS: tuple[ForeignFlag, ...] = (
     *_other("use --target-modules", one="lora-target-modules"),
     *_other("the tokenizer comes with --hf-checkpoint", one="tokenizer-path"),
 )  # fmt: skip
-"""Flags of other systems still, and what they call the same."""
+"""Aliases of these flags in further systems."""
 
 VALUES: tuple[ForeignValue, ...] = (
     ForeignValue(

@@ -1,4 +1,4 @@
-"""A command line with flags of other systems → one with ours, and what is to be said and checked about the rest."""
+"""A command line with flags of other systems → one with ours, and notes and checks about the rest."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class TrainBackend(Protocol):
         """Take all optimizer steps of a batch; return metrics. Collective.
 
         A metric ``bad_steps/REASON`` above 0 says that an optimizer step was not made, as it would have harmed the
-        weights: then the run ends, or goes on with the next batch (``--bad-step-action``).
+        weights: then the run ends, or continues with the next batch (``--bad-step-action``).
         """
         ...
 
@@ -103,7 +103,7 @@ class SavesInBackground(Protocol):
     ...         (self.staged[0] / "index").write_bytes(b"\n".join(parts))
     >>> backend = OneCopy()
     >>> backend.stage_save(directory)
-    >>> _ = backend.weight.add_(1.0)  # training goes on
+    >>> _ = backend.weight.add_(1.0)  # training continues
     >>> backend.finish_save([backend.write_save()])
     >>> torch.load(directory / "rank-0.pt")
     tensor([0.5000])
@@ -114,7 +114,7 @@ class SavesInBackground(Protocol):
         ...
 
     def write_save(self) -> bytes:
-        """Write this rank's files from the copy, in a thread of its own while training goes on: nothing collective.
+        """Write this rank's files from the copy, in a separate thread while training continues: nothing collective.
         Return what :meth:`finish_save` needs to know of them. Raises CheckpointError.
         """
         ...

@@ -1,4 +1,4 @@
-"""Compares the model of a resumed run with the one that was saved: config, end tokens, tokenizer, chat template.
+"""Compares the model of a resumed run with the saved one: config, end tokens, tokenizer, chat template.
 
 Engine and trainer read the same directory: if somebody changes ``rope_theta`` in it, both are wrong alike, and no
 comparison of them would notice.
@@ -54,7 +54,7 @@ _VOCABULARIES = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.js
 def model_function(directory: Path) -> JsonObject:
     """Return name → value of everything in ``directory`` but the weights that changes what is computed or sampled.
 
-    Names are those of fields of config.json, those of generation_config.json after "generation.", tokenizer and
+    Names are fields of config.json, fields of generation_config.json after "generation.", tokenizer and
     chat_template. The latter two are digests; JSON files are compared by their content. What is absent, null or empty
     is left out; end tokens of both files are merged.
     """

@@ -108,7 +108,7 @@ class RunCheckpoints:
         self._position, self._watch, self._saved_settings = position, watch, self._settings()
 
     async def finish(self) -> Mapping[str, float]:
-        """Complete the last save. Returns its metrics, none if it was complete. Raises CheckpointError."""
+        """Wait for the last save. Returns its metrics, or none if it had finished already. Raises CheckpointError."""
         async with self._finishing:
             if (position := self._position) is None:
                 return {}

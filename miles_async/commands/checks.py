@@ -44,7 +44,7 @@ def check_surroundings(arguments: Arguments) -> list[str]:
 
 
 def machine_state(arguments: Arguments) -> Iterator[Finding]:
-    """Yield what ``miles-async doctor`` would find of this machine, as far as the run needs it."""
+    """Yield the findings of ``miles-async doctor`` that matter to the run."""
     from miles_async.machine.checks import Intent, machine_findings
 
     cluster, observability, save = arguments.cluster, arguments.observability, arguments.checkpoint.save
@@ -151,7 +151,7 @@ def checkpoint_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def passed_on_problems(arguments: Arguments) -> Iterator[str]:
-    """Yield flags that the installed SGLang or smg does not know, and those of SGLang that a run cannot have."""
+    """Yield flags that the installed SGLang or smg does not know, and flags of SGLang that a run refuses."""
     from miles_async.engines.sglang.known_flags import refused_flags, sglang_flags, smg_flags, unknown_flags
 
     engines = arguments.engines

@@ -15,9 +15,7 @@ from miles_async.train_data.work import model_work
 
 GIB = 1 << 30
 STATIC_FRACTION = 0.85  # of a GPU, for weights and cache, where no flag says it; SGLang chooses 0.8 to 0.9 by the GPU
-STATE_RATIO = (
-    0.9  # SGLang's default of --mamba-full-memory-ratio: memory of linear attention's states to that of the cache
-)
+STATE_RATIO = 0.9  # SGLang's default of --mamba-full-memory-ratio: memory of linear attention's states ÷ cache memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

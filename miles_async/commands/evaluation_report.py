@@ -22,11 +22,11 @@ METHOD = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSet:
-    """What an evaluation has of one data set."""
+    """Results of an evaluation on one data set."""
 
     rewards: Mapping[str, list[float]]  # prompt → rewards of its samples; complete prompts only
     samples: int
-    asked: int  # samples that these prompts and those that are left out should have
+    asked: int  # samples expected of these and of omitted prompts
     left_out: int = 0  # prompts
 
 

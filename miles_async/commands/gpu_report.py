@@ -27,7 +27,7 @@ class GpuReport:
     origin: str  # for people
 
     def shares_of(self, transport: str) -> Mapping[str, float]:
-        """Those that hold for ``transport``."""
+        """The shares for ``transport``."""
         absent = () if transport == self.transport else ("link", "files")
         return {name: value for name, value in self.shares.items() if name not in absent}
 

@@ -1,4 +1,4 @@
-"""``--max-run-restarts``: a run that a fault of a machine ended starts again from its newest checkpoint.
+"""``--max-run-restarts``: restarts a run that a machine's fault ended, from its newest checkpoint.
 
 This process only watches. Each life of the run is a child, an ordinary ``miles-async train`` with the same flags, so it
 does not matter how its driver ended. A run counts as lost if its summary says that it lost a process, if its

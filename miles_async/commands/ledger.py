@@ -33,7 +33,7 @@ from miles_async.staleness.ledger import Balance, Ledger
 from miles_async.staleness.pool import PoolState
 
 ALL = "all"
-MAX_REASONS = 20  # most frequent ones that are printed; errors of engines can each be different
+MAX_REASONS = 20  # number of reasons printed, the most frequent first; errors of engines may all differ
 
 
 def ledger(words: Sequence[str]) -> str:

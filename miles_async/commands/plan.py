@@ -102,7 +102,7 @@ def _plan_memory(train_words: Sequence[str]) -> str:
 def _settings(
     words: Sequence[str], own: argparse.Namespace, base: ClusterArguments, timing: Timing, slots: int | None
 ) -> SimulationSettings:
-    """One candidate. ``base``: the trainer ranks for which ``timing`` is; work is shared by those of the candidate."""
+    """One candidate. ``base``: the trainer ranks that ``timing`` is for; the candidate's ranks share the work."""
     arguments = parse_arguments(words, prog="miles-async plan").arguments
     problems = [*range_problems(arguments)]
     refuse(problems or [*check_staleness(arguments), *check_batch_order(arguments), *check_deadlines(arguments)])

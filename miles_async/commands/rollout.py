@@ -1,7 +1,7 @@
 """``miles-async rollout`` and ``miles-async eval``: generate and reward without training, and estimate pass@k.
 
-Both are runs with ``--eval-only``: no trainer starts. What they show is made of the run's samples, also of those of a
-run that was interrupted.
+Both are runs with ``--eval-only``: no trainer starts. Their output is computed from the run's samples, even if it was
+interrupted.
 """
 
 from __future__ import annotations
@@ -191,6 +191,6 @@ def _keep_training(run_dir: Path) -> None:
         alone = False
     if not alone:
         raise ConfigurationError(
-            f"--run-dir {run_dir} has a training run: give the evaluation a directory of its own, such as "
+            f"--run-dir {run_dir} has a training run: give the evaluation a separate directory, such as "
             f"--run-dir {run_dir.with_name(run_dir.name + '-eval')}"
         )

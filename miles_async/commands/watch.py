@@ -24,7 +24,7 @@ def watch(words: Sequence[str], show: Callable[[str], None]) -> int:
     parser = CommandParser(
         prog="miles-async watch",
         description="Show runs in a browser: curves, ages, samples, attempts, engines, flags and logs. The page "
-        "updates while a run goes on. It reads the run directories; only with --write it asks processes of a run.",
+        "is updated during a run. It reads the run directories; only with --write it asks processes of a run.",
     )
     parser.add_argument(
         "directories",

@@ -73,7 +73,7 @@ def changed_prompts(
     raise CheckpointError(
         f"{_changed_files(state, rows)}: cannot continue in the middle of other prompts: {changes}. Restore "
         f"{' and '.join(flags)}{_pinned(state, rows, arguments)}, or if the change is meant, add --load-anyway "
-        f"{CHANGED}: the run then goes on with the next epoch of the new ones"
+        f"{CHANGED}: the run then continues with the next epoch of the new ones"
     )
 
 

@@ -100,6 +100,6 @@ def _refusal(path: Path) -> str:
     """Why a tokenizer that needs its own code is not loaded, and which flag does."""
     files = ", ".join(f"{name} (sha256 {digest})" for name, digest in digests(path).items()) or "none there"
     return (
-        f"--hf-checkpoint {path}: its tokenizer needs code of its own, which is not run unasked. Read its Python files "
+        f"--hf-checkpoint {path}: its tokenizer needs its own code, which is not run by default. Read its Python files "
         f"({files}), then add --trust-remote-code"
     )

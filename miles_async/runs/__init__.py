@@ -1,6 +1,6 @@
 """Runs from Python: start one, follow it, read its results, end it. ``import miles_async`` offers these names.
 
-A run is a process of its own, started as the command line starts it, so it outlives a restarted notebook kernel.
+A run is a separate process, started as by the command line, so it outlives a restarted notebook kernel.
 Importing this package loads neither torch nor Ray.
 """
 

@@ -41,7 +41,7 @@ globals().update(pickle.loads(Path(__file__).with_suffix(".pickle").read_bytes()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Carried:
-    """Hooks of a run as flags, and the code behind those that no process could import."""
+    """Hooks of a run as flags, and the code of hooks that no other process can import."""
 
     words: tuple[str, ...]
     code: bytes  # a pickled dict, argument → object; empty if every hook can be imported

@@ -1,4 +1,4 @@
-"""Start a run in a process of its own, as the command line does."""
+"""Start a run in a separate process, as the command line does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INTERRUPT_SECONDS = 30.0
 
 
 def train_command(words: Sequence[str]) -> list[str]:
-    """The command of ``miles-async train``, for a process of its own."""
+    """The command of ``miles-async train``, for a separate process."""
     return [sys.executable, "-m", "miles_async", "train", *words]
 
 
@@ -143,7 +143,7 @@ def _wait_for_directory(
 
 
 def _module_path(run_dir: Path) -> list[str]:
-    """Directories where the run finds modules: those of carried code and, as here, the program's own."""
+    """Directories where the run finds modules: carried code's and, as here, the program's own."""
     installed = {"site-packages", "dist-packages", "lib-dynload"}
     standard = Path(os.__file__).parent
     own = (Path(entry) for entry in sys.path if entry and os.path.isdir(entry))

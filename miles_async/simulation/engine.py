@@ -38,7 +38,7 @@ def canary_logprobs(version: int, tokens: int) -> tuple[float, ...]:
 
 
 def simulated_text(tokens: int) -> str:
-    """Text of a response, as long as that of a language model."""
+    """Text of a response, as long as a language model's."""
     return "word" * (tokens - 1) + END_OF_TURN
 
 

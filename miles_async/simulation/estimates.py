@@ -1,6 +1,6 @@
 """Durations of a run's parts by arithmetic: data sheets, config.json, and a handful of assumptions that are printed.
 
-For the time before anything was measured. Whoever has measured durations gives those instead, part by part.
+For use before anything was measured; measured durations replace them, part by part.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Job:
     passes: Passes
     engine_gpus: int  # of one engine
     slots: int  # requests that an engine runs at once, if its cache has room
-    caches: int  # of an engine; with data-parallel attention several, each with the weights of attention beside it
+    caches: int  # of an engine; with data-parallel attention several, each next to its attention weights
     cache_tokens: int | None  # that an engine has room for, in all of its caches; None: not known
     bytes_per_weight: int
     cache_per_token: int  # bytes of keys and values, on all GPUs that have some of them
@@ -105,7 +105,7 @@ class Publication:
 
     transport: Transport
     copy_seconds: float  # to host memory: the trainer is busy
-    bring_seconds: float  # of files to where engines load them from, beside training
+    bring_seconds: float  # of files to where engines load them from, during training
     pause_seconds: float  # engines generate nothing
 
 
@@ -215,14 +215,14 @@ def describe(
         + f"Assumed: {', '.join(guessed)}{', ' if guessed else ''}also on a shared file system; "
         f"of files {estimate.publication.transport.sent:.0%} are sent (--weight-delta); "
         f"{assumed.cpu_per_sample * 1000:g} ms of CPU per sample; engines always run as many requests as their cache "
-        "holds, and prompts cost them nothing. Not counted: digests and deltas, which are computed beside training.\n"
+        "holds, and prompts cost them nothing. Not counted: digests and deltas, which are computed during training.\n"
     )
 
 
 def _publication_table(publications: Iterable[Publication], chosen: Transport) -> str:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("publication")
-    for name in ("senders", "copy, s", "beside training, s", "pause, s"):
+    for name in ("senders", "copy, s", "during training, s", "pause, s"):
         table.add_column(name, justify="right")
     for one in publications:
         name = one.transport.name + (" (chosen)" if one.transport.name == chosen.name else "")

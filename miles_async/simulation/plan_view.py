@@ -74,7 +74,7 @@ def _recommendation(label: str, result: SimulationResult) -> str:
             )
     elif result.slot_idle_fraction > BOTTLENECK:
         advice = f" Slots are idle {result.slot_idle_fraction:.0%} of the time: training is the bottleneck."
-    thrifty = f", of those that throw away less than {MOST_WASTE:.0%} of the tokens"
+    thrifty = f", among settings that throw away less than {MOST_WASTE:.0%} of the tokens"
     if result.wasted_fraction >= MOST_WASTE:
         thrifty = ""
         advice += (

@@ -92,7 +92,7 @@ class PoolRecorder:
 
 
 class Recording:
-    """The controller's Recorder. Checks conservation (C2) at every step, against what the pool really holds."""
+    """The controller's Recorder. Checks conservation (C2) at every step, against the pool's contents."""
 
     def __init__(self, pool: Pool, log: EventLog) -> None:
         self.steps: list[Step] = []

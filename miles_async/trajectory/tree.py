@@ -238,7 +238,7 @@ class Trajectory:
         return tuple(self._pictures[digest] for digest in digests)
 
     def _as_written(self, conversation: Sequence[Message], tools: Tools, options: JsonObject) -> Context:
-        """Context with the conversation as the template writes it, in a new branch where that differs from the sample."""
+        """Context with the conversation as the template writes it, in a new branch where the sample differs."""
         written = self.renderer.chat.render(conversation, tools, options, generation_prompt=True)
         with suppress(TrajectoryError):  # the template changes what is in the tokens
             context = self._continued(conversation, tools, options)

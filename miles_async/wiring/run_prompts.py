@@ -63,7 +63,7 @@ def length_notes(arguments: Arguments, source: FilePromptSource, limit: PromptLi
         )
     if room is None:
         return
-    consequence = f"exceed --max-tokens-per-gpu {most}, and then get micro-batches of their own, which take more memory"
+    consequence = f"exceed --max-tokens-per-gpu {most}, and then get separate micro-batches, which take more memory"
     if room <= 0:
         yield f"with {flag} {response} samples of any prompt may {consequence}"
         return

@@ -1,6 +1,6 @@
 """Defaults of slime and miles that differ from ours and decide what is trained; ``miles-async migrate`` writes them.
 
-What differs and does not is left alone (``--sequence-parallel``, ``--async-save``, ``--max-tokens-per-gpu``).
+Other differences are left alone (``--sequence-parallel``, ``--async-save``, ``--max-tokens-per-gpu``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ DEFAULTS: tuple[ForeignDefault, ...] = (
     ForeignDefault("--weight-decay", "0.01"),
     ForeignDefault("--adam-beta2", "0.999"),
 )
-"""As of August 2026. Those of the optimizer are Megatron-LM's."""
+"""As of August 2026. The optimizer's are Megatron-LM's."""
 
 
 def untold_defaults(given: Given, supervised: bool) -> Iterator[tuple[str, ...]]:

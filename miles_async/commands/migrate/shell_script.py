@@ -35,7 +35,7 @@ class ShellCommand:
     program: str  # the last part of its path
     words: list[str]
     unknown: list[str] = field(default_factory=list)  # variables that stand in words as they are
-    repeated: list[str] = field(default_factory=list)  # those whose last assignment was taken, of several
+    repeated: list[str] = field(default_factory=list)  # variables with several assignments, of which the last was taken
     missing: list[str] = field(default_factory=list)  # files that the script sources and that are not there
 
 
@@ -105,7 +105,7 @@ class _Script:
             values = None if whole[1] in self._open else self._values.get(whole[1])
             if values is not None:
                 yield from self._expanded(whole[1], values, command)
-            elif array is None:  # a flag's value; of an array only the name is told
+            elif array is None:  # a flag's value; of an array only the name is known
                 yield word
 
     def _value(self, found: re.Match[str], command: ShellCommand) -> str:

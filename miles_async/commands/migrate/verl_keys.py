@@ -55,10 +55,10 @@ def _refused(key: str, note: str) -> VerlKey:
 
 
 _PACKED = "samples are packed: --max-tokens-per-gpu is the size of a micro-batch"
-_SGLANG = "SGLang generates, with CUDA graphs, chunks and caches of its own: --sglang-X reaches it"
+_SGLANG = "SGLang generates, with CUDA graphs, its own chunks and caches: --sglang-X reaches it"
 _MEMORY = "Megatron trains here, and keeps weights where they are: --recompute-granularity and --optimizer-cpu-offload"
 _REFERENCE = "the reference has the trainer's layout, and is packed like its batches"
-_LONG = "prompts that are too long are skipped, and their number is told"
+_LONG = "prompts that are too long are skipped, and counted"
 _TOOLS = "tools are an environment of yours, --environment-path module:attr; docs/agents.md has an example"
 _JUDGE = "a reward model is a service: --rm-type remote_rm --rm-url URL, or --rm-type judge --judge-url URL"
 _CRITIC = "the critic of adv_estimator gae has --lambd, --critic-lr, --value-clip and --num-critic-only-steps"
@@ -265,7 +265,7 @@ KEYS: tuple[VerlKey, ...] = (
     _refused("reward_model.*", _JUDGE),
     _noted("critic.*", _CRITIC),
     # The run.
-    _together("trainer.nnodes", "is `--actor-num-nodes`; engines get GPUs of their own, `--rollout-num-gpus`"),
+    _together("trainer.nnodes", "is `--actor-num-nodes`; engines get separate GPUs, `--rollout-num-gpus`"),
     _together("trainer.n_gpus_per_node", "is `--actor-num-gpus-per-node`, as above"),
     _is("trainer.total_training_steps", "--num-rollout", unset="None"),
     _together("trainer.total_epochs", "give `--num-rollout`: prompts times epochs over data.train_batch_size"),
@@ -300,7 +300,7 @@ KEYS: tuple[VerlKey, ...] = (
     _noted("rollout.total_epochs", "--num-rollout says when the run ends"),
     _is("async_training.trigger_parameter_sync_step", "--update-weights-interval"),
     _noted("async_training.staleness_threshold", "a share of samples; --max-weight-staleness bounds each one's age"),
-    _noted("async_training.partial_rollout", "--pause-generation-mode says how generation goes on"),
+    _noted("async_training.partial_rollout", "--pause-generation-mode says how generation continues"),
     _noted("async_training.*", "sides always are apart, and --use-rollout-logprobs corrects for age"),
 )  # fmt: skip
 """The first row that fits a key counts."""

@@ -52,7 +52,7 @@ class Claim:
             await asyncio.sleep(_WATCH_SECONDS)
         raise RunDirectoryError(
             f"--run-dir {self._directory} was removed, moved or replaced during the run: its ledger, metrics and logs "
-            "cannot be written there any more, so the run ends. Go on from its last checkpoint with --load"
+            "cannot be written there any more, so the run ends. Resume from its last checkpoint with --load"
         )
 
 

@@ -65,7 +65,7 @@ class ControlServer:
             return {"error": str(error)}
         except Exception as error:  # supervision point: a command must not cost the run
             log.exception("a command failed", command=command)
-            return {"error": f"the run met an error of its own: {error!r}"}
+            return {"error": f"internal error of the run: {error!r}"}
 
 
 def call(path: Path, command: str, **arguments: object) -> str:
