@@ -34,8 +34,7 @@ def check_trajectories(arguments: Arguments) -> Iterator[str]:
             yield (
                 f"--environment {environment}: verifiers and SGLang need different versions of openai. Install it in "
                 "a separate Python (python3 -m venv verifiers; verifiers/bin/pip install 'verifiers>=0.4,<0.5' uv) "
-                "and "
-                "give --environment-python verifiers/bin/python"
+                "and give --environment-python verifiers/bin/python"
             )
         if sessions.plays_verifiers and sessions.mcp_server:
             yield "--mcp-server with --environment verifiers:..., which calls tools itself: connect them there"

@@ -120,7 +120,7 @@ class Objective:
     def changed(
         self, *, entropy: float | None = None, kl_loss: float | None = None, kl: float | None = None
     ) -> Objective:
-        """With other constant coefficients: of the entropy bonus, of the KL loss, of the KL in the reward."""
+        """Return a copy with other constant coefficients: of the entropy bonus, the KL loss, the KL in the reward."""
         if kl_loss is not None:
             assert self.kl_coefficient is not None, "a KL loss has a coefficient"
             self.kl_coefficient.value = kl_loss

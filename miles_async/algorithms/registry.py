@@ -30,7 +30,7 @@ HERE = "miles_async.algorithms"
 WHOLE = f"{HERE}.whole_batch"
 
 Switched = tuple[tuple[str, Callable[[AlgorithmArguments], bool], str], ...]
-"""Optional parts, any number of which may be on: flag, condition, row."""
+"""Optional parts, in any number: flag, condition, row."""
 
 ADVANTAGE_ESTIMATORS = {
     "grpo": f"{HERE}.advantages.estimators:Grpo",
@@ -162,7 +162,7 @@ def aggregation(arguments: AlgorithmArguments) -> Aggregation:
 
 
 def check_own(arguments: AlgorithmArguments) -> None:
-    """Make every part that is the user's own, to check it at the start."""
+    """Make every part from user code, to check it at the start."""
     makers = (
         (arguments.advantage_estimator, advantage_estimator),
         (arguments.token_advantages, token_advantages),

@@ -33,7 +33,7 @@ class StepScale:
     """Scales the learning rate of an optimizer step by its effective sample size."""
 
     power: float
-    full_share: float  # from here on the step has the whole learning rate
+    full_share: float  # from this share on the step has the whole learning rate
 
     @staticmethod
     def of(arguments: OptimizerArguments) -> StepScale | None:

@@ -30,11 +30,11 @@ class ValueLoss:
     """Computes the critic's loss, one micro-batch at a time."""
 
     aggregation: Aggregation
-    clip: float | None  # of values; None: they move as they like
+    clip: float | None  # of values; None: unbounded
 
     def __call__(self, values: Tensor, returns: Tensor, batch: TokenBatch) -> LossSums:
         """Sums over the tokens of ``batch`` that carry loss. ``values``: float32 [N], with gradient; ``returns``: [N].
-        ``batch.values``: those before the first optimizer step.
+        ``batch.values``: from before the first optimizer step.
         """
         loss = (values - returns).square()
         clipped = torch.zeros_like(loss)

@@ -1,4 +1,4 @@
-"""The algorithm's: advantages, losses, corrections, estimates of the KL, means."""
+"""Protocols of algorithms: advantages, losses, corrections, estimates of the KL, means."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class TokenBatch:
 
     @property
     def surveyed(self) -> Tensor:
-        """float32 [N]: what the policy loss found when it looked at the whole rollout batch."""
+        """float32 [N]: the policy loss's survey of the whole rollout batch."""
         return self._needed("surveyed")
 
     def with_computed(self, name: Need, values: Tensor) -> TokenBatch:
@@ -219,7 +219,8 @@ class KlEstimator(Protocol):
 
 
 class Aggregation(Protocol):
-    """``--loss-aggregation module:attr``: what the loss of an optimizer step is the mean over (tokens, sequences, ...).
+    """``--loss-aggregation module:attr``: the unit over which an optimizer step's loss is a mean (tokens, sequences,
+    ...).
 
     >>> def mean_over_tokens(loss, batch):
     ...     return (loss * batch.loss_mask).sum(), batch.loss_mask.count_nonzero()

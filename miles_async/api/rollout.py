@@ -1,4 +1,4 @@
-"""The rollout side's: generation, environments, agents, rewards, filters."""
+"""Protocols of the rollout side: generation, environments, agents, rewards, filters."""
 
 from __future__ import annotations
 

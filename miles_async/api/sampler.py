@@ -1,4 +1,4 @@
-"""The order of prompts."""
+"""Protocol of the order of prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tracker's: where metrics go."""
+"""Protocol of trackers, which receive metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Metrics = Mapping[str, float]
 class Tracker(Protocol):
     """``--custom-tracker-path module:attr``: a class made without arguments that is given all metrics.
 
-    It is called in a thread of its own, one step after another; what it raises is logged and costs the run nothing.
+    It is called in a separate thread, one step after another; its errors are logged and don't affect the run.
 
     >>> class PrintRewards:
     ...     def log(self, metrics, *, step):

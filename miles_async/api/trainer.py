@@ -1,4 +1,4 @@
-"""The training backend's: one rank, what it may do besides training."""
+"""Protocols of training backends: one rank, and optional abilities."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class TrainBackend(Protocol):
     def export_weights(self) -> Iterator[tuple[str, Any]]:
         """(HF name, torch tensor) in a fixed order, on every rank. Collective.
 
-        A tensor on a CPU may be overwritten when the next one is asked for. Those on a GPU are copied beside the
-        export, so it writes none of them again.
+        A tensor on a CPU may be overwritten when the next one is asked for. Tensors on a GPU are copied during the
+        export, so it must not overwrite them.
         """
         ...
 
@@ -86,7 +86,7 @@ class TrainBackend(Protocol):
 
 @runtime_checkable
 class SavesInBackground(Protocol):
-    r"""A training backend whose checkpoints are written while it trains on (``--async-save``).
+    r"""A training backend whose checkpoints are written while it continues to train (``--async-save``).
 
     >>> class OneCopy:
     ...     weight = torch.tensor([0.5])
@@ -143,7 +143,7 @@ class ChangesSettings(Protocol):
     """
 
     def change(self, values: Mapping[str, SettingValue]) -> None:
-        """Train later steps with other settings, by the flags' fields: ``lr``, ``entropy_coef``, ``kl_loss_coef`` and
+        """Apply changed settings to later steps, by the flags' fields: ``lr``, ``entropy_coef``, ``kl_loss_coef`` and
         ``kl_coef``. Others are not the trainer's. Called on all ranks, between two steps.
         """
         ...

@@ -1,4 +1,4 @@
-"""Writes the prompts of ``--environment`` to standard output, as JSON lines: a process of its own, since packages may
+"""Writes the prompts of ``--environment`` to standard output, as JSON lines: a separate process, since packages may
 set variables and start threads, which processes that are forked later must not have.
 
     python -m miles_async.integrations.generate_rows KIND NAME CONFIG COUNT SEED

@@ -55,7 +55,7 @@ class McpServers:
         return tool in self._server_of
 
     def session_for(self, tool: str, own: dict[McpServer, McpSession]) -> McpSession:
-        """The session that answers calls of a tool. ``own``: those of the episode."""
+        """The session that answers calls of a tool. ``own``: the episode's sessions."""
         server = self._server_of[tool]
         sessions = self._shared if self._is_shared else own
         known = sessions.get(server)
@@ -68,7 +68,7 @@ class McpServers:
         try:
             async with asyncio.timeout(self._start_timeout):
                 tools = await session.list_tools()
-        except Exception as error:  # the server is somebody's program: whatever is wrong is shown with the flag
+        except Exception as error:  # the server is third-party code: any error is shown with the flag
             reason = f"nothing within {self._start_timeout:g} s" if isinstance(error, TimeoutError) else str(error)
             raise ConfigurationError(
                 f"--mcp-server {server.name}: expected a server that lists its tools, found {reason} "

@@ -2,7 +2,7 @@
 
 An episode is what NeMo Gym's simple agent does: ``/seed_session``, a request per call of a tool, ``/verify``, with the
 cookies of one session. Tasks are rows of NeMo Gym's data sets, whose prompts and tools are requests of the Responses
-API. The protocol is that of nemo-gym 0.4 to 0.7, whose dependencies don't fit next to ours.
+API. The protocol is nemo-gym's, 0.4 to 0.7, whose dependencies don't fit next to ours.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NemoGym:
             async with aiohttp.ClientSession(timeout=timeout) as http:
                 async with http.get(f"{self.url}/openapi.json", raise_for_status=True) as response:
                     paths = [*(await response.json())["paths"]]
-        except Exception as error:  # the server is somebody's program: whatever is wrong is shown with the flag
+        except Exception as error:  # the server is third-party code: any error is shown with the flag
             told = f"{type(error).__name__}: {error}"
             reason = f"nothing within {self._answer_timeout:g} s" if isinstance(error, TimeoutError) else told
             raise ConfigurationError(
@@ -65,7 +65,7 @@ class NemoGym:
             )
 
     async def supervise(self) -> None:
-        """Nothing to do: the server is somebody else's."""
+        """Nothing to do: the run does not own the server."""
 
     async def stop(self) -> None:
         """Nothing to do: every episode closes its session."""
@@ -91,7 +91,7 @@ class NemoGymEpisode:
         self._output: list[JsonObject] = []  # items of the response that is verified
 
     def tools(self) -> Sequence[JsonObject]:
-        """Those of the task."""
+        """The task's tools."""
         return self._tools
 
     async def step(self, turn: AssistantTurn) -> Observation:
@@ -104,7 +104,7 @@ class NemoGymEpisode:
         if self._http is None:
             self._http = aiohttp.ClientSession(
                 cookie_jar=aiohttp.CookieJar(unsafe=True),  # they name the server's session; unsafe: of a plain address
-                connector=aiohttp.TCPConnector(force_close=True),  # servers close idle ones, and those of an exception
+                connector=aiohttp.TCPConnector(force_close=True),  # servers close idle ones, and after an exception
                 timeout=aiohttp.ClientTimeout(total=None),
             )
             await self._expected("seed_session", self._task)

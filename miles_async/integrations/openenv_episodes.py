@@ -69,7 +69,7 @@ class OpenEnv:
         self._action_is_text = self._action is not None and _is_text(_property(schemas.action, self._action))
 
     async def supervise(self) -> None:
-        """Nothing to do: the server is somebody else's."""
+        """Nothing to do: the run does not own the server."""
 
     async def stop(self) -> None:
         """Nothing to do: every episode closes its session."""
@@ -152,7 +152,7 @@ class OpenEnv:
         try:
             async with asyncio.timeout(self._answer_timeout):
                 return await asking
-        except Exception as error:  # the server is somebody's program: whatever is wrong is shown with the flag
+        except Exception as error:  # the server is third-party code: any error is shown with the flag
             told = f"{type(error).__name__}: {error}"
             reason = f"nothing within {self._answer_timeout:g} s" if isinstance(error, TimeoutError) else told
             raise ConfigurationError(
@@ -171,7 +171,7 @@ class OpenEnvEpisode:
         self._reward: float | None = None
 
     def tools(self) -> Sequence[JsonObject]:
-        """Those of the server, if calls of tools are its actions."""
+        """The server's tools, if its actions are calls of tools."""
         return self._server.tools
 
     async def step(self, turn: AssistantTurn) -> Observation:

@@ -1,6 +1,6 @@
 """A session with an OpenEnv server: a WebSocket on which an episode is reset and stepped.
 
-Messages are those of openenv 0.10, ``openenv.core.env_server.types``, whose dependencies don't fit next to ours.
+Messages follow openenv 0.10, ``openenv.core.env_server.types``, whose dependencies don't fit next to ours.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class OpenEnvSession:
         try:
             await self._socket.send_str(msgspec.json.encode({"type": kind, "data": data}).decode())
         except aiohttp.ClientConnectionError:
-            pass  # what it said before it closed the connection is read
+            pass  # messages sent before it closed the connection are read
         if (answer := await self._answers.get()) is None:
             raise ServiceUnavailableError(
                 f"the OpenEnv server {self._url} closed the connection (code {self._socket.close_code}) at a {kind}"

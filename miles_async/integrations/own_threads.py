@@ -1,4 +1,4 @@
-"""Calls of blocking code that may never return, each in a thread of its own."""
+"""Calls of blocking code that may never return, each in a separate thread."""
 
 from __future__ import annotations
 

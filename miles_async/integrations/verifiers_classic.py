@@ -15,7 +15,7 @@ from verifiers.legacy.clients.openai_chat_completions_client import OpenAIChatCo
 
 KEPT_SECONDS = 3600.0  # that a rollout waits for its group, which may have been given up
 TOO_LONG = "prompt is too long"  # what sessions answer when there is no room for another turn: the episode is cut
-_OWN = vf.EmptyModelResponseError  # no failure of the episode: a policy may say nothing
+_OWN = vf.EmptyModelResponseError  # not a failure: a policy may answer nothing
 
 _raised: ContextVar[list] = ContextVar("_raised")  # by rewards of the episode
 
@@ -59,7 +59,7 @@ class ClassicEnvironment:
                 self._environment._teardown = _nothing  # which verifiers calls when Python ends, too
 
     async def play(self, task_data, base_url):
-        """Return what became of one episode. One whose group is rewarded is kept until then."""
+        """Return the outcome of one episode. One whose group is rewarded is kept until then."""
         environment = self._environment
         raised: list[Exception] = []
         _raised.set(raised)
@@ -119,7 +119,7 @@ def _row(row):
 
 
 def _rubrics(environment):
-    """All rubrics of the environment, those of groups of either too."""
+    """All rubrics of the environment, including nested groups of rubrics."""
     found = [environment.rubric, *(each.rubric for each in getattr(environment, "envs", ()))]
     for rubric in found:
         found += getattr(rubric, "rubrics", ())

@@ -1,6 +1,6 @@
 """``--environment verifiers:NAME``: tasks of PrimeIntellect's verifiers, whose harnesses talk to the model in sessions.
 
-Verifiers and SGLang need different versions of the same packages, so it runs in a Python of its own: one process
+Verifiers and SGLang need different versions of the same packages, so it runs in a separate Python: one process
 (``verifiers_host.py``) for all episodes of the run, which is an agent to the run.
 """
 
@@ -100,7 +100,7 @@ class VerifiersEpisodes:
         return int(told["turns"]), float(told["reward"])
 
     async def reward_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float]:
-        """Return the rewards of a prompt's samples: those that they have, or those of verifiers for their group.
+        """Return the rewards of a prompt's samples: their own, or verifiers' for their group.
 
         Raises as playing does, and TransientEngineError if the process that played them has ended.
         """

@@ -46,7 +46,7 @@ def refuse(problem):
 
 
 async def play(loaded, messages, answers):
-    """Play episodes and reward groups, concurrently; what is asked to be cancelled is."""
+    """Play episodes and reward groups concurrently, with cancellation on request."""
     reader = asyncio.StreamReader(limit=1 << 30)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), messages)
     episodes: dict[int, asyncio.Task] = {}
@@ -83,7 +83,7 @@ async def play(loaded, messages, answers):
 
 
 def failed(error):
-    """Tell what an episode raised, and whether something that it needs is down: see ``runtime.services.is_outage``."""
+    """Describe an episode's error, and whether a service that it needs is down: see ``runtime.services.is_outage``."""
     cause, down = error, False
     while cause is not None and not down:
         status = getattr(getattr(cause, "response", None), "status_code", None)
@@ -94,7 +94,7 @@ def failed(error):
 
 def main(words):
     what, name, config, *counts = words
-    # Neither pipe is for the processes that harnesses start, nor for what packages print.
+    # Keep both pipes away from processes that harnesses start, and from output of packages.
     messages, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -49,7 +49,7 @@ class Tasks:
         return self._environment.serving()
 
     async def play(self, task_data, base_url):
-        """Return what became of one episode."""
+        """Return the outcome of one episode."""
         environment = self._environment
         task_type = type(environment.taskset).task_type()
         task = task_type(task_type.data_type().model_validate(task_data), environment.config.taskset.task)

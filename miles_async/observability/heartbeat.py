@@ -67,7 +67,7 @@ def standing_line(balance: Balance) -> str:
 
 
 def waits_for(balance: Balance) -> str:
-    """Name what the next step waits for, judged by the states of groups."""
+    """Name the cause of the wait for the next step, judging by the states of groups."""
     if balance.cut:
         return f"{balance.cut} groups are with the trainer"
     if balance.in_flight:

@@ -56,7 +56,7 @@ class _CurrentStderr(logging.StreamHandler):
 
 
 class _RunFile(logging.FileHandler):
-    """Log file that reports a write error once; logging would print a traceback for every event."""
+    """Log file that reports write errors once; logging would print a traceback for every event."""
 
     _told = False
 

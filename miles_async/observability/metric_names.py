@@ -23,11 +23,11 @@ Unit = Literal[
     "tokens", "sequences", "samples", "groups", "turns", "calls", "requests", "versions", "steps",
     "engines", "services", "tensors",
 ]  # fmt: skip
-"""``reward``: whatever the reward is measured in; ``number``: without a unit, or with one that users choose."""
+"""``reward``: the reward's own unit; ``number``: without a unit, or with one that users choose."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Metrics that have unit and meaning in common. All cells but the unit are Markdown."""
+    """Metrics that share unit and meaning. All cells but the unit are Markdown."""
 
     names: str
     unit: Unit

@@ -27,7 +27,7 @@ FILE_NAME = "metrics.jsonl"
 AGE_COUNT = "age/count/"
 
 Kind = Literal["step", "evaluation", "checkpoint"]
-"""What a line is about."""
+"""Kind of a line."""
 
 _KINDS: Mapping[str, Kind] = {"eval": "evaluation", "checkpoint": "checkpoint"}  # by how their metrics begin
 
@@ -60,7 +60,7 @@ class MetricsFile:
 
 
 def kind_of(metrics: Mapping[str, object]) -> Kind:
-    """What these metrics are about.
+    """Return the kind of these metrics.
 
     >>> kind_of({"eval/reward": 0.5})
     'evaluation'
@@ -112,7 +112,7 @@ class AddedLines:
     """Lines that were added to a file."""
 
     lines: Sequence[bytes]
-    restarted: bool  # the file is another one, was cut, or is gone: earlier lines are void
+    restarted: bool  # the file was replaced, cut or removed: earlier lines are void
     torn: bool  # half a line follows
 
 

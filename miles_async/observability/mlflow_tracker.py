@@ -48,7 +48,7 @@ class MlflowTracker:
 
     def __init__(self, options: MlflowOptions, *, clock: Callable[[], float] = time.time) -> None:
         """Open the run. Raises MLflow's errors, after the retries of MLFLOW_HTTP_REQUEST_MAX_RETRIES."""
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a run asks nothing of the network by itself
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a run makes no network requests by itself
         from mlflow.entities import Param  # takes two seconds
         from mlflow.tracking import MlflowClient
 

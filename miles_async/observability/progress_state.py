@@ -77,7 +77,7 @@ class ProgressState:
         return f"{line}: {doing}" if doing else line
 
     def add_evaluated(self, ended: int) -> str:
-        """Return the line of an evaluation of which ``ended`` samples have ended."""
+        """Return the line of an evaluation after ``ended`` of its samples."""
         seconds = self._clock() - self._moved  # since the last phase
         self._spoke = self._clock()
         return f"evaluated {ended} samples in {duration(seconds)}"

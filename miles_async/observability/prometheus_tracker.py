@@ -1,7 +1,7 @@
 """Prometheus: the latest value of every metric at ``/metrics``, on a port that opens with a key only.
 
 A name like ``reward/mean`` becomes ``miles_async_reward_mean``; its label ``metric`` is the name in the registry,
-and its label ``run`` tells runs apart. HELP is what the registry of metrics says.
+and its label ``run`` distinguishes runs. HELP comes from the registry of metrics.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def metrics_key(environment: Mapping[str, str] = os.environ) -> Secret:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrometheusOptions:
-    """What to serve, and where."""
+    """Content and address of the server."""
 
     run: str  # value of the label
     host: str
@@ -55,7 +55,7 @@ class PrometheusOptions:
 
 
 class PrometheusTracker(Collector):
-    """The Tracker itself. Threads of its own answer scrapes, from what :meth:`log` was given last."""
+    """The Tracker itself. Separate threads answer scrapes, with the latest values that :meth:`log` received."""
 
     def __init__(self, options: PrometheusOptions, *, clock: Callable[[], float] = time.time) -> None:
         """Open the port. Raises OSError."""

@@ -1,4 +1,4 @@
-"""Sequences onto data-parallel ranks: equal work first, equally many micro-batches second.
+"""Assign sequences to data-parallel ranks: equal work first, equally many micro-batches second.
 
 A micro-batch has at most ``--max-tokens-per-gpu`` tokens, or one longer sequence.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
-GOOD_ENOUGH = 1.001  # heaviest rank ÷ mean from which exchanges aren't worth their time
+GOOD_ENOUGH = 1.001  # heaviest rank ÷ mean below which exchanges don't pay
 MANY = 100  # sequences per rank that are balanced well, and ten times as fast, by taking the longest first
 
 Bin = list[int]

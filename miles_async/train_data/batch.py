@@ -146,7 +146,7 @@ def teacher_of(branch: Branch) -> Float32:
 
 
 def _checked(advantages: Float32, branches: Sequence[Branch], lengths: Int64, sample_ids: Int64) -> Float32:
-    """Turn advantages of samples into those of branches, [S]; zero those of tokens, [N], where no loss is carried."""
+    """Turn advantages of samples into advantages of branches, [S]; zero advantages of tokens, [N], without loss."""
     samples, tokens = int(sample_ids[-1]) + 1, int(lengths.sum())
     if len(advantages) == samples:
         _refuse("advantage for every sample", np.flatnonzero(~np.isfinite(advantages)))

@@ -43,7 +43,7 @@ class BatchMaker:
 
     estimator: AdvantageEstimator
     dp_size: int  # ranks
-    max_tokens: int  # per micro-batch; a longer branch gets one of its own
+    max_tokens: int  # per micro-batch; a longer branch gets its own
     quadratic_work: float = 0.0  # of the model, see ``work.quadratic_work``; 0: work is the number of tokens
     samples_per_optimizer_step: int | None  # a sample counts once, whatever its branches; None: all in one step
     bound: int | None  # C1
@@ -126,7 +126,7 @@ class BatchMaker:
         )
 
     def _plan(self, table: BranchTable, indices: Int64) -> Ranks:
-        """Which of ``indices``, by position, are in which micro-batch of which rank."""
+        """Assign ``indices``, by position, to micro-batches of ranks."""
         lengths = table.lengths[indices]
         work = sequence_work(lengths, self.quadratic_work)
         if table.with_experts or not self.share_prefixes:  # where experts are replayed, every sample has its own

@@ -16,7 +16,7 @@ from miles_async.types import Int64
 
 @dataclass(frozen=True, slots=True)
 class Siblings:
-    """Which of S sequences have the same prompt, and how long it is."""
+    """Which of S sequences share a prompt, and its length."""
 
     families: Int64  # [S]: equal for equal prompts, from 0
     prompt_lengths: Int64  # [S] tokens before the first that carries loss

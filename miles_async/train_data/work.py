@@ -1,4 +1,4 @@
-"""Work of a model, from config.json: of a sequence one part is linear in its tokens, attention is quadratic."""
+"""Work of a model, from config.json: linear in a sequence's tokens, except for attention, which is quadratic."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ModelWork:
     """Sizes of a model that work and traffic depend on. Norms and biases are left out."""
 
     weights: int  # all; an embedding that the output layer doesn't share counts too
-    passed_weights: int  # those that one token is multiplied with: some of a mixture's experts, no embedding
-    routed_weights: int  # those of all experts that a router chooses from
-    expert_share: float  # of them, that one token passes through
-    attention_weights: int  # those of attention, in all layers
+    passed_weights: int  # weights that one token is multiplied with: some of a mixture's experts, no embedding
+    routed_weights: int  # weights of all experts that a router chooses from
+    expert_share: float  # fraction of these that one token passes through
+    attention_weights: int  # weights of attention, in all layers
     embedding_weights: int
     pair: int  # multiplications of attention per pair of tokens
 
@@ -143,14 +143,14 @@ def _feed_forward(config: JsonObject) -> tuple[int, int, float]:
     shared_expert = expert * (config.get("n_shared_experts") or 0)
     if shared_width := config.get("shared_expert_intermediate_size"):
         shared_expert = 3 * hidden * shared_width + hidden  # and its gate
-    if config.get("enable_moe_block"):  # Gemma 4 has its MLP beside the experts
+    if config.get("enable_moe_block"):  # Gemma 4 has an MLP next to the experts
         shared_expert = dense
     shared = mixtures * (hidden * experts + shared_expert)
     return first_dense * dense + shared, mixtures * experts * expert, (experts_per_token(config) or 0) / experts
 
 
 def _ungated_feed_forward(config: JsonObject) -> tuple[int, int, float]:
-    """The same for Nemotron-H, where an MLP or a mixture is a layer of its own, of two matrices."""
+    """The same for Nemotron-H, where an MLP or a mixture is a separate layer, of two matrices."""
     hidden, pattern = config["hidden_size"], config[LAYER_PATTERN]
     dense, mixtures = pattern.count("-") * 2 * hidden * config["intermediate_size"], pattern.count("E")
     if not mixtures:

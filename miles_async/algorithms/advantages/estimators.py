@@ -38,7 +38,7 @@ def make_reinforce(_: AlgorithmArguments) -> AdvantageEstimator:
 
 
 def make_token_rewards(_: AlgorithmArguments) -> AdvantageEstimator:
-    """``token_rewards``: what each token earned (process rewards, turn rewards), for a critic and
+    """``token_rewards``: each token's own reward (process rewards, turn rewards), for a critic and
     ``--token-advantages gae``.
     """
     return lambda groups: np.concatenate(

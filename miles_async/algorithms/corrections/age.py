@@ -1,4 +1,4 @@
-"""Weights by the age of a token: the version that the optimizer steps from, minus the one that sampled it.
+"""Weights by the age of a token: the version that the optimizer steps from − the version that sampled it.
 
 ::
 

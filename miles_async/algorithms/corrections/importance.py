@@ -1,4 +1,4 @@
-"""Importance weights between the policy that sampled and the one that ratios compare with, bounded.
+"""Bounded importance weights between the policy that sampled and the policy that ratios compare with.
 
 With w = π_old / π_rollout, per token, as the product over a sequence, or as the geometric mean of its tokens
 (``--tis-level``), and the bounds l = tis_clip_low and h = tis_clip::

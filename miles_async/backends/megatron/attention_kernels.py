@@ -24,7 +24,7 @@ SWITCHES: Mapping[str, Mapping[str, str]] = {
 FLASH_VERSIONS = Version("2.1.1"), Version("2.8.3")
 """Oldest and newest flash-attn that Transformer Engine (2.10, 2.11) takes; on Blackwell the oldest is 2.7.3."""
 
-FLASH_3 = "flash-attn-3"  # any version. flash-attn-4, which SGLang needs, is not taken
+FLASH_3 = "flash-attn-3"  # any version; flash-attn-4, which SGLang needs, doesn't count
 
 FLASH_NOTE = (
     f"--megatron-attention-backend flash: neither flash-attn {FLASH_VERSIONS[0]} to {FLASH_VERSIONS[1]} nor {FLASH_3} "

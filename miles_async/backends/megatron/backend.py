@@ -168,7 +168,7 @@ class MegatronBackend:
         return self._laps.seconds()
 
     def change(self, values: Mapping[str, SettingValue]) -> None:
-        """Train later steps with other settings."""
+        """Apply changed settings to later steps."""
         from miles_async.backends.megatron.optimizer import change_peak
 
         found = {name: value for name, value in values.items() if isinstance(value, float)}
@@ -204,9 +204,8 @@ class MegatronBackend:
         return [flat[end - len(sequence) + 1 : end] for end, sequence in zip(ends, sequences, strict=True)]
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) in a fixed order, in trained dtypes. Every rank must iterate to the end.
-
-        Omits lm_head of a tied model, which engines don't hold, though the bridge repeats it if the checkpoint does.
+        """(HF name, tensor) in a fixed order, in trained dtypes. Every rank must iterate to the end. Omits a tied
+        model's lm_head, which engines don't hold and the bridge may repeat.
         """
         for name, tensor in self._model.exported():
             if not (self._model.tied and name == "lm_head.weight"):

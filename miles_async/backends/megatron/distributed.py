@@ -55,7 +55,7 @@ def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str
         values = {name: sums[name].detach().to(device, torch.float64) for name in sorted(sums)}
         largest = {name: value for name, value in values.items() if name.endswith(("_max", "_log_sums"))}
         largest = _all_reduced(largest, dist.ReduceOp.MAX, group)
-        # -inf minus -inf is no number
+        # -inf minus -inf is NaN
         shifts = {name: largest[name].clamp(min=LOWEST) for name in largest if name.endswith("_log_sums")}
         added = {
             name: (value - shifts[name]).exp() if name in shifts else value

@@ -48,7 +48,7 @@ Branches = list[TrainBatch]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientNorms:
-    """Computes them with the policy's part on this rank."""
+    """Computes the norms with the policy's part on this rank."""
 
     policy: Pipeline
     scorer: Scorer

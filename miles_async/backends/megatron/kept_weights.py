@@ -1,4 +1,4 @@
-"""Weights of earlier versions on the host, so that tokens can be scored by the weights that sampled them.
+"""Weights of earlier versions on the host, to score tokens by the weights that sampled them.
 
 Guan et al., "Missing Old Logits in Asynchronous Agentic RL" (arXiv 2605.12070): π / π_rollout is the product of π /
 π_old, which says how far the policy has moved, and π_old / π_rollout, by which the trainer and the engine differ about

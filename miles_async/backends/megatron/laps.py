@@ -1,4 +1,4 @@
-"""How long each part of a rollout step takes on this rank."""
+"""Durations of the parts of a rollout step on this rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import Module
 
 
 class Laps:
-    """Marks between parts. On a GPU they are events of its stream, which nobody waits for before :meth:`seconds`."""
+    """Marks between parts. On a GPU they are events of its stream, not waited for before :meth:`seconds`."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -34,7 +34,7 @@ class Laps:
         self._marks.append((part, event))
 
     def watch_reduction(self, module: Module) -> None:
-        """Tell a model's forward and backward passes, which differ between ranks, from the wait for the others."""
+        """Separate a model's forward and backward passes, which differ between ranks, from the wait for other ranks."""
         config = get_model_config(module)
         finalize = config.finalize_model_grads_func
 
@@ -46,7 +46,7 @@ class Laps:
         config.finalize_model_grads_func = timed
 
     def seconds(self) -> Mapping[str, float]:
-        """By part; of parts that take turns the sum. Waits until the device has come to the last mark."""
+        """Seconds by part, summed where parts alternate. Waits until the device has reached the last mark."""
         found: defaultdict[str, float] = defaultdict(float)
         for (_, before), (part, mark) in zip(self._marks, self._marks[1:], strict=False):
             found[part] += _between(before, mark)

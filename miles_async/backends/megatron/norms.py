@@ -45,7 +45,7 @@ class HeadsNorm(RMSNorm):
 
 
 class QueryHeadsNorm(HeadsNorm):
-    """HeadsNorm of queries whose heads are an axis of their own (MiniMax-M2)."""
+    """HeadsNorm of queries whose heads are a separate axis (MiniMax-M2)."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float = 1e-5, **_: object) -> None:
         """``hidden_size``: of one head."""
@@ -62,7 +62,7 @@ class QueryHeadsNorm(HeadsNorm):
 
 
 class KeyHeadsNorm(QueryHeadsNorm):
-    """The same of keys."""
+    """The same for keys."""
 
     @staticmethod
     def heads(config: TransformerConfig) -> int:

@@ -53,7 +53,7 @@ def gradients(modules: Sequence[Module]) -> Iterator[Tensor]:
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Masters in fp32 and moments."""
+    """fp32 main parameters and moments."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             yield from group["params"]

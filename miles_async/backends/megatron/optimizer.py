@@ -92,7 +92,7 @@ def make_schedule(
 
 
 def change_peak(schedule: OptimizerParamScheduler, lr: float) -> None:
-    """Continue the schedule with another peak learning rate. Groups of parameters with a peak of their own keep it."""
+    """Continue the schedule with another peak learning rate. Groups of parameters with their own peak keep it."""
     for group in schedule.optimizer.param_groups:
         if group.get("max_lr") == schedule.max_lr:
             group["max_lr"] = lr

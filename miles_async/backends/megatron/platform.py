@@ -1,4 +1,4 @@
-"""All differences between CUDA and the host, in one record; the rest of the backend is one code path.
+"""All differences between CUDA and the host in one record; the rest of the backend is one code path.
 
 Import this before megatron: :meth:`Platform.prepare` makes it importable. CPU runs do not exercise Transformer Engine
 kernels, fused Adam, NCCL and communication overlap.

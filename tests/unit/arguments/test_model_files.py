@@ -88,7 +88,7 @@ def test_a_shard_that_was_not_downloaded(model: Path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 11}, "2 tensor(s) are not those of config.json: model.embed_tokens.weight is [10, 8]"),
+        ({"vocab_size": 11}, "2 tensor(s) differ from config.json: model.embed_tokens.weight is [10, 8]"),
         ({"num_key_value_heads": 4}, "model.layers.0.self_attn.k_proj.weight is [6, 8], and by config.json [12, 8]"),
         ({"intermediate_size": 6}, "model.layers.0.mlp.down_proj.weight is [8, 12], and by config.json [8, 6]"),
         ({"num_hidden_layers": 3}, "the weights have 2 layers, config.json says num_hidden_layers 3"),
@@ -118,7 +118,7 @@ def test_hybrid_models_have_gates_and_norms_of_heads(family: str, tmp_path: Path
     assert problems(tmp_path) == ""
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2}))
-    assert "2 tensor(s) are not those of config.json: model.layers.1.self_attn" in problems(tmp_path)
+    assert "2 tensor(s) differ from config.json: model.layers.1.self_attn" in problems(tmp_path)
 
 
 def test_a_vision_language_model_may_have_names_of_its_own_for_the_language_model(model: Path):

@@ -108,7 +108,7 @@ def test_notes_tell_how_many_are_skipped_and_how_many_outgrow_a_micro_batch(mode
         f"{data}: 2 of 11 prompts are skipped: they have up to 1300 tokens, and --rollout-max-response-len 1024 leaves "
         "1024 of the model's 2048 positions",
         f"{data}: 1 of 11 prompts have up to 900 tokens; with --rollout-max-response-len 1024 their samples may exceed "
-        "--max-tokens-per-gpu 1824, and then get micro-batches of their own, which take more memory",
+        "--max-tokens-per-gpu 1824, and then get separate micro-batches, which take more memory",
     ]
     roomy = replace(arguments, optimizer=replace(arguments.optimizer, max_tokens_per_gpu=8192))
     assert list(length_notes(roomy, source, None)) == []

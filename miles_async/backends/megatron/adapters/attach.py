@@ -100,7 +100,7 @@ def switched_off(modules: Sequence[Module]) -> Iterator[None]:
 
 
 def merged(tasks: Iterable[WeightConversionTask], modules: Sequence[Module]) -> Iterator[WeightConversionTask]:
-    """The conversions of an export, of weights with their adapters merged in, one of which is made at a time."""
+    """The conversions of an export of weights with merged adapters, made one at a time."""
     wrappers = {wrapper.to_wrap: wrapper for wrapper in adapted_layers(modules)}
     for task in tasks:
         # By this name the bridge would export the weight and its adapter separately.

@@ -134,7 +134,7 @@ def _projections(task: WeightConversionTask, wrapper: AdapterWrapper | None) -> 
 
 
 def _whole(wrapper: AdapterWrapper | None) -> dict[int, bytes]:
-    """Expert-parallel rank → A, B and lengths as safetensors, on the first of the ranks that hold the same ones."""
+    """Expert-parallel rank → A, B and lengths as safetensors, on the first of the ranks that hold the same adapters."""
     from safetensors.torch import save
 
     if wrapper is None:

@@ -37,7 +37,7 @@ class Adapter(ParallelLinearAdapter):
     def add_lengths(self, lengths: Tensor) -> None:
         """Train ``lengths``, [out] or this rank's part of it."""
         parameter = torch.nn.Parameter(lengths)
-        # Megatron reads all of these: what takes part in the norm of gradients, and over which ranks they are summed.
+        # Megatron reads these to choose parameters for the norm of gradients, and ranks to sum gradients over.
         split = self.is_expert or not self.input_is_parallel
         set_tensor_model_parallel_attributes(parameter, is_parallel=split, dim=0 if split else -1, stride=1)
         parameter.allreduce = getattr(self.linear_in.weight, "allreduce", True)  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ def summed_weight(wrapper: AdapterWrapper) -> Tensor:
     adapter, weight = wrapper.adapter, wrapper.to_wrap.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
     first, second = adapter.linear_in.weight.to(dtype), adapter.linear_out.weight.to(dtype)
-    if adapter.input_is_parallel:  # each rank has columns of W and A, and rows of B, all of which are needed
+    if adapter.input_is_parallel:  # each rank has columns of W and A, and rows of B; all rows are needed
         second = rows_of_all(second, adapter)
     else:
         first = rows_of_all(first, adapter)
@@ -119,7 +119,7 @@ def merged_weight(wrapper: AdapterWrapper) -> Tensor:
 
 @torch.no_grad()
 def _lengths(weight: Tensor, adapter: Adapter) -> Tensor:
-    """L2 norms of whole rows, of which this rank has the part ``weight``."""
+    """L2 norms of whole rows; ``weight`` is this rank's part of them."""
     squares = weight.square().sum(1)
     group = adapter.linear_in.tp_group
     if adapter.input_is_parallel and group.size() > 1:

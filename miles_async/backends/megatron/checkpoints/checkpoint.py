@@ -129,7 +129,7 @@ def _parameters(learner: Learner, *, loading: bool) -> ShardedStateDict:
 
 
 def _trained(state: dict[str, object]) -> dict[str, object]:
-    """The adapters of an adapted model, all of any other."""
+    """The adapters of an adapted model, all parameters of any other."""
     return {name: part for name, part in state.items() if ADAPTER in name} if _is_adapted(state) else state
 
 

@@ -1,4 +1,4 @@
-"""One rank's part of a megatron checkpoint in three steps: plan it with all ranks, write it alone, write the index.
+"""One rank's part of a megatron checkpoint in three steps: plan with all ranks, write it alone, write the index.
 
 Only the first step is collective and reads tensors that training changes, so the second may run in a thread while the
 rank trains. megatron-core 0.19 plans the same way, but spawns a process that manages a queue, even for a synchronous

@@ -32,7 +32,7 @@ MOST_BYTES = 1 << 28  # of one file: the largest vocabularies have 40 MB; larger
 _WEIGHTS = frozenset(
     f".{suffix}" for suffix in "safetensors bin pt pth ckpt gguf ggml h5 msgpack npz onnx onnx_data ot pkl".split()
 )
-_OWN = frozenset({"config.json", "README.md"})  # written for the export; a text about the source
+_OWN = frozenset({"config.json", "README.md"})  # written for the export; and the source's README
 
 
 def save_hf(directory: Path, model: LoadedModel, source: Path, arguments: ModelArguments) -> None:
@@ -87,7 +87,7 @@ def _write_json(path: Path, content: JsonObject) -> None:
 def copy_companions(source: Path, target: Path) -> None:
     """Copy everything from ``source`` that is not weights, an index of weights, hidden, or larger than ``MOST_BYTES``.
 
-    The bridge would save transformers' rewritten versions, and a tokenizer even if there was none. Folders are copied
+    The bridge would save versions rewritten by transformers, and a tokenizer even if there was none. Folders are copied
     as well (``additional_chat_templates``), but for those with weights: these hold an adapter, or another copy of the
     model (``original``, ``onnx``). Raises OSError.
     """

@@ -1,4 +1,4 @@
-"""Bugs of megatron-bridge 0.6 that corrupt weights silently. Independent of the device: applied on every platform.
+"""Fixes of bugs in megatron-bridge 0.6 that corrupt weights silently, applied on every platform.
 
 - GLM-4.5, MiniMax-M2 and OLMoE have no names for experts of SequentialMLP (``local_experts.3.linear_fc1.weight``).
 - Gemma 3's embedding is not scaled by the root of the hidden size as bfloat16 has it, which transformers does.

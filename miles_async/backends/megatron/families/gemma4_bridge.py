@@ -34,14 +34,14 @@ DENSE = {
     "decoder.layers.*.mlp.linear_fc2.weight": "model.layers.*.mlp.down_proj.weight",
     "decoder.layers.*.mlp.linear_fc2.post_layernorm.weight": "model.layers.*.post_feedforward_layernorm.weight",
 }
-"""Names of a dense model's MLP and norms. Mixtures have it beside their experts."""
+"""Names of a dense model's MLP and norms. Mixtures have them next to their experts."""
 
 OF_MIXTURES = (".mlp.", ".pre_mlp_", ".pre_shared_", ".post_ffn_")
 """In megatron-bridge's names of the parts that only mixtures have, or have elsewhere."""
 
 
 class JoinedRotaryEmbedding(Gemma4RotaryEmbedding):
-    """Angles of layers with a window and of the others, side by side: recomputed layers are given tensors only."""
+    """Angles of layers with a window and of the others, concatenated: recomputed layers receive only tensors."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """[positions, 1, 1, head size with a window + head size without]."""

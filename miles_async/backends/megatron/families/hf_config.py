@@ -1,7 +1,6 @@
-"""Refuse Hugging Face configs that would be trained wrongly, before anything starts.
-
-Bridge 0.6 and the host layer spec get some configs silently wrong (logits differ although the export is clean;
-measured against transformers). Each is refused here with the field of config.json that is the reason.
+"""Refuse Hugging Face configs that would be trained wrongly, before anything starts. With some configs, bridge 0.6 and
+the host's layers silently compute wrong logits (measured against transformers) although the export is clean. Each is
+refused here with the field of config.json that is the reason.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def read_config(directory: Path) -> JsonObject:
 
 def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
     """Return the config with ``dtype`` as the dtype in which transformers and engines load the weights."""
-    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]  # the latter is the older one
+    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]  # the latter is the older name
     return {**config, **dict.fromkeys(names, dtype)}
 
 
@@ -219,7 +218,7 @@ def _layer_problems(config: JsonObject, family: Family) -> Iterator[str]:
 
 
 def _linear_attention_problems(config: JsonObject) -> Iterator[str]:
-    """Mostly what SGLang (0.5.23) reads from elsewhere than transformers 5, which does not write it there."""
+    """Mostly fields that SGLang (0.5.23) reads where transformers 5 does not write them."""
     kinds, interval = config.get("layer_types"), config.get("full_attention_interval") or 0
     if kinds and not interval:
         yield "full_attention_interval is absent: SGLang 0.5.23 reads it; write every how many layers one has attention"

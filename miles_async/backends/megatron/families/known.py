@@ -45,7 +45,7 @@ FAMILIES: Mapping[str, Family] = {
     # Softcapping of attention, which no fused kernel of Transformer Engine has; rotations by kind of layer.
     "gemma2": Family(tied_only=True, gelu=True, windows=True, host_layers=True),
     "gemma3_text": Family(tied_only=True, gelu=True, windows=True, rope_per_layer_type=True, host_layers=True),
-    # Heads of up to 512, other ones where attention has no window, and a factor of every layer.
+    # Heads of up to 512, different ones where attention has no window, and a factor per layer.
     "gemma4_text": Family(
         tied_only=True, gelu=True, windows=True, rope_per_layer_type=True, adapters=False, host_layers=True
     ),
@@ -60,7 +60,7 @@ FAMILIES: Mapping[str, Family] = {
     "minimax_m2": Family(partial_rotation=True, untied_only=True),
     "nemotron_h": Family(adapters=False, state_space=True),
     "olmoe": Family(unscaled_router=True, every_head_with_keys=True, untied_only=True),
-    # Of packed sequences no kernel of Transformer Engine (2.10, 2.11) takes the sinks of its softmax
+    # No kernel of Transformer Engine (2.10, 2.11) takes softmax sinks with packed sequences
     # (pytorch/attention/dot_product_attention/utils.py: softmax_type with qkv_format thd).
     "gpt_oss": Family(
         attention_bias=True,

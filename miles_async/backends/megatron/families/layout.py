@@ -1,4 +1,4 @@
-"""Refuse splits of a model, and flags, that its family is not trained with: before anything starts."""
+"""Refuse layouts and flags that a model's family does not support, before anything starts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LACKS: tuple[tuple[Callable[[Family], bool], Mapping[str, str]], ...] = (
         },
     ),
 )
-"""Kind of family → flags that it is not trained with → why."""
+"""Kind of family → unsupported flags → why."""
 
 
 def check_layout(config: JsonObject, model: ModelArguments, world_size: int) -> None:

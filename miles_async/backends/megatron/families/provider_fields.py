@@ -56,7 +56,7 @@ def provider_fields(config: JsonObject) -> dict[str, object]:
 
 
 def _interleaved(section: list[int]) -> Iterator[int]:
-    """Lengths of pieces of half a head that time, height and width rotate in turn, of which two in three are empty.
+    """Lengths of pieces of half a head that time, height and width rotate in turn; two in three are empty.
 
     Megatron (0.19) takes the numbers of a position in turn, however many pieces there are.
     """

@@ -1,7 +1,7 @@
 """Qwen2.5-VL and Qwen3-VL: transformers' vision tower and megatron-core's language model.
 
-In place of megatron-bridge's models (0.6): that of Qwen3-VL needs Transformer Engine in both towers, and that of
-Qwen2.5-VL does not take context parallelism.
+In place of megatron-bridge's models (0.6): Qwen3-VL's needs Transformer Engine in both towers, and Qwen2.5-VL's does
+not support context parallelism.
 
 Every tensor- and context-parallel rank of the first pipeline stage has the whole tower and runs it on all images of a
 micro-batch; each puts the features of its own positions into its hidden states. With Qwen3-VL, features of several
@@ -45,9 +45,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class DeepFeatures(PackedSeqParams):
-    """Sequences, and what is added to their hidden states after the first layers.
-
-    Layers get it as an argument, also when they are computed again in the backward pass.
+    """Sequences, and features to add to their hidden states after the first layers. Layers get them as an argument,
+    also when they are recomputed in the backward pass.
     """
 
     places: Tensor  # int64 [K]: where this rank's hidden states are of image tokens
@@ -73,7 +72,7 @@ class _AddFeatures(torch.autograd.Function):
 
 
 class _PassGradients(torch.autograd.Function):
-    """The input of the first layer as it is. Gives ``features`` the gradients that the layers have kept by then."""
+    """Passes on the first layer's input. Its backward gives ``features`` the gradients that the layers have kept."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, deep: DeepFeatures, *features: Tensor) -> Tensor:
@@ -102,7 +101,7 @@ class VisionLanguageModel(MegatronModule):
         super().__init__(config=config)
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.language_model = config.provide_language_model(pre_process, post_process, vp_stage)
-        # Positions are those of all context-parallel ranks, whose parts megatron takes by sequences; with a group, it
+        # Positions cover all context-parallel ranks, whose parts megatron takes by sequences; with a group, it
         # would first take its part of the whole.
         self.language_model.rotary_pos_emb.cp_group = None
         self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
@@ -119,7 +118,7 @@ class VisionLanguageModel(MegatronModule):
             layer.register_forward_hook(_add_features(number), with_kwargs=True)
 
     def set_input_tensor(self, input_tensor: object) -> None:
-        """Take the output of the stage before."""
+        """Take the previous stage's output."""
         self.language_model.set_input_tensor(input_tensor)
 
     def forward(
@@ -252,7 +251,7 @@ class DeepstackBridge(_DeepstackBridge, Qwen3VLBridge):
 class DeepstackMixtureBridge(_DeepstackBridge, Qwen3VLMoEBridge):
     """Qwen3-VL, mixtures. Their files have one tensor for all experts of a layer, [experts, input, output].
 
-    The bridge (0.6) goes by shapes, both ways; ``arguments/model_files.py`` has seen to those of the files.
+    The bridge (0.6) goes by shapes, both ways; ``arguments/model_files.py`` has checked the files' shapes.
     """
 
     provider_type = Qwen3VLMixtureProvider

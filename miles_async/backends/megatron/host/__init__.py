@@ -61,8 +61,8 @@ _installed = False
 
 
 def install(*, on_cpu: bool) -> None:
-    """Make megatron importable, before its first import; idempotent. ``on_cpu``: make it run on the host, too; without,
-    only modules that a GPU machine may lack are stood in for.
+    """Make megatron importable, before its first import; idempotent. ``on_cpu``: make it run on the host, too;
+    otherwise only modules that a GPU machine may lack get stand-ins.
     """
     global _installed
     if _installed:

@@ -1,7 +1,6 @@
-"""Stand-ins on a CPU for the kernels of flash-linear-attention that gated delta nets call, in plain PyTorch.
-
-They run on GPUs only. megatron-core (0.19) has a fallback for deterministic runs, which refuses packed sequences; here
-it gets batches of sequences of similar length.
+"""Stand-ins on a CPU for the kernels of flash-linear-attention that gated delta nets call, in plain PyTorch, since the
+kernels run on GPUs only. megatron-core (0.19) has a fallback for deterministic runs, which refuses packed sequences;
+here it gets batches of sequences of similar length.
 """
 
 from __future__ import annotations

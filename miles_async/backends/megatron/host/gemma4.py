@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class HeadsAttention(Gemma4SelfAttention):
-    """Attention that takes its own of the two rotations of ``JoinedRotaryEmbedding``."""
+    """Attention that picks its rotation from the two of ``JoinedRotaryEmbedding``."""
 
     def forward(self, hidden: Tensor, attention_mask: Tensor, *, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
         """Returns (output, bias)."""

@@ -1,7 +1,6 @@
-"""Stand-ins on a CPU for the kernels of mamba-ssm that Mamba-2 layers call, in plain PyTorch.
-
-Those run on GPUs only. The state of a head is a matrix S, [P, N], from which a vector c reads S c. A token first lets
-the state decay, then adds its value times a vector b: S ← exp(A Δ) S + Δ v bᵀ (arXiv:2405.21060).
+"""Stand-ins on a CPU for the kernels of mamba-ssm that Mamba-2 layers call, in plain PyTorch, since the kernels run on
+GPUs only. The state of a head is a matrix S, [P, N], from which a vector c reads S c. A token first lets the state
+decay, then adds its value times a vector b: S ← exp(A Δ) S + Δ v bᵀ (arXiv:2405.21060).
 """
 
 from __future__ import annotations

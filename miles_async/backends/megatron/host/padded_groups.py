@@ -1,4 +1,4 @@
-"""Packed sequences as right-padded batches, for attention kernels that take nothing else."""
+"""Packed sequences as right-padded batches, for attention kernels without support for packing."""
 
 from __future__ import annotations
 

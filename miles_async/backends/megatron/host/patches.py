@@ -24,7 +24,7 @@ def _patch_random(module: types.ModuleType) -> None:
     """The tracker of model-parallel generators forks the CPU's instead of the CUDA one."""
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()  # type: ignore[attr-defined]
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)  # type: ignore[attr-defined]
-    # fork() warns when the CPU generator moved inside of it; here that generator is the one that is forked.
+    # fork() warns when the CPU generator moves inside it; here it is the forked generator.
     logging.getLogger(module.__name__).addFilter(
         lambda record: "CPU RNG state changed within GPU RNG context" not in record.getMessage()
     )
@@ -32,7 +32,7 @@ def _patch_random(module: types.ModuleType) -> None:
 
 def _patch_moe_utils(module: types.ModuleType) -> None:
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        """A tensor that is on the host already still owes its caller the numpy form."""
+        """A tensor that is on the host already must still be returned as numpy."""
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu  # type: ignore[attr-defined]

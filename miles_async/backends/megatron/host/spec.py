@@ -207,7 +207,7 @@ def _sparse_attention_spec() -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=AbsorbedMLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
-            linear_q_down_proj=ColumnParallelLinear,  # replaced, as that of keys and values
+            linear_q_down_proj=ColumnParallelLinear,  # replaced, like keys' and values'
             linear_q_up_proj=ColumnParallelLinear,
             linear_kv_down_proj=ColumnParallelLinear,
             linear_kv_up_proj=ColumnParallelLinear,

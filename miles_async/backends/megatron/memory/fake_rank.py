@@ -62,7 +62,7 @@ def measure_stages(request: StageRequest, platform: Platform) -> list[StageMemor
     try:
         config = AutoConfig.from_pretrained(request.directory)
         return [_measure(request, platform, config, stages) for stages in _alike(request, platform, config)]
-    except (AssertionError, TypeError, ValueError) as error:  # how Megatron says that a layout is not for a model
+    except (AssertionError, TypeError, ValueError) as error:  # how Megatron rejects a layout for a model
         raise ConfigurationError(f"Megatron cannot build {request.directory / 'config.json'} so: {error}") from error
 
 

@@ -127,8 +127,7 @@ def _scan_again(packed: Tensor, taps: Tensor, width: int, groups: int, chunk: in
 
 
 def _first_rows(index_mask: Tensor, topk_indices: Tensor, *, seq_chunk_size: int = 256) -> None:
-    """Mark the chosen tokens of the first rows only: others follow one after the other, and each frees what it takes.
-
-    Most operations of a layer are of these rows, and with fake tensors all take equally long.
+    """Mark the chosen tokens of the first rows only: later rows are processed in sequence, and each frees its memory.
+    Most operations of a layer are for these rows, and with fake tensors all take equally long.
     """
     _scatter(index_mask[:, :seq_chunk_size], topk_indices[:, :seq_chunk_size], seq_chunk_size=seq_chunk_size)

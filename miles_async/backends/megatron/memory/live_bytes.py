@@ -1,4 +1,4 @@
-"""Counts the bytes of live tensors, real or fake ones, while code runs."""
+"""Counts the bytes of live tensors, real or fake, while code runs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class StageMemory:
     expert_parameters: int
     adapters: int = 0  # with --lora-rank: the trained parameters, in addition to the others
     expert_adapters: int = 0
-    ahead: int = 0  # of parameters: trained layers for multi-token prediction, which no other model has
+    ahead: int = 0  # of parameters: trained layers for multi-token prediction, which reference and critic lack
     expert_ahead: int = 0
     output_layer: int = 0  # of parameters: replaced by a value head in a critic
     value_head: int = 0

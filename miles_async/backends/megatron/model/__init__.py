@@ -1,1 +1,1 @@
-"""The model of a rank, and what it computes of each token."""
+"""The model of a rank, and its outputs per token."""

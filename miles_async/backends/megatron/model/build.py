@@ -177,7 +177,7 @@ def load_model(
         coverage.check(bridge, modules)
         return modules
 
-    provider.register_pre_wrap_hook(prepare, prepend=True)  # before the bridge's own, which loads the weights
+    provider.register_pre_wrap_hook(prepare, prepend=True)  # before the bridge's hook, which loads the weights
     if adapted:
         provider.register_pre_wrap_hook(partial(add_adapters, model=model))  # after it
         if model.lora_adapter_path is not None:

@@ -34,6 +34,6 @@ def enforce(module: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def keep_in_fp32(module: torch.nn.Module, *names: str) -> None:
-    """Have megatron-bridge (0.6) keep these parameters of ``module`` as they are, when it casts the model."""
+    """Have megatron-bridge (0.6) leave these parameters of ``module`` unchanged when it casts the model."""
     if names:
         module._keep_in_float32_parameter_names = names  # type: ignore[assignment]

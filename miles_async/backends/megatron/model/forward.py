@@ -68,7 +68,7 @@ class Pipeline:
 
         def of_output(packed: PackedBatch, output: ModelOutput) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
             sums = loss(packed, output)
-            # Context-parallel ranks have the same loss, each with gradients of its own positions: count it once.
+            # Context-parallel ranks have the same loss, each with gradients of its positions: count it once.
             count = sums.count if parallel_state.get_context_parallel_rank() == 0 else torch.zeros_like(sums.count)
             return sums.loss, count.int(), sums.metrics
 

@@ -90,7 +90,7 @@ def add_ahead_layers(module: Module, provider: GPTModelProvider, count: int, pla
     """
     model: Any = module
     config = copy.copy(provider)
-    config.mtp_num_layers = count  # Megatron's model would add layers of its own
+    config.mtp_num_layers = count  # else Megatron's model would add layers, too
     spec = _layers_spec(provider, count, platform, model.vp_stage)
     model.mtp = AheadLayers(config, spec, vp_stage=model.vp_stage, pg_collection=model.pg_collection)
     for part in model.mtp.modules():

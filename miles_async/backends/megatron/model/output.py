@@ -61,7 +61,7 @@ class ModelOutput:
 
     hidden: Tensor  # [T, H]; its gradients on tensor-parallel ranks are summed, except under a value head
     weight: Tensor  # [V / TP, H], this rank's rows of the output layer; [1, H] of a value head, on every rank the same
-    softcap: float | None  # bound of logits (Gemma 2 and 4): softcap · tanh(logits / softcap) are what counts
+    softcap: float | None  # bound of logits (Gemma 2 and 4): they become softcap · tanh(logits / softcap)
     ahead: tuple[Tensor, ...] = ()  # hidden states of the layers for multi-token prediction, in training
     awaits_gradient: bool  # autograd must give the weight a gradient, which starts its reduction over ranks
 

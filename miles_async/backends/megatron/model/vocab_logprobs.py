@@ -25,7 +25,7 @@ class VocabSettings:
     softcap: float | None = None  # logits are softcap · tanh(product / softcap) before the temperature
     entropy: bool = False
     group: dist.ProcessGroup | None = None  # tensor-parallel ranks; each has an equal part of the vocabulary
-    zero_gradient: bool = False  # give autograd a gradient of zeros where the weight has a buffer for the real one
+    zero_gradient: bool = False  # give autograd zeros where the weight has a buffer for its gradient
 
 
 def vocab_logprobs(

@@ -34,9 +34,8 @@ from miles_async.types import NOT_SHOWN, Picture, RoutedExperts, TrainBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
-    """One micro-batch: N tokens of sequences; T positions with padding, of which this rank has T / CP.
-
-    T is less than N where prefixes are shared.
+    """One micro-batch: N tokens of sequences; T positions with padding, T / CP of them on this rank. T is less than N
+    where prefixes are shared.
     """
 
     tokens: Tensor  # int64 [1, T / CP]
@@ -64,7 +63,7 @@ class PackedBatch:
 class PackLayout:
     """The form in which ranks need a packed sequence."""
 
-    share: int = 1  # ranks that split each context-parallel rank's positions: those of sequence parallelism
+    share: int = 1  # ranks that split each context-parallel rank's positions by sequence parallelism
     context_size: int = 1  # context-parallel ranks
     context_rank: int = 0
     share_prefixes: bool = False  # without context parallelism only

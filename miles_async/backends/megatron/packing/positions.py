@@ -43,12 +43,12 @@ def gathered_order(boundaries: npt.ArrayLike, size: int) -> Int64:
 
 @dataclass(frozen=True, slots=True)
 class SharedPlaces:
-    """S samples of N tokens, of which the model reads M at T positions: nothing follows from a sample's last token."""
+    """S samples of N tokens. The model reads M of them at T positions: not a sample's last token."""
 
     read: np.ndarray  # bool [N]
     samples: np.ndarray  # int64 [S + 1]: boundaries of the samples in [0, M]
     places: np.ndarray  # int64 [M]: position of each token that is read, in [0, T)
-    own: np.ndarray  # int64 [S]: tokens at the end of each sample that no earlier one has at their positions
+    own: np.ndarray  # int64 [S]: tokens at the end of each sample that share no position with an earlier one
 
 
 def share_places(tokens: np.ndarray, offsets: np.ndarray) -> SharedPlaces:

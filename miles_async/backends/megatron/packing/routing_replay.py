@@ -1,4 +1,4 @@
-"""Choices of experts that are replayed: what Megatron's ``RouterReplay`` (0.19) needs around every forward pass.
+"""Replayed choices of experts: drives Megatron's ``RouterReplay`` (0.19) around every forward pass.
 
 Every router has one. It records what the router chooses, or chooses in its place; the weights of the chosen experts,
 and through them gradients, are the router's own either way. Layers whose activations are recomputed run a second time
@@ -35,7 +35,7 @@ class RoutingLayout:
     layers: tuple[int, ...]  # of this rank that have routers, by their numbers in the model, from 0
     topk: int
     experts: int  # of each layer
-    share: int  # ranks that split each context-parallel rank's positions: those of sequence parallelism
+    share: int  # ranks that split each context-parallel rank's positions by sequence parallelism
     share_rank: int  # this one of them
 
 
@@ -49,7 +49,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Routers:
-    """The routers of a module that can be replayed: those of a module built with ``moe_enable_routing_replay``."""
+    """The routers of a module that can be replayed: it must be built with ``moe_enable_routing_replay``."""
 
     routers: Sequence[Router] = ()
     recomputed: bool = False  # they run again in the backward pass
@@ -95,8 +95,8 @@ def replayed_experts(experts: RoutedExperts, token_at: Int64, layout: RoutingLay
 
     Args:
         experts: [N, layers of the model × top-k].
-        token_at: [T / CP], the token at each position of this context-parallel rank; -1 for padding and for tokens of
-            which no engine told experts, from which nothing follows: these get all experts in turn.
+        token_at: [T / CP], the token at each position of this context-parallel rank; -1 for padding and for last
+        tokens, whose experts no engine reports and nothing needs: these get all experts in turn.
         layout: of this rank.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Samples of a micro-batch share the positions in the model of tokens that they begin with (``--share-prefixes``).
+"""Samples of a micro-batch share the positions of common prefixes in the model (``--share-prefixes``).
 
 Causal attention never looks from a token at what follows, so keys, values and hidden states of a prefix are the same in
 all samples that begin with it: it passes through the model once, and gradients of all samples add up there. A chat
@@ -31,11 +31,11 @@ class SharedPrefixes(PackedSeqParams):
 
     samples: Tensor  # int32 [S + 1]: boundaries of the samples in [0, M]
     places: Tensor  # int64 [M]: position of each token, in [0, T)
-    own: Tensor  # int64 [S]: tokens at the end of each sample that no earlier one has at their positions
+    own: Tensor  # int64 [S]: tokens at the end of each sample that share no position with an earlier one
 
 
 def check_module(module: Module) -> None:
-    """Raises ConfigurationError if the model has another rotary embedding than the plain one."""
+    """Raises ConfigurationError unless the model has a plain rotary embedding."""
     model: Any = unwrap_model(module)
     rotary = getattr(model, "rotary_pos_emb", None)
     if type(rotary) is not RotaryEmbedding or model.config.multi_latent_attention:
