@@ -54,12 +54,12 @@ async def evaluation_alone(rollout: RolloutSide, fleet: EngineFleet, recorder: R
     """
     async with asyncio.TaskGroup() as scope:
         running = scope.create_task(rollout.run(), name="rollout")
-        beside = [
+        parallel = [
             scope.create_task(_admit_engines(rollout, fleet), name="admission"),
             scope.create_task(_show(rollout, show), name="progress"),
         ]
         recorder.evaluation(0, await rollout.evaluate(0))
-        for task in beside:
+        for task in parallel:
             task.cancel()
         await rollout.close()
         await running

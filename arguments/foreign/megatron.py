@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
 from miles_async.arguments.foreign.record import ForeignFlag, rows
 
@@ -15,11 +14,10 @@ _noted = partial(rows, "noted", origin="Megatron-LM")
 _refused = partial(rows, "refused", origin="Megatron-LM")
 
 
-def _sets(flag: str, field: str, value: Literal["true", "false"]) -> ForeignFlag:
-    """A switch that has another name than the field of Megatron's config that it sets."""
+def _turns_off(flag: str, field: str) -> ForeignFlag:
+    """A switch with another name than the field of Megatron's config that it turns off."""
     ours = f"--megatron-{field.replace('_', '-')}"
-    note = f"is `{ours} {value}`"
-    return ForeignFlag(flag, "works", note, origin="Megatron-LM", takes="nothing", ours=(ours, value))
+    return ForeignFlag(flag, "works", f"is `{ours} false`", origin="Megatron-LM", takes="nothing", ours=(ours, "false"))
 
 
 MEGATRON: tuple[ForeignFlag, ...] = (
@@ -42,9 +40,9 @@ MEGATRON: tuple[ForeignFlag, ...] = (
     *_noted("it always is: optimizer state is sharded over data-parallel ranks", switches="use-distributed-optimizer"),
     *_noted("gradients always are accumulated and reduced in fp32", switches="accumulate-allreduce-grads-in-fp32"),
     *_noted("AdamW is the optimizer", one="optimizer", only=("adam",)),
-    _sets("--no-rope-fusion", "apply_rope_fusion", "false"),
-    _sets("--no-bias-swiglu-fusion", "bias_activation_fusion", "false"),
-    _sets("--no-bias-gelu-fusion", "bias_activation_fusion", "false"),
+    _turns_off("--no-rope-fusion", "apply_rope_fusion"),
+    _turns_off("--no-bias-swiglu-fusion", "bias_activation_fusion"),
+    _turns_off("--no-bias-gelu-fusion", "bias_activation_fusion"),
     # 8 and 4 bits.
     *_refused("training in 8 or 4 bits is not implemented (log-probs and exported weights were never compared): use "
             "--bf16", one="fp8-format fp8-recipe fp4-format fp4-recipe te-precision-config-file",

@@ -111,7 +111,7 @@ def position_problems(checkpoint: Checkpoint, manifest_step: int | None) -> Iter
 
 
 def in_the_way(save: Path, run: str | None, step: int) -> list[Checkpoint]:
-    """Checkpoints in ``save`` that a later ``--load`` would confuse with those of ``run``, which is at ``step``."""
+    """Checkpoints in ``save`` that a later ``--load`` would confuse with ``run``'s, which is at ``step``."""
     return [found for found in list_checkpoints(save) if run is None or found.run != run or found.step > step]
 
 

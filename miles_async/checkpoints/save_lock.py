@@ -68,7 +68,7 @@ class SaveLock:
         """Raise CheckpointError if the lock is another's, or gone."""
         owner = _read(self._path)
         if owner is None or owner.token != self._owner.token:
-            now = "nobody's: it was removed" if owner is None else f"of {owner}"
+            now = "gone" if owner is None else f"of {owner}"
             raise CheckpointError(
                 f"this run's lock {self._path} is {now}, so that another run may save there: nothing more is written; "
                 "end one of the two, and resume the other from its newest checkpoint"

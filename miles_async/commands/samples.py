@@ -69,7 +69,7 @@ def _one(run_dir: Path, rows: Sequence[SampleSummary], number: int, *, by_token:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="miles-async samples",
-        description="Show samples of a run: a table of those that match, or one of them as text or by token.",
+        description="Show samples of a run: a table of matching ones, or one of them as text or by token.",
     )
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="a run directory")
     parser.add_argument(

@@ -59,7 +59,7 @@ def experts_of(answer: Generation, request: GenerateRequest, routers: RouterShap
 
     Raises:
         ConfigurationError: the server reports none.
-        TransientEngineError: they are not those of all tokens and layers, or no experts of the model.
+        TransientEngineError: they don't cover all tokens and layers, or are no experts of the model.
     """
     generated = len(answer.output_ids)
     if not generated and answer.finish_reason == "abort":

@@ -7,7 +7,7 @@ from miles_async.types import JsonObject
 
 _ITEM_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1, "mxfp8": 1,
-}  # by SGLang's names, those of --kv-cache-dtype included  # fmt: skip
+}  # by SGLang's names, including --kv-cache-dtype's  # fmt: skip
 
 
 def cache_bytes_per_token(config: JsonObject, dtype: str) -> int | None:

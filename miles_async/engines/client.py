@@ -3,9 +3,9 @@
 One request: wait until requests may go out (``registry.py``) → dispatch under the oldest version that may serve it →
 answer → wait again if its engine is being updated → return. The second wait makes C8 hold for requests in flight: an
 answer given between the arrival of new weights and their verification counts only once they are verified; if the engine
-is fenced instead, the request is repeated. It is also repeated if it began with older weights than those of its
-dispatch, on an engine that was out and still listed by the router. A repeated request goes straight to an engine that
-the registry knows to serve, whatever the router lists.
+is fenced instead, the request is repeated. It is also repeated if it began with older weights than at its dispatch, on
+an engine that was out and still listed by the router. A repeated request goes straight to an engine that the registry
+knows to serve, whatever the router lists.
 
 A streamed request goes the same way; the last event of its stream is the answer. Tokens are passed on before that, but
 only while their engine is verified, and a repeated request retracts them.

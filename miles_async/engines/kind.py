@@ -105,7 +105,7 @@ class EngineKind:
 
     name: str  # in messages
     command: ServerCommand
-    environment: Callable[[ServerSpec], dict[str, str]]  # variables to add to our own; those of its keys come on top
+    environment: Callable[[ServerSpec], dict[str, str]]  # variables to add to our own and its keys'
     is_up: Callable[[Http, str], Awaitable[bool]]  # asked with its URL until it is
     calls: Callable[[Http], InferenceServer]  # makes the client of the servers' protocol
     streams: bool = False  # servers that we start can ``receive_stream``; else they get a call per bucket

@@ -14,7 +14,7 @@ gets requests while its canary is scored, and its answers wait on the client for
 to all engines, from its pause until they are resumed, requests wait on the client, as they do while no engine is left.
 Under a rolling publication at least one engine keeps running; requests sent to a paused one wait in its queue.
 
-``version`` is the oldest that a serving engine holds: no request is served by weights older than those of its dispatch.
+``version`` is the oldest that a serving engine holds: no request is served by weights older than at its dispatch.
 The supervisor, the fleet and the router write here; the client reads. One event loop: no locks.
 
 The client reads at every request and engines change rarely, so ``notify`` computes what it reads, once per change.

@@ -54,7 +54,7 @@ def router_metrics(text: str) -> dict[str, float]:
     """Parse an answer of smg into name → value. Counts are since its start.
 
     - ``workers``: registered engines; ``connections``: open connections of clients;
-    - ``requests``: routed requests; ``failed_requests``: those that engines answered with a status other than 200;
+    - ``requests``: routed requests; ``failed_requests``: requests that engines answered with a status other than 200;
     - ``request_seconds/mean``: mean time of a request, including the engine's part;
     - ``affinity``: share of requests that consistent hashing sent where their key belongs;
     - ``stalls``: how often its event loop was late by more than 5 ms; ``resident_bytes``: its resident memory.

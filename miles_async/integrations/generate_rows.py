@@ -31,8 +31,8 @@ def rows_of(command: Sequence[str], flag: str, environment: Mapping[str, str]) -
     done = subprocess.run(command, capture_output=True, env=environment)
     if done.returncode:
         *_, last = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
-        told = last if done.returncode == _REFUSED else f"generating its prompts failed: {last}"
-        raise ConfigurationError(f"{flag}: {told}")
+        reason = last if done.returncode == _REFUSED else f"generating its prompts failed: {last}"
+        raise ConfigurationError(f"{flag}: {reason}")
     try:
         rows = [json.loads(line) for line in done.stdout.split(b"\n") if line]  # texts may hold other line ends
     except ValueError as error:

@@ -83,8 +83,8 @@ class TextEpisode:
     def _step(self, action: str) -> Observation:
         environment = self._begun()
         if not environment.action_space.contains(action):
-            told = f"Not an action: expected {environment.action_space}."
-            return self._observed(told, done=False, invalid=True)
+            message = f"Not an action: expected {environment.action_space}."
+            return self._observed(message, done=False, invalid=True)
         observation, reward, terminated, truncated = _checked(environment.step(action))
         self._reward += reward
         return self._observed(observation, done=terminated or truncated, invalid=False)

@@ -133,7 +133,7 @@ class McpSession:
                 await session.initialize()
                 opened.set_result(session)
                 await self._over.wait()
-        except Exception as error:  # supervision point: raised to those who call
+        except Exception as error:  # supervision point: raised to callers
             self._error = first_error(error)
 
     async def _answered(self, request: Coroutine[object, object, T]) -> T:
@@ -156,10 +156,10 @@ class McpSession:
     def _lost(self, error: BaseException | None = None) -> Exception:
         """The error of a connection that broke: the server's, unless it said that requests are not for it (4xx)."""
         error = error or self._error
-        told = f"the MCP server {self.server.name} {f'failed: {error!r}' if error else 'was closed'}"
+        problem = f"the MCP server {self.server.name} {f'failed: {error!r}' if error else 'was closed'}"
         status = getattr(getattr(error, "response", None), "status_code", None)
         refused = status is not None and error is not None and not is_outage(error)
-        return UserCodeError(told) if refused else ServiceUnavailableError(told)
+        return UserCodeError(problem) if refused else ServiceUnavailableError(problem)
 
 
 def text_of(result: types.CallToolResult) -> str:

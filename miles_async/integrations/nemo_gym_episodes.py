@@ -52,8 +52,8 @@ class NemoGym:
                 async with http.get(f"{self.url}/openapi.json", raise_for_status=True) as response:
                     paths = [*(await response.json())["paths"]]
         except Exception as error:  # the server is third-party code: any error is shown with the flag
-            told = f"{type(error).__name__}: {error}"
-            reason = f"nothing within {self._answer_timeout:g} s" if isinstance(error, TimeoutError) else told
+            cause = f"{type(error).__name__}: {error}"
+            reason = f"nothing within {self._answer_timeout:g} s" if isinstance(error, TimeoutError) else cause
             raise ConfigurationError(
                 f"expected a resources server of NeMo Gym at {self.url} (--environment), found {shortened(reason)}"
             ) from error

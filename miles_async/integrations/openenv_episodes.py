@@ -153,8 +153,8 @@ class OpenEnv:
             async with asyncio.timeout(self._answer_timeout):
                 return await asking
         except Exception as error:  # the server is third-party code: any error is shown with the flag
-            told = f"{type(error).__name__}: {error}"
-            reason = f"nothing within {self._answer_timeout:g} s" if isinstance(error, TimeoutError) else told
+            cause = f"{type(error).__name__}: {error}"
+            reason = f"nothing within {self._answer_timeout:g} s" if isinstance(error, TimeoutError) else cause
             raise ConfigurationError(
                 f"expected an OpenEnv server at {self.url} (--environment), found {shortened(reason)}"
             ) from error
@@ -183,11 +183,11 @@ class OpenEnvEpisode:
         try:
             seen = await self._session.step(self._server.action(str(turn.message.get("content") or "")))
         except ActionRefusedError as error:
-            told = ({"role": "user", "content": f"Not an action: {error}"},)
-            return Observation(messages=told, reward=self._reward, metrics={"invalid_actions": 1.0})
+            messages = ({"role": "user", "content": f"Not an action: {error}"},)
+            return Observation(messages=messages, reward=self._reward, metrics={"invalid_actions": 1.0})
         self._add(seen)
-        told = ({"role": "user", "content": self._server.text(seen.observation)},)
-        return Observation(messages=told, done=seen.done, reward=self._reward, metrics={"invalid_actions": 0.0})
+        messages = ({"role": "user", "content": self._server.text(seen.observation)},)
+        return Observation(messages=messages, done=seen.done, reward=self._reward, metrics={"invalid_actions": 0.0})
 
     async def close(self) -> None:
         """End the session; the server closes its environment."""
@@ -233,8 +233,8 @@ class OpenEnvEpisode:
             case {"error": {"message": str(problem)}}:
                 return f"error: {problem}", True, seen.done
             case {"result": {"content": [*parts]} as result}:
-                told = [part["text"] if isinstance(part.get("text"), str) else _json(part) for part in parts]
-                return "\n".join(told), bool(result.get("is_error")), seen.done
+                texts = [part["text"] if isinstance(part.get("text"), str) else _json(part) for part in parts]
+                return "\n".join(texts), bool(result.get("is_error")), seen.done
             case {"result": result}:
                 return result if isinstance(result, str) else _json(result), False, seen.done
         return self._server.text(seen.observation), False, seen.done

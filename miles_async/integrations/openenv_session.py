@@ -121,17 +121,17 @@ class OpenEnvSession:
             raise wrong_value(answer, f"an observation of OpenEnv ({error})") from error
         if message.type != "error":
             raise wrong_value(answer, f"an observation of OpenEnv as the answer to a {kind}")
-        code, told = message.data.get("code"), shortened(str(message.data.get("message")))
+        code, text = message.data.get("code"), shortened(str(message.data.get("message")))
         if code == _FULL:
             return None
         if code in _CANNOT_BEGIN:
-            raise ServiceUnavailableError(f"the OpenEnv server {self._url} began no session: {code}: {told}")
+            raise ServiceUnavailableError(f"the OpenEnv server {self._url} began no session: {code}: {text}")
         if code == "VALIDATION_ERROR":
-            raise ActionRefusedError(_reasons(message.data.get("errors")) or told)
-        raise UserCodeError(f"the environment raised at a {kind}: {code}: {told}")
+            raise ActionRefusedError(_reasons(message.data.get("errors")) or text)
+        raise UserCodeError(f"the environment raised at a {kind}: {code}: {text}")
 
 
 def _reasons(errors: object) -> str:
     """Pydantic's errors in one line."""
-    told = [each for each in errors if isinstance(each, dict)] if isinstance(errors, list) else []
-    return "; ".join(f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in told)
+    details = [each for each in errors if isinstance(each, dict)] if isinstance(errors, list) else []
+    return "; ".join(f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in details)

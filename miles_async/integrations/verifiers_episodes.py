@@ -94,10 +94,10 @@ class VerifiersEpisodes:
         """
         if not isinstance(task := prompt.metadata.get("task"), Mapping):
             raise RequestRejectedError("expected a task of verifiers in the prompt's metadata (--metadata-key)")
-        told = await self._ask({"task": task, "base_url": base_url})
-        if (rollout := told.get("rollout")) is not None:
-            return {"turns": int(told["turns"]), ROLLOUT: rollout}, None
-        return int(told["turns"]), float(told["reward"])
+        reply = await self._ask({"task": task, "base_url": base_url})
+        if (rollout := reply.get("rollout")) is not None:
+            return {"turns": int(reply["turns"]), ROLLOUT: rollout}, None
+        return int(reply["turns"]), float(reply["reward"])
 
     async def reward_group(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float]:
         """Return the rewards of a prompt's samples: their own, or verifiers' for their group.
@@ -108,8 +108,8 @@ class VerifiersEpisodes:
         rollouts = [each[ROLLOUT] for each in turns if isinstance(each, Mapping)]
         if not rollouts:
             return [cast("float", sample.reward) for sample in samples]  # played, so it has one
-        told = await self._ask({"rollouts": rollouts})
-        return [float(reward) for reward in told["rewards"]]
+        reply = await self._ask({"rollouts": rollouts})
+        return [float(reward) for reward in reply["rewards"]]
 
     async def _ask(self, message: JsonObject) -> JsonObject:
         """The process's answer. Raises as :meth:`__call__` does."""
@@ -117,17 +117,17 @@ class VerifiersEpisodes:
         self._waiting[number] = answer = asyncio.get_running_loop().create_future()
         try:
             self._send(process, {"id": number, **message})
-            told = await answer
+            reply = await answer
         except asyncio.CancelledError:
             self._send(process, {"id": number})
             raise
         finally:
             del self._waiting[number]
-        if "error" in told:
+        if "error" in reply:
             kinds = {"down": ConnectionError, "lost": TransientEngineError}
-            failure = next((kind for key, kind in kinds.items() if told.get(key)), RequestRejectedError)
-            raise failure(f"verifiers: {told['error']}")
-        return told
+            failure = next((kind for key, kind in kinds.items() if reply.get(key)), RequestRejectedError)
+            raise failure(f"verifiers: {reply['error']}")
+        return reply
 
     def _send(self, process: asyncio.subprocess.Process, message: JsonObject) -> None:
         assert process.stdin is not None
@@ -172,9 +172,9 @@ class VerifiersEpisodes:
         problem = "ended"
         try:
             while line := await answers.readline():
-                told = msgspec.json.decode(line, type=dict[str, Any])
-                if (waiting := self._waiting.get(told["id"])) is not None and not waiting.done():
-                    waiting.set_result(told)
+                reply = msgspec.json.decode(line, type=dict[str, Any])
+                if (waiting := self._waiting.get(reply["id"])) is not None and not waiting.done():
+                    waiting.set_result(reply)
         except Exception as error:  # supervision point: a line that is no answer, or too long
             problem = f"wrote a line that is no answer ({error!r})"
         finally:

@@ -3,7 +3,7 @@
     python verifiers_host.py rows NAME CONFIG COUNT HELD_OUT   writes prompts to train and to hold out, as JSON lines
     python verifiers_host.py play NAME CONFIG                  plays the tasks that it reads, one JSON line each
 
-That Python has no miles_async, so this file and those that it imports use nothing of it. Which of them depends on the
+That Python has no miles_async, so this file and its imports use nothing of it. Which of them depends on the
 version there: ``verifiers_tasks.py`` for tasksets of 0.4, ``verifiers_classic.py`` for environments of 0.3.
 
 A line with ``rollouts`` asks for the rewards of a group of rollouts that were played, one with neither cancels.
@@ -53,10 +53,10 @@ async def play(loaded, messages, answers):
 
     async def answer(number, work):
         try:
-            told = await work
+            reply = await work
         except Exception as error:
-            told = failed(error)
-        print(json.dumps({"id": number, **told}), file=answers, flush=True)
+            reply = failed(error)
+        print(json.dumps({"id": number, **reply}), file=answers, flush=True)
 
     def over(number, _):
         del episodes[number]

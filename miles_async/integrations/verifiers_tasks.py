@@ -14,7 +14,7 @@ _DOWN = ("SandboxError", "TunnelError")  # what verifiers calls services that fa
 
 
 class Tasks:
-    """One environment. The policy is the one of its agents that has no client of its own."""
+    """One environment. The policy is its only agent without a separate client."""
 
     def __init__(self, name, config):
         """Raises NotImplementedError for what cannot be trained."""

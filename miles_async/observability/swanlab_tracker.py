@@ -47,7 +47,7 @@ class SwanlabTracker:
         """Open the run, offline if it cannot be online. Raises SwanLab's errors if not even that works."""
         try:
             self._run = _open(options)
-        except Exception as error:  # SwanLab raises those of requests, pydantic and its own
+        except Exception as error:  # SwanLab raises errors of requests, pydantic and its own
             if options.mode != "online":
                 raise
             log.warning(

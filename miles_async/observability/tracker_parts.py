@@ -1,4 +1,4 @@
-"""Parts that several trackers share: ids of runs, the flags as one table, and the mode of those that have a server."""
+"""Parts that several trackers share: ids of runs, the flags as one table, and the mode of trackers with a server."""
 
 from __future__ import annotations
 

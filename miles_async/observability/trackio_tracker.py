@@ -25,7 +25,7 @@ class TrackioOptions:
 
 
 class TrackioTracker:
-    """The Tracker itself. Trackio sends in threads of its own, and may print where it logs."""
+    """The Tracker itself. Trackio sends in separate threads, and may print where it logs."""
 
     def __init__(self, options: TrackioOptions) -> None:
         """Open the run. Raises Trackio's errors."""

@@ -2,7 +2,7 @@
 
 Ends with the command's exit status (128 + N for signal N), after it has ended every process that the command started
 and left, in whatever session: as a subreaper (PR_SET_CHILD_SUBREAPER) it becomes the parent of the orphans among them.
-SIGTERM, and the death of its own parent, end the command first. Standard library only: it starts for every trajectory.
+SIGTERM, and the death of its parent, end the command first. Standard library only: it starts for every trajectory.
 """
 
 import ctypes

@@ -58,8 +58,8 @@ def rank_environment(environment: Mapping[str, str], *, shares_gpu: bool) -> dic
 
 
 def use_installed_cudnn(environment: MutableMapping[str, str]) -> None:
-    """Have Transformer Engine load the cuDNN that torch loads, that of the package, before a system's (its
-    ``_load_cudnn`` takes these variables first). Two versions in one process call each other's functions.
+    """Have Transformer Engine load the package's cuDNN, as torch does, before a system's (its ``_load_cudnn`` takes
+    these variables first). Two versions in one process call each other's functions.
     """
     if "CUDNN_HOME" in environment or "CUDNN_PATH" in environment:
         return

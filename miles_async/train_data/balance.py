@@ -34,7 +34,7 @@ def balance(lengths: Sequence[int], work: Float64, ranks: int, max_tokens: int) 
         lengths: tokens of each sequence.
         work: [S], of each sequence, in any unit.
         ranks: at least 1.
-        max_tokens: per micro-batch; a longer sequence gets one of its own.
+        max_tokens: per micro-batch; a longer sequence gets its own.
     """
 
     def cost(plan: Ranks) -> tuple[float, int]:

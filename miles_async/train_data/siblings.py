@@ -51,7 +51,7 @@ def balance_siblings(
         prompt_work: [S], the prompt's part of it.
         siblings: which sequences share their prompt.
         ranks: at least 1.
-        max_tokens: per micro-batch, counted in tokens of whole sequences; a longer sequence gets one of its own.
+        max_tokens: per micro-batch, counted in tokens of whole sequences; a longer sequence gets its own.
     """
     families = [np.flatnonzero(siblings.families == family) for family in range(int(siblings.families.max()) + 1)]
     largest = max(map(len, families))

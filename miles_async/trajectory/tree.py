@@ -90,8 +90,8 @@ class Trajectory:
         return latest.context
 
     def count(self, messages: Sequence[object], tools: Tools = (), options: JsonObject | None = None) -> int:
-        """Count the tokens of a conversation: as :meth:`extend` makes them if the model's turn is next, else those of
-        its text. Raises TrajectoryError as that does.
+        """Count the tokens of a conversation: as :meth:`extend` makes them if the model's turn is next, else the text's
+        tokens. Raises TrajectoryError as that does.
         """
         if not messages or canonical(messages[-1])["role"] != "assistant":
             return len(self._read(messages, tools, options).input_ids)

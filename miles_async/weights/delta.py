@@ -1,7 +1,7 @@
 """Weights as changes since an earlier version: which elements of each changed tensor differ, and how, compressed.
 
 ``xor``: the bits that differ; ``overwrite``: the new elements. Both are exact. For every block of elements come a mask
-of those that are kept, then the first bytes of all of these together, then the second, ...; each of these planes is
+of the kept ones, then the first bytes of all kept ones together, then the second, ...; each of these planes is
 again a mask, of the bytes that are kept, and these bytes. What is zero is not kept: after a small step, most bits that
 differ.
 """

@@ -49,8 +49,8 @@ def with_generated_prompts(arguments: Arguments) -> Arguments:
         data, prompt_data=(path,), input_key="prompt", label_key="label" if labelled else None, metadata_key="metadata"
     )
     if held_out:
-        told = (EVALUATION, str(_written(directory, f"{kind}-{name}", rows[trained:])))
-        evaluation = replace(evaluation, eval_prompt_data=told)
+        data_set = (EVALUATION, str(_written(directory, f"{kind}-{name}", rows[trained:])))
+        evaluation = replace(evaluation, eval_prompt_data=data_set)
     rewards = arguments.rewards
     if kind == "reasoning_gym" and rewards.rm_type is None and rewards.custom_rm_path is None:
         rewards = replace(rewards, rm_type="reasoning_gym")
@@ -71,6 +71,6 @@ def _written(directory: Path, name: str, rows: Iterable[JsonObject]) -> Path:
             whole.replace(path)
     except OSError as error:
         raise ConfigurationError(
-            f"the prompts of --environment cannot be written to {path} (beside --run-dir): {error}"
+            f"the prompts of --environment cannot be written to {path} (next to --run-dir): {error}"
         ) from error
     return path

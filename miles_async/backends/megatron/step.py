@@ -243,7 +243,7 @@ class StepRunner:
             found = before if before is not None else batch.computed.get("trainer_logprobs")
             if found is None and index == 0:
                 found = logprobs
-            for branch, own in packed.shown.items():  # with --ppo-epochs, those of the first pass stay
+            for branch, own in packed.shown.items():  # with --ppo-epochs, the first pass's stay
                 shown.setdefault(branch, [None if each is None else each.detach()[own] for each in (found, entropy)])
         progress = (self.policy.scheduler.num_steps - 1) / self.total_steps  # which counts this step already
         sums = objective(logprobs, batch, entropy=entropy, progress=progress)

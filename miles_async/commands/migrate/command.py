@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Literal, get_args
@@ -21,10 +21,10 @@ from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.arguments.validation import flag_problems
 from miles_async.commands.checks import passed_on_problems
-from miles_async.commands.migrate.defaults import DEFAULTS, untold_defaults
+from miles_async.commands.migrate.defaults import DEFAULTS, missing_defaults
 from miles_async.commands.migrate.shell_script import ShellCommand, find_command
 from miles_async.commands.migrate.verl import PROGRAMS as VERL_PROGRAMS
-from miles_async.commands.migrate.verl import FromVerl, from_verl
+from miles_async.commands.migrate.verl import Migrated, from_verl
 from miles_async.commands.migrate.verl_keys import KEYS
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
@@ -72,16 +72,6 @@ System = Literal["slime", "miles", "verl"]
 SYSTEMS: tuple[System, ...] = get_args(System)
 
 
-@dataclass(kw_only=True, slots=True)
-class Migrated:
-    """The flags of a recipe, sorted by what becomes of them."""
-
-    words: list[tuple[str, ...]]  # for our parser: a flag and its values
-    unmapped: list[str]  # with reasons
-    not_needed: list[str]  # with reasons
-    checked: list[str] = field(default_factory=list)  # flags that config.json or another flag answers
-
-
 def migrate(words: Sequence[str]) -> int:
     """Run ``miles-async migrate``; return the exit code. Raises ConfigurationError naming script and line."""
     parser = CommandParser(prog="miles-async migrate", description=DESCRIPTION)
@@ -102,11 +92,9 @@ def migrate(words: Sequence[str]) -> int:
         return 0
     command = _command(script)
     is_verl = command.program in VERL_PROGRAMS
-    verl = from_verl(command.words) if is_verl else FromVerl(words=command.words)
-    translation = translate(verl.words)
-    migrated = _sorted_out(translation)
-    migrated.not_needed += verl.not_needed
-    migrated.unmapped += verl.unmapped
+    migrated = from_verl(command.words) if is_verl else Migrated(words=command.words)
+    translation = translate(migrated.words)
+    _sort_out(translation, migrated)
     flags = list(_flags(command, migrated, {} if is_verl else values_by_flag(command.words)))
     refused = refusals("".join(flags), translation.checks)
     title = f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
@@ -157,35 +145,33 @@ def _command(script: Path) -> ShellCommand:
         raise ConfigurationError(f"{script}: {error}") from None
 
 
-def _sorted_out(translation: Translation) -> Migrated:
+def _sort_out(translation: Translation, migrated: Migrated) -> None:
+    """Keep the words that our parser knows; put translated flags in front of what ``migrated`` says of the rest."""
     flags = flag_specifications().values()
     ours = [flag.flag for flag in flags] + [flag.flag.replace("--", "--no-", 1) for flag in flags if flag.kind is bool]
-    known: list[tuple[str, ...]] = []
-    unmapped = list(translation.problems.values())
+    known, unmapped = list[str](), list(translation.problems.values())
     for flag, values in mentions(translation.words):
         name = flag.partition("=")[0]
         passed = is_pass_through(name, ours) or next(as_megatron_flags([name], ours), name) != name
         if not flag and values:
             unmapped.append(f"{' '.join(values)}: no flag before it")
         elif name in ours or passed:
-            known.append((flag, *values))
+            known += [flag, *values] if flag not in translation.problems else []
         elif flag and name not in translation.problems:
             unmapped.append(explain_unknown(name, ours))
-    return Migrated(
-        words=[words for words in known if words[0] not in translation.problems],
-        unmapped=unmapped,
-        not_needed=list(translation.notes.values()),
-        checked=list(translation.checks),
-    )
+    migrated.words = known
+    migrated.unmapped = unmapped + migrated.unmapped
+    migrated.not_needed = [*translation.notes.values(), *migrated.not_needed]
+    migrated.checked = list(translation.checks)
 
 
-def _flags(command: ShellCommand, migrated: Migrated, told: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Lines of flags, with comments. ``told``: what the script itself gives, if its defaults are slime's."""
-    yield from (f"{shlex.join(words)}\n" for words in migrated.words)
-    given = values_by_flag([word for words in migrated.words for word in words])
+def _flags(command: ShellCommand, migrated: Migrated, scripted: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Lines of flags, with comments. ``scripted``: the script's own flags, if its defaults are slime's."""
+    yield from (f"{shlex.join((flag, *values))}\n" for flag, values in mentions(migrated.words) if flag)
+    given = values_by_flag(migrated.words)
     supervised = given.get("--loss-type") == ("sft_loss",)
     if command.program not in VERL_PROGRAMS:
-        defaults = [f"{shlex.join(words)}\n" for words in untold_defaults({**told, **given}, supervised)]
+        defaults = [f"{shlex.join(words)}\n" for words in missing_defaults({**scripted, **given}, supervised)]
         yield from ["# Defaults of slime and miles that differ from ours.\n", *defaults] if defaults else []
     if given.get("--actor-num-nodes", ("1",)) != ("1",) and "--ray-address" not in given:
         yield CLUSTER

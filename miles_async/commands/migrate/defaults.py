@@ -58,12 +58,12 @@ DEFAULTS: tuple[ForeignDefault, ...] = (
 """As of August 2026. The optimizer's are Megatron-LM's."""
 
 
-def untold_defaults(given: Given, supervised: bool) -> Iterator[tuple[str, ...]]:
-    """Yield our words for each default that the flags of ``given`` leave untold."""
+def missing_defaults(given: Given, supervised: bool) -> Iterator[tuple[str, ...]]:
+    """Yield our words for each default that the flags of ``given`` leave unset."""
     for default in DEFAULTS:
         opposite = default.flag.replace("--no-", "--", 1)
-        told = any(flag in given for flag in (default.flag, opposite, *default.unless))
-        if told or (default.needs and default.needs not in given) or (supervised and default.runs == "sampled"):
+        decided = any(flag in given for flag in (default.flag, opposite, *default.unless))
+        if decided or (default.needs and default.needs not in given) or (supervised and default.runs == "sampled"):
             continue
         value = default.value if isinstance(default.value, str) else default.value(given)
         yield (default.flag, value) if value else (default.flag,)

@@ -29,19 +29,20 @@ _AS_FLAGS = {  # subtree → beginning of our flag
 
 
 @dataclass(kw_only=True, slots=True)
-class FromVerl:
-    """Words for our parser, and lines with reasons about the rest."""
+class Migrated:
+    """The flags of a recipe, sorted by what becomes of them."""
 
-    words: list[str] = field(default_factory=list)
-    not_needed: list[str] = field(default_factory=list)
-    unmapped: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)  # for our parser
+    not_needed: list[str] = field(default_factory=list)  # with reasons
+    unmapped: list[str] = field(default_factory=list)  # with reasons
+    checked: list[str] = field(default_factory=list)  # flags that config.json or another flag answers
 
 
-def from_verl(words: Sequence[str]) -> FromVerl:
+def from_verl(words: Sequence[str]) -> Migrated:
     """Translate the words after the program's name. verl's defaults that differ from ours are written out."""
     given = dict(_overrides(words))
     values = {**DEFAULTS, **given}
-    done, noted = FromVerl(), dict[str, list[str]]()
+    done, noted = Migrated(), dict[str, list[str]]()
     for key, value in values.items():
         row = row_of(key)
         if row is None:
@@ -66,7 +67,7 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield key, {"true": "True", "false": "False", "null": "None", "none": "None"}.get(value.lower(), value)
 
 
-def _one(row: VerlKey, value: str, done: FromVerl, key: str) -> None:
+def _one(row: VerlKey, value: str, done: Migrated, key: str) -> None:
     """A key that stands for itself."""
     items = _items(value)
     if value in row.values:
@@ -77,7 +78,7 @@ def _one(row: VerlKey, value: str, done: FromVerl, key: str) -> None:
         done.words += [row.flag, *items]
 
 
-def _several(values: Mapping[str, str], done: FromVerl) -> None:
+def _several(values: Mapping[str, str], done: Migrated) -> None:
     """Keys that are worked out together."""
     done.words += _gpus(values)
     done.words += _losses(values)

@@ -32,8 +32,8 @@ def _is(key: str, flag: str, **unset: str) -> VerlKey:
 
 
 def _switch(key: str, *on: str, off: tuple[str, ...] = (), note: str = "") -> VerlKey:
-    told = [f"{value} is `{' '.join(words)}`" for value, words in (("True", on), ("False", off)) if words]
-    return VerlKey(key, "works", note or ", ".join(told), values={"True": on, "False": off})
+    meanings = [f"{value} is `{' '.join(words)}`" for value, words in (("True", on), ("False", off)) if words]
+    return VerlKey(key, "works", note or ", ".join(meanings), values={"True": on, "False": off})
 
 
 def _choice(key: str, note: str, **values: str) -> VerlKey:

@@ -43,7 +43,7 @@ class Region:
 def region_digests(regions: Iterable[Region]) -> list[str]:
     """The share of each region in its tensor's digest, launched for all of them before the first is waited for.
 
-    Regions that are alike but for their memory, as those of a layer's experts, are read together on a GPU: a launch per
+    Regions that differ only in their memory, like a layer's experts, are read together on a GPU: a launch per
     region would take longer than reading it.
     """
     alike: defaultdict[Hashable, list[tuple[int, Region]]] = defaultdict(list)

@@ -55,7 +55,7 @@ space at its ends.
 """
 
 _DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>"
-_DEEPSEEK_V3 = "```json"  # around arguments; otherwise the marks of its calls are those of 3.1
+_DEEPSEEK_V3 = "```json"  # around arguments; otherwise its calls have 3.1's marks
 _HARMONY = "gpt-oss"  # both parsers' name for the format of gpt-oss
 _TO_ROLE = re.compile(  # recipient in front of the channel, as gpt-oss's template writes it
     r"(\A|<\|start\|>assistant) *to=(\S+?) *<\|channel\|>commentary *(?:<\|constrain\|>)?json<\|message\|>"

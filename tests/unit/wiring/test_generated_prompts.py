@@ -108,7 +108,7 @@ def test_what_cannot_be_generated_is_refused_by_the_flag(flags: dict[str, object
 @needs("reasoning_gym")
 def test_a_folder_that_cannot_be_written_is_named(folder: Path) -> None:
     folder.parent.write_text("a file")
-    with pytest.raises(ConfigurationError, match=r"cannot be written to .* \(beside --run-dir\)"):
+    with pytest.raises(ConfigurationError, match=r"cannot be written to .* \(next to --run-dir\)"):
         generated()
 
 

@@ -2,7 +2,7 @@
 
 Causal attention never looks from a token at what follows, so keys, values and hidden states of a prefix are the same in
 all samples that begin with it: it passes through the model once, and gradients of all samples add up there. A chat
-template is shared by all samples, a prompt by those of its group, and parts of responses by samples that are alike.
+template is shared by all samples, a prompt by its group's samples, and parts of responses by similar samples.
 
 Megatron's layers see one sequence of T positions. Two parts have to know better: attention gathers every sample from
 its positions, and the rotary embedding turns each position by its place in its sample. For the host's layers only:

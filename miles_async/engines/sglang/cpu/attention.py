@@ -84,7 +84,7 @@ def attend(
 ) -> Tensor:
     """Fill ``output`` and return it: for each new token, the attention to itself and the tokens before it.
 
-    Arguments are those of SGLang's ``_run_sdpa_forward_extend``. ``query``: [new tokens, heads, head size], the tokens
+    Arguments as of SGLang's ``_run_sdpa_forward_extend``. ``query``: [new tokens, heads, head size], the tokens
     of all requests one after another. The caches have the keys and values of these tokens, too. ``window``: how many
     tokens before itself a token sees; None: all. ``softcap`` of scores: softcap · tanh(score / softcap); 0: none.
     ``places_of``: where the caches have each place of ``req_to_token``, if layers with a window have a cache of their

@@ -31,7 +31,7 @@ def _plan(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def divide(waiting: list[Any], cache: Any) -> tuple[list[Any], list[Any]]:
-    """Split requests into those that may enter the next batch and those that wait for what these compute.
+    """Split requests into two lists: requests for the next batch, and requests that wait for their results.
 
     A request waits if an earlier one computes more than half of what it would compute itself: a few common tokens are
     not worth a separate batch. The first request never waits.
