@@ -161,7 +161,7 @@ def _check_reference(arguments: Arguments) -> Iterator[str]:
 
 
 def _check_corrections(algorithm: AlgorithmArguments) -> Iterator[str]:
-    """Check what is given for corrections of off-policy samples."""
+    """Check the flags of corrections for off-policy samples."""
     if algorithm.m2_threshold is not None and not (
         algorithm.use_tis and not algorithm.use_rollout_logprobs and algorithm.prox_logp_method == "recompute"
     ):

@@ -28,8 +28,8 @@ class DataArguments:
     )
     prompt_data_weights: tuple[str, ...] = flag(
         (),
-        "shares of the files in what is trained, such as 3 1, one number for each (default: rows of all files are "
-        "shuffled together)",
+        "shares of the files in the trained prompts, such as 3 1, one number for each (default: rows of all files "
+        "are shuffled together)",
         metavar="X",
         needs=("prompt_data",),
     )

@@ -175,7 +175,7 @@ def _expected_shapes(config: JsonObject) -> dict[str, Shape]:
 
 
 def _kind(name: str) -> str:
-    """Last part of a weight's name; empty for what is no weight, and for experts, linear attention and vision towers,
+    """Last part of a weight's name; empty for other tensors, and for experts, linear attention and vision towers,
     whose sizes have other names.
     """
     others = ("expert", ".linear_attn.", "visual.")

@@ -63,7 +63,7 @@ def _holds(arguments: Arguments, need: str) -> bool:
 
 
 def _alternatives(needs: Sequence[str]) -> str:
-    """``--token-advantages kl_in_reward or gae``; what is the user's own goes without saying."""
+    """``--token-advantages kl_in_reward or gae``; user code is left out."""
     pairs = [need.partition("=")[::2] for need in needs if not need.endswith("=own")]
     flags = [
         " ".join(filter(None, (flag_specifications()[name].flag, " or ".join(value for _, value in same if value))))

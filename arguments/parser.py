@@ -99,7 +99,7 @@ def _collected(values: list[str | None]) -> tuple[str, ...] | None:
 
 
 def assemble(values: Mapping[str, FlagValue], passed: PassThrough) -> Arguments:
-    """Field name → value, over all groups, as one object; what is missing has its default."""
+    """Field name → value, over all groups, as one object; missing fields have their defaults."""
     by_group: dict[str, dict[str, FlagValue]] = {group: {} for group in argument_groups()}
     for name, value in values.items():
         by_group[flag_specifications()[name].group][name] = value
@@ -109,7 +109,7 @@ def assemble(values: Mapping[str, FlagValue], passed: PassThrough) -> Arguments:
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
-    """One argparse group per dataclass. Defaults are suppressed, to tell what was given from what was not."""
+    """One argparse group per dataclass. Defaults are suppressed, to distinguish given flags."""
     parser = _Parser(
         prog=prog,
         usage=f"{prog} [@FILE ...] [--config FILE] [--FLAG VALUE ...]",

@@ -29,7 +29,7 @@ def asked_limit(data: DataArguments) -> PromptLimit | None:
 
 
 def prompt_limit(arguments: Arguments, held_out: EvaluationSet | None = None) -> PromptLimit | None:
-    """The lowest limit of prompts of training, or of ``held_out`` ones: what is asked for, and what can be generated.
+    """The lowest limit of prompts of training, or of ``held_out`` ones, by flags and by what engines can generate.
 
     Engines refuse a request whose prompt and response exceed their context. Trajectories of several turns have a
     separate limit; in one turn, a sample may exceed ``--max-tokens-per-gpu``. Raises ConfigurationError for a file of

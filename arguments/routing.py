@@ -19,7 +19,7 @@ from miles_async.types import JsonObject
 class RouterShape:
     """Choices that a mixture makes for one token: ``topk`` of ``experts`` in each of ``layers``.
 
-    Layers without a router count too, as inference servers count them; what is said of their experts means nothing.
+    Layers without a router count too, as inference servers count them; their reported experts are meaningless.
     """
 
     layers: int

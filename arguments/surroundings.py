@@ -113,7 +113,7 @@ def check_pass_rates(arguments: Arguments) -> Iterator[str]:
 
 
 def check_outputs(arguments: Arguments) -> Iterator[str]:
-    """Check that output directories are writable, and that checkpoints suit what is asked of them."""
+    """Check that output directories are writable, and that checkpoints fit the flags."""
     checkpoint = arguments.checkpoint
     if checkpoint.max_run_restarts and checkpoint.save is not None and checkpoint.save_interval is None:
         yield "--max-run-restarts without --save-interval: a restarted run would begin from zero"

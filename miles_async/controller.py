@@ -114,7 +114,7 @@ class Controller:
             repair = scope.create_task(self._repair_engines(), name="repair")
             await self._train(scope)
             repair.cancel()
-            await self._rollout.close()  # ends what is in flight; lets rollout.run() return
+            await self._rollout.close()  # ends attempts in flight; lets rollout.run() return
             await rollout
         await self._publisher.close()
 
@@ -165,7 +165,7 @@ class Controller:
         await self._complete_checkpoint(self._num_steps)
 
     async def _take_changes(self, step: int) -> None:
-        """Between two cuts, apply what was asked for: the batch of ``step`` keeps the bound that it was cut under, all
+        """Between two cuts, apply requested changes: the batch of ``step`` keeps the bound that it was cut under, all
         later ones obey the new one (C1).
         """
         self._asked = {}

@@ -1,6 +1,6 @@
 """Flags of other systems: one table that says of each whether it works here, is checked, changes nothing or is refused.
 
-``translate.py`` applies it to a command line, ``checks.py`` compares what is checked, and ``miles-async migrate
+``translate.py`` applies it to a command line, ``checks.py`` makes the comparisons, and ``miles-async migrate
 --table`` prints it.
 """
 

@@ -1,4 +1,4 @@
-"""Compare flags that describe the model or the run with what is known of it."""
+"""Compare flags that describe the model or the run with the model's files and the other flags."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from miles_async.types import JsonObject
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochRows:
-    """Rows of one epoch, with what was known about them when it began."""
+    """Rows of one epoch, with the facts known when it began."""
 
     epoch: int  # from 0
     rows: range  # indices: of all files, or with --prompt-data-weights of one

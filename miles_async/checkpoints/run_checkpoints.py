@@ -184,7 +184,7 @@ class RunCheckpoints:
             log.warning("checkpoint of another layout of ranks", saved=saved, now=ours, random_generators=generators)
 
     def _complete(self, position: Position, final: Path) -> None:
-        """Write the last files, rename, and remove what is no longer kept."""
+        """Write the last files, rename, and remove expired checkpoints."""
         run, partial = self._identity.run, final.with_suffix(".partial")
         saved = SavedPosition(**msgspec.structs.asdict(position), run=run, settings=self._saved_settings)
         digests = self._digests | {POSITION_FILE: write_digested(partial / POSITION_FILE, msgspec.json.encode(saved))}

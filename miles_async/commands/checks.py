@@ -24,7 +24,7 @@ LOG_IN = "run `wandb login` or set WANDB_API_KEY, or stay offline: --wandb-mode 
 def check_surroundings(arguments: Arguments) -> list[str]:
     """Check machine, model, checkpoints, passed-on flags, GPUs, transport and places.
 
-    Returns notes on what is slower or missing. Raises ConfigurationError listing every problem.
+    Returns notes on slower or missing parts. Raises ConfigurationError listing every problem.
     """
     findings = list(machine_state(arguments))
     checks = (

@@ -81,7 +81,7 @@ class RouterClient:
         vocabulary: int | None = None,
     ) -> None:
         """``http``: its connections, on this event loop.
-        ``keep_aborted``: when a publication aborts requests, return what was generated instead of repeating them.
+        ``keep_aborted``: when a publication aborts requests, return partial output instead of repeating them.
         ``gate_timeout``: longest wait for engines to serve (a publication, or all engines restarting).
         ``backoff_seconds``: before the first retry, with jitter; doubles up to 10 s.
         ``routers``: of the model, if requests ask for the experts that they choose.

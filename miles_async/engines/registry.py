@@ -1,4 +1,4 @@
-"""States of all engines, and whether requests may be sent. The router mirrors what is decided here.
+"""States of all engines, and whether requests may be sent. The router mirrors them.
 
 ::
 

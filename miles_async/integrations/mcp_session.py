@@ -163,7 +163,7 @@ class McpSession:
 
 
 def text_of(result: types.CallToolResult) -> str:
-    """The text of a tool's answer; what is no text is named instead, since models are given text alone."""
+    """The text of a tool's answer; other content is named instead, since models receive only text."""
     if not result.content and result.structuredContent is not None:
         return json.dumps(result.structuredContent, ensure_ascii=False)
     return "\n".join(map(_text, result.content))

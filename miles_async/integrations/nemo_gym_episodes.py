@@ -217,7 +217,7 @@ def task_rows(config: Mapping[str, Any], count: int) -> Iterator[JsonObject]:
 
 
 def _read(task: object) -> tuple[ResponsesRequest, list[JsonObject], Sequence[JsonObject]]:
-    """The request that a task is, with its messages and tools. Raises TrajectoryError for what is unsupported."""
+    """The request that a task is, with its messages and tools. Raises TrajectoryError for unsupported fields."""
     params = task.get("responses_create_params") if isinstance(task, Mapping) else None
     try:
         request = msgspec.convert(params, ResponsesRequest)

@@ -273,7 +273,7 @@ def read_balance(connection: sqlite3.Connection, counts: Counts | None = None) -
 
 
 def _described(group: Group) -> JsonObject:
-    """Columns about what was generated."""
+    """Columns about the generated samples."""
     rewards = [sample.reward for sample in group.samples if sample.reward is not None]
     return {
         "engines": json.dumps(_engines(group)),

@@ -55,7 +55,7 @@ class BackgroundTracker:
         self._queue.put((dict(metrics), step))
 
     def finish(self) -> None:
-        """Wait up to ``finish_timeout`` until the tracker has written what is queued; idempotent."""
+        """Wait up to ``finish_timeout`` until the tracker has written all queued steps; idempotent."""
         if self._finished:
             return
         self._finished = True

@@ -1,7 +1,7 @@
 """The run in one record: ``summary.json``.
 
-Everything is computed from what actually happened: ages from the per-token versions of what was trained,
-groups from the ledger. Numbers that were never measured are null, never 0.
+Everything is computed from actual events: ages from the per-token versions of trained samples, groups from the ledger.
+Numbers that were never measured are null, never 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The order of prompts: samplers that choose an epoch's rows, streams of rows, and their mixture by weight.
 
-A stream's position is two integers, and the order of an epoch a function of the epoch and of what was known when it
+A stream's position is two integers, and the order of an epoch a function of the epoch and of the facts known when it
 began (pass rates are frozen then, and saved with the cursor): so a resumed run continues with the row that would have
 come next.
 """

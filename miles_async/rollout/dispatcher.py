@@ -104,7 +104,7 @@ class Dispatcher:
         self._in_flight: dict[int, GroupInFlight] = {}  # by attempt id
         self._changed = asyncio.Condition()
         self._per_engine = arguments.rollout_concurrency_per_engine
-        self._paused = False  # by `miles-async set`: what is in flight is finished, nothing is admitted
+        self._paused = False  # by `miles-async set`: groups in flight are finished, none is admitted
         self._progressed = -math.inf  # when a group finished or a version was committed, on the loop's clock
         self._taking = asyncio.Lock()  # the cursor has passed a prompt that the pool hasn't got yet
 
@@ -248,7 +248,7 @@ class Dispatcher:
         async with self._changed:  # held from the look to the wait, so that no change falls in between
             self._abort_too_old(target_version)
             while (groups := self.pool.cut(target_version)) is None:
-                self._changed.notify_all()  # what was swept left room
+                self._changed.notify_all()  # the sweep left room
                 if self._paused or not self.pool.can_move():
                     waits_since = now()
                 waits_since = max(waits_since, self._progressed, self.services.paused_until())
@@ -264,7 +264,7 @@ class Dispatcher:
         return groups
 
     def _abort_too_old(self, target_version: int) -> None:
-        """End what is in flight and can't be trained any more: whole attempts, or the samples that their groups can do
+        """End attempts in flight that can no longer be trained: whole attempts, or the samples that their groups can do
         without.
         """
         for attempt_id in self.pool.in_doubt(target_version):

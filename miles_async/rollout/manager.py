@@ -76,7 +76,7 @@ class Samples(Protocol):
 
 
 MAX_ATTEMPTS_SHOWN = 100
-CLOSE_SECONDS = 5.0  # for what is in flight to end as cancelled, before engines are stopped anyway
+CLOSE_SECONDS = 5.0  # for attempts in flight to end as cancelled, before engines are stopped anyway
 
 
 class RolloutManager:
@@ -315,7 +315,7 @@ class RolloutManager:
         self._batch_ids = itertools.count(resumption.step + 1)
 
     async def close(self) -> None:
-        """End what is in flight as cancelled; :meth:`run` returns. Time after this is not counted as idle."""
+        """End attempts in flight as cancelled; :meth:`run` returns. Time after this is not counted as idle."""
         if not self._closed.is_set():
             self._seconds, self._busy_seconds = self._elapsed(), self._engines.stats().busy_seconds
             self._closed.set()

@@ -33,7 +33,7 @@ async def run_user_code(work: Coroutine[object, None, T], *, seconds: float | No
 
     Raises:
         Exception: whatever it raises.
-        UserCodeError: it raised what is no Exception (CancelledError, SystemExit, KeyboardInterrupt).
+        UserCodeError: it raised another BaseException (CancelledError, SystemExit, KeyboardInterrupt).
         OverdueError: it took longer than ``seconds``; the message is ``overdue``.
     """
     loop = asyncio.get_running_loop()

@@ -16,7 +16,7 @@ _REPEATED = ("token_texts.list.element",)
 
 
 class FileWriter:
-    """One file. It has its name after :meth:`close`; :meth:`discard` removes what was written."""
+    """One file. It has its name after :meth:`close`; :meth:`discard` removes the unfinished file."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""

@@ -110,7 +110,7 @@ class SampleRecorder:
             log.warning("samples are written too slowly: some are left out")
 
     def finish(self) -> None:
-        """Write what is queued, for a few seconds at most; idempotent."""
+        """Write queued samples, for a few seconds at most; idempotent."""
         if not self._finished:
             for step in sorted(self._cut):  # which training did not reach, or failed at
                 self.trained(step)

@@ -66,7 +66,7 @@ class SampleStore:
         self._save(bytes=total)
 
     def drop(self) -> bool:
-        """Count what was not written because the disk is too slow; True for the first."""
+        """Count items dropped because the disk is too slow; True for the first."""
         self._state = msgspec.structs.replace(self._state, dropped=self._state.dropped + 1)
         return self._state.dropped == 1
 

@@ -112,7 +112,7 @@ class RolloutSide(SavedSide, Protocol):
         ...
 
     async def close(self) -> None:
-        """End what is in flight as cancelled; :meth:`run` returns."""
+        """End attempts in flight as cancelled; :meth:`run` returns."""
         ...
 
     async def last_stats(self) -> RolloutStats:
@@ -178,7 +178,7 @@ class TrainerSide(WeightSenders, Protocol):
         ...
 
     async def load(self, directory: Path, *, step: int) -> None:
-        """Restore what was saved after ``step`` trained steps. Raises CheckpointError."""
+        """Restore the state saved after ``step`` trained steps. Raises CheckpointError."""
         ...
 
     async def digests(self, directory: Path, sizes: Mapping[str, int]) -> Mapping[str, str]:

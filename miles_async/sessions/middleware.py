@@ -143,7 +143,7 @@ async def read_conversation(request: web.Request, max_total: int, *, images: boo
 async def read_object(request: web.Request, expected: str, kind: type[T]) -> T:
     """Read a short JSON object as a ``kind``; an empty body is an empty object.
 
-    Raises TrajectoryError naming what was ``expected``.
+    Raises TrajectoryError naming ``expected``.
     """
     if (request.content_length or 0) > _ALWAYS:
         raise TrajectoryError(f"expected {expected}, found {request.content_length} bytes")

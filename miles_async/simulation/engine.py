@@ -226,7 +226,7 @@ class SimulatedEngine:
     def _request(self, body: JsonObject) -> _Request:
         tokens = body["input_ids"]
         remaining = tokens[-1]
-        if remaining == PROMPT_TOKEN:  # the first chunk of a response; else the last token says what is left
+        if remaining == PROMPT_TOKEN:  # the first chunk of a response; else the last token encodes the rest
             seconds = self._response_seconds.draw(self._chance)
             remaining = max(1, round(seconds / self._drawn_token_seconds))
             self._meter.drawn_seconds += remaining * self._drawn_token_seconds

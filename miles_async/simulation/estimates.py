@@ -144,7 +144,7 @@ def estimate(
 
 
 def assumptions(job: Job, work: ModelWork, gpu: Gpu, seen: Measured) -> dict[str, float]:
-    """The fields of Assumptions with which :func:`estimate` gives what was measured."""
+    """The fields of Assumptions with which :func:`estimate` reproduces the measurements."""
     weights = work.weights * job.bytes_per_weight
     share = weights / job.transport.senders
     sending = {"files": weights} if job.transport.loads_files else {"link": share}

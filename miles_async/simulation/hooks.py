@@ -62,7 +62,7 @@ class RolloutProcess:
         self.busy_seconds = 0.0
         self.lags: list[float] = []  # seconds that each answer that is taken waited for its turn
         self._seconds = seconds_per_answer
-        self._free = 0.0  # when what was given so far is done
+        self._free = 0.0  # when all work so far is done
 
     async def take(self) -> None:
         """Wait until an answer has been taken."""

@@ -13,7 +13,7 @@ from miles_async.simulation.run import simulate
 from miles_async.simulation.settings import SimulationSettings
 
 GOOD_ENOUGH = 1.05  # times the best step time; younger data is worth that
-MOST_WASTE = 0.02  # of the tokens generated; what is thrown away is long, so trained responses get shorter
+MOST_WASTE = 0.02  # of the tokens generated; discarded responses are long, so trained ones get shorter
 CPU_SECONDS_PER_SAMPLE = 1.0e-3  # of the rollout process, not simulated; the least measured by the benchmark loop_lag
 DEFAULT_SWEEP = (
     "--on-policy",

@@ -31,7 +31,7 @@ class SimulationResult:
     rollout_cpu_seconds: float  # of the simulated rollout process
     answer_lags: Sequence[float]  # seconds that each answer waited for the simulated rollout process
     drawn_lengths: Mapping[int, int]  # tokens → responses that engines began, aborted or not
-    seconds_per_sample: float  # mean of what was drawn: a response on a slot, undisturbed
+    seconds_per_sample: float  # mean of the draws: a response on a slot, undisturbed
     samples_per_step: int
     cpu_seconds: float  # of the whole process, simulated engines included
     trace: bytes

@@ -50,7 +50,7 @@ from miles_async.weights.update import FleetUpdater
 from miles_async.wiring.decisions import make_pool
 
 REWARD_SERVICE = "the simulated reward service"
-MAX_TOKENS = 1 << 40  # packing is not what is simulated: one micro-batch
+MAX_TOKENS = 1 << 40  # packing is not simulated: one micro-batch
 
 
 def simulate(settings: SimulationSettings) -> SimulationResult:

@@ -61,7 +61,7 @@ class AttemptBook:
         self._policy = policy
         self._next_id = 0
         self._retries: deque[Attempt] = deque()
-        self._quarantined: dict[str, Attempt] = {}  # prompt_id → what is needed to try it again
+        self._quarantined: dict[str, Attempt] = {}  # prompt_id → attempt to readmit
         self._readmissions: set[str] = set()  # requests that were granted
 
     @property

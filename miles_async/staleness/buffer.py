@@ -75,7 +75,7 @@ class StalenessBuffer:
         return sum(map(len, stale))
 
     def cut(self, target_version: int) -> tuple[tuple[Group, ...], tuple[Group, ...], tuple[Trimmed, ...]]:
-        """Take one batch for the version the optimizer will step from, after sweeping what is too old for it.
+        """Take one batch for the version the optimizer will step from, after sweeping stale groups.
 
         Return the batch in its order, () if too few groups were fresh; the stale groups that were swept, oldest
         admission first; and the groups that lost stale samples and stay, or are in the batch (C7).

@@ -44,7 +44,7 @@ ENDS_FROM: Mapping[Outcome, Collection[Stage]] = {
     Outcome.QUARANTINED: {Stage.IN_FLIGHT},
     Outcome.CANCELLED: set(Stage),
 }
-"""Stages that each outcome may follow: only what was cut is trained, and what was cut is never too old."""
+"""Stages that each outcome may follow: only cut groups are trained, and cut groups are never too old."""
 
 
 STALE = frozenset({Outcome.STALE_RECYCLED, Outcome.STALE_DROPPED})

@@ -8,7 +8,7 @@ fresher.
 That rests on two facts: weights only get newer during one generation call, and a serving engine is never
 older than the version that was visible when the call was dispatched (C8: publication is all-or-nothing).
 
-Of samples in flight :class:`OldestVersions` keeps what is certain already.
+For samples in flight, :class:`OldestVersions` keeps the certain facts.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Renderer:
         """``images``: None for a model that reads none."""
         self.chat = chat
         self.images = images
-        self.abridges = True  # what is new may be rendered without turns long before
+        self.abridges = True  # new text may be rendered without turns long before
         self._stops = {chat.decode_all([token]): token for token in chat.stop_ids}  # by their text
         self._keeps_calls = not self._writes_results(calls=False)  # results of tools need the calls that they answer
         self._drops_results = self._keeps_calls and self._writes_results(calls=True) is False

@@ -65,7 +65,7 @@ class ReplyParser:
         """Build the assistant's message.
 
         Args:
-            text: what was sampled, without the tokens that bound it.
+            text: the sampled text, without the tokens that bound it.
             before: text of the template in front of it, which may begin the reasoning.
             tools: that were offered; nothing is read as a call without them.
             call_ids: what the ids of tool calls begin with to which the model gave none.

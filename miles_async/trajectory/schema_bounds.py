@@ -154,7 +154,7 @@ class _Ways:
         self.best, self.before, self.last = self.total, 1, 1
 
     def repeat(self, least: int, most: int | None) -> None:
-        """``most``: None if there is no upper count; what is repeated may then begin wherever it ends."""
+        """``most``: None if there is no upper count; a repeat may then begin wherever the last one ends."""
         counts = [max(least, 3)] if most is None else range(least, min(most, least + MOST_WAYS) + 1)
         found = sum(self.last ** min(count, MOST_WAYS.bit_length()) for count in counts)
         self.last = min(max(found, 1), MOST_WAYS + 1)

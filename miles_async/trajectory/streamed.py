@@ -60,7 +60,7 @@ class StreamedTurn:
         self._token_ids: list[int] = []
         self._text = GrowingText(self._decode)
         self._decoded = 0  # tokens that are in the text
-        self._seen = 0  # of these, those behind what was shown last
+        self._seen = 0  # of these, tokens after the text shown last
         self._over = False
         self.shown: Message = _NOTHING
 
@@ -103,6 +103,6 @@ class StreamedTurn:
         return reply
 
     def end(self) -> Message:
-        """Stop showing; return what was shown."""
+        """Stop showing; return the shown text."""
         self._over = True
         return self.shown

@@ -29,7 +29,7 @@ _FEW_TOKENS = 1024  # of an answer: decoded faster than handed to a thread and b
 class Limits:
     """Limits on the length of trajectories, in tokens."""
 
-    response: int  # after the prompt, all turns and what is between them
+    response: int  # after the prompt: all turns and the text between them
     total: int  # prompt included
     turn: int | None = None  # one turn of the model
 
@@ -60,7 +60,7 @@ class TurnRequest:
     max_tokens: int | None = None  # of this turn, within the limits
     stops: Sequence[str] = ()  # more texts that end the turn; the reply leaves them out, the tokens have them
     parallel_calls: bool = True  # the reply may have several calls of tools
-    constraint: Constraint | None = None  # restricts what is sampled
+    constraint: Constraint | None = None  # restricts sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

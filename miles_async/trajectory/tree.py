@@ -1,6 +1,6 @@
 """A trajectory: the turns of one episode as a tree over tokens, and the sample that it becomes.
 
-A turn continues the turn whose messages and reply the agent gave back; what is new is tokenized and appended (M14).
+A turn continues the turn whose messages and reply the agent gave back; new messages are tokenized and appended (M14).
 An agent that edits or truncates its history forks the tree at the last turn that it left alone::
 
     user ── turn ── tool ── turn ── tool ── turn        one branch of the sample: appended tokens have loss mask 0,
@@ -240,7 +240,7 @@ class Trajectory:
     def _as_written(self, conversation: Sequence[Message], tools: Tools, options: JsonObject) -> Context:
         """Context with the conversation as the template writes it, in a new branch where the sample differs."""
         written = self.renderer.chat.render(conversation, tools, options, generation_prompt=True)
-        with suppress(TrajectoryError):  # the template changes what is in the tokens
+        with suppress(TrajectoryError):  # the template changes earlier text
             context = self._continued(conversation, tools, options)
             if self._decode(context) == written:
                 return context

@@ -47,8 +47,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_id: str  # unique within the prompt data
     token_ids: tuple[int, ...]  # rendered by the chat template, ready for the engine; an image is many tokens
-    text: str  # what was rendered, for rewards and logs
-    messages: tuple[JsonObject, ...] = ()  # what was rendered, for environments and agents
+    text: str  # as rendered, for rewards and logs
+    messages: tuple[JsonObject, ...] = ()  # as rendered, for environments and agents
     label: Label | None = None
     metadata: JsonObject = {}
     pictures: tuple[Picture, ...] = ()  # in the order of the image parts of its messages

@@ -46,7 +46,7 @@ class MetricsTable:
         self._columns: dict[str, array[float]] = {}
 
     def refresh(self) -> None:
-        """Read what was added. A file that was replaced or cut is read again from its start."""
+        """Read new lines. A file that was replaced or cut is read again from its start."""
         with self._lock:
             added = self._reader.read()
             if added.restarted:

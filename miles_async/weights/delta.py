@@ -2,7 +2,7 @@
 
 ``xor``: the bits that differ; ``overwrite``: the new elements. Both are exact. For every block of elements come a mask
 of the kept ones, then the first bytes of all kept ones together, then the second, ...; each of these planes is
-again a mask, of the bytes that are kept, and these bytes. What is zero is not kept: after a small step, most bits that
+again a mask, of the bytes that are kept, and these bytes. Zeros are not kept: after a small step, most bits that
 differ.
 """
 
@@ -27,7 +27,7 @@ W = TypeVar("W", bound=np.unsignedinteger)
 
 # Zeros are gone, so there is little to match: a small table halves zstd's time.
 _COMPRESSION = zstandard.ZstdCompressionParameters.from_level(1, hash_log=8)
-_BLOCK = 1 << 18  # elements: what is computed of them stays in the cache
+_BLOCK = 1 << 18  # elements: intermediate results stay in the cache
 _MOSTLY = 0.6  # above this share everything is kept, which is faster and no larger
 
 

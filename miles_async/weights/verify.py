@@ -1,6 +1,6 @@
 """Does an engine hold the weights that the trainer sent (``--verify-weights``)?
 
-Digests compare every element that it holds with what was staged. The canary compares what it computes: its log-probs of
+Digests compare every element that it holds with the staged weights. The canary compares its outputs: its log-probs of
 one text with the trainer's, for the new version and for the one before.
 """
 
@@ -291,7 +291,7 @@ def _not_sent(sent: Iterable[str], held: HeldWeights) -> Iterator[tuple[str, str
 
 
 def _wrong(meta: TensorMeta, parts: Sequence[HeldPart], share: TensorShare) -> str | None:
-    """Describe what is wrong with the held ``parts`` of a tensor; copies on several ranks must be equal."""
+    """Describe the faults of the held ``parts`` of a tensor; copies on several ranks must be equal."""
     if casts := {part.dtype for part in parts} - {meta.dtype}:
         return f"was sent as {meta.dtype} and is held as {', '.join(sorted(casts))}"
     digests: dict[tuple[int, tuple[int, ...], tuple[int, ...]], set[str]] = {}

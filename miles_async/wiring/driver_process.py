@@ -1,7 +1,7 @@
 """The driver's process: Arguments in, a finished run out.
 
 However the run ends (done, an error on either side, Ctrl-C, SIGTERM), both sides are stopped, then Ray, and the summary
-says what was done so far.
+covers the run so far.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class SharedGpus:
         self._trainer_is_through = asyncio.Event()
 
     async def start(self, *sides: Start) -> None:
-        """Start engines first: they size their memory by what is free."""
+        """Start engines first: they size their memory by the free memory."""
         engines, trainer = sides
         await engines()
         await self._release()

@@ -1,5 +1,5 @@
 """Repeat every decision of a recorded run with the same code, and compare: which attempt was issued, which groups a
-batch got and in which order, what was swept, trimmed or given up, and the batches themselves, to the last bit.
+batch got and in which order, which groups were swept, trimmed or given up, and the batches themselves, to the last bit.
 
 The run's inputs (prompts, finished groups with their tokens, failures, commits) are read from its schedule
 (``ledger/schedule.py``), so no engine, trainer or clock is needed.

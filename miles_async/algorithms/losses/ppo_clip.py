@@ -87,6 +87,6 @@ def clipped_surrogate(ratio: Tensor, bounded: Tensor, advantages: Tensor) -> tup
 
 
 def dual_clip(loss: Tensor, advantages: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """(loss of at most cap · |A| where A < 0, whether it was more), each [N]; what was more has no gradient."""
+    """(loss of at most cap · |A| where A < 0, whether it was more), each [N]; capped losses have no gradient."""
     most = torch.where(advantages < 0, cap * advantages.abs(), torch.inf)
     return torch.minimum(loss, most), (loss > most).float()

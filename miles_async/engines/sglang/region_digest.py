@@ -25,7 +25,7 @@ from miles_async.runtime.tensor_digest import (
 )
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PART_BYTES = 32 << 20  # at a time: what is computed on the way takes as much again
+_PART_BYTES = 32 << 20  # at a time: intermediate results take as much again
 
 
 @dataclass(frozen=True, slots=True)

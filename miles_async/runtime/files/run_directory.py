@@ -44,7 +44,7 @@ class Claim:
         self._lock = lock
 
     async def until_lost(self) -> NoReturn:
-        """Wait until the directory, or what is in it, is removed, replaced or moved; raise RunDirectoryError then.
+        """Wait until the directory or its contents are removed, replaced or moved; raise RunDirectoryError then.
 
         Open files would hide that: writes to them still work, and are lost when the process ends.
         """

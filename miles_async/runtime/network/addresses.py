@@ -1,7 +1,7 @@
 """Addresses of a run's processes: one per node, which is Ray's own.
 
 Everything uses it: HTTP servers, the rendezvous of process groups, and the interface that gloo and NCCL bind. Servers
-listen at this address only, so what is given to others (A6) and what is open are the same. A run on one machine uses
+listen at this address only, so announced (A6) and open addresses are the same. A run on one machine uses
 127.0.0.1, which no other machine can reach.
 """
 

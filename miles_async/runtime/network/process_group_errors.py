@@ -4,7 +4,7 @@ By default (torch 2.13, ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` 3) a watchdog thread
 one of its NCCL groups fails or takes too long. That is right for training: a rank that lost another must not continue.
 It is wrong for weights: an engine that dies would take a trainer rank and the other engines along.
 
-ProcessGroupNCCL reads these variables when a group is made, so what is set meanwhile holds for that group alone. With
+ProcessGroupNCCL reads these variables when a group is made, so values set meanwhile hold for that group alone. With
 ``TORCH_NCCL_BLOCKING_WAIT`` it has no watchdog: waiting for an operation lasts until it is done on the device, and
 raises its failure or timeout, with the communicator aborted. gloo's groups always do so.
 """

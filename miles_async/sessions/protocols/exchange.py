@@ -49,7 +49,7 @@ class Writer(Protocol):
         ...
 
     def wrote(self, index: int, reply: Message) -> bytes:
-        """Return events for what is new in the reply so far of answer number ``index``."""
+        """Return events for the new parts of answer number ``index``."""
         ...
 
     def ended(self, turns: Sequence[Turn]) -> bytes:
@@ -63,7 +63,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """A conversation up to an answer, for requests that name the answer and send what is new."""
+    """A conversation up to an answer, for requests that name the answer and send only new messages."""
 
     messages: Sequence[JsonObject]  # in the form of chat completions
     tools: Sequence[JsonObject] = ()
@@ -117,7 +117,7 @@ class Progress:
     calls: int = 0
 
     def advance(self, reply: Message) -> Iterator[Delta]:
-        """Yield what is new: reasoning, then content, then calls."""
+        """Yield new parts: reasoning, then content, then calls."""
         reasoning, content, calls = reply.get("reasoning_content", ""), reply["content"], reply.get("tool_calls", ())
         if len(reasoning) > self.reasoning:
             yield Delta("reasoning", reasoning[self.reasoning :])
@@ -129,7 +129,7 @@ class Progress:
 
 
 def parsed(body: bytes, kind: type[T], name: str) -> T:
-    """Parse a body. Raises TrajectoryError that names an unknown field. ``name``: what is expected."""
+    """Parse a body. Raises TrajectoryError that names an unknown field. ``name``: of the expected body."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -84,7 +84,7 @@ def trace(run: Run, part: Part = Part()) -> Iterator[bytes]:
 def _without_attempts(
     run: Run, reader: LedgerReader | None, part: Part, about: dict[str, str]
 ) -> tuple[list[Item], float]:
-    """All other items, and the time since which they are wanted. Adds to ``about`` what is left out."""
+    """All other items, and the time since which they are wanted. Adds notes on omissions to ``about``."""
     lines, left_out = _newest_lines(run)
     clock = Clock()
     if reader is not None:

@@ -21,7 +21,7 @@ OF_INTEREST = frozenset({*EVENTS, "publication waits", "engines repaired", "trai
 TEXT_LENGTH = 500
 
 ENDS_OF_OUTAGES = {"service is back": ("service", "after_seconds"), "in reach again": ("process", "seconds")}
-"""Message → its fields with the name of what was out of reach, and for how many seconds."""
+"""Message → its fields with the name of the unreachable part, and the seconds."""
 
 
 def notes(run: Run) -> Iterator[Item]:

@@ -45,7 +45,7 @@ def change_bucket(
 ) -> None:
     """Make a bucket's file from version ``base`` and what changed since; ``source`` is None if nothing did.
 
-    Raises EngineError if a changed tensor is not what was staged afterwards.
+    Raises EngineError if a changed tensor then differs from the staged one.
     """
     old = directory / version_directory(base) / bucket_file(index)
     new = _partial(directory, version) / bucket_file(index)

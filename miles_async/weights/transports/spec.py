@@ -20,7 +20,7 @@ class DriverSide(Generic[Half]):
 
     sender: Callable[[int], SenderHandle[Half]]  # index of a sending rank → its half
     fleet: EngineFleet
-    name: str  # names what is shared with engines, such as process groups; unique in a run
+    name: str  # names things shared with engines, such as process groups; unique in a run
     device: Device = "cpu"  # of the run
     flush_cache: bool = True  # engines flush their caches as they take weights; they refuse to while they keep requests
     delta: bool = False  # --weight-delta is on: engines that hold the version before are sent what changed

@@ -260,7 +260,7 @@ OPERATORS = {
 
 
 def register() -> None:
-    """Patch what is a kernel of triton on a CPU without AMX: the norm of each head, the gate of a shared expert."""
+    """Replace triton kernels on a CPU without AMX: the norm of each head, the gate of a shared expert."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for norm in _NORMS:

@@ -80,7 +80,7 @@ class WeightGroup:
 
     @contextmanager
     def sending(self, data: torch.Tensor, *, relayed: bool = False) -> Iterator[None]:
-        """Send ``data`` while what is inside runs; leave when, as far as the backend knows, all has been received.
+        """Send ``data`` while the block runs; leave when, as far as the backend knows, all has been received.
 
         ``relayed``: to the first of the engines' ranks, from which the others get it. Raises GroupBrokenError.
         """
