@@ -5,19 +5,22 @@ Its prompts are the first observations of as many seeds; an episode resets to th
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import gymnasium
 from gymnasium.spaces import Text
 
 from miles_async.errors import ConfigurationError, UserCodeError
-from miles_async.integrations.own_threads import in_own_thread
 from miles_async.runtime.user_code import wrong_value
 from miles_async.types import AssistantTurn, JsonObject, Observation, Prompt
 
 TextEnvironment = gymnasium.Env[str, str]
+_T = TypeVar("_T")
 
 
 class GymnasiumText:
@@ -72,13 +75,13 @@ class TextEpisode:
 
     async def step(self, turn: AssistantTurn) -> Observation:
         """Take the content of the turn as the action. Raises UserCodeError for what Gymnasium doesn't allow."""
-        return await in_own_thread(lambda: self._step(str(turn.message.get("content") or "")))
+        return await _in_own_thread(lambda: self._step(str(turn.message.get("content") or "")))
 
     async def close(self) -> None:
         """Close the environment, if a step made it or is still making it."""
         self._closed = True
         if self._environment is not None:
-            await in_own_thread(self._environment.close)
+            await _in_own_thread(self._environment.close)
 
     def _step(self, action: str) -> Observation:
         environment = self._begun()
@@ -134,3 +137,33 @@ def _checked(returned: Any) -> tuple[str, float, bool, bool]:
                 raise wrong_value(reward, "a finite reward of step()")
             return observation, number, bool(terminated), bool(truncated)
     raise wrong_value(returned, "a text, a reward, two booleans and a dict of step()")
+
+
+async def _in_own_thread(work: Callable[[], _T]) -> _T:
+    """Await blocking code that may never return, in a separate thread.
+
+    Not ``asyncio.to_thread``: a call that hangs would hold one of its few threads, and the process at its end. A thread
+    of a cancelled call is left behind.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[list[_T], BaseException | None]] = loop.create_future()
+
+    def finish(result: list[_T], error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result((result, error))
+
+    def tell(result: list[_T], error: BaseException | None) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, result, error)
+
+    def run() -> None:
+        try:
+            tell([work()], None)
+        except BaseException as error:  # supervision point: raised to the caller, SystemExit too
+            tell([], error)
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    result, error = await done
+    if error is not None:
+        raise error
+    return result[0]
