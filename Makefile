@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything runs in .venv, which `setup` builds and keeps current.
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm test verifiers test-long test-gpu test-gpu-contract test-gpu-torch test-extras gpu-hour test-image lint typecheck screenshots docs mutate lock check-lock bench study clean
+.PHONY: help setup quickstart smollm test verifiers test-long test-gpu test-gpu-contract test-gpu-extension test-gpu-torch test-extras gpu-hour test-image lint typecheck screenshots docs mutate lock check-lock bench study clean
 
 BIN := .venv/bin
 EXTRAS ?=
@@ -54,6 +54,13 @@ test-gpu-contract: .venv-gpu/setup-stamp ## do the packages of gpu.lock fit, on 
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-gpu
 	grep -v "^transformer-engine-torch=" requirements/gpu.lock > .venv-gpu/pins.txt
 	$(BIN)/uv pip sync --quiet --python .venv-gpu .venv-gpu/pins.txt
+	touch $@
+
+test-gpu-extension: .venv-gpu/extension-stamp ## the same with transformer-engine-torch, compiled as by `setup` (20 minutes of one core)
+	$(MAKE) test-gpu-contract
+
+.venv-gpu/extension-stamp: .venv-gpu/setup-stamp
+	$(BIN)/python scripts/setup_env.py --compile .venv-gpu
 	touch $@
 
 test-gpu-torch: .venv-torch/setup-stamp ## fast tests of what computes, on CPU with the torch of gpu.lock: in .venv-torch

@@ -26,12 +26,11 @@ LOCKS = {"": ROOT / "requirements" / "requirements.lock", "gpu": ROOT / "require
 PLATFORM = ROOT / "requirements" / "platform.json"
 COMPILED = {"transformer-engine-torch"}  # against the torch of the lock, which is therefore installed before
 COSTS = {"": "2-3 minutes, 2 GB", "gpu": "11 GB"}
+COMPILATION_COSTS = "20 minutes of one core"
 CUDA_TORCH_COSTS = "about 2 minutes and 4 GB more"
 CUDA_TORCH_GIB = 10  # on top of what the lock needs
 CUDA_LIBRARIES = ("cuda-", "nvidia-", "triton")  # beginnings of the names of what a CUDA build of torch declares
 NEEDED_GIB = {"": 4, "gpu": 40}  # half of it installed, the rest for downloads and objects of the compiler on their way
-# What Transformer Engine's extension for torch includes of CUDA; cuDNN's headers come with the package of the lock.
-CUDA_HEADERS = ("cuda_runtime_api.h", "cublas_v2.h", "cusparse.h", "cusolverDn.h")
 TAIL_LINES = 12
 LINE_LENGTH = 300  # pip names all packages in one line
 OUTPUT = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -49,6 +48,7 @@ def platform_version(name: str) -> str:
 
 PYTHON = "python" + platform_version("PYTHON_VERSION")
 PYTHON_VERSION = tuple(int(number) for number in platform_version("PYTHON_VERSION").split("."))
+CUDA_FOLDER = "cu" + platform_version("CUDA_VERSION").split(".")[0]  # of NVIDIA's packages, laid out as a toolkit
 
 
 def fail(message: str) -> None:
@@ -100,7 +100,12 @@ def check_machine(extras: str) -> None:
             "{:.1f} GiB are free at {}, but the environment needs about {} GiB: "
             "make room and run `make setup` again.".format(free, ROOT, NEEDED_GIB[extras])
         )
-    problems = gpu_problems() if extras == "gpu" else []
+    if extras == "gpu":
+        check_compilation()
+
+
+def check_compilation() -> None:
+    problems = gpu_problems()
     if problems:
         fail(
             "this machine cannot build Transformer Engine, which is compiled during the set-up:\n  - "
@@ -109,48 +114,14 @@ def check_machine(extras: str) -> None:
 
 
 def gpu_problems() -> list:
-    """What the build for GPUs lacks, each with what to do."""
-    wanted = platform_version("CUDA_VERSION")
-    toolkit = "apt-get install cuda-toolkit-{}".format(wanted.replace(".", "-"))
+    """What the build for GPUs lacks, each with what to do. CUDA's compiler and headers are packages of the lock."""
     problems = []
     if not shutil.which("c++"):
         problems.append("there is no C++ compiler on PATH: apt-get install g++")
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        problems.append("there is no nvcc on PATH: {}, and add /usr/local/cuda/bin to PATH".format(toolkit))
-    else:
-        told = subprocess.run([nvcc, "--version"], universal_newlines=True, **OUTPUT).stdout
-        release = re.search(r"release (\d+)\.(\d+)", told)
-        if release is None:
-            problems.append("{} --version names no release: {}".format(nvcc, " ".join(told.split())[:LINE_LENGTH]))
-        elif release.group(1) != wanted.split(".")[0]:
-            problems.append(
-                "{} is of CUDA {}.{}, and torch of requirements/gpu.in of CUDA {}: {}".format(
-                    nvcc, release.group(1), release.group(2), wanted, toolkit
-                )
-            )
-        problems += header_problems(nvcc, toolkit)
     python_header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not python_header.is_file():
         problems.append("there is no {}: apt-get install {}-dev".format(python_header, PYTHON))
     return problems + glibc_problems()
-
-
-def header_problems(nvcc: str, toolkit: str) -> list:
-    """Headers that the compiler would not find, by the rules of torch.utils.cpp_extension."""
-    named = next((os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
-    home = Path(named or os.path.dirname(os.path.dirname(os.path.realpath(nvcc))))
-    includes = home / "include"
-    problems = []
-    missing = [header for header in CUDA_HEADERS if not (includes / header).is_file()]
-    if missing:
-        where = "CUDA_HOME={}".format(home) if named else "{}, where nvcc is (CUDA_HOME is not set)".format(home)
-        problems.append(
-            "{} has no include/{}: {}, or set CUDA_HOME to the toolkit".format(
-                where, ", include/".join(missing), toolkit
-            )
-        )
-    return problems
 
 
 def glibc_problems() -> list:
@@ -182,13 +153,40 @@ def create_environment() -> None:
         fail("`{}` failed:\n{}".format(" ".join(command), done.stdout.strip()))
 
 
-def build_environment() -> dict:
+def nvidia_packages(venv: Path) -> Path:
+    return venv / "lib" / PYTHON / "site-packages" / "nvidia"
+
+
+def complete_toolkit(venv: Path) -> None:
     """
-    Variables for compiling Transformer Engine: the cuDNN of the lock, which torch loads, whatever the system has; and
-    no attempt to download a wheel first, which waits for a network without a limit of time.
+    Gives the folder of NVIDIA's packages the names by which SGLang and FlashInfer link with a toolkit, so that it
+    serves as CUDA_HOME: kernels are compiled at run time.
     """
-    cudnn = str(VENV / "lib" / PYTHON / "site-packages" / "nvidia" / "cudnn")
-    return dict(os.environ, CUDNN_HOME=cudnn, CUDNN_PATH=cudnn, NVTE_PYTORCH_FORCE_BUILD="TRUE")
+    toolkit = nvidia_packages(venv) / CUDA_FOLDER
+    links = {toolkit / "lib64": "lib"}
+    links.update({library.with_suffix(""): library.name for library in (toolkit / "lib").glob("libcudart.so.*")})
+    for link, target in links.items():
+        if not link.exists():
+            link.symlink_to(target)
+
+
+def build_environment(venv: Path) -> dict:
+    """
+    Variables for compiling Transformer Engine with the headers of the lock's packages, whatever toolkit and cuDNN the
+    system has (its build passes on no include folder but CUDA_HOME's), by ninja, which takes all cores; and no attempt
+    to download a wheel first, which waits for a network without a limit of time.
+    """
+    nvidia = nvidia_packages(venv)
+    headers = [str(nvidia / name / "include") for name in ("cudnn", "nccl")]
+    return dict(
+        os.environ,
+        CUDA_HOME=str(nvidia / CUDA_FOLDER),
+        CUDNN_HOME=str(nvidia / "cudnn"),
+        CUDNN_PATH=str(nvidia / "cudnn"),
+        CPATH=os.pathsep.join(headers + [path for path in [os.environ.get("CPATH")] if path]),
+        PATH=os.pathsep.join([str(venv / "bin"), os.environ.get("PATH", os.defpath)]),
+        NVTE_PYTORCH_FORCE_BUILD="TRUE",
+    )
 
 
 def pip(arguments: list, total: int = 0, environment: "dict | None" = None) -> None:
@@ -232,12 +230,21 @@ def install_lock(extras: str) -> None:
     pip(["install", "--no-deps", "--requirement", str(chosen)], total=len(ready))
     if "torch" in pins and "torch" not in ready:
         install_torch(pins["torch"])
-    for name in sorted(COMPILED & set(pins)):
-        say("compiling {}".format(pins[name]))
-        pip(["install", "--no-deps", "--no-build-isolation", pins[name]], environment=build_environment())
+    if extras == "gpu":
+        compile_packages(VENV)
     remove_unlocked(set(pins))
     say("installing miles_async (editable)")
     pip(["install", "--no-deps", "--no-build-isolation", "--editable", "."])
+
+
+def compile_packages(venv: Path) -> None:
+    """Compiles the packages of COMPILED in an environment with the others of gpu.lock."""
+    complete_toolkit(venv)
+    pins = read_pins(LOCKS["gpu"])
+    for name in sorted(COMPILED):
+        say("compiling {} ({})".format(pins[name], COMPILATION_COSTS))
+        command = ["--python", str(venv / "bin" / "python"), "install", "--no-deps", "--no-build-isolation"]
+        pip([*command, pins[name]], environment=build_environment(venv))
 
 
 def install_torch(pin: str) -> None:
@@ -333,7 +340,13 @@ def read_stamp() -> list:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--extras", default="", help="'gpu' on a GPU machine; kept until .venv is removed")
-    asked = parser.parse_args().extras
+    parser.add_argument("--compile", metavar="VENV", help="only compile, in an environment with the rest of gpu.lock")
+    options = parser.parse_args()
+    if options.compile:
+        check_compilation()
+        compile_packages(Path(options.compile).resolve())
+        return
+    asked = options.extras
     if asked not in LOCKS:
         fail("there are no extras named '{}': EXTRAS can be gpu.".format(asked))
 

@@ -6,6 +6,8 @@ CUDA, NCCL and Ray read each of them once, when a process starts to use them, so
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
@@ -67,14 +69,34 @@ def use_installed_cudnn(environment: MutableMapping[str, str]) -> None:
         environment["CUDNN_PATH"] = str(folder)
 
 
+def use_installed_compilers(environment: MutableMapping[str, str]) -> None:
+    """Have kernels that are compiled at run time find ninja of this environment, whose folder need not be on PATH, and
+    the CUDA compiler of the packages (scripts/setup_env.py makes a toolkit of them), which is of torch's version,
+    before a system's. CUDA_HOME and CUDA_PATH come first.
+    """
+    path, programs = environment.get("PATH", os.defpath).split(os.pathsep), str(Path(sys.executable).parent)
+    if programs not in path:
+        environment["PATH"] = os.pathsep.join([*path, programs])
+    if "CUDA_HOME" in environment or "CUDA_PATH" in environment:
+        return
+    if (library := _installed("nvidia", "cu*/lib64/libcudart.so")) is not None:
+        environment["CUDA_HOME"] = str(library.parents[1])
+
+
 def installed_cudnn() -> Path | None:
     """Folder of the package nvidia-cudnn, which torch loads; None where torch has another."""
+    found = _installed("nvidia.cudnn", "lib")
+    return None if found is None else found.parent
+
+
+def _installed(package: str, pattern: str) -> Path | None:
+    """A path within a package of NVIDIA's, which is not imported; None if it is absent."""
     try:
-        found = importlib.util.find_spec("nvidia.cudnn")
+        found = importlib.util.find_spec(package)
     except ModuleNotFoundError:  # no package of NVIDIA is there
         return None
-    places = [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
-    return next((place for place in places if (place / "lib").is_dir()), None)
+    places = [] if found is None else found.submodule_search_locations or ()
+    return next((path for place in places for path in sorted(Path(place).glob(pattern))), None)
 
 
 def nccl_problems(sglang_flags: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:

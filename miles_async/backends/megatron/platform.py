@@ -17,7 +17,7 @@ import torch
 from miles_async.arguments.cluster import Device, DeviceChoice
 from miles_async.backends.megatron import host
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.cuda_environment import use_installed_cudnn
+from miles_async.runtime.cuda_environment import use_installed_compilers, use_installed_cudnn
 from miles_async.types import GroupBackend
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
@@ -73,6 +73,7 @@ class Platform:
             device = torch.device("cpu")
         else:
             use_installed_cudnn(os.environ)
+            use_installed_compilers(os.environ)
             host.install(on_cpu=False)
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)

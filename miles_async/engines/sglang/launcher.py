@@ -15,8 +15,11 @@ import os
 import sys
 
 from miles_async.engines.sglang import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE, cpu
+from miles_async.runtime.cuda_environment import use_installed_compilers
 
 cpu.prepare(sys.argv)
+if not cpu.is_asked_for(sys.argv):
+    use_installed_compilers(os.environ)
 # sglang.srt.debug_utils.dumper imports megatron.core, and through it wandb, wherever it finds it.
 sys.modules["megatron"] = None  # type: ignore[assignment]
 

@@ -89,7 +89,8 @@ def test_variables_of_the_bake_file_have_values_and_versions_are_not_repeated() 
         version = entry["default"]
         for path in (DOCKERFILE, FAMILY, ROOT / "docker" / "docker-bake.json"):
             assert not re.search(rf"(?<![\w.]){re.escape(version)}(?![\w.])", path.read_text()), (name, path.name)
-    assert set(PLATFORM) - used == {"DRIVER_VERSION", "GLIBC_VERSION"}  # of the machine below
+    # Of the machine below, and of packages.
+    assert set(PLATFORM) - used == {"CUDA_VERSION", "DRIVER_VERSION", "GLIBC_VERSION"}
 
 
 def test_versions_of_the_platform_are_those_of_the_packages() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -12,7 +13,13 @@ from miles_async.arguments import Arguments, EnginesArguments
 from miles_async.arguments.cluster import ClusterArguments
 from miles_async.commands.checks import device_problems
 from miles_async.runtime import cuda_environment, device
-from miles_async.runtime.cuda_environment import SHARED, memory_saver_problems, nccl_problems, use_installed_cudnn
+from miles_async.runtime.cuda_environment import (
+    SHARED,
+    memory_saver_problems,
+    nccl_problems,
+    use_installed_compilers,
+    use_installed_cudnn,
+)
 from miles_async.runtime.environment import worker_environment
 from miles_async.trainer.placement import RankResources
 
@@ -82,23 +89,51 @@ def test_ranks_with_a_gpu_of_their_own_have_memory_that_does_not_fragment(monkey
     assert chosen() == ["max_split_size_mb:512", None], "the user's choice, under its older name"
 
 
-def test_transformer_engine_takes_the_cudnn_that_torch_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = tmp_path / "nvidia/cudnn"
-    (package / "lib").mkdir(parents=True)
-    spec = ModuleSpec("nvidia.cudnn", None, is_package=True)
-    spec.submodule_search_locations = [str(package)]
-    monkeypatch.setattr(cuda_environment.importlib.util, "find_spec", lambda _: spec)
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where NVIDIA's packages are installed."""
+
+    def find_spec(name: str) -> ModuleSpec | None:
+        folder = tmp_path.joinpath(*name.split("."))
+        if not folder.is_dir():
+            return None
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+        return spec
+
+    monkeypatch.setattr(cuda_environment.importlib.util, "find_spec", find_spec)
+    return tmp_path / "nvidia"
+
+
+def test_transformer_engine_takes_the_cudnn_that_torch_loads(packages: Path) -> None:
+    environment: dict[str, str] = {}
+    use_installed_cudnn(environment)
+    assert environment == {}, "torch has another, which the linker finds"
+    (packages / "cudnn/lib").mkdir(parents=True)
     environment = {"PATH": "/bin"}
     use_installed_cudnn(environment)
-    assert environment == {"PATH": "/bin", "CUDNN_PATH": str(package)}
+    assert environment == {"PATH": "/bin", "CUDNN_PATH": str(packages / "cudnn")}
     for name in ("CUDNN_HOME", "CUDNN_PATH"):
         environment = {name: "/mine"}
         use_installed_cudnn(environment)
         assert environment == {name: "/mine"}
-    monkeypatch.setattr(cuda_environment.importlib.util, "find_spec", lambda _: None)
-    environment = {}
-    use_installed_cudnn(environment)
-    assert environment == {}, "torch has another, which the linker finds"
+
+
+def test_kernels_are_compiled_by_the_packages_unless_a_toolkit_is_named(packages: Path) -> None:
+    path = f"/bin:{Path(sys.executable).parent}"  # where ninja is
+    (packages / "cu13/lib").mkdir(parents=True)
+    environment = {"PATH": "/bin"}
+    use_installed_compilers(environment)
+    assert environment == {"PATH": path}, "the folder of packages is no toolkit yet"
+    (packages / "cu13/lib64").symlink_to("lib")
+    (packages / "cu13/lib64/libcudart.so").touch()
+    for _ in range(2):  # in spawned processes again
+        use_installed_compilers(environment)
+        assert environment == {"PATH": path, "CUDA_HOME": str(packages / "cu13")}
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        environment = {"PATH": path, name: "/mine"}
+        use_installed_compilers(environment)
+        assert environment == {"PATH": path, name: "/mine"}
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)
