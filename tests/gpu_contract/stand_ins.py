@@ -32,8 +32,8 @@ def write_driver(folder: Path) -> None:
 
 
 def stand_in_for_transformer_engine() -> bool:
-    """Let the Python part of Transformer Engine be imported without its extension for torch, whose build takes nvcc and
-    half an hour. Returns False if the extension is installed.
+    """Let the Python part of Transformer Engine be imported without its extension for torch, whose build takes 20
+    minutes of a core. Returns False if the extension is installed.
     """
     from transformer_engine import common
 
