@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from miles_async.runs import Config, Run, attach, start
+    from miles_async.runs.launch import check
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "Run", "__version__", "attach", "start"]
+__all__ = ["Config", "Run", "__version__", "attach", "check", "start"]
 
 
 def __getattr__(name: str) -> object:
     """Import :mod:`miles_async.runs` once one of its names is used: importing a module of ours costs nothing more."""
     if name in __all__:
-        return getattr(import_module("miles_async.runs"), name)
+        return getattr(import_module("miles_async.runs.launch" if name == "check" else "miles_async.runs"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.model_files import read_config
-from miles_async.commands.engine_memory import engine_bytes
 from miles_async.commands.gpu_report import GpuReport, read_report
 from miles_async.commands.measured import describe as describe_measured
 from miles_async.commands.measured import measured
 from miles_async.errors import ConfigurationError
+from miles_async.runs.engine_memory import engine_bytes
 from miles_async.simulation.distributions import Distribution, Fixed, parse_distribution
 from miles_async.simulation.estimates import (
     GB,

@@ -88,7 +88,7 @@ def plan(words: Sequence[str]) -> str:
 
 
 def _plan_memory(train_words: Sequence[str]) -> str:
-    from miles_async.commands.memory import memory_report  # here, since it brings torch with it
+    from miles_async.runs.memory import memory_report  # here, since it brings torch with it
 
     arguments = parse_arguments(train_words, prog="miles-async plan --memory").arguments
     arguments = replace(arguments, model=with_precision(arguments.model, arguments.cluster))

@@ -7,7 +7,7 @@ interrupted.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,15 +26,14 @@ from miles_async.arguments.sessions import SessionsArguments
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.commands.evaluation_report import Evaluated, evaluated, report, write_report
 from miles_async.commands.parser import CommandParser
-from miles_async.commands.train import train_parsed
+from miles_async.commands.train import train_config
 from miles_async.errors import ConfigurationError, MilesAsyncError
+from miles_async.runs.config import Config
+from miles_async.runs.launch import Show
 from miles_async.runs.starting import train_command
 from miles_async.runtime.files.run_directory import CONFIG_FILE
 from miles_async.runtime.processes.last_resort import sigterm_interrupts
 from miles_async.samples.reader import samples_files
-
-Show = Callable[[str], None]
-
 
 HELP = """\
 Usage: miles-async {name} --hf-checkpoint MODEL {prompts} --rm-type NAME [--against RUN_DIR] [--FLAG VALUE ...]
@@ -108,7 +107,7 @@ def _run(name: str, text: str, words: Sequence[str], show: Show) -> int:
         if load is not None:
             exported = _export(run_dir, parsed, show)
             arguments = replace(arguments, model=replace(arguments.model, hf_checkpoint=exported))
-        status = train_parsed(replace(parsed, arguments=arguments), rest, show)
+        status = train_config(Config(tuple(rest), replace(parsed, arguments=arguments)), show)
     if parsed.dry_run or parsed.print_config:
         return status
     if status and not samples_files(run_dir):

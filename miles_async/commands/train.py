@@ -1,164 +1,31 @@
-"""``miles-async train``: flags, model, prompts and hooks are checked before anything starts."""
+"""``miles-async train``: words of a command line for what :mod:`miles_async.runs` offers to programs."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from miles_async.arguments import Arguments
 from miles_async.arguments.config_file import to_toml
-from miles_async.arguments.evaluation_alone import evaluation_alone
-from miles_async.arguments.evaluation_sets import evaluation_sets
-from miles_async.arguments.live import with_kept
-from miles_async.arguments.parser import ParsedCommandLine, parse_arguments
-from miles_async.arguments.server_groups import ServerGroup, server_groups
-from miles_async.arguments.validation import validate
-from miles_async.checkpoints.files import find_checkpoint
-from miles_async.checkpoints.kept_settings import kept_settings
-from miles_async.checkpoints.start import where_to_resume
-from miles_async.commands.checks import check_hooks, check_surroundings, run_notes
-from miles_async.commands.keep_running import keep_running
-from miles_async.commands.prompt_checks import check_prompts, check_tokenizer
-from miles_async.runtime.cluster.ray_address import VARIABLE, with_ray_address
-from miles_async.runtime.device import choose_device, with_precision
+from miles_async.runs.config import Config
+from miles_async.runs.launch import Show, check, launch
 from miles_async.runtime.processes.last_resort import sigterm_interrupts
-from miles_async.wiring.early_imports import early_imports
-from miles_async.wiring.generated_prompts import with_generated_prompts
 
 
-def train(words: Sequence[str], show: Callable[[str], None]) -> int:
-    """Run ``miles-async train``; return the exit code. Raises what :func:`wiring.driver_process.run` does."""
+def train(words: Sequence[str], show: Show) -> int:
+    """Run ``miles-async train``; return the exit code. Raises what :func:`runs.launch.launch` does."""
     with sigterm_interrupts():
-        parsed = parse_arguments(words, prog="miles-async train")
-        if parsed.arguments.evaluation.eval_only:
-            parsed = replace(parsed, arguments=evaluation_alone(parsed.arguments))
-        return train_parsed(parsed, words, show)
+        return train_config(Config.read(words), show)
 
 
-def train_parsed(parsed: ParsedCommandLine, words: Sequence[str], show: Callable[[str], None]) -> int:
-    """:func:`train` with the arguments that ``words`` stand for."""
-    if parsed.print_config:
-        show(to_toml(parsed.arguments))
+def train_config(config: Config, show: Show) -> int:
+    """Do what the words ask for: print the flags, check them, or run."""
+    if config.parsed.print_config:
+        show(to_toml(config.arguments))
         return 0
-    cluster, checkpoint = with_ray_address(parsed.arguments.cluster), parsed.arguments.checkpoint
-    load = where_to_resume(checkpoint.save, checkpoint.load)
-    arguments = replace(parsed.arguments, cluster=cluster, checkpoint=replace(checkpoint, load=load))
-    begins = load != checkpoint.load
-    arguments, beginning = with_kept(arguments, kept_settings(load))
-    if begins:
-        beginning.append(f"--load {checkpoint.load}: no checkpoint there yet, the run begins")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # where hooks are looked up, here and in the workers
-    arguments = with_generated_prompts(arguments)
-    validate(arguments, parsed.checks)
-    arguments = replace(arguments, model=with_precision(arguments.model, cluster))  # may load torch
-    if parsed.dry_run:
-        prompts, notes = _check(arguments)
-        notes += [*beginning, *check_tokenizer(arguments)]
-        memory = "" if arguments.evaluation.eval_only else _memory(arguments)  # before anything is shown: it may refuse
-        notes += [*run_notes(arguments), *parsed.notes]
-        show("\n".join([summarize(arguments, prompts), *(f"  note: {note}" for note in notes)]) + "\n" + memory)
+    if config.parsed.dry_run:
+        show(check(config))
         return 0
-    if parsed.notes:
-        show(f"{len(parsed.notes)} flags of other systems change nothing here, or mean less: --dry-run lists them\n")
-    if arguments.checkpoint.max_run_restarts:
-        _check(arguments)
-        run_dir, staging = arguments.observability.run_dir, arguments.weights.weight_staging_dir
-        return keep_running(words, arguments.checkpoint, run_dir, staging)
-    with early_imports(arguments) as imports:  # while this process checks and imports by itself
-        _, notes = _check(arguments)
-        for note in (*beginning, *notes, *run_notes(arguments)):
-            show(f"note: {note}\n")
-        if arguments.cluster.ray_address and not parsed.arguments.cluster.ray_address:
-            show(f"Ray: joining the cluster at {arguments.cluster.ray_address}, as {VARIABLE} says\n")
-        from miles_async.wiring.driver_process import run  # here, since it brings Ray with it
-
-        return run(arguments, imports)
-
-
-def _check(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
-    """Check the machine and what the flags name. Returns the number of prompts in each file, and notes.
-
-    Raises ConfigurationError, DataError.
-    """
-    notes = check_surroundings(arguments)
-    check_hooks(arguments)
-    prompts, lacking = check_prompts(arguments)
-    return prompts, [*notes, *lacking]
-
-
-def _memory(arguments: Arguments) -> str:
-    """Return the tables of memory where GPUs are meant; a CPU run takes what the machine has."""
-    cluster = arguments.cluster
-    if arguments.model.train_backend != "megatron" or (
-        cluster.gpu_memory_gb is None and choose_device(cluster.device) == "cpu"
-    ):
-        return ""
-    from miles_async.commands.memory import memory_report  # here, since it brings torch with it
-
-    return memory_report(arguments)
-
-
-def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
-    """Describe the run that would start, for people."""
-    cluster, supervised = arguments.cluster, arguments.algorithm.supervised
-    steps, alone = arguments.optimizer_steps_per_rollout, arguments.evaluation.eval_only
-    ranks = f"{cluster.trainer_world_size} ranks on {cluster.device}: " + ", ".join(
-        f"{name} {size}" for name, size in arguments.layout.items() if size > 1 or name == "DP"
-    )
-    lines = {
-        "model": arguments.model.hf_checkpoint,
-        "trainer": "none" if alone else ranks,
-        **({} if supervised else {"engines": "; ".join(map(_describe_group, server_groups(arguments)))}),
-        **{f"prompts {number}": f"{path} ({count})" for number, (path, count) in enumerate(prompts.items(), start=1)},
-        **(
-            _evaluated(arguments)
-            if alone
-            else _supervised(arguments, steps)
-            if supervised
-            else _sampled(arguments, steps)
-        ),
-        "Ray": f"joins the cluster at {cluster.ray_address}" if cluster.ray_address else "a cluster of the run's own",
-        "run directory": arguments.observability.run_dir,
-        **({"resumes from": find_checkpoint(arguments.checkpoint.load).directory} if arguments.checkpoint.load else {}),
-    }
-    return "Dry run: flags, model, tokenizer, prompts and hooks are in order. Nothing was started.\n" + "\n".join(
-        f"  {name:<14} {value}" for name, value in lines.items()
-    )
-
-
-def _supervised(arguments: Arguments, steps: int) -> Mapping[str, object]:
-    rollout = arguments.rollout
-    batches = f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} examples, {steps} optimizer step(s) each"
-    return {"fine-tuning": f"supervised, {batches}; no engines"}
-
-
-def _evaluated(arguments: Arguments) -> Mapping[str, object]:
-    evaluation, rollout = arguments.evaluation, arguments.rollout
-    return {
-        "evaluation": "; ".join(
-            f"{each.name}: {each.samples(evaluation)} samples per prompt at temperature "
-            f"{each.temperature_in_force(evaluation, rollout):g}"
-            for each in evaluation_sets(evaluation)
-        ),
-        "reward": arguments.rewards.named,
-    }
-
-
-def _sampled(arguments: Arguments, steps: int) -> Mapping[str, object]:
-    rollout, staleness = arguments.rollout, arguments.staleness
-    bound = "not bounded" if staleness.bound is None else f"at most {staleness.bound}"
-    return {
-        "rollout": f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts × "
-        f"{rollout.n_samples_per_prompt} samples, {steps} optimizer step(s) each",
-        "staleness": f"age {bound}, {staleness.lead} batch(es) admitted ahead",
-        "reward": arguments.rewards.named,
-    }
-
-
-def _describe_group(group: ServerGroup) -> str:
-    kind = "external, " if group.external else ""
-    kind += "" if group.role == "train" else f"{group.role}, "
-    return f"{group.name}: {group.num_engines} ({kind}{group.gpus_per_engine} GPUs each; CPU: processes)"
+    return launch(config, show)

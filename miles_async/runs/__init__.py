@@ -1,6 +1,7 @@
 """Runs from Python: start one, follow it, read its results, end it. ``import miles_async`` offers these names.
 
-A run is a separate process, started as by the command line, so it outlives a restarted notebook kernel.
+``miles-async train`` is made of the same: ``config.py`` reads flags, ``launch.py`` checks them and runs. ``start`` has a
+separate process do that, which outlives a restarted notebook kernel.
 Importing this package loads neither torch nor Ray.
 """
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.evaluation_alone import evaluation_alone
+from miles_async.arguments.parser import ParsedCommandLine, parse_arguments
 from miles_async.errors import ConfigurationError
 
 FlagArgument = bool | int | float | str | Path | None | Sequence[str | Path]
@@ -17,19 +18,10 @@ FlagArgument = bool | int | float | str | Path | None | Sequence[str | Path]
 
 @dataclass(frozen=True)
 class Config:
-    """Flags of one run, read and checked as ``miles-async train`` reads them."""
+    """Flags of one run, as ``miles-async train`` reads them."""
 
     words: tuple[str, ...]  # of a command line
-    arguments: Arguments = field(init=False, repr=False, compare=False)  # the value of every flag
-
-    def __post_init__(self) -> None:
-        parsed = parse_arguments(self.words)
-        if parsed.print_config or parsed.dry_run:
-            raise ConfigurationError(
-                "--print-config and --dry-run are for the command line: expected flags of a run; its flags are in "
-                f"Config.arguments, and `miles-async train {shlex.join(self.words)}` checks them"
-            )
-        object.__setattr__(self, "arguments", parsed.arguments)
+    parsed: ParsedCommandLine = field(repr=False, compare=False)
 
     @classmethod
     def from_args(cls, words: Sequence[str] = (), **flags: FlagArgument) -> Config:
@@ -41,11 +33,30 @@ class Config:
         """
         if isinstance(words, str):
             raise ConfigurationError(f"from_args({words!r}): expected a list of words, such as {shlex.split(words)}")
-        return cls((*words, *_as_words(flags)))
+        config = cls.read((*words, *_as_words(flags)))
+        if config.parsed.print_config or config.parsed.dry_run:
+            raise ConfigurationError(
+                "--print-config and --dry-run are for the command line: expected flags of a run; its flags are in "
+                "Config.arguments, and miles_async.check(config) checks them"
+            )
+        return config
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> Config:
+        """Read a whole command line, which may ask for more than a run: ``--help``, ``--dry-run``."""
+        parsed = parse_arguments(words)
+        if parsed.arguments.evaluation.eval_only:
+            parsed = replace(parsed, arguments=evaluation_alone(parsed.arguments))
+        return cls(tuple(words), parsed)
+
+    @property
+    def arguments(self) -> Arguments:
+        """The value of every flag."""
+        return self.parsed.arguments
 
     def having(self, *words: str, **flags: FlagArgument) -> Config:
         """The same flags with others after them, which win."""
-        return Config((*self.words, *words, *_as_words(flags)))
+        return Config.from_args((*self.words, *words), **flags)
 
 
 def _as_words(flags: Mapping[str, FlagArgument]) -> Iterator[str]:

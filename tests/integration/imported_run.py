@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.cli import main
-from miles_async.commands import keep_running
+from miles_async.runs import keep_running
 from miles_async.runtime.processes import forking
 from miles_async.runtime.processes.child_process import ChildProcess, child_environment
 from miles_async.runtime.processes.fork_server_process import ForkServer

@@ -20,7 +20,6 @@ from miles_async.arguments.pass_through import is_pass_through
 from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.arguments.validation import flag_problems
-from miles_async.commands.checks import passed_on_problems
 from miles_async.commands.migrate.defaults import DEFAULTS, missing_defaults
 from miles_async.commands.migrate.shell_script import ShellCommand, find_command
 from miles_async.commands.migrate.verl import PROGRAMS as VERL_PROGRAMS
@@ -28,6 +27,7 @@ from miles_async.commands.migrate.verl import Migrated, from_verl
 from miles_async.commands.migrate.verl_keys import KEYS
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
+from miles_async.runs.checks import passed_on_problems
 from miles_async.runtime.cluster.ray_address import with_ray_address
 
 PROGRAMS = ("train.py", "train_async.py", *VERL_PROGRAMS)

@@ -10,7 +10,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.debug import DebugArguments
 from miles_async.arguments.debug_checks import check_profiling
 from miles_async.arguments.needs import check_needs
-from miles_async.commands.checks import device_problems
+from miles_async.runs.checks import device_problems
 from miles_async.runtime import device
 
 

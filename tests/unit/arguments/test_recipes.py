@@ -119,7 +119,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miles_async.machine.checks.package_findings", lambda versions, device: [])
     monkeypatch.setattr("miles_async.machine.checks.shared_memory_findings", lambda device: [])
     monkeypatch.setattr("miles_async.runtime.device.count_gpus", lambda: len(node.gpus))
-    monkeypatch.setattr("miles_async.commands.memory.memory_report", lambda arguments: "memory of ranks\n")
+    monkeypatch.setattr("miles_async.runs.memory.memory_report", lambda arguments: "memory of ranks\n")
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.delenv(name, raising=False)
 

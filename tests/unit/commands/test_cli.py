@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import miles_async
 from miles_async import __version__
 from miles_async.arguments import Arguments
 from miles_async.arguments.data import DataArguments
@@ -24,6 +25,7 @@ from miles_async.cli import COMMANDS, main
 from miles_async.errors import ConfigurationError, ContractViolation, TrainerError
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.tokenizers import load_tokenizer
+from miles_async.runs.launch import launch
 from miles_async.runtime.processes.run_process import MARK
 from miles_async.wiring import early_imports
 
@@ -92,6 +94,24 @@ def test_unknown_command_suggests(capsys: pytest.CaptureFixture[str]):
 def test_train_runs_with_the_arguments(flags: list[str], runs: list[Arguments]):
     assert main([*flags, "--lr", "1e-4"]) == 0
     assert runs[0].optimizer.lr == 1e-4
+
+
+def test_a_program_has_what_the_command_line_has(
+    flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str]
+):
+    words = [*flags[1:], "--lr", "1e-4"]
+    config, shown = miles_async.Config.from_args(words), list[str]()
+    assert main(["train", *words, "--dry-run"]) == 0
+    assert miles_async.check(config) == capsys.readouterr().out
+    assert main(["train", *words]) == launch(config, shown.append) == 0
+    assert "".join(shown) == capsys.readouterr().out
+    by_command, by_program = runs
+    assert by_command == by_program
+    wrong = config.having(hf_checkpoint="absent")
+    assert main(["train", *wrong.words, "--dry-run"]) == 2
+    with pytest.raises(ConfigurationError) as refused:
+        miles_async.check(wrong)
+    assert capsys.readouterr().err == f"error: {refused.value}\n"
 
 
 def test_dry_run_checks_and_starts_nothing(flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str]):

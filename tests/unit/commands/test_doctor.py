@@ -11,11 +11,12 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import ClusterArguments
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.cli import main
-from miles_async.commands import checks, doctor
-from miles_async.commands.checks import check_surroundings, machine_state
+from miles_async.commands import doctor
 from miles_async.errors import ConfigurationError
 from miles_async.machine.finding import Finding
 from miles_async.observability import wandb_tracker
+from miles_async.runs import checks
+from miles_async.runs.checks import check_surroundings, machine_state
 from miles_async.runtime.device import count_gpus
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "assets" / "reverse" / "model"

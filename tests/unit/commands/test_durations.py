@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.commands import memory
 from miles_async.commands.plan import plan
 from miles_async.errors import ConfigurationError
+from miles_async.runs import memory
 
 CONFIG = {
     "hidden_size": 1024,

@@ -13,13 +13,14 @@ from miles_async.arguments.config_file import to_toml
 from miles_async.arguments.evaluation_alone import evaluation_alone, rollout_as_evaluation
 from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.observability import ObservabilityArguments
-from miles_async.arguments.parser import ParsedCommandLine, parse_arguments
+from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.validation import flag_problems, validate
 from miles_async.checkpoints.files import Checkpoint
 from miles_async.cli import main
 from miles_async.commands import rollout as command
 from miles_async.commands.evaluation_report import REPORT_FILE, evaluated, report
 from miles_async.errors import ConfigurationError
+from miles_async.runs.config import Config
 from miles_async.samples.columns import FileNote
 from miles_async.samples.files import DIRECTORY, file_of
 from tests.unit.samples.sample_rows import row, write_file
@@ -142,14 +143,14 @@ def test_a_checkpoint_is_exported_by_a_run_that_saves_restarts_and_tracks_nothin
         exports.append(parse_arguments(words[words.index("train") + 1 :]).arguments)
         return 0
 
-    def evaluate(parsed: ParsedCommandLine, words: object, show: object) -> int:
-        assert parsed.arguments.model.hf_checkpoint == tmp_path / "run.hf"
-        assert flag_problems(parsed.arguments) == []
+    def evaluate(config: Config, show: object) -> int:
+        assert config.arguments.model.hf_checkpoint == tmp_path / "run.hf"
+        assert flag_problems(config.arguments) == []
         return 130
 
     monkeypatch.setattr(command, "find_checkpoint", lambda load: checkpoint)
     monkeypatch.setattr(command, "_finished", train)
-    monkeypatch.setattr(command, "train_parsed", evaluate)
+    monkeypatch.setattr(command, "train_config", evaluate)
     saving = ("--save", "checkpoints", "--save-interval", "5", "--save-keep-last", "2", "--max-run-restarts", "3")
     loading = ("--load", "checkpoints", "--load-anyway", "prompt_data", "--eval-prompt-data", prompts)
     places = ("--run-dir", str(tmp_path / "run"), "--custom-tracker-path", "mine:Tracker")
@@ -184,11 +185,11 @@ def test_a_report_has_estimates_per_data_set_and_the_paired_difference(
     before = write_samples(tmp_path / "before", {f"p{i}": [0.0, float(i % 2)] for i in range(10)})
     after = tmp_path / "after"
 
-    def pretend(parsed: object, words: object, show: object) -> int:
+    def pretend(config: object, show: object) -> int:
         write_samples(after, {f"p{i}": [1.0, float(i % 3 == 0)] for i in range(12)})
         return 0
 
-    monkeypatch.setattr(command, "train_parsed", pretend)
+    monkeypatch.setattr(command, "train_config", pretend)
     words = ["eval", *FLAGS, "--eval-prompt-data", prompts, "--run-dir", str(after), "--against", str(before)]
     assert main(words) == 0
     shown = capsys.readouterr().out
@@ -223,7 +224,7 @@ def test_of_an_interrupted_evaluation_only_prompts_with_all_samples_count(tmp_pa
 def test_an_evaluation_that_was_ended_before_a_sample_says_so_by_its_status(
     tmp_path: Path, prompts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "train_parsed", lambda parsed, words, show: 130)
+    monkeypatch.setattr(command, "train_config", lambda config, show: 130)
     words = ["eval", *FLAGS, "--eval-prompt-data", prompts, "--run-dir", str(tmp_path / "run")]
     assert main(words) == 130
 

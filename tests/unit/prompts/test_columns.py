@@ -15,10 +15,10 @@ import pytest
 from miles_async.arguments import Arguments
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.evaluation import parse_data_sets
-from miles_async.commands.prompt_checks import check_prompts
 from miles_async.errors import CheckpointError, ConfigurationError, DataError
 from miles_async.prompts.examples import ExampleSource
 from miles_async.prompts.source import FilePromptSource
+from miles_async.runs.prompt_checks import check_prompts
 from tests.fakes.chat_formats import chat_format
 from tests.unit.prompts.row_files import prompts, refusal, write
 

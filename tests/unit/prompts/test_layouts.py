@@ -12,8 +12,8 @@ import pytest
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.data import DataArguments
-from miles_async.commands.prompt_checks import check_prompts
 from miles_async.prompts.examples import ExampleSource
+from miles_async.runs.prompt_checks import check_prompts
 from miles_async.types import JsonObject
 from tests.fakes.chat_formats import chat_format
 from tests.unit.prompts.row_files import prompts, refusal, write

@@ -15,7 +15,9 @@ from miles_async.errors import ConfigurationError
 HEAVY = ("torch", "ray", "transformers", "pyarrow", "pandas", "matplotlib")
 
 
-@pytest.mark.parametrize("use", ["", "miles_async.Config.from_args(lr=1e-6)", "miles_async.start; miles_async.attach"])
+@pytest.mark.parametrize(
+    "use", ["", "miles_async.Config.from_args(lr=1e-6)", "miles_async.start; miles_async.attach; miles_async.check"]
+)
 def test_importing_and_reading_flags_loads_nothing_heavy(use: str) -> None:
     program = f"import sys, miles_async\n{use}\nprint([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -11,7 +11,7 @@ import pytest
 
 from miles_async.arguments import Arguments, EnginesArguments
 from miles_async.arguments.cluster import ClusterArguments
-from miles_async.commands.checks import device_problems
+from miles_async.runs.checks import device_problems
 from miles_async.runtime import cuda_environment, device
 from miles_async.runtime.cuda_environment import (
     SHARED,

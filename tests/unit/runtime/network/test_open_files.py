@@ -13,7 +13,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import ClusterArguments
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.arguments.staleness import StalenessArguments
-from miles_async.commands.checks import connection_problems
+from miles_async.runs.checks import connection_problems
 from miles_async.runtime.network import open_files
 from miles_async.runtime.network.open_files import connection_limits
 

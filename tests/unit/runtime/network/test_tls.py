@@ -15,8 +15,8 @@ import pytest
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import ClusterArguments
 from miles_async.arguments.cluster_checks import check_network
-from miles_async.commands.checks import tls_problems
 from miles_async.errors import ConfigurationError
+from miles_async.runs.checks import tls_problems
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.tls import Tls
 from miles_async.sessions.server import SessionServer

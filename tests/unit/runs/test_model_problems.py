@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments.parser import parse_arguments
-from miles_async.commands.checks import model_problems
+from miles_async.runs.checks import model_problems
 
 GLM5 = {
     "model_type": "glm_moe_dsa",

@@ -20,8 +20,8 @@ from miles_async.backends.megatron.memory.plan import (
     rank_bytes,
 )
 from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
-from miles_async.commands.engine_memory import GIB, EngineBytes, engine_bytes
 from miles_async.errors import ConfigurationError
+from miles_async.runs.engine_memory import GIB, EngineBytes, engine_bytes
 from miles_async.weights.staging_options import KEPT_VERSIONS, StagingOptions
 from miles_async.weights.transports.choice import count_senders
 

@@ -19,8 +19,8 @@ import pytest
 
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.checkpoints.files import checkpoint_directory
-from miles_async.commands.keep_running import RunKeeper
 from miles_async.commands.ledger import ledger
+from miles_async.runs.keep_running import RunKeeper
 from miles_async.runtime.files.run_directory import CODE_DIRECTORY
 from miles_async.runtime.processes.restarts import read_restarts
 
@@ -68,7 +68,7 @@ KEEPER = """
 import asyncio, sys
 from pathlib import Path
 from miles_async.arguments.checkpoint import CheckpointArguments
-from miles_async.commands.keep_running import RunKeeper
+from miles_async.runs.keep_running import RunKeeper
 checkpoint = CheckpointArguments(save=Path(sys.argv[2]), max_run_restarts=int(sys.argv[1]))
 sys.exit(asyncio.run(RunKeeper(sys.argv[4:], checkpoint, Path(sys.argv[3])).run()))
 """

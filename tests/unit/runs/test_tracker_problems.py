@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from miles_async.arguments import Arguments, ObservabilityArguments
-from miles_async.commands.checks import tracker_problems
+from miles_async.runs.checks import tracker_problems
 from miles_async.runtime import packages
 from miles_async.runtime.network.keys import METRICS_KEY_VARIABLE
 
