@@ -46,9 +46,10 @@ def evaluation_alone(arguments: Arguments) -> Arguments:
         raise ConfigurationError("--eval-prompt-data or --eval-config is required: prompts to evaluate on")
     rollout = arguments.rollout
     length = max(each.response_length(evaluation, rollout)[1] for each in data_sets)
+    others = evaluation.eval_max_response_len or rollout.rollout_max_response_len  # whose file gives no length
     return replace(
         arguments,
-        evaluation=replace(evaluation, eval_only=True),
+        evaluation=replace(evaluation, eval_only=True, eval_max_response_len=others),
         # None of these is dispatched.
         data=replace(arguments.data, prompt_data=arguments.data.prompt_data or (data_sets[0].path,), pass_rates=()),
         rollout=replace(rollout, rollout_max_response_len=length),

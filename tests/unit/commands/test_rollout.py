@@ -81,6 +81,19 @@ def test_flags_that_only_training_has_to_fit_are_not_judged(prompts: str) -> Non
     assert parse_arguments([*FLAGS, *words, "--eval-only"]).arguments.sides == "rollout"
 
 
+def test_each_data_set_keeps_its_length_as_in_training(prompts: str, tmp_path: Path) -> None:
+    config = tmp_path / "held_out.yaml"
+    config.write_text(f"datasets: {{own: {{path: {prompts}, max_response_len: 50}}, other: {{path: {prompts}}}}}")
+    arguments = parse_arguments([*FLAGS, "--eval-config", str(config), "--rollout-max-response-len", "30"]).arguments
+    for each in (arguments, alone := evaluation_alone(arguments)):
+        lengths = [
+            data_set.response_length(each.evaluation, each.rollout)[1] for data_set in evaluation_sets(each.evaluation)
+        ]
+        assert lengths == [50, 30]
+    assert alone.rollout.rollout_max_response_len == 50
+    assert evaluation_alone(alone) == alone
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
