@@ -21,7 +21,7 @@ class Template:
 
     families: Sequence[str]  # model_type of config.json
     file: str = ""  # of trl's package; empty if it has none
-    written_after: str = ""  # a template of tests/fakes/chat_templates in its place
+    written_after: str = ""  # a template of tests/fakes/chat_templates, for want of it
     stops: Sequence[str]
     calls: str
     reasoning: str | None = None
@@ -120,9 +120,8 @@ WITHOUT_CALLS: Mapping[str, str] = {
 
 
 def template_file(name: str, file: str, written_after: str = "") -> Path:
-    """File of a template: ours, trl's, or ``name`` in the folder CHAT_TEMPLATES, which may be absent."""
-    if written_after:
-        return OWN / f"{written_after}.jinja"
+    """File of a template: trl's, or ``name`` in the folder CHAT_TEMPLATES, which may be absent, or else ours."""
     if file:
         return Path(str(distribution("trl").locate_file(f"trl/chat_templates/{file}.jinja")))
-    return Path(os.environ.get("CHAT_TEMPLATES", "/nonexistent")) / f"{name}.jinja"
+    given = Path(os.environ.get("CHAT_TEMPLATES", "/nonexistent")) / f"{name}.jinja"
+    return OWN / f"{written_after}.jinja" if written_after and not given.exists() else given
