@@ -1,7 +1,7 @@
 """Runs from Python: start one, follow it, read its results, end it. ``import miles_async`` offers these names.
 
-``miles-async train`` is made of the same: ``config.py`` reads flags, ``launch.py`` checks them and runs. ``start`` has a
-separate process do that, which outlives a restarted notebook kernel.
+``miles-async train`` is made of the same: ``config.py`` reads flags, ``launch.py`` checks them and runs. ``start`` does
+that in a separate process, which outlives a restarted notebook kernel.
 Importing this package loads neither torch nor Ray.
 """
 
