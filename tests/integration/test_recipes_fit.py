@@ -14,7 +14,7 @@ from miles_async.commands.plan import plan
 from tests.unit.arguments.test_model_presets import CASES, MODELS, config_of
 from tests.unit.examples import test_math, test_tasks, test_vision
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.long]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900), pytest.mark.long]
 
 RECIPES = {
     folder / name: model
