@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[tuple[str, ...], int]] = {
     "kimi-k2": (("Kimi-K2",), 512),
     "llama-3.1-8b": (("Llama-3.1-8B-Instruct",), 4),
     "minimax-m2": (("MiniMax-M2",), 64),
+    "nemotron-3-nano-30b-a3b": (("Nemotron-3-Nano-30B-A3B",), 16),
     "qwen2.5-vl-7b": (("Qwen2.5-VL-7B-Instruct",), 4),
     "qwen3-235b-a22b": (("Qwen3-235B-A22B",), 64),
     "qwen3-30b-a3b": (("Qwen3-30B-A3B",), 16),
