@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -103,3 +104,27 @@ def test_lines_for_the_text_model_of_a_checkpoint_with_images_do_it(
     assert written.keys() == expected.keys()
     assert all(torch.equal(tensor, written[name]) for name, tensor in expected.items())
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+
+
+def test_lines_for_the_text_model_of_kimi_do_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.chdir(tmp_path)
+    whole = Path("Kimi-K2.5-bf16")
+    whole.mkdir()
+    text = {"model_type": "kimi_k2", "num_hidden_layers": 61, "quantization_config": {"format": "pack-quantized"}}
+    (whole / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+    save_file(
+        {"language_model.model.norm.weight": torch.ones(2), "vision_tower.a": torch.ones(1)}, whole / "1.safetensors"
+    )
+    save_file(
+        {"language_model.lm_head.weight": torch.zeros(3), "mm_projector.b": torch.ones(1)}, whole / "2.safetensors"
+    )
+    exec(PROGRAMS[2])
+    written = Path("Kimi-K2.5-text")
+    assert read_config(written) == {"model_type": "kimi_k2", "num_hidden_layers": 61}
+    index = json.loads((written / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index == {"model.norm.weight": "1.safetensors", "lm_head.weight": "2.safetensors"}
+    for name, file in index.items():
+        assert load_file(written / file)[name].equal(load_file(whole / file)[f"language_model.{name}"])

@@ -91,6 +91,8 @@ REFUSED: Mapping[str, str] = {
         "its checkpoints hold an image encoder; write the text model alone first, whose model_type ends with '_text': "
         "docs/families.md has the lines",
     ),
+    "kimi_k25": "its checkpoints hold an image encoder, and experts in four bits; write the text model alone in bf16 "
+    "first, of model_type 'kimi_k2': docs/families.md",
     "gemma3": "its checkpoints hold an image encoder; use one of the text model, model_type 'gemma3_text'",
 }
 """``model_type`` → why it is not trained, and what to do."""
