@@ -74,14 +74,18 @@ def check_adapters(arguments: Arguments) -> Iterator[str]:
     yield from _first_adapter_problems(model)
 
 
-def peft_config(model: ModelArguments, modules: Sequence[str]) -> JsonObject:
-    """Contents of ``PEFT_CONFIG`` for adapters of the ``modules``, by the last part of their names."""
+def peft_config(model: ModelArguments, modules: Sequence[str], *, images: bool = False) -> JsonObject:
+    """Contents of ``PEFT_CONFIG`` for adapters of the ``modules``, by the last part of their names.
+
+    ``images``: the model has a vision tower, whose layers of the same names have none.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(model.hf_checkpoint),
         **_settings(model),
         "target_modules": list(modules),
+        "exclude_modules": r".*\bvisual\b.*" if images else None,
         "modules_to_save": None,
         "lora_dropout": 0.0,
         "init_lora_weights": True,

@@ -33,9 +33,9 @@ class PlainAdapters:
     dora: bool
 
     def adapt(self, model: PreTrainedModel) -> None:
-        """Freeze ``model`` and add adapters to all of its projections."""
+        """Freeze ``model`` and add adapters to all projections of it, or of its language model."""
         model.requires_grad_(False)
-        for index, layer in enumerate(model.model.layers):
+        for index, layer in enumerate(getattr(model.model, "language_model", model.model).layers):
             mlp = layer.mlp
             groups = [(layer.self_attn, ATTENTION, "")]
             if hasattr(mlp, "experts"):

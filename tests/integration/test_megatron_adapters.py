@@ -26,6 +26,8 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.backends.megatron.backend import MegatronBackend
 from miles_async.backends.megatron.checkpoints.hf_export import ADAPTER_DIRECTORY
 from miles_async.errors import CheckpointError, ConfigurationError
+from miles_async.types import Picture
+from tests.integration import vision_models
 from tests.integration.family_table import DEEPER
 from tests.integration.megatron_scenario import (
     CORRECTED,
@@ -46,6 +48,7 @@ from tests.integration.rank_processes import run_ranks
 from tests.integration.selection import selected
 from tests.integration.tiny_models import save_tiny
 from tests.integration.toy_batches import to_shards
+from tests.integration.vision_models import PlainVisionTrainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -66,11 +69,18 @@ CASES: list[Case] = [  # layout, family and adapters
     ("one-rank", "qwen3 lora"),
     ("one-rank", "qwen3-moe lora"),
     ("one-rank", "deepseek-v3 dora"),
+    ("one-rank", "qwen2.5-vl lora"),
     ("tp2-sequence-parallel", "qwen2 dora"),
     ("pp2", "qwen2 dora"),
     ("ep2", "qwen3-moe dora"),
 ]
 AT_NIGHT: list[Case] = [
+    ("one-rank", "qwen3-vl dora"),
+    ("one-rank-recompute", "qwen3-vl lora"),
+    ("tp2-sequence-parallel", "qwen3-vl lora"),
+    ("tp2", "qwen2.5-vl dora"),
+    ("pp2", "qwen3-vl dora"),
+    ("cp2", "qwen2.5-vl lora"),
     ("one-rank-recompute", "qwen2 dora"),
     ("tp2-sequence-parallel", "qwen3 lora"),
     ("tp2", "qwen2 dora"),
@@ -124,15 +134,17 @@ def _observe(store: dist.Store, rank: int, world_size: int, case: Case, root: Pa
     layout, checkpoint = LAYOUTS[case[0]], root / "checkpoints" / "-".join(case)
     first = _adapted(dist.PrefixStore("first", store), rank, world_size, case, root, layout)
     _set_first_matrices(first)
-    differs, logprobs = export_differences(first, root / case[1].split()[0]), first.logprobs(SEQUENCES)
+    sequences, pictures = _sequences(case[1])
+    differs = export_differences(first, root / case[1].split()[0])
+    logprobs = first.logprobs(sequences, pictures=pictures)
     shards = [
         to_shards(step, dp_size=first.data_parallel_size, micro_batches=layout.micro_batches)[first.data_parallel_rank]
-        for step in _rollouts()
+        for step in _rollouts(case[1])
     ]
     steps = [first.train(shard) for shard in shards[:-1]]
     first.save(checkpoint)
     steps.append(first.train(shards[-1]))
-    exported, logprobs_after = _exported(first), first.logprobs(SEQUENCES)
+    exported, logprobs_after = _exported(first), first.logprobs(sequences, pictures=pictures)
     saved = root / "saved" / "-".join(case)
     first.save_hf(saved)
     trained = {
@@ -203,7 +215,7 @@ def _load_on_one_rank(rank: int, world_size: int, store: dist.Store, root: Path)
     """The export of a checkpoint that two ranks saved, one step before their last."""
     backend = _adapted(store, rank, world_size, RESHARDED, root, Layout())
     backend.load(root / "checkpoints" / "-".join(RESHARDED))
-    for step in _rollouts()[-1:]:
+    for step in _rollouts(RESHARDED[1])[-1:]:
         backend.train(to_shards(step, dp_size=1, micro_batches=1)[0])
     exported = _exported(backend)
     backend.close()
@@ -243,7 +255,7 @@ def _bf16(rank: int, world_size: int, store: dist.Store, directory: Path) -> lis
     layout = Layout(model={"lora_rank": RANK, "lora_type": "dora"})
     backend = make_backend(rank, world_size, store, directory, layout, bf16=True)
     differs = export_differences(backend, directory)
-    backend.train(to_shards(_rollouts()[0], dp_size=1, micro_batches=1)[0])
+    backend.train(to_shards(_rollouts("qwen3")[0], dp_size=1, micro_batches=1)[0])
     moved = export_differences(backend, directory)
     backend.close()
     assert any("proj" in name for name in moved)
@@ -256,14 +268,29 @@ def _recomputed(rank: int, world_size: int, store: dist.Store, directory: Path) 
     for settings in ({}, {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}):
         layout = Layout(model={"lora_rank": RANK, "target_modules": ("linear_fc1", "linear_fc2"), **settings})
         backend = make_backend(rank, world_size, dist.PrefixStore(str(len(exports)), store), directory, layout)
-        backend.train(to_shards(_rollouts()[0], dp_size=1, micro_batches=1)[0])
+        backend.train(to_shards(_rollouts("qwen3")[0], dp_size=1, micro_batches=1)[0])
         exports.append(_exported(backend))
         backend.close()
     return exports
 
 
-def _rollouts() -> list[Any]:
-    return [step for _ in range(2) for step in rollout_steps(1)][:STEPS]
+def _reads_images(model: str) -> bool:
+    return model.split()[0] in vision_models.CONFIGS
+
+
+def _rollouts(model: str) -> list[Any]:
+    once = (
+        [[vision_models.vision_samples(6, seed=seed)] for seed in range(3)]
+        if _reads_images(model)
+        else rollout_steps(1)
+    )
+    return [step for _ in range(2) for step in once][:STEPS]
+
+
+def _sequences(model: str) -> tuple[list[list[int]], list[tuple[Picture, ...]]]:
+    """Sequences, and the images of each."""
+    cases = vision_models.cases() if _reads_images(model) else [(sequence, ()) for sequence in SEQUENCES]
+    return [sequence for sequence, _ in cases], [pictures for _, pictures in cases]
 
 
 def _algorithm(case: Case) -> AlgorithmArguments:
@@ -276,7 +303,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     for name in {model.split()[0] for _, model in CASES + AT_NIGHT}:
         family, layers = DEEPER.get(name, (name, 2))
-        save_tiny(family, root / name, num_hidden_layers=layers)
+        if _reads_images(family):
+            vision_models.save_tiny_vision(root / name, family, tied=True)
+        else:
+            save_tiny(family, root / name, num_hidden_layers=layers)
     return root
 
 
@@ -316,6 +346,7 @@ def ranks(seen: Callable[[Case], list[Observed]], case: Case) -> list[Observed]:
 class Plain:
     logprobs: list[list[float]]
     steps: list[dict[str, float]]
+    modules: set[str]  # of transformers' model, that have adapters
     merged: Mapping[str, np.ndarray]
     logprobs_after: list[list[float]]
 
@@ -326,7 +357,8 @@ def plain(root: Path) -> Callable[[str], Plain]:
     def of_model(model: str) -> Plain:
         family, kind = model.split()
         corrected = _algorithm(("", model)) == CORRECTED
-        trainer = PlainTrainer(
+        sequences, pictures = _sequences(model)
+        trainer = (PlainVisionTrainer if any(pictures) else PlainTrainer)(
             root / family,
             lr=LR,
             tis=corrected,
@@ -335,13 +367,20 @@ def plain(root: Path) -> Callable[[str], Plain]:
             adapters=PlainAdapters(RANK, ALPHA, dora=kind == "dora"),
         )
 
+        rollouts = _rollouts(model)
+        if isinstance(trainer, PlainVisionTrainer):
+            trainer.pictures = vision_models.pictures_by_tokens([sample for [step] in rollouts for sample in step])
+
         def logprobs() -> list[list[float]]:
             with torch.no_grad():
-                return [trainer.logprobs(sequence).tolist() if len(sequence) > 1 else [] for sequence in SEQUENCES]
+                return [trainer.logprobs(sequence).tolist() if len(sequence) > 1 else [] for sequence in sequences]
 
-        before, steps = logprobs(), [trainer.train(step) for step in _rollouts()]
+        before, steps = logprobs(), [trainer.train(step) for step in rollouts]
         merged = {name: tensor.numpy() for name, tensor in merged_weights(trainer.model)}
-        return Plain(before, steps, merged, logprobs())
+        modules = {name.removesuffix(".weight") for name in merged}
+        return Plain(
+            before, steps, modules, {_in_files(name, model): each for name, each in merged.items()}, logprobs()
+        )
 
     return of_model
 
@@ -366,12 +405,12 @@ def test_the_export_has_the_trained_adapters_merged_in(
     ranks: list[Observed], case: Case, plain: Callable[[str], Plain], root: Path
 ) -> None:
     expected = plain(case[1])
-    source = PlainTrainer(root / case[1].split()[0], lr=0.0).model.state_dict()
+    source = _weights(root / case[1].split()[0])
     for rank in ranks:
         assert expected.merged.keys() <= rank.exported.keys()
         for name, weight in expected.merged.items():
             np.testing.assert_allclose(rank.exported[name], weight, rtol=0, atol=1e-4, err_msg=name)
-        for name in rank.exported.keys() - expected.merged.keys() & source.keys():
+        for name in rank.exported.keys() - expected.merged.keys():
             np.testing.assert_array_equal(rank.exported[name], source[name].numpy(), err_msg=name)
         _assert_close(rank.logprobs_after, expected.logprobs_after, 1e-3)
 
@@ -397,26 +436,28 @@ def test_another_layout_resumes_too(seen: Callable[[Case], list[Observed]], root
         np.testing.assert_allclose(weight, expected[name], rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_the_files_of_the_peft_library_hold_the_adapters(ranks: list[Observed], case: Case, root: Path) -> None:
+def test_the_files_of_the_peft_library_hold_the_adapters(
+    ranks: list[Observed], case: Case, plain: Callable[[str], Plain], root: Path
+) -> None:
     """Its formula on the matrices of the files gives what is exported, and training starts from them."""
     saved, source = root / "saved" / "-".join(case), root / case[1].split()[0]
     tensors = load_file(saved / ADAPTER_DIRECTORY / "adapter_model.safetensors")
     config = json.loads((saved / ADAPTER_DIRECTORY / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["use_dora"]) == (RANK, ALPHA, case[1].endswith("dora"))
-    weights = {name: weight for file in source.glob("*.safetensors") for name, weight in load_file(file).items()}
+    weights = _weights(source)
     modules = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
+    assert modules == plain(case[1]).modules
     for module in modules:
-        name = f"base_model.model.{module}"
-        total = weights[f"{module}.weight"].double() + (
+        name, of_module = f"base_model.model.{module}", _in_files(f"{module}.weight", case[1])
+        total = weights[of_module].double() + (
             ALPHA / RANK * tensors.pop(f"{name}.lora_B.weight").double() @ tensors.pop(f"{name}.lora_A.weight").double()
         )
         if config["use_dora"]:
             total *= (tensors.pop(f"{name}.lora_magnitude_vector") / total.norm(dim=1))[:, None]
-        exported = ranks[0].exported[f"{module}.weight"]
-        np.testing.assert_allclose(exported, total.numpy(), rtol=0, atol=1e-6, err_msg=module)
+        np.testing.assert_allclose(ranks[0].exported[of_module], total.numpy(), rtol=0, atol=1e-6, err_msg=module)
     assert not tensors
     moved = {name for name, value in weights.items() if not np.array_equal(value.numpy(), ranks[0].exported[name])}
-    assert moved == {f"{module}.weight" for module in modules}
+    assert moved == {_in_files(f"{module}.weight", case[1]) for module in modules}
     assert {module.rpartition(".")[2] for module in modules} == set(config["target_modules"])
     assert all(rank.started_exports_alike for rank in ranks)
 
@@ -451,6 +492,15 @@ def test_what_cannot_be_adapted_is_refused(seen: Callable[[Case], list[Observed]
         assert "found others, of" in others
         assert "change --target-modules" in others
         assert "have an A each" in separate
+
+
+def _weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: weight for file in directory.glob("*.safetensors") for name, weight in load_file(file).items()}
+
+
+def _in_files(name: str, model: str) -> str:
+    """The name of a parameter of transformers' model in its files."""
+    return name.replace(".language_model.", ".") if model.startswith("qwen2.5-vl") else name
 
 
 def _assert_close(ours: list[list[float]], reference: list[list[float]], tolerance: float) -> None:

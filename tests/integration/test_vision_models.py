@@ -24,7 +24,14 @@ from tests.integration.rank_processes import run_ranks
 from tests.integration.test_megatron_layouts import LAYOUTS
 from tests.integration.test_memory_plan import measure_here
 from tests.integration.toy_batches import to_shards
-from tests.integration.vision_models import CONFIGS, PlainVisionTrainer, cases, save_tiny_vision, vision_samples
+from tests.integration.vision_models import (
+    CONFIGS,
+    PlainVisionTrainer,
+    cases,
+    pictures_by_tokens,
+    save_tiny_vision,
+    vision_samples,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -57,8 +64,7 @@ def seen(model: Path) -> Seen:
 @pytest.fixture(scope="module")
 def plain(model: Path) -> PlainVisionTrainer:
     trainer = PlainVisionTrainer(model, lr=LR)
-    known = [*cases(), *((sample.tokens.tolist(), sample.pictures) for step in STEPS for sample in step)]
-    trainer.pictures = {tuple(tokens): pictures for tokens, pictures in known}
+    trainer.pictures = pictures_by_tokens(sample for step in STEPS for sample in step)
     return trainer
 
 
@@ -184,8 +190,7 @@ def test_ranks_train_as_transformers_and_keep_all_of_it(layout: str, names: tupl
 
 def _compare(seen: list[Seen], layout: Layout, model: Path) -> None:
     trainer = PlainVisionTrainer(model, lr=LR)
-    known = [*cases(), *((sample.tokens.tolist(), sample.pictures) for sample in WITH_TEXT_RANK)]
-    trainer.pictures = {tuple(tokens): pictures for tokens, pictures in known}
+    trainer.pictures = pictures_by_tokens(WITH_TEXT_RANK)
 
     def plain(trainer: PlainVisionTrainer = trainer) -> list[float]:
         with torch.no_grad():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -198,13 +198,19 @@ def vision_samples(count: int, *, seed: int = 0) -> list[ToySample]:
     return samples
 
 
+def pictures_by_tokens(samples: Iterable[ToySample]) -> dict[tuple[int, ...], tuple[Picture, ...]]:
+    """The images of ``cases()`` and of samples, by their tokens."""
+    known = [*cases(), *((sample.tokens.tolist(), sample.pictures) for sample in samples)]
+    return {tuple(tokens): pictures for tokens, pictures in known}
+
+
 class PlainVisionTrainer(PlainTrainer):
     """The plain trainer, of which each sequence's images are known by its tokens."""
 
-    def __init__(self, directory: Path, *, lr: float) -> None:
+    def __init__(self, directory: Path, **settings: Any) -> None:
         from transformers import AutoImageProcessor
 
-        super().__init__(directory, lr=lr)
+        super().__init__(directory, **settings)
         self._processor = AutoImageProcessor.from_pretrained(directory)
         self.pictures: dict[tuple[int, ...], tuple[Picture, ...]] = {}
 

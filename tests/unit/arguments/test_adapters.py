@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,13 @@ def test_fields_that_older_versions_did_not_write_may_be_absent(tmp_path: Path) 
 def test_another_adapter_is_refused(tmp_path: Path, fields: dict[str, object], expected: str) -> None:
     (problem,) = problems(saved(tmp_path, **fields))
     assert expected in problem
+
+
+def test_peft_leaves_the_layers_of_a_vision_tower_alone() -> None:
+    assert peft_config(MODEL, ["down_proj"])["exclude_modules"] is None
+    excluded = peft_config(MODEL, ["down_proj"], images=True)["exclude_modules"]
+    assert re.fullmatch(excluded, "model.visual.blocks.0.mlp.down_proj")
+    assert not re.fullmatch(excluded, "model.language_model.layers.0.mlp.down_proj")
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]"])

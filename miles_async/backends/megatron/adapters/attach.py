@@ -20,6 +20,7 @@ from torch import Tensor
 from miles_async.arguments.adapters import target_layers
 from miles_async.arguments.model import ModelArguments
 from miles_async.backends.megatron.adapters.layers import Adapter, DoRALinear, merged_weight
+from miles_async.backends.megatron.model.output import language_model
 from miles_async.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -69,20 +70,21 @@ class _Adapters(PEFT, ModuleMatcher):
 
 def add_adapters(modules: list[Module], model: ModelArguments) -> list[Module]:
     """Freeze this rank's loaded modules and adapt the layers of ``--target-modules``, which changes no output at first.
-    Raises ConfigurationError if there is no such layer.
+    Of a vision-language model, those of the language model. Raises ConfigurationError if there is no such layer.
     """
     flatten_frozen_products()
+    languages = [language_model(module.requires_grad_(False)) for module in modules]
     targets = target_layers(model.target_modules)
     add = _Adapters(
         target_modules=list(targets), rank=model.lora_rank, alpha=model.lora_alpha, dora=model.lora_type == "dora"
     )
-    add(modules, training=True)
+    add(languages, training=True)
     if not adapted_layers(modules):
         raise ConfigurationError(f"--target-modules: the model has no layer named {' or '.join(targets)}")
-    for module in modules:
-        if module.pre_process:
+    for language in languages:
+        if language.pre_process:
             # Recomputed layers get gradients only if their input requires one; a frozen embedding's output does not.
-            module.embedding.register_forward_hook(_want_gradient)  # type: ignore[union-attr, operator]
+            language.embedding.register_forward_hook(_want_gradient)
     return modules
 
 

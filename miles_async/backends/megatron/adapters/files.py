@@ -37,6 +37,7 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of peft's names
 _RANK_SHIFT = 40  # more bits than a weight has rows
 _ADAPTED_WEIGHT = re.compile(r"\.to_wrap\.weight\d*$")
+_MOVED = re.compile(r"^model\.layers\.")  # of Qwen2.5-VL's files; transformers' module has another name, as peft's
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ def write_adapter(directory: Path, bridge: AutoBridge, modules: list[Module], mo
                     tensors[f"{_PREFIX}{name}.lora_magnitude_vector"] = part["lengths"][rows]
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        config = peft_config(model, sorted({_module(name).rpartition(".")[2] for name in tensors}))
+        names = sorted({_module(name).rpartition(".")[2] for name in tensors})
+        config = peft_config(model, names, images=_reads_images(bridge))
         (directory / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
         (directory / WEIGHTS).chmod((directory / PEFT_CONFIG).stat().st_mode)  # safetensors writes with mode 600
@@ -115,10 +117,16 @@ def _layers(bridge: AutoBridge, modules: list[Module]) -> Iterator[_Layer]:
     for task in bridge.get_conversion_tasks(modules):
         if _ADAPTED_WEIGHT.search(task.global_param_name):
             wrapper = wrappers.get(task.megatron_module)
-            yield _Layer(wrapper, _projections(task, wrapper))
+            yield _Layer(wrapper, _projections(task, wrapper, images=_reads_images(bridge)))
 
 
-def _projections(task: WeightConversionTask, wrapper: AdapterWrapper | None) -> list[dict[str, Tensor]]:
+def _reads_images(bridge: AutoBridge) -> bool:
+    return hasattr(bridge.hf_pretrained.config, "vision_config")
+
+
+def _projections(
+    task: WeightConversionTask, wrapper: AdapterWrapper | None, *, images: bool
+) -> list[dict[str, Tensor]]:
     numbers = None
     if wrapper is not None:
         rows, group = wrapper.to_wrap.weight.shape[0], wrapper.adapter.linear_in.tp_group
@@ -129,7 +137,8 @@ def _projections(task: WeightConversionTask, wrapper: AdapterWrapper | None) -> 
     found: dict[int, dict[str, Tensor]] = {}
     for name, exported in task.mapping.megatron_to_hf(numbers, task.megatron_module).items():
         found_rank, numbers_there = int(exported[0]) >> _RANK_SHIFT, exported.cpu() & ((1 << _RANK_SHIFT) - 1)
-        found.setdefault(found_rank, {})[name.removesuffix(".weight")] = numbers_there
+        module = _MOVED.sub("model.language_model.layers.", name) if images else name
+        found.setdefault(found_rank, {})[module.removesuffix(".weight")] = numbers_there
     return [found[rank] for rank in sorted(found)]
 
 

@@ -75,8 +75,8 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v32": Family(yarn=True, adapters=False, gpu_engines=_INDEXER),
     "glm_moe_dsa": Family(adapters=False, gpu_engines=_INDEXER),  # GLM-5
     "kimi_k2": Family(yarn=True, ahead=True),  # DeepSeek-V3's architecture
-    "qwen2_5_vl": Family(images=True, adapters=False),
-    "qwen3_vl": Family(images=True, adapters=False, interleaved_mrope=True),
+    "qwen2_5_vl": Family(images=True),
+    "qwen3_vl": Family(images=True, interleaved_mrope=True),
     "qwen3_vl_moe": Family(images=True, adapters=False, interleaved_mrope=True),
 }
 """``model_type`` of config.json → family."""

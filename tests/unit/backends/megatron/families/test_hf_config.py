@@ -456,6 +456,14 @@ def test_flags_that_images_exclude_are_refused(config: dict[str, object], model:
         check_layout(config, model, 2)
 
 
+def test_language_models_with_images_have_adapters_but_for_mixtures():
+    model = ModelArguments(lora_rank=4)
+    for config in (QWEN25_VL, QWEN3_VL):
+        check_layout(config, model, 1)
+    with pytest.raises(ConfigurationError, match="--lora-rank: adapters of model_type 'qwen3_vl_moe'"):
+        check_layout(QWEN3_VL_MOE, model, 1)
+
+
 def test_features_of_the_vision_tower_are_needed_on_the_first_stage_alone():
     layers = {"num_hidden_layers": 8, "vision_config": {"deepstack_visual_indexes": [1, 2, 3]}}
     two, four = ModelArguments(pipeline_model_parallel_size=2), ModelArguments(pipeline_model_parallel_size=4)
