@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from examples.vision import prepare
 from miles_async.arguments.routing import RouterShape
@@ -65,11 +66,26 @@ def prompts(tokens: int) -> list[GenerateRequest]:
     ]
 
 
+TENSOR_PARALLEL = ("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2")
+ADAPTERS = ("--lora-rank", "4", "--lora-alpha", "8", "--lr", "1e-2")
+
+
 @pytest.mark.long
-def test_agents_show_images(tmp_path: Path, imported_reverse: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn's images, those of the prompt and those of the agent, are read by engine and trainer alike."""
-    # covers: M13, M14, R3
+@pytest.mark.parametrize(
+    "more",
+    [(), TENSOR_PARALLEL, (*TENSOR_PARALLEL, *ADAPTERS)],
+    ids=["one rank", "two tensor-parallel ranks", "two with adapters"],
+)
+def test_agents_show_images(
+    more: tuple[str, ...], tmp_path: Path, imported_reverse: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn's images, those of the prompt and those of the agent, are read by engine and trainer alike, which have
+    the same weights element by element.
+    """
+    # covers: C8, M13, M14, R3
     monkeypatch.setattr(prepare, "WARM_START_STEPS", 0)
+    monkeypatch.setattr(prepare, "VOCABULARY", (*prepare.VOCABULARY, "none"))  # two ranks have half of it each
+    monkeypatch.setitem(prepare.IDS, "none", len(prepare.IDS))
     prepare.main(["--output", str(tmp_path)])
     flags = {
         "--hf-checkpoint": tmp_path / "model",
@@ -85,11 +101,13 @@ def test_agents_show_images(tmp_path: Path, imported_reverse: tuple[str, ...], m
     }
     words = [str(word) for flag in flags.items() for word in flag]
     program = (*imported_reverse[: imported_reverse.index("train")], "train", "@examples/vision/colours.args")
-    with real_run(tmp_path / "run", *words, "--record", command=program) as run:
+    with real_run(tmp_path / "run", *words, *more, "--record", command=program) as run:
         assert run.wait(200) == 0, run.output
         run.assert_nothing_left()
     assert run.summary["balanced"]
     assert run.summary["logprob_diff"]["max"] < 1e-4
+    tensors = len(load_file(tmp_path / "model" / "model.safetensors"))
+    assert [step["publish/compared_tensors"] for step in run.steps[:-1]] == [tensors]
     samples = [*trained_samples(run)]
     assert len(samples) == 2 * 2 * 4
     for sample in samples:
