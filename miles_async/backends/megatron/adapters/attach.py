@@ -20,7 +20,6 @@ from torch import Tensor
 from miles_async.arguments.adapters import target_layers
 from miles_async.arguments.model import ModelArguments
 from miles_async.backends.megatron.adapters.layers import Adapter, DoRALinear, merged_weight
-from miles_async.backends.megatron.model.output import language_model
 from miles_async.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -68,24 +67,22 @@ class _Adapters(PEFT, ModuleMatcher):
         return wrapper
 
 
-def add_adapters(modules: list[Module], model: ModelArguments) -> list[Module]:
-    """Freeze this rank's loaded modules and adapt the layers of ``--target-modules``, which changes no output at first.
-    Of a vision-language model, those of the language model. Raises ConfigurationError if there is no such layer.
+def add_adapters(languages: list[Module], model: ModelArguments) -> None:
+    """Freeze this rank's loaded language models and adapt the layers of ``--target-modules``, which changes no output
+    at first. Raises ConfigurationError if there is no such layer.
     """
     flatten_frozen_products()
-    languages = [language_model(module.requires_grad_(False)) for module in modules]
     targets = target_layers(model.target_modules)
     add = _Adapters(
         target_modules=list(targets), rank=model.lora_rank, alpha=model.lora_alpha, dora=model.lora_type == "dora"
     )
     add(languages, training=True)
-    if not adapted_layers(modules):
+    if not adapted_layers(languages):
         raise ConfigurationError(f"--target-modules: the model has no layer named {' or '.join(targets)}")
     for language in languages:
         if language.pre_process:
             # Recomputed layers get gradients only if their input requires one; a frozen embedding's output does not.
-            language.embedding.register_forward_hook(_want_gradient)
-    return modules
+            language.embedding.register_forward_hook(_want_gradient)  # type: ignore[union-attr, operator]
 
 
 @contextlib.contextmanager

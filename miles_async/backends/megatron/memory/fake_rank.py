@@ -30,13 +30,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, PretrainedConfig
 
-from miles_async.backends.megatron.adapters.attach import ADAPTER, add_adapters
+from miles_async.backends.megatron.adapters.attach import ADAPTER
 from miles_async.backends.megatron.families.hf_config import ahead_layers
 from miles_async.backends.megatron.memory import kernels
 from miles_async.backends.megatron.memory.live_bytes import LiveBytes
 from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.backends.megatron.model import dtypes
-from miles_async.backends.megatron.model.build import make_provider
+from miles_async.backends.megatron.model.build import make_provider, with_adapters
 from miles_async.backends.megatron.model.mtp import add_ahead_layers
 from miles_async.backends.megatron.model.output import language_model, output_of, return_hidden_states
 from miles_async.backends.megatron.model.scores import Scorer
@@ -184,7 +184,7 @@ def _measure_part(
         if last:
             return_hidden_states(module)
         if request.model.lora_rank:
-            add_adapters([module], request.model)
+            with_adapters([module], request.model)
         kept, peak = _forward_backward(module, provider, request, last=last)
         sizes = dict.fromkeys(("parameters", "expert_parameters", "ahead", "expert_ahead", "output_layer"), 0)
         sizes |= {"adapters": 0, "expert_adapters": 0, "tower": 0}

@@ -36,7 +36,7 @@ from miles_async.backends.megatron.model import dtypes
 from miles_async.backends.megatron.model.forward import Pipeline
 from miles_async.backends.megatron.model.fusions import default_fusions, missing_fusions
 from miles_async.backends.megatron.model.mtp import add_ahead_layers, share_embedding
-from miles_async.backends.megatron.model.output import add_value_heads, return_hidden_states
+from miles_async.backends.megatron.model.output import add_value_heads, language_model, return_hidden_states
 from miles_async.backends.megatron.packing import shared_prefixes
 from miles_async.backends.megatron.packing.pack import PackLayout, pack_filler
 from miles_async.backends.megatron.packing.routing_replay import Routers, RoutingLayout
@@ -179,7 +179,7 @@ def load_model(
 
     provider.register_pre_wrap_hook(prepare, prepend=True)  # before the bridge's hook, which loads the weights
     if adapted:
-        provider.register_pre_wrap_hook(partial(add_adapters, model=model))  # after it
+        provider.register_pre_wrap_hook(partial(with_adapters, model=model))  # after it
         if model.lora_adapter_path is not None:
             provider.register_pre_wrap_hook(partial(_with_first_adapter, model.lora_adapter_path, bridge))
     if value_head:
@@ -223,6 +223,12 @@ def freeze_indexers(module: Module) -> None:
     for name, part in module.named_modules():
         if name.endswith(".core_attention.indexer"):
             part.requires_grad_(False)
+
+
+def with_adapters(modules: list[Module], model: ModelArguments) -> list[Module]:
+    """Adapt the language model, and freeze all else. Raises as ``add_adapters`` does."""
+    add_adapters([language_model(module.requires_grad_(False)) for module in modules], model)
+    return modules
 
 
 def _with_first_adapter(directory: Path, bridge: AutoBridge, modules: list[Module]) -> list[Module]:
