@@ -125,6 +125,8 @@ class FlagSpecification:
         if self.kind is Path and isinstance(value, str):
             if not value:
                 raise ValueError("expected a path, found an empty text")
+            if value.startswith("$"):
+                raise ValueError(f"expected a path, found {value!r}: variables are not expanded here, a ~ is")
             return Path(value).expanduser()
         if self.choices and not self.is_choice(value):
             names = (*self.accepted, "none") if self.optional else self.accepted

@@ -1,4 +1,5 @@
-"""Compares the model of a resumed run with the saved one: config, end tokens, tokenizer, chat template.
+"""Compares the model of a resumed run with the saved one: config, end tokens, tokenizer, chat template, and how images
+become inputs.
 
 Engine and trainer read the same directory: if somebody changes ``rope_theta`` in it, both are wrong alike, and no
 comparison of them would notice.
@@ -37,6 +38,8 @@ GENERATION_WITHOUT_EFFECT = frozenset(
         "eos_token_id",  # compared together with config.json's
     }
 )
+# Fields of an image processor that only name it.
+IMAGES_WITHOUT_EFFECT = frozenset({"auto_map", "image_processor_type", "processor_class", "transformers_version"})
 # Parts of tokenizer.json that users of it set as they please, and fields of tokenizer_config.json that add tokens.
 _TOKENIZER_WITHOUT_EFFECT = ("version", "truncation", "padding")
 _TOKENIZER_SETTINGS = ("add_bos_token", "add_eos_token", "bos_token", "eos_token")
@@ -54,9 +57,9 @@ _VOCABULARIES = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.js
 def model_function(directory: Path) -> JsonObject:
     """Return name → value of everything in ``directory`` but the weights that changes what is computed or sampled.
 
-    Names are fields of config.json, fields of generation_config.json after "generation.", tokenizer and
-    chat_template. The latter two are digests; JSON files are compared by their content. What is absent, null or empty
-    is left out; end tokens of both files are merged.
+    Names are fields of config.json, fields of generation_config.json after "generation.", fields of
+    preprocessor_config.json after "images.", tokenizer and chat_template. The latter two are digests; JSON files are
+    compared by their content. What is absent, null or empty is left out; end tokens of both files are merged.
     """
     config = _flat_rope(read_config(directory))
     generation = read_json(directory / "generation_config.json")
@@ -64,6 +67,7 @@ def model_function(directory: Path) -> JsonObject:
     found |= {
         f"generation.{name}": value for name, value in generation.items() if name not in GENERATION_WITHOUT_EFFECT
     }
+    found |= {f"images.{name}": value for name, value in _images(directory).items() if name not in IMAGES_WITHOUT_EFFECT}
     found["eos_token_id"] = sorted({*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))})
     return _present(found | {"tokenizer": _tokenizer(directory), "chat_template": _chat_template(directory)})
 
@@ -82,6 +86,8 @@ def differing(saved: JsonObject, now: JsonObject, anyway: Collection[str] = ()) 
     """
     before, after = (fingerprint.get("function") or {} for fingerprint in (saved, now))
     names = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
+    if not any(name.startswith("images.") for name in before):  # saved before they were compared
+        names = [name for name in names if not name.startswith("images.")]
     if any(name not in before or name not in after for name in names):
         full_before, full_after = _with_defaults(saved, before), _with_defaults(now, after)
         names = [name for name in names if full_before.get(name) != full_after.get(name)]
@@ -123,6 +129,12 @@ def _flat_rope(config: JsonObject) -> JsonObject:
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "rope_type", "type")}
     return {**rest, "rope_theta": theta, "rope_scaling": scaling and {**scaling, "rope_type": kind}}
+
+
+def _images(directory: Path) -> JsonObject:
+    """The image processor's fields; transformers 5 writes them into a file of all processors, and reads that first."""
+    of_all = read_json(directory / "processor_config.json").get("image_processor")
+    return of_all if isinstance(of_all, dict) else read_json(directory / "preprocessor_config.json")
 
 
 def _tokenizer(directory: Path) -> str:

@@ -14,7 +14,7 @@ from miles_async.rewards.answers import find_answer, labels_of
 from miles_async.rewards.workers import WorkerPool
 from miles_async.types import Prompt, Sample
 
-_CLOCK = re.compile(r"\d+(?::\d+)+")  # a time; to math-verify 12:00 is a division
+_CLOCK = re.compile(r"\b\d{1,2}(?::[0-5]\d)+\b")  # a time; to math-verify 12:00 is a division
 _WORDS = re.compile(r"(?!(?:sin|cos|tan|log|exp|sqrt)\b)[A-Za-z]{4,}(?: [A-Za-z]+)*")  # to it, a product of letters
 _UNIT = re.compile(r"(?<=\d) +[A-Za-z]{2,}(?: [A-Za-z]+)*\.?$")  # 72 eggs
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")

@@ -19,6 +19,9 @@ _IN_PROSE = (  # clearest first; the last match of the first pattern that matche
     re.compile(r"(?i:\banswer|\bchoice|\boption)[^.\n]*?\b(?!I\b|A\b)([A-Z])\b"),
     re.compile(r"^\W*([A-Z])(?:[).:]|\W*$)", re.MULTILINE),
 )
+_DENIED = re.compile(r"\bnot\W{1,5}$")  # ends before the letter
+_AFTER_ANOTHER = re.compile(r"\b[A-Z]\b\W{1,5}(?:or|and)\W{1,5}$")
+_BEFORE_ANOTHER = re.compile(r"(?:\W{1,5}or\W{1,5}|\W{1,5}and \(|\W{0,3}/\W{0,3})(?!I\b)[A-Z]\b")
 
 
 async def multiple_choice(prompt: Prompt, sample: Sample) -> float:
@@ -39,7 +42,7 @@ def read_letter(label: str) -> str:
 
 
 def chosen_letter(response: str) -> str | None:
-    r"""The choice as a letter, None if there is none.
+    r"""The choice as a letter, None if there is none, or several: ``The answer is A or B``.
 
     >>> chosen_letter("Not (A), since ... The answer is **(C)**.")
     'C'
@@ -56,6 +59,9 @@ def chosen_letter(response: str) -> str | None:
             return None
     prose = answer.text if answer.mark in ("tags", "hashes") else answer_part(response)
     for pattern in _IN_PROSE:
-        if letters := pattern.findall(prose):
-            return str(letters[-1])
+        letters = [found for found in pattern.finditer(prose) if not _DENIED.search(prose[: found.start(1)])]
+        if letters:
+            last = letters[-1]
+            several = _AFTER_ANOTHER.search(prose[: last.start(1)]) or _BEFORE_ANOTHER.match(prose, last.end(1))
+            return None if several else last[1]
     return None

@@ -67,6 +67,7 @@ class TestTypes:
             (["--lr"], "--lr: expected one argument"),
             (["--lr", "-1x"], "--lr: expected a number, found '-1x'"),
             (["reverse.args"], "unexpected argument 'reverse.args'"),
+            (["--run-dir", "$HOME/runs"], "--run-dir: expected a path, found '$HOME/runs': variables are not expanded"),
         ],
     )
     def test_wrong_value_names_flag_expected_and_found(self, words: list[str], message: str):

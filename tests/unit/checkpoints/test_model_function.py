@@ -27,12 +27,14 @@ CONFIG = {
 }
 GENERATION = {"eos_token_id": [1, 2], "temperature": 0.6, "repetition_penalty": 1.05}
 TOKENIZER = {"version": "1.0", "model": {"vocab": {"a": 0, "b": 1}}, "padding": None}
+IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "image_mean": [0.5, 0.5, 0.5]}
 SETTINGS = {"eos_token": "<e>", "chat_template": "{{ messages }}", "model_max_length": 9}
 FILES = {
     "config.json": CONFIG,
     "generation_config.json": GENERATION,
     "tokenizer.json": TOKENIZER,
     "tokenizer_config.json": SETTINGS,
+    "preprocessor_config.json": IMAGES,
 }
 
 
@@ -87,6 +89,8 @@ async def resumed(model: Path, saved: Path, *anyway: str, critic: Path | None = 
         ("tokenizer.json", {"model": {"vocab": {"a": 1, "b": 0}}}, "tokenizer", "tokenizer was"),
         ("tokenizer_config.json", {"eos_token": "<f>"}, "tokenizer", "tokenizer was"),
         ("tokenizer_config.json", {"chat_template": "{{ messages[0] }}"}, "chat_template", "chat_template was"),
+        ("preprocessor_config.json", {"image_mean": [0.4, 0.4, 0.4]}, "images.image_mean", "and is [0.4, 0.4, 0.4]"),
+        ("preprocessor_config.json", {"max_pixels": 9}, "images.max_pixels", "was absent and is 9"),
     ],
 )
 async def test_another_model_of_the_same_shapes_is_refused(
@@ -110,6 +114,7 @@ async def test_another_model_of_the_same_shapes_is_refused(
         ("config.json", {"rope_scaling": None, "eos_token_id": 2}),
         ("generation_config.json", {"temperature": 1.0, "do_sample": True, "eos_token_id": [2, 1]}),
         ("tokenizer.json", {"padding": {"strategy": "BatchLongest"}}),
+        ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessorFast"}),
         ("tokenizer_config.json", {"model_max_length": 10, "added_tokens_decoder": {"2": {"content": "<e>"}}}),
     ],
 )
@@ -175,6 +180,21 @@ async def test_checkpoints_of_earlier_versions_are_taken(model: Path, tmp_path: 
     write_manifest(tmp_path / "saved" / "iter_0000010", RunIdentity(run="mine", model=before, ranks={}), 10, {})
     change(model, "config.json", rope_theta=500.0)
     assert await resumed(model, tmp_path / "saved") == ""
+
+
+async def test_an_earlier_checkpoint_says_nothing_of_images(model: Path, tmp_path: Path) -> None:
+    (model / "preprocessor_config.json").unlink()
+    await save_as(model, tmp_path / "saved")
+    change(model, "preprocessor_config.json")
+    assert await resumed(model, tmp_path / "saved") == ""
+
+
+def test_an_image_processor_in_the_file_of_all_processors_is_the_one_that_is_read(model: Path) -> None:
+    before = model_function(model)
+    (model / "processor_config.json").write_text(json.dumps({"image_processor": IMAGES}))
+    assert model_function(model) == before
+    (model / "processor_config.json").write_text(json.dumps({"image_processor": {**IMAGES, "patch_size": 16}}))
+    assert model_function(model)["images.patch_size"] == 16
 
 
 def test_a_vocabulary_of_another_form_counts(model: Path) -> None:
