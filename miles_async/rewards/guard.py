@@ -18,7 +18,7 @@ from miles_async.errors import (
     TransientEngineError,
 )
 from miles_async.runtime.services import Circuit
-from miles_async.runtime.user_code import raised, run_user_code, wrong_value
+from miles_async.runtime.user_code import raised, run_user_code, unchanged, wrong_value
 from miles_async.types import Prompt, Rewarded, RewardParts, Sample, TokenRewards
 
 log = structlog.get_logger(__name__)
@@ -50,7 +50,8 @@ class GuardedReward:
             ServiceOutageError: which ends the run.
         """
         ask = partial(self._reward, prompt, sample)
-        return await _guarded("reward", ask, partial(_checked, sample), self._timeout, self._circuit, _ENDS)
+        check = partial(_checked, sample)
+        return await _guarded("reward", ask, [sample], check, self._timeout, self._circuit, _ENDS)
 
     async def close(self) -> None:
         """Close the reward, if it can be."""
@@ -77,7 +78,8 @@ class GuardedGroupReward:
         """
         ask = partial(self._reward, prompt, tuple(samples))
         ends = (*_ENDS, TransientEngineError)
-        return await _guarded("group reward", ask, partial(_all_checked, samples), self._timeout, self._circuit, ends)
+        check = partial(_all_checked, samples)
+        return await _guarded("group reward", ask, samples, check, self._timeout, self._circuit, ends)
 
     async def close(self) -> None:
         """Close the reward, if it can be."""
@@ -87,19 +89,22 @@ class GuardedGroupReward:
 async def _guarded(
     name: str,
     ask: Callable[[], Coroutine[object, None, T]],
+    samples: Sequence[Sample],
     check: Callable[[T], R],
     timeout: float | None,
     circuit: Circuit | None,
     ends: tuple[type[Exception], ...],
 ) -> R:
-    """Get a reward and return ``check`` of it. ``name``: for errors; ``ends``: errors raised unchanged."""
+    """Get a reward of ``samples`` and return ``check`` of it. ``name``: for errors; ``ends``: errors raised unchanged."""
 
     async def once() -> T:
         overdue = f"{name} took longer than --reward-timeout {timeout or 0:g} s"
         return await run_user_code(ask(), seconds=timeout, overdue=overdue)
 
     try:
-        return check(await (once() if circuit is None else circuit.call(once)))
+        with unchanged(samples):
+            given = await (once() if circuit is None else circuit.call(once))
+        return check(given)
     except ends:
         raise
     except ServiceUnavailableError as error:  # although its service answers others

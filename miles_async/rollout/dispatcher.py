@@ -40,7 +40,7 @@ from miles_async.runtime.clock import now
 from miles_async.runtime.nesting import DEEPEST, too_deep
 from miles_async.runtime.services import Circuit, Services
 from miles_async.runtime.texts import shortened
-from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code
+from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code, unchanged
 from miles_async.seams import PromptSource, Resumption
 from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.staleness.versions import OldestVersions
@@ -170,7 +170,8 @@ class Dispatcher:
         try:
             if self._hooks.group_filter is None:
                 return None
-            reason = call_user_code(self._hooks.group_filter, group)
+            with unchanged(group.samples):
+                reason = call_user_code(self._hooks.group_filter, group)
             return None if reason is None else shortened(expect(reason, str, "None or the reason, a text"))
         except Exception as error:  # supervision point: a user's filter costs its attempt, not the run
             raise AttemptFailed(f"group filter {raised(error)}", infrastructure=False) from error

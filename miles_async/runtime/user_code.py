@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import reprlib
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from typing import ParamSpec, TypeVar, cast
 
 import structlog
+from xxhash import xxh3_64_intdigest
 
 from miles_async.errors import OverdueError, UserCodeError
 from miles_async.runtime.texts import shortened
+from miles_async.types import Sample
 
 log = structlog.get_logger(__name__)
+
+TRAINED_ON = ("tokens", "loss_mask", "rollout_logprobs", "weight_versions")
+"""Arrays of a sample that user code may read and not change; one of experts is too large to compare."""
 
 END_SECONDS = 5.0  # that a cancelled coroutine may take to clean up
 
@@ -78,6 +84,25 @@ def expect(found: object, kind: type[T], expected: str) -> T:
 def wrong_value(found: object, expected: str) -> UserCodeError:
     """Return the error of user code that returned ``found``, which is shown shortened."""
     return UserCodeError(f"returned {reprlib.repr(found)}, expected {expected}")
+
+
+@contextmanager
+def unchanged(samples: Sequence[Sample]) -> Iterator[None]:
+    """Check that code in the context changes no array of the samples. That they are read-only does not prevent it: a
+    tensor of ``torch.from_numpy`` is written to all the same.
+
+    Raises UserCodeError naming the array.
+    """
+    before = _digests(samples)
+    yield
+    for (name, found), (_, expected) in zip(_digests(samples), before, strict=True):
+        if found != expected:
+            raise UserCodeError(f"changed {name} of a sample in place, which is trained on: change a copy")
+
+
+def _digests(samples: Sequence[Sample]) -> list[tuple[str, int]]:
+    branches = [branch for sample in samples for branch in sample.branches]
+    return [(name, xxh3_64_intdigest(getattr(branch, name))) for branch in branches for name in TRAINED_ON]
 
 
 def raised(error: Exception) -> str:

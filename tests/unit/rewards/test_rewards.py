@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import types
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import psutil
 import pytest
+import torch
 from msgspec import structs
 
 from miles_async.api import Generate, GroupFilter, Reward
@@ -26,7 +27,7 @@ from miles_async.errors import (
 )
 from miles_async.rewards import guard
 from miles_async.rewards.code_tests import read_tests
-from miles_async.rewards.guard import GuardedReward
+from miles_async.rewards.guard import GuardedGroupReward, GuardedReward
 from miles_async.rewards.hub import RewardHub, resolve_group_reward, resolve_reward
 from miles_async.rewards.judge import filled_in
 from miles_async.rewards.math_answer import is_any_right
@@ -284,6 +285,24 @@ class TestGuardedReward:
 
         with pytest.raises(RewardError, match=r"reward raised ValueError.*read-only"):
             await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+
+    @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+    @pytest.mark.parametrize("name", ["tokens", "rollout_logprobs", "loss_mask", "weight_versions"])
+    async def test_what_it_changes_all_the_same_is_named(self, name: str):
+        """A tensor of the array is written to although the array is read-only."""
+
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            torch.from_numpy(getattr(sample, name))[-1:] = 5
+            return 1.0
+
+        async def of_group(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+            return [await reward(prompt, sample) for sample in samples]
+
+        changed = rf"reward changed {name} of a sample in place, which is trained on: change a copy$"
+        with pytest.raises(RewardError, match=f"^{changed}"):
+            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+        with pytest.raises(RewardError, match=f"^group {changed}"):
+            await GuardedGroupReward(of_group, 1.0, Services().circuit("group reward"))(PROMPT, [sample("21"), sample("12")])
 
     @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()])
     async def test_other_base_exceptions_are_reward_errors_too(self, error: BaseException):

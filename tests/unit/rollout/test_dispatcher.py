@@ -757,6 +757,20 @@ async def test_a_filter_cannot_change_what_is_trained_on(name: str) -> None:
     assert "group filter raised ValueError" in str(bench.dispatcher.pool.dead_letters)
 
 
+async def test_what_a_filter_changes_all_the_same_is_named() -> None:
+    # covers: C6
+    def changes(group: Group) -> None:
+        if group.attempt.prompt.prompt_id == "p0":
+            group.samples[1].rollout_logprobs.flags.writeable = True
+            group.samples[1].rollout_logprobs[-1] = -7.5
+
+    bench = Bench(group_filter=changes)
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+        await until(lambda: bench.balance()["quarantined"] == 1)
+    assert "group filter changed rollout_logprobs of a sample in place" in str(bench.dispatcher.pool.dead_letters)
+
+
 @pytest.mark.parametrize("error", [ValueError, RewardError])
 async def test_reasons_are_bounded_whatever_the_length_of_an_error_or_a_filter_s_reason(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
