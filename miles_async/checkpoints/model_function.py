@@ -67,7 +67,9 @@ def model_function(directory: Path) -> JsonObject:
     found |= {
         f"generation.{name}": value for name, value in generation.items() if name not in GENERATION_WITHOUT_EFFECT
     }
-    found |= {f"images.{name}": value for name, value in _images(directory).items() if name not in IMAGES_WITHOUT_EFFECT}
+    found |= {
+        f"images.{name}": value for name, value in _images(directory).items() if name not in IMAGES_WITHOUT_EFFECT
+    }
     found["eos_token_id"] = sorted({*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))})
     return _present(found | {"tokenizer": _tokenizer(directory), "chat_template": _chat_template(directory)})
 

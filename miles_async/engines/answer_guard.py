@@ -6,7 +6,7 @@ import numpy as np
 
 from miles_async.arguments.routing import RouterShape
 from miles_async.errors import ConfigurationError, TransientEngineError
-from miles_async.types import GenerateRequest, Generation, JsonObject, RoutedExperts
+from miles_async.types import HIGHEST_LOGPROB, GenerateRequest, Generation, JsonObject, RoutedExperts
 
 LEAST_ECHO_LOGPROB = -30.0  # below: less than one sound answer in 10^13 is one that begins with its whole input
 
@@ -24,6 +24,8 @@ def check_answer(answer: Generation, request: GenerateRequest, vocabulary: int |
     if tokens.min() < 0 or (vocabulary is not None and tokens.max() >= vocabulary):
         last = "" if vocabulary is None else f" to {vocabulary - 1}, those of config.json"
         raise TransientEngineError(f"{url}: expected token ids from 0{last}, found {tokens.min()} to {tokens.max()}")
+    if (highest := answer.logprobs.max()) > HIGHEST_LOGPROB:  # NaN may be the weights', and is left to check_sample
+        raise TransientEngineError(f"{url}: expected log-probs of at most 0, found {highest:g}")
     given = len(request.input_ids)
     if answer.prompt_tokens and answer.prompt_tokens != given:
         raise TransientEngineError(f"{url}: expected an answer to {given} tokens, found one to {answer.prompt_tokens}")

@@ -17,6 +17,7 @@ from miles_async.errors import TransientEngineError
 from miles_async.staleness.versions import oldest_version
 from miles_async.trajectory.turn import take_turn, with_last_token
 from miles_async.types import (
+    HIGHEST_LOGPROB,
     NO_VERSION,
     Attempt,
     GenerateRequest,
@@ -31,9 +32,6 @@ _FEW_TOKENS = 512  # decoded faster than handed to a thread and back
 
 LOWEST_LOGPROB = -1e4
 """No float32 softmax ends below -104. SGLang (0.5) reports the lowest float, -3.4e38, where the probability is 0."""
-
-HIGHEST_LOGPROB = 1e-3
-"""Probabilities end at 1; the rest is rounding."""
 
 Began = Callable[[str, int], None]
 """``staleness.versions.OldestVersions.note``: (routing key, version of a token that carries loss)."""

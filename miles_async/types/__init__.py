@@ -24,6 +24,7 @@ from miles_async.types.fleet import (
 from miles_async.types.pictures import Picture
 from miles_async.types.reports import EngineReport, EnginesReport, RanksReport, RankTimes
 from miles_async.types.samples import (
+    HIGHEST_LOGPROB,
     NO_VERSION,
     UNISSUED,
     AssistantTurn,
@@ -63,6 +64,7 @@ from miles_async.types.weights import (
 )
 
 __all__ = [
+    "HIGHEST_LOGPROB",
     "NOT_SHOWN",
     "NO_VERSION",
     "UNISSUED",

@@ -29,6 +29,9 @@ RoutedExperts = npt.NDArray[np.uint8 | np.int16]
 NO_VERSION = -1
 """Entry of ``Sample.weight_versions`` for tokens that no engine generated (prompt, tool output)."""
 
+HIGHEST_LOGPROB = 1e-3
+"""Probabilities end at 1; the rest is rounding."""
+
 JsonObject = Mapping[str, Any]
 """JSON from elsewhere: chat messages, tools, sampling parameters, metadata, a model's config.json."""
 

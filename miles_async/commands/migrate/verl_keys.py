@@ -280,8 +280,8 @@ KEYS: tuple[VerlKey, ...] = (
     _noted("trainer.resume_mode", "auto is --load with the directory of --save; --max-run-restarts restarts a run"),
     _is("trainer.resume_from_path", "--load", unset="None"),
     _noted("trainer.val_before_train", "the first and the last weights are always evaluated"),
-    _noted("trainer.log_val_generations", "it logs answers of the validation; here they are in samples/ of the run directory, "
-           "and trackers get tables of them"),
+    _noted("trainer.log_val_generations", "it logs answers of the validation: here they are in samples/ of "
+           "the run directory, and W&B gets tables of them"),
     _noted("trainer.balance_batch", "tokens always are balanced over data-parallel ranks"),
     _noted("trainer.critic_warmup", _CRITIC),
     _noted("trainer.use_legacy_worker_impl", "it chooses among verl's own parts"),

@@ -293,6 +293,18 @@ async def test_tokens_are_of_the_models_vocabulary(setup: Setup, token: int, mes
     assert setup.record.reason.startswith("gave 3 wrong answers within 3600 s; the last: ")
 
 
+@pytest.mark.parametrize("packs", [True, False])
+async def test_no_log_prob_is_above_0(setup: Setup, packs: bool) -> None:  # covers: A3, C12
+    def spoil(reply: JsonDict) -> JsonDict:
+        reply["meta_info"]["output_token_logprobs"][1][0] = 3.0
+        return reply
+
+    setup.engine.packs, setup.engine.transform = packs, spoil
+    with pytest.raises(TransientEngineError, match="expected log-probs of at most 0, found 3"):
+        await setup.generate()
+    assert setup.record.reason.startswith("gave 3 wrong answers within 3600 s; the last: ")
+
+
 async def test_an_answer_has_no_more_tokens_than_were_asked_for(setup: Setup) -> None:  # covers: A3, C12
     def lengthen(reply: dict) -> dict:
         reply["output_ids"].append(9)

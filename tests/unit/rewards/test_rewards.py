@@ -302,7 +302,9 @@ class TestGuardedReward:
         with pytest.raises(RewardError, match=f"^{changed}"):
             await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
         with pytest.raises(RewardError, match=f"^group {changed}"):
-            await GuardedGroupReward(of_group, 1.0, Services().circuit("group reward"))(PROMPT, [sample("21"), sample("12")])
+            await GuardedGroupReward(of_group, 1.0, Services().circuit("group reward"))(
+                PROMPT, [sample("21"), sample("12")]
+            )
 
     @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()])
     async def test_other_base_exceptions_are_reward_errors_too(self, error: BaseException):
