@@ -279,6 +279,15 @@ def test_what_cannot_be_trained_is_refused_by_name(version: str, name: str, conf
         prompts_of(version, name, config, 1)
 
 
+async def test_an_environment_that_runs_the_policy_several_times_is_refused_in_its_episodes(tmp_path: Path) -> None:
+    config = {**NO_HARNESS, "runs": 2}
+    prompts = prompts_of("0.4", "rounds_of_tasks", config, 1)
+    async with playing("0.4", "rounds_of_tasks", config, Model(reverses), tmp_path) as (play, _):
+        (error,) = await play(prompts)
+    assert isinstance(error, RequestRejectedError)
+    assert "2 runs of agent in one episode: a session is one run of the policy" in str(error)
+
+
 def trained(tmp_path: Path, version: str, name: str, config: JsonObject, *sizes: str) -> RealRun:
     """A run with the model of the examples' tools and real engines."""
     tasks = ("--environment", f"verifiers:{name}", "--environment-python", python_of(version))

@@ -24,10 +24,12 @@ class Numbers(vf.Taskset[Number]):
 
 class TwoRoundsConfig(vf.EnvConfig):
     agent: vf.AgentConfig = vf.AgentConfig()
+    runs: int = 1  # of the policy in an episode
 
 
 class TwoRounds(vf.Env[TwoRoundsConfig]):
     async def run(self, task, agents):
-        async with agents.agent.interaction(task) as talk:
-            if not (await talk.turn()).terminated:
-                await talk.turn(task.data.prompt_text)
+        for _ in range(self.config.runs):
+            async with agents.agent.interaction(task) as talk:
+                if not (await talk.turn()).terminated:
+                    await talk.turn(task.data.prompt_text)
