@@ -95,7 +95,7 @@ async def _guarded(
     circuit: Circuit | None,
     ends: tuple[type[Exception], ...],
 ) -> R:
-    """Get a reward of ``samples`` and return ``check`` of it. ``name``: for errors; ``ends``: errors raised unchanged."""
+    """Get a reward of ``samples``; return ``check`` of it. ``name``: for errors; ``ends``: errors raised unchanged."""
 
     async def once() -> T:
         overdue = f"{name} took longer than --reward-timeout {timeout or 0:g} s"
