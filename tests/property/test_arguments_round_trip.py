@@ -25,10 +25,10 @@ def values_of(specification: FlagSpecification) -> st.SearchStrategy[object]:
         values = st.booleans()
     elif specification.kind in NUMBERS:
         values = NUMBERS[specification.kind]
-    else:  # "none" is taken, "~" is expanded
+    else:  # "none" is taken, "~" is expanded, and a path that begins with "$" is refused
         values = TEXTS.filter(lambda text: text.lower() != "none" and not text.startswith("~"))
         if specification.kind is Path:
-            values = values.filter(bool).map(Path)
+            values = values.filter(lambda text: text and not text.startswith("$")).map(Path)
     if specification.many:
         return st.lists(values, max_size=3).map(tuple)
     return values | st.none() if specification.optional else values
