@@ -19,6 +19,7 @@ from miles_async.errors import RewardError, StalledError
 from miles_async.evaluation.evaluator import DataSet, Evaluator, Record
 from miles_async.evaluation.totals import Outcome, Totals, pass_at_k
 from miles_async.runtime.services import Circuit, Services
+from miles_async.samples import recorder as recorder_module
 from miles_async.samples.reader import read_note, read_rows, samples_files
 from miles_async.samples.recorder import SampleRecorder
 from miles_async.simulation.virtual_time import run_in_virtual_time
@@ -242,6 +243,11 @@ async def test_a_group_reward_that_fails_costs_the_samples_of_its_prompt():
 
 
 # ------------------------------------------------------------------------------------------------------------ samples
+@pytest.fixture(autouse=True)
+def _writing_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "FINISH_SECONDS", 150.0)
+
+
 def recorder_in(run_dir: Path) -> SampleRecorder:
     return SampleRecorder(run_dir / "samples", groups=1, limit_bytes=1 << 30, decode=lambda tokens: "x" * len(tokens))
 

@@ -24,6 +24,11 @@ from tests.unit.samples.groups import decode, group, sample
 LIMIT = 1 << 30
 
 
+@pytest.fixture(autouse=True)
+def _writing_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "FINISH_SECONDS", 150.0)
+
+
 def start(run_dir: Path, *, groups: int = 2, limit: int = LIMIT, only_file: bool = False) -> SampleRecorder:
     samples = run_dir / "samples"
     return SampleRecorder(samples, groups=groups, limit_bytes=limit, decode=decode, only_file=only_file)
