@@ -19,7 +19,7 @@ import arguments
 import miles_async
 from tests.gpu_contract.stand_ins import stand_in_for_transformer_engine
 
-ABSENT = {"_typeshed", "mlflow", "swanlab", "trackio", "verifiers"}
+ABSENT = {"_typeshed", "mlflow", "reasoning_gym", "swanlab", "trackio", "verifiers"}
 """For type checkers, or extras that gpu.lock does not have."""
 
 FOR_CPU = {"miles_async.backends.megatron.imports", "miles_async.engines.sglang.imports"}
