@@ -24,7 +24,7 @@ def check_answer(answer: Generation, request: GenerateRequest, vocabulary: int |
     if tokens.min() < 0 or (vocabulary is not None and tokens.max() >= vocabulary):
         last = "" if vocabulary is None else f" to {vocabulary - 1}, those of config.json"
         raise TransientEngineError(f"{url}: expected token ids from 0{last}, found {tokens.min()} to {tokens.max()}")
-    if (highest := answer.logprobs.max()) > HIGHEST_LOGPROB:  # NaN may be the weights', and is left to check_sample
+    if (highest := answer.logprobs.max()) > HIGHEST_LOGPROB:
         raise TransientEngineError(f"{url}: expected log-probs of at most 0, found {highest:g}")
     given = len(request.input_ids)
     if answer.prompt_tokens and answer.prompt_tokens != given:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from miles_async.types import JsonObject
+
 
 def decoded(line: bytes | str) -> object:
     """The value of a JSON text; None for one that is torn, not UTF-8 or no JSON.
@@ -15,3 +17,9 @@ def decoded(line: bytes | str) -> object:
         return msgspec.json.decode(line)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
+
+
+def decoded_object(text: bytes | str) -> JsonObject:
+    """The JSON object of a text; empty if it is none."""
+    found = decoded(text)
+    return found if isinstance(found, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from miles_async.runtime.files.run_directory import (
 from miles_async.runtime.processes.run_process import RUN_FILE
 from miles_async.staleness.ledger import Balance
 from miles_async.types import EnginesReport, JsonObject, RanksReport
+from miles_async.watch.json_texts import decoded_object
 from miles_async.watch.metrics_table import MetricsTable
 
 Report = TypeVar("Report")
@@ -82,9 +82,8 @@ class Run:
     def summary(self) -> JsonObject:
         """summary.json; empty during the run, or if it cannot be read."""
         path = self.file("summary.json")
-        with suppress(OSError, ValueError):
-            found = json.loads(path.read_text(encoding="utf-8")) if path else {}
-            return found if isinstance(found, dict) else {}
+        with suppress(OSError):
+            return decoded_object(path.read_bytes()) if path else {}
         return {}
 
     def engines(self) -> EnginesReport | None:
@@ -97,14 +96,14 @@ class Run:
 
     def _report(self, name: str, kind: type[Report]) -> Report | None:
         path = self.file(name)
-        with suppress(OSError, UnicodeError, msgspec.MsgspecError):
+        with suppress(OSError, UnicodeError, msgspec.MsgspecError, RecursionError):
             return msgspec.json.decode(path.read_bytes(), type=kind) if path else None
         return None
 
     def flags(self) -> Mapping[str, Mapping[str, object]]:
         """Group → flag without dashes → value as TOML has it; empty if config.toml is absent or unreadable."""
         path = self.file(CONFIG_FILE)
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             tables = tomllib.loads(path.read_text(encoding="utf-8")) if path else {}
             return {name: table for name, table in tables.items() if isinstance(table, dict)}
         return {}

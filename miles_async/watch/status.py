@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE
 from miles_async.runtime.processes.run_process import RunProcess, find_driver
 from miles_async.runtime.texts import last_lines
 from miles_async.types import JsonObject
+from miles_async.watch.json_texts import decoded_object
 
 WARNINGS = 5  # the last ones that the command shows
 LOG_TAIL = 1 << 20  # bytes of each log that are searched for warnings
@@ -62,8 +62,8 @@ def read_rows(run_dir: Path) -> list[JsonObject]:
 def read_status(run_dir: Path, run: RunProcess, rows: Sequence[JsonObject]) -> Status:
     """Read the whole status. ``rows``: of metrics.jsonl."""
     summary: JsonObject = {}
-    with suppress(OSError, ValueError):
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    with suppress(OSError):
+        summary = decoded_object((run_dir / "summary.json").read_bytes())
     evaluated = [row for row in rows if "eval/reward" in row]
     saved = [row["step"] for row in rows if "checkpoint/write_seconds" in row]
     balance = read_balance(run_dir / LEDGER_FILE)
@@ -124,10 +124,9 @@ def last_warnings(run_dir: Path, count: int = WARNINGS) -> list[JsonObject]:
     found: list[JsonObject] = []
     for name in ("driver", "rollout"):
         for line in last_lines(run_dir / "logs" / f"{name}.log", LOG_TAIL):
-            with suppress(ValueError):  # torn by the end of a process, or at the start of the tail
-                entry = json.loads(line)
-                if entry.get("level") in ("warning", "error", "critical"):
-                    found.append({"side": name, **entry})
+            entry = decoded_object(line)  # some are torn, or no entries
+            if entry.get("level") in ("warning", "error", "critical"):
+                found.append({"side": name, **entry})
     return sorted(found, key=lambda entry: str(entry.get("timestamp", "")))[-count:]
 
 

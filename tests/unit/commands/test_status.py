@@ -63,6 +63,16 @@ def test_a_run_that_goes_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -
     ]
 
 
+@pytest.mark.parametrize("line", ["7", "[" * 100_000, '"a text"', "\x00"], ids=range(4))
+def test_lines_of_logs_that_are_no_entries_are_passed_over(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    for path in (run_dir / "logs" / "driver.log", run_dir / "summary.json"):
+        path.write_text(line + "\n")
+    assert main(["status", str(run_dir)]) == 0
+    assert capsys.readouterr().out.count("warning at") == 1
+
+
 def test_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--json", str(run_dir)]) == 0
     found = json.loads(capsys.readouterr().out)

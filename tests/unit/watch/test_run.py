@@ -36,3 +36,11 @@ def test_a_file_is_in_the_directory(tmp_path: Path) -> None:
     assert run.file("logs", "driver.log") is not None
     for parts in (("..", "run", "..", "x"), ("/etc/passwd",), ("logs",), ("absent",), ("a" * 5000,), ("\0",)):
         assert run.file(*parts) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "a = " + "[" * 5_000 + "]" * 5_000], ids=range(5))
+def test_files_that_cannot_be_read_are_as_if_absent(tmp_path: Path, text: str) -> None:
+    (run,) = open_runs([write_finished_run(tmp_path / "run")])
+    for name in ("summary.json", "config.toml", "engines.json", "ranks.json"):
+        (tmp_path / "run" / name).write_text(text)
+    assert (run.summary(), run.flags(), run.engines(), run.ranks()) == ({}, {}, None, None)
