@@ -49,9 +49,12 @@ class RewardOfRow:
 def _check_row(name: str, label: Label | None, metadata: JsonObject) -> None:
     if name in COMPARING_REWARDS and label is None:
         raise RewardError(f"{name} compares with a label, and the row has none (--label-key)")
+    accepted = (label,) if isinstance(label, str) else label or ()
     match name:
+        case "math" if not all(answer.strip() for answer in accepted):
+            raise RewardError("math compares with an answer, and the label is empty (--label-key)")
         case "multiple_choice":
-            for letter in (label,) if isinstance(label, str) else label or ():
+            for letter in accepted:
                 read_letter(letter)
         case "code":
             read_tests(label, metadata)

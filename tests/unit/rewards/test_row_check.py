@@ -26,6 +26,7 @@ def problem(label: Label | None, metadata: dict[str, object], **flags: object) -
         ("1", {"rm_type": "gsm8k"}, {}, r"rm_type 'gsm8k' in --metadata-key\): .*expected one of exact_match"),
         (None, {}, {}, "exact_match compares with a label, and the row has none"),
         (None, {"rm_type": "math"}, {}, "math compares with a label"),
+        (("4", " "), {}, {"rm_type": "math"}, "math compares with an answer, and the label is empty"),
         ("12", {}, {"rm_type": "multiple_choice"}, "compares letters, the label is '12'"),
         ("x", {"rm_type": "code"}, {}, "expected tests in its metadata"),
         ("[]", {}, {"rm_type": "code"}, "its list of tests is empty"),

@@ -999,7 +999,7 @@ async def test_source_with_quarantined_prompts_only_is_an_error_that_says_so() -
     with pytest.raises(ExceptionGroup) as caught:
         async with running(bench):
             await bench.dispatcher.cut(0)
-    assert "found only the 1 that are; the last is 'p0': data: reward raised ZeroDivision" in str(first_error(caught.value))
+    assert "found only the 1 that are; the last is 'p0': data: reward raised Zero" in str(first_error(caught.value))
 
 
 async def test_end_of_run_cancels_live_attempts_and_the_balance_adds_up() -> None:
