@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.errors import ConfigurationError
-from miles_async.runtime.cluster.ray_cluster import protect_token, ray_directory
+from miles_async.runtime.cluster.ray_cluster import OwnRay, protect_token, ray_cluster, ray_directory
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +53,21 @@ def test_the_token_is_for_this_user_alone(tmp_path: Path) -> None:
     token.chmod(0o644)
     protect_token()
     assert token.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_run_starts_ray_there_and_closes_its_token(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: C13
+    token = tmp_path / ".ray" / "auth_token"
+
+    def init(**options: object) -> None:
+        assert options["_temp_dir"] == str(place / "r")
+        token.parent.mkdir()
+        token.write_text("secret")
+        token.chmod(0o644)
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    async with ray_cluster(None, {}, OwnRay()):
+        assert token.stat().st_mode & 0o777 == 0o600
