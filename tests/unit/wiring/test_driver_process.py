@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -19,10 +24,11 @@ from miles_async.errors import (
     SummaryError,
     TrainerError,
 )
+from miles_async.observability.heartbeat import heartbeat
 from miles_async.runtime.processes.fork_server_process import ForkServers
 from miles_async.runtime.processes.run_process import MARK
+from miles_async.wiring import driver, report
 from miles_async.wiring import driver_process as train
-from miles_async.wiring import report
 from miles_async.wiring.driver import EXIT_FAILED, EXIT_INTERRUPTED
 
 # covers: C10
@@ -140,3 +146,26 @@ def test_a_directory_for_temporary_files_that_cannot_be_written_is_named(
     monkeypatch.setattr(train, "temporary_parent", lambda: tmp_path / "file" / "tmp")
     with pytest.raises(ConfigurationError, match=rf"temporary files \(TMPDIR\): .*{tmp_path / 'file' / 'tmp'}"):
         train.run(arguments, NO_IMPORTS)
+
+
+async def test_a_run_without_a_step_says_what_it_does(
+    arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @asynccontextmanager
+    async def slow(*_: object) -> AsyncIterator[None]:
+        printed = ""
+        async with asyncio.timeout(20):
+            while "still starting Ray after 0:00" not in printed:
+                await asyncio.sleep(0.01)
+                printed += capsys.readouterr().out
+        raise TrainerError("enough was said")
+        yield
+
+    async def nothing() -> None: ...
+
+    monkeypatch.setattr(driver, "heartbeat", partial(heartbeat, seconds=0.02))
+    monkeypatch.setattr(driver, "fork_servers", lambda *_: None)
+    monkeypatch.setattr(driver, "ray_cluster", slow)
+    imports = cast(ForkServers, SimpleNamespace(fork=lambda _: None, stop=nothing))
+    with pytest.raises(TrainerError, match="enough was said"):
+        await driver.Run(arguments, imports, tmp_path / "run", tmp_path).main(lambda: None)
