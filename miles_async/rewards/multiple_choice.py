@@ -59,9 +59,14 @@ def chosen_letter(response: str) -> str | None:
             return None
     prose = answer.text if answer.mark in ("tags", "hashes") else answer_part(response)
     for pattern in _IN_PROSE:
-        letters = [found for found in pattern.finditer(prose) if not _DENIED.search(prose[: found.start(1)])]
+        letters = [found for found in pattern.finditer(prose) if not _DENIED.search(_before(found))]
         if letters:
             last = letters[-1]
-            several = _AFTER_ANOTHER.search(prose[: last.start(1)]) or _BEFORE_ANOTHER.match(prose, last.end(1))
+            several = _AFTER_ANOTHER.search(_before(last)) or _BEFORE_ANOTHER.match(prose, last.end(1))
             return None if several else last[1]
     return None
+
+
+def _before(found: re.Match[str]) -> str:
+    """The characters before a letter; all would make a text of many letters slow."""
+    return found.string[max(0, found.start(1) - 20) : found.start(1)]
