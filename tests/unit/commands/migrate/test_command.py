@@ -139,8 +139,10 @@ def test_a_bound_of_the_script_stays(program: str, tmp_path: Path, capsys: pytes
     assert "\n--use-rollout-logprobs\n" in text
 
 
-def from_stdin(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"python3 train.py {words}\n"))
+def from_stdin(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], program: str = "train.py"
+) -> tuple[int, str]:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"python3 {program} {words}\n"))
     status = main(["migrate", "-"])
     return status, capsys.readouterr().out
 
@@ -234,6 +236,19 @@ def test_a_command_line_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr("sys.stdin", io.StringIO("+ python3 /root/miles/train.py --lr 1e-6 --hf-checkpoint m\n"))
     assert main(["migrate", "-"]) == 1  # neither prompts nor a reward
     assert "--lr 1e-6\n--hf-checkpoint m\n" in capsys.readouterr().out
+
+
+def test_keys_of_verl_that_are_left_over_have_reasons(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "trainer.no_such_key=7 actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    unused = "actor_rollout_ref.rollout.free_cache_engine=True"
+    status, text = from_stdin(f"{words} {unused}", monkeypatch, capsys, "-m verl.trainer.main_ppo")
+    assert status == 1
+    assert "--rollout-num-gpus-per-engine 2\n" in text
+    notes, unmapped = text.split("# Not needed here:\n")[1].split("# Could not be mapped:\n")
+    assert unused in notes
+    assert "#   trainer.no_such_key=7: it is not known here\n" in unmapped
 
 
 @pytest.mark.parametrize(
