@@ -114,7 +114,7 @@ def check_compilation() -> None:
 
 
 def gpu_problems() -> list:
-    """What the build for GPUs lacks, each with what to do. CUDA's compiler and headers are packages of the lock."""
+    """Return what a build for GPUs lacks here, with remedies. CUDA's compiler and headers come with the lock."""
     problems = []
     if not shutil.which("c++"):
         problems.append("there is no C++ compiler on PATH: apt-get install g++")

@@ -56,7 +56,7 @@ class _CurrentStderr(logging.StreamHandler):
 
 
 class _RunFile(logging.FileHandler):
-    """Log file that reports write errors once; logging would print a traceback for every event."""
+    """Log file that reports the first failed write only; logging would print a traceback for each."""
 
     _told = False
 

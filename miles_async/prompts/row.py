@@ -1,4 +1,4 @@
-"""One row of prompt data, checked, with a message for every possible fault."""
+"""Reads and checks one row of prompt data; errors name the fault."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Ends with the command's exit status (128 + N for signal N), after it has ended every process that the command started
 and left, in whatever session: as a subreaper (PR_SET_CHILD_SUBREAPER) it becomes the parent of the orphans among them.
-SIGTERM, and the death of its parent, end the command first. Standard library only: it starts for every trajectory.
+On SIGTERM, or when its parent dies, it ends the command first. It uses the standard library only, to start fast: each
+trajectory starts one.
 """
 
 import ctypes

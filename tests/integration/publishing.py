@@ -144,7 +144,7 @@ class OneEngine:
 
 
 def published_spec(model: Path, folder: Path, engine_imports: Path, **more: Any) -> ServerSpec:
-    """Of an engine on a CPU that starts without weights, and compares those that it is sent. Logs are in ``folder``."""
+    """Specify a CPU engine that starts without weights and compares each published one. It logs to ``folder``."""
     return ServerSpec(
         model_path=str(model),
         device="cpu",

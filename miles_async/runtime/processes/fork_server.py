@@ -1,4 +1,4 @@
-"""Import modules once, then fork a process with them for every request.
+"""Import modules once, then fork a process for each request, which starts with them imported.
 
     python -m miles_async.runtime.processes.fork_server DESCRIPTOR LATE MODULE... PADDING
 

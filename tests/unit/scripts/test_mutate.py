@@ -35,7 +35,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    """Of this project: seconds."""
+    """This project's imports; building the graph takes seconds."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         return imported(monkeypatch).import_graph(ROOT)
 

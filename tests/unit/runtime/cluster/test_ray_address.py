@@ -59,7 +59,7 @@ def test_a_malformed_address_is_refused(address: str) -> None:
 
 @pytest.fixture
 def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what accepts connections and says nothing."""
+    """Wait only briefly for a server that accepts connections and never answers."""
     monkeypatch.setattr(ray_address, "_PROBE_SECONDS", 1.0)
 
 
