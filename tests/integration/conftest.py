@@ -30,7 +30,7 @@ LATE = (
     r"|TOKENIZERS_PARALLELISM|TORCHINDUCTOR_CACHE_DIR|SGLANG_CPU_OMP_THREADS_BIND|SGLANG_MAMBA_CONV_DTYPE|WANDB_SERVICE"
 )
 
-# Files that take half a minute or more: `make test` has two workers, which end together if these come first.
+# Files that take half a minute or more: the workers of `make test` end together if these come first.
 LONGEST = (
     *("test_megatron_layouts", "test_run", "test_memory_plan", "test_publication_faults", "test_trainer_ranks"),
     *("test_kill", "test_engines_real", "test_weights_real", "test_megatron_resharding", "test_vision_models"),

@@ -18,6 +18,7 @@ from scripts.gpu_steps import Bench
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
+@pytest.mark.long
 def test_a_short_ladder_is_a_rehearsal_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu_hour.main(["--output", str(tmp_path), "--only", "kernels", "disk"]) == 0
