@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import engine
 
+engine.MAX_SHRINKING_SECONDS = 30  # instead of 300: a test that is stopped at its time limit shows no example
 # A loaded machine is slow, which is no failure.
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("project")

@@ -240,13 +240,15 @@ async def test_a_stream_has_tokens_while_they_are_sampled_and_the_answer_at_its_
 async def test_an_aborted_stream_ends_with_the_tokens_that_there_are(engine: Engine) -> None:
     sampling = {"max_new_tokens": LONG, "temperature": 1.0, "ignore_eos": True}
     body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True, "rid": "streamed", PACK: True}
-    tokens, answers = 0, []
+    tokens, answers, aborted = 0, [], False
     versions = partial(token_versions, dispatch_version=1, tokens_in_flight=1)
+    await engine.name_version("1")
     async for data in events(engine.http, engine.url, body):
         event = engine.api.read_event(data, tokens, engine.url)
         tokens += len(event.token_ids)
         answers += [] if event.answer is None else [read_answer(*event.answer, engine.url, versions)]
-        if tokens == 3:
+        if tokens >= 3 and not aborted:
+            aborted = True
             await engine.api.abort(engine.url, "streamed", DEADLINE)
     [answer] = answers
     assert answer.finish_reason == "abort"
