@@ -35,6 +35,12 @@ def check_staleness(arguments: Arguments) -> Iterator[str]:
             f"--debug-publication-lag {weights.debug_publication_lag} makes every sample older than "
             f"--max-weight-staleness {bound}: nothing could ever be trained; raise the bound, or use none"
         )
+    if weights.debug_publication_lag and staleness.stale_group_action == "wait":
+        yield (
+            f"--debug-publication-lag {weights.debug_publication_lag} with --stale-group-action wait: a publication "
+            "waits by the version under which attempts were admitted, and the lag makes their tokens older than that; "
+            "use recycle or drop, or no lag"
+        )
 
 
 def check_batch_order(arguments: Arguments) -> Iterator[str]:

@@ -213,6 +213,12 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "nothing could ever be trained",
         ),
         case(
+            "lag while publications wait",
+            {"debug_publication_lag": 1, "stale_group_action": "wait"},
+            "--debug-publication-lag 1 with --stale-group-action wait",
+            "use recycle or drop, or no lag",
+        ),
+        case(
             "order by rewards without a bound",
             {"batch_order": "reward_variance", "max_weight_staleness": None, "max_rollout_lead": 4},
             "--batch-order reward_variance without a bound",
