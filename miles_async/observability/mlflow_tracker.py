@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from itertools import batched
-from pathlib import Path
 
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
-from miles_async.observability.tracker_parts import Settings, flat_settings, save_run_id
+from miles_async.observability.tracker_parts import TrackedRun, flat_settings, save_run_id
 
 NAME = "mlflow"
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
@@ -31,45 +29,37 @@ def tracking_uri(arguments: ObservabilityArguments, environment: Mapping[str, st
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MlflowOptions:
-    """Where to log."""
-
-    run_dir: Path
-    uri: str
-    experiment: str
-    run_name: str
-    run_id: str | None = None  # of a run to continue; None: a new one
-    settings: Settings = field(default_factory=dict)
-
-
 class MlflowTracker:
     """The Tracker itself, synchronous: a request per call. Use it behind a BackgroundTracker."""
 
-    def __init__(self, options: MlflowOptions, *, clock: Callable[[], float] = time.time) -> None:
-        """Open the run. Raises MLflow's errors, after the retries of MLFLOW_HTTP_REQUEST_MAX_RETRIES."""
+    def __init__(self, run: TrackedRun, uri: str, continued: str | None) -> None:
+        """Open the run. ``continued``: id of a run to continue; None for a new one.
+
+        Raises MLflow's errors, after the retries of MLFLOW_HTTP_REQUEST_MAX_RETRIES.
+        """
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a run makes no network requests by itself
         from mlflow.entities import Param  # takes two seconds
         from mlflow.tracking import MlflowClient
 
-        self._clock = clock
-        self._client = MlflowClient(tracking_uri=options.uri)
-        if options.run_id is not None:
-            self._run_id = options.run_id
+        arguments = run.arguments
+        self._client = MlflowClient(tracking_uri=uri)
+        if continued is not None:
+            self._run_id = continued
             self._client.update_run(self._run_id, status="RUNNING")
         else:
-            experiment = self._experiment(options.experiment)
-            self._run_id = self._client.create_run(experiment, run_name=options.run_name).info.run_id
-            parameters = [Param(name, value) for name, value in flat_settings(options.settings).items()]
+            experiment = self._experiment(arguments.mlflow_experiment_name)
+            name = arguments.mlflow_run_name or arguments.run_dir.name
+            self._run_id = self._client.create_run(experiment, run_name=name).info.run_id
+            parameters = [Param(name, value) for name, value in flat_settings(run.settings).items()]
             for some in batched(parameters, _MOST_PARAMETERS):
                 self._client.log_batch(self._run_id, params=some)
-        save_run_id(options.run_dir, NAME, self._run_id)
+        save_run_id(arguments.run_dir, NAME, self._run_id)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Log the metrics of a step."""
         from mlflow.entities import Metric
 
-        now = int(self._clock() * 1000)
+        now = int(time.time() * 1000)
         values = [Metric(mlflow_name(name), float(value), now, step) for name, value in metrics.items()]
         for some in batched(values, _MOST_METRICS):
             self._client.log_batch(self._run_id, metrics=some)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import re
 import socketserver
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 
 from prometheus_client.core import GaugeMetricFamily
@@ -23,7 +21,9 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from miles_async.errors import ConfigurationError
 from miles_async.observability.metric_names import describe
 from miles_async.observability.metrics_file import kind_of
+from miles_async.observability.tracker_parts import TrackedRun
 from miles_async.runtime.network.keys import METRICS_KEY_VARIABLE, Secret
+from miles_async.runtime.network.tls import Tls
 
 PATH = "/metrics"
 PREFIX = "miles_async_"
@@ -43,27 +43,17 @@ def metrics_key(environment: Mapping[str, str] = os.environ) -> Secret:
     return Secret(key)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrometheusOptions:
-    """Content and address of the server."""
-
-    run: str  # value of the label
-    host: str
-    port: int  # 0: any free one
-    key: Secret
-    tls: ssl.SSLContext | None = None
-
-
 class PrometheusTracker(Collector):
     """The Tracker itself. Separate threads answer scrapes, with the latest values that :meth:`log` received."""
 
-    def __init__(self, options: PrometheusOptions, *, clock: Callable[[], float] = time.time) -> None:
-        """Open the port. Raises OSError."""
-        self._run = options.run
+    def __init__(self, run: TrackedRun, key: Secret, *, clock: Callable[[], float] = time.time) -> None:
+        """Open the port, which ``key`` opens to clients. Raises OSError."""
+        arguments, network = run.arguments, run.network
+        self._run = arguments.prometheus_run_name or arguments.run_dir.name
         self._clock = clock
         self._latest: dict[str, float] = {}
         self._lock = threading.Lock()
-        self._server = _Server(options, self)
+        self._server = _Server((network.entrance(), arguments.prometheus_port), key, network.tls, self)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_SECONDS,), name="prometheus", daemon=True
@@ -118,13 +108,13 @@ class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
 
-    def __init__(self, options: PrometheusOptions, metrics: Collector) -> None:
-        self.key = options.key
+    def __init__(self, address: tuple[str, int], key: Secret, tls: Tls | None, metrics: Collector) -> None:
+        self.key = key
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(metrics)
-        super().__init__((options.host, options.port), _Handler)
-        if options.tls is not None:  # the handshake is the request's thread's: a silent client holds up no other
-            self.socket = options.tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        super().__init__(address, _Handler)
+        if tls is not None:  # the handshake is the request's thread's: a silent client holds up no other
+            self.socket = tls.server().wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore connections that break off."""

@@ -1,13 +1,18 @@
-"""Parts that several trackers share: ids of runs, the flags as one table, and the mode of trackers with a server."""
+"""Parts that trackers share: the run, its ids at trackers, its flags as one table, and the mode of trackers with a
+server.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.network.addresses import LOCAL, Network
 from miles_async.runtime.processes.restarts import own_restarts
 
 Settings = Mapping[str, object]
@@ -15,6 +20,15 @@ Settings = Mapping[str, object]
 
 Mode = Literal["online", "offline", "disabled"]
 """Whether a tracker that has a server uses it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRun:
+    """What trackers know about their run."""
+
+    arguments: ObservabilityArguments
+    settings: Settings = field(default_factory=dict)
+    network: Network = LOCAL
 
 
 def save_run_id(run_dir: Path, tracker: str, run_id: str) -> None:

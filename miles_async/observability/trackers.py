@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import structlog
 
@@ -12,12 +11,12 @@ from miles_async.api import Tracker
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
-from miles_async.observability.mlflow_tracker import MlflowOptions, MlflowTracker, tracking_uri
-from miles_async.observability.prometheus_tracker import PATH, PrometheusOptions, PrometheusTracker, metrics_key
-from miles_async.observability.swanlab_tracker import SwanlabOptions, SwanlabTracker, swanlab_mode
+from miles_async.observability.mlflow_tracker import MlflowTracker, tracking_uri
+from miles_async.observability.prometheus_tracker import PATH, PrometheusTracker, metrics_key
+from miles_async.observability.swanlab_tracker import SwanlabTracker, swanlab_mode
 from miles_async.observability.tensorboard_tracker import TensorBoardTracker, tensorboard_directory
-from miles_async.observability.tracker_parts import Settings, earlier_run_id
-from miles_async.observability.trackio_tracker import TrackioOptions, TrackioTracker
+from miles_async.observability.tracker_parts import Settings, TrackedRun, earlier_run_id
+from miles_async.observability.trackio_tracker import TrackioTracker
 from miles_async.observability.wandb_tracker import (
     WandbOptions,
     new_run_id,
@@ -28,15 +27,6 @@ from miles_async.runtime.hooks import check_object, load_object
 from miles_async.runtime.network.addresses import LOCAL, Network
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrackedRun:
-    """What trackers know about their run."""
-
-    arguments: ObservabilityArguments
-    settings: Settings
-    network: Network = LOCAL
 
 
 Open = Callable[[TrackedRun], Tracker | None]
@@ -86,61 +76,31 @@ def _prometheus(run: TrackedRun) -> Tracker | None:
 
 
 def _open_prometheus(run: TrackedRun) -> PrometheusTracker:
-    arguments, network = run.arguments, run.network
-    options = PrometheusOptions(
-        run=arguments.prometheus_run_name or arguments.run_dir.name,
-        host=network.entrance(),
-        port=arguments.prometheus_port,
-        key=metrics_key(),
-        tls=None if network.tls is None else network.tls.server(),
-    )
-    tracker = PrometheusTracker(options)
-    log.info("metrics for Prometheus", url=network.url(options.host, tracker.port) + PATH)
+    tracker = PrometheusTracker(run, metrics_key())
+    log.info("metrics for Prometheus", url=run.network.url(run.network.entrance(), tracker.port) + PATH)
     return tracker
 
 
 def _mlflow(run: TrackedRun) -> Tracker | None:
-    arguments = run.arguments
-    if not arguments.use_mlflow:
+    if not run.arguments.use_mlflow:
         return None
-    options = MlflowOptions(
-        run_dir=arguments.run_dir,
-        uri=tracking_uri(arguments),
-        experiment=arguments.mlflow_experiment_name,
-        run_name=arguments.mlflow_run_name or arguments.run_dir.name,
-        run_id=arguments.mlflow_run_id or earlier_run_id("mlflow"),
-        settings=run.settings,
-    )
-    return BackgroundTracker("mlflow", lambda: MlflowTracker(options))
+    uri, continued = tracking_uri(run.arguments), run.arguments.mlflow_run_id or earlier_run_id("mlflow")
+    return BackgroundTracker("mlflow", lambda: MlflowTracker(run, uri, continued))
 
 
 def _trackio(run: TrackedRun) -> Tracker | None:
-    arguments = run.arguments
-    if not arguments.use_trackio:
+    if not run.arguments.use_trackio:
         return None
-    options = TrackioOptions(
-        run_dir=arguments.run_dir,
-        project=arguments.trackio_project,
-        space_id=arguments.trackio_space_id,
-        continued=earlier_run_id("trackio"),
-        settings=run.settings,
-    )
-    return BackgroundTracker("trackio", lambda: TrackioTracker(options))
+    continued = earlier_run_id("trackio")
+    return BackgroundTracker("trackio", lambda: TrackioTracker(run, continued))
 
 
 def _swanlab(run: TrackedRun) -> Tracker | None:
     arguments = run.arguments
     if not arguments.use_swanlab or (mode := swanlab_mode(arguments)) == "disabled":
         return None
-    options = SwanlabOptions(
-        run_dir=arguments.run_dir,
-        mode=mode,
-        project=arguments.swanlab_project,
-        workspace=arguments.swanlab_workspace,
-        run_id=earlier_run_id("swanlab"),
-        settings=run.settings,
-    )
-    return BackgroundTracker("swanlab", lambda: SwanlabTracker(options))
+    continued = earlier_run_id("swanlab")
+    return BackgroundTracker("swanlab", lambda: SwanlabTracker(run, mode, continued))
 
 
 def _custom(run: TrackedRun) -> Tracker | None:

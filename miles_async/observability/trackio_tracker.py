@@ -5,44 +5,32 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_async.observability.tracker_parts import Settings, flat_settings, save_run_id
+from miles_async.observability.tracker_parts import TrackedRun, flat_settings, save_run_id
 
 NAME = "trackio"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrackioOptions:
-    """Where to log."""
-
-    run_dir: Path
-    project: str
-    space_id: str | None = None  # None: TRACKIO_SPACE_ID, else this machine
-    continued: str | None = None  # name of the run to continue; None: a new one
-    settings: Settings = field(default_factory=dict)
 
 
 class TrackioTracker:
     """The Tracker itself. Trackio sends in separate threads, and may print where it logs."""
 
-    def __init__(self, options: TrackioOptions) -> None:
-        """Open the run. Raises Trackio's errors."""
+    def __init__(self, run: TrackedRun, continued: str | None) -> None:
+        """Open the run. ``continued``: name of a run to continue; None for a new one. Raises Trackio's errors."""
         import trackio  # takes a second
 
-        name = options.continued or _new_name(options.run_dir)  # by which Trackio finds a run to continue
+        arguments = run.arguments
         self._run = trackio.init(
-            project=options.project,
-            name=name,
-            space_id=options.space_id,
-            config=flat_settings(options.settings),
-            resume="allow" if options.continued else "never",
+            project=arguments.trackio_project,
+            name=continued or _new_name(arguments.run_dir),  # by which Trackio finds a run to continue
+            space_id=arguments.trackio_space_id,
+            config=flat_settings(run.settings),
+            resume="allow" if continued else "never",
             embed=False,
             auto_log_cpu=False,
             auto_log_gpu=False,
         )
-        save_run_id(options.run_dir, NAME, self._run.name)
+        save_run_id(arguments.run_dir, NAME, self._run.name)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Hand the metrics of a step to Trackio's thread."""

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from miles_async.api import Tracker
+from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
-from miles_async.observability.mlflow_tracker import MlflowOptions, MlflowTracker
-from miles_async.observability.prometheus_tracker import PrometheusOptions, PrometheusTracker
+from miles_async.observability.mlflow_tracker import MlflowTracker
+from miles_async.observability.prometheus_tracker import PrometheusTracker
 from miles_async.observability.tensorboard_tracker import TensorBoardTracker
+from miles_async.observability.tracker_parts import TrackedRun
 from miles_async.observability.wandb_tracker import WandbOptions, WandbTracker
 from miles_async.runtime.network.keys import Secret
 from tests.benchmarks.report import Row
@@ -45,16 +47,15 @@ def rows() -> Iterator[Row]:
 
 
 def _trackers(directory: Path) -> dict[str, Callable[[], Tracker]]:
-    prometheus = PrometheusOptions(run="bench", host="127.0.0.1", port=0, key=Secret("key"))
-    mlflow = MlflowOptions(run_dir=directory, uri=(directory / "mlflow").as_uri(), experiment="bench", run_name="bench")
+    run = TrackedRun(arguments=ObservabilityArguments(run_dir=directory, prometheus_port=0))
     trackers: dict[str, Callable[[], Tracker]] = {
         FILE_NAME: lambda: MetricsFile(directory / FILE_NAME),
         "tensorboard": lambda: TensorBoardTracker(directory / "tensorboard"),
-        "prometheus": lambda: PrometheusTracker(prometheus),
+        "prometheus": lambda: PrometheusTracker(run, Secret("key")),
         "wandb (offline)": lambda: WandbTracker(WandbOptions(directory=directory)),
     }
     if importlib.util.find_spec("mlflow"):  # an extra
-        trackers["mlflow (files)"] = lambda: MlflowTracker(mlflow)
+        trackers["mlflow (files)"] = lambda: MlflowTracker(run, (directory / "mlflow").as_uri(), None)
     return trackers
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
-from miles_async.observability.mlflow_tracker import MlflowOptions, MlflowTracker, mlflow_name, tracking_uri
+from miles_async.observability.mlflow_tracker import MlflowTracker, mlflow_name, tracking_uri
+from miles_async.observability.tracker_parts import Settings, TrackedRun
 from miles_async.observability.trackers import open_trackers
 from miles_async.runtime.processes.restarts import RESTARTS_VARIABLE, RunRestart, restarts_variable
 
@@ -30,9 +31,10 @@ def client(uri: str) -> MlflowClient:
     return tracking.MlflowClient(tracking_uri=uri)
 
 
-def options(folder: Path, uri: str, **others: object) -> MlflowOptions:
+def opened(folder: Path, uri: str, settings: Settings | None = None) -> MlflowTracker:
     (folder / "latest").mkdir(exist_ok=True)
-    return MlflowOptions(run_dir=folder / "latest", uri=uri, experiment="mine", run_name="latest", **others)
+    arguments = ObservabilityArguments(run_dir=folder / "latest", mlflow_experiment_name="mine")
+    return MlflowTracker(TrackedRun(arguments=arguments, settings=settings or {}), uri, None)
 
 
 def runs(client: MlflowClient) -> list[tuple[str, str, str]]:
@@ -47,7 +49,7 @@ def history(client: MlflowClient, run_id: str, metric: str) -> list[tuple[int, f
 
 
 def test_every_metric_is_a_curve_over_steps(tmp_path: Path, uri: str, client: MlflowClient) -> None:
-    tracker = MlflowTracker(options(tmp_path, uri, settings={"optimizer": {"lr": 1e-6}, "model": {"name": "x" * 9000}}))
+    tracker = opened(tmp_path, uri, {"optimizer": {"lr": 1e-6}, "model": {"name": "x" * 9000}})
     tracker.log({"reward/mean": 0.25, "eval/gsm8k/pass@4": 0.5, "age/count/0": 96}, step=1)
     tracker.log({"reward/mean": 0.5, **{f"my/{n}": float(n) for n in range(1500)}}, step=2)
     [(run_id, name, status)] = runs(client)
@@ -62,7 +64,7 @@ def test_every_metric_is_a_curve_over_steps(tmp_path: Path, uri: str, client: Ml
 
 
 def test_what_is_not_a_number_is_logged(tmp_path: Path, uri: str, client: MlflowClient) -> None:
-    tracker = MlflowTracker(options(tmp_path, uri))
+    tracker = opened(tmp_path, uri)
     tracker.log({"train/loss": float("nan"), "train/grad_norm": float("inf"), "reward/mean": 0.5}, step=1)
     [(run_id, _, _)] = runs(client)
     assert history(client, run_id, "reward/mean") == [(1, 0.5)]

@@ -7,7 +7,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,21 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
-from miles_async.observability.prometheus_tracker import PrometheusOptions, PrometheusTracker, metrics_key
+from miles_async.observability.prometheus_tracker import PrometheusTracker, metrics_key
+from miles_async.observability.tracker_parts import TrackedRun
 from miles_async.observability.trackers import open_trackers
+from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.keys import METRICS_KEY_VARIABLE, Secret
 from miles_async.runtime.network.ports import HeldPort
 from tests.fakes.certificates import Authority, needs_openssl
 
 KEY = Secret("k" * 64)
-OPTIONS = PrometheusOptions(run="qwen3-4b", host="127.0.0.1", port=0, key=KEY)
+ARGUMENTS = ObservabilityArguments(run_dir=Path("runs/qwen3-4b"), prometheus_port=0)  # any free one
 
 
 @pytest.fixture
 def tracker() -> Iterator[PrometheusTracker]:
-    opened = PrometheusTracker(OPTIONS, clock=lambda: 1766000000.0)
+    opened = PrometheusTracker(TrackedRun(arguments=ARGUMENTS), KEY, clock=lambda: 1766000000.0)
     yield opened
     opened.finish()
 
@@ -123,7 +124,7 @@ def test_silent_clients_hold_up_neither_others_nor_the_end(tracker: PrometheusTr
 @needs_openssl
 def test_with_certificates_the_port_speaks_tls_alone(tmp_path: Path) -> None:
     tls = Authority.make(tmp_path).issue("127.0.0.1")
-    tracker = PrometheusTracker(replace(OPTIONS, tls=tls.server()))
+    tracker = PrometheusTracker(TrackedRun(arguments=ARGUMENTS, network=Network(tls=tls)), KEY)
     tracker.log({"reward/mean": 0.5}, step=1)
     silent = socket.create_connection(("127.0.0.1", tracker.port))  # without a handshake
     request = urllib.request.Request(f"https://127.0.0.1:{tracker.port}/metrics", headers=KEY.headers())
