@@ -108,6 +108,18 @@ class Run:
             return {name: table for name, table in tables.items() if isinstance(table, dict)}
         return {}
 
+    @property
+    def total_steps(self) -> int | None:
+        """--num-rollout; None if config.toml does not say."""
+        value = self.flags().get("rollout", {}).get("num-rollout")
+        return value if isinstance(value, int) else None
+
+    def changes(self) -> list[str]:
+        """Settings changed and requests made while the run was live, in order; none if no ledger can be read."""
+        with suppress(LedgerError), self.ledger() as reader:
+            return [] if reader is None else [str(change) for change in reader.changes()]
+        return []
+
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:
     """Open run directories; a directory that is none stands for the runs in it, newest first.

@@ -5,21 +5,18 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from miles_async.arguments.config_file import read_config_file
-from miles_async.errors import ConfigurationError, LedgerError
-from miles_async.ledger.reader import open_ledger
 from miles_async.observability.heartbeat import read_balance, standing_line
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
-from miles_async.runtime.files.run_directory import CONFIG_FILE, LEDGER_FILE
+from miles_async.runtime.files.run_directory import LEDGER_FILE
 from miles_async.runtime.processes.run_process import RunProcess, find_driver
 from miles_async.runtime.texts import last_lines
 from miles_async.types import JsonObject
 from miles_async.watch.json_texts import decoded_object
+from miles_async.watch.run import Run
 
 WARNINGS = 5  # the last ones that the command shows
 LOG_TAIL = 1 << 20  # bytes of each log that are searched for warnings
@@ -61,9 +58,8 @@ def read_rows(run_dir: Path) -> list[JsonObject]:
 
 def read_status(run_dir: Path, run: RunProcess, rows: Sequence[JsonObject]) -> Status:
     """Read the whole status. ``rows``: of metrics.jsonl."""
-    summary: JsonObject = {}
-    with suppress(OSError):
-        summary = decoded_object((run_dir / "summary.json").read_bytes())
+    seen = Run(run_dir, run_dir.name)
+    summary = seen.summary()
     evaluated = [row for row in rows if "eval/reward" in row]
     saved = [row["step"] for row in rows if "checkpoint/write_seconds" in row]
     balance = read_balance(run_dir / LEDGER_FILE)
@@ -75,7 +71,7 @@ def read_status(run_dir: Path, run: RunProcess, rows: Sequence[JsonObject]) -> S
         started=run.started,
         ending=summary.get("ending"),
         error=summary.get("error"),
-        steps=total_steps(run_dir),
+        steps=seen.total_steps,
         quiet_seconds=seconds_since(max(row["time"] for row in rows)) if rows else None,
         metrics=numbers(trained[-1]) if (trained := trained_rows(rows)) else {},
         eval_step=evaluated[-1]["step"] if evaluated else None,
@@ -83,7 +79,7 @@ def read_status(run_dir: Path, run: RunProcess, rows: Sequence[JsonObject]) -> S
         checkpoint=max(saved, default=None),
         groups={} if balance is None else balance.summary(),
         standing="" if balance is None else standing_line(balance),
-        changes=_changes(run_dir / LEDGER_FILE),
+        changes=seen.changes(),
         warnings=last_warnings(run_dir),
     )
 
@@ -95,13 +91,6 @@ def state_of(run: RunProcess, summary: JsonObject) -> State:
     return "running" if alive else "over" if here or "ending" in summary else "unknown"
 
 
-def _changes(ledger: Path) -> list[str]:
-    """None if there is no ledger yet, or none that can be read."""
-    with suppress(LedgerError), open_ledger(ledger) as reader:
-        return [str(change) for change in reader.changes()]
-    return []
-
-
 def trained_rows(rows: Sequence[JsonObject]) -> list[JsonObject]:
     """The rows of trained steps, without rows that only have an evaluation or a checkpoint."""
     return [row for row in rows if "time/step_seconds" in row]
@@ -110,13 +99,6 @@ def trained_rows(rows: Sequence[JsonObject]) -> list[JsonObject]:
 def numbers(row: JsonObject) -> dict[str, float]:
     """The metrics of a row that were measured."""
     return {name: value for name, value in row.items() if value is not None}  # None: not a number
-
-
-def total_steps(run_dir: Path) -> int | None:
-    """--num-rollout; None if config.toml does not say."""
-    with suppress(ConfigurationError):  # absent, or of another version
-        return int(str(read_config_file(run_dir / CONFIG_FILE)[0]["num_rollout"]))
-    return None
 
 
 def last_warnings(run_dir: Path, count: int = WARNINGS) -> list[JsonObject]:

@@ -53,7 +53,7 @@ def standing(run: Run) -> JsonObject:
         "ending": summary.get("ending"),
         "error": summary.get("error"),
         "step": _last_step(run.metrics),
-        "steps": total_steps(run),
+        "steps": run.total_steps,
         "revision": run.metrics.revision,
     }
     with suppress(ConfigurationError):  # no run.json, or of another version
@@ -77,18 +77,11 @@ def overview(run: Run) -> JsonObject:
         "ages": ages(run.metrics),
         "groups": groups,
         "reasons": reasons,
-        "changes": _changes(run),
+        "changes": run.changes(),
         "standing": line if found["state"] != "over" else "",
         "warnings": [_warning(entry) for entry in reversed(last_warnings(run.directory, MOST_WARNINGS))],
         "notes": [*run.metrics.notes, *notes],
     }
-
-
-def _changes(run: Run) -> list[str]:
-    """Settings changed and requests made while the run was live, in order."""
-    with suppress(LedgerError), run.ledger() as reader:
-        return [] if reader is None else [str(change) for change in reader.changes()]
-    return []
 
 
 def ages(metrics: MetricsTable, columns: int = STRIP) -> JsonObject:
@@ -113,12 +106,6 @@ def ages(metrics: MetricsTable, columns: int = STRIP) -> JsonObject:
     }
 
 
-def total_steps(run: Run) -> int | None:
-    """--num-rollout of the run; None if unknown."""
-    value = run.flags().get("rollout", {}).get("num-rollout")
-    return value if isinstance(value, int) else None
-
-
 def _last_step(metrics: MetricsTable) -> int:
     steps = metrics.series("time/step_seconds").steps
     return int(steps[-1]) if len(steps) else 0
@@ -131,7 +118,7 @@ def _tiles(run: Run, *, running: bool) -> JsonObject:
     tokens = metrics.series("train/tokens").values
     rewards = metrics.series("reward/mean").values
     recent = float(seconds[-TIME_WINDOW:].mean()) if len(seconds) else None
-    total, done = total_steps(run), _last_step(metrics)
+    total, done = run.total_steps, _last_step(metrics)
     saved = metrics.series("checkpoint/write_seconds").steps
     evaluated = metrics.series("eval/reward")
     return {
