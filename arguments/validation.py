@@ -31,7 +31,6 @@ from miles_async.arguments.session_checks import check_reasoning_parser, check_t
 from miles_async.arguments.sessions import AUTO, TOOL_CALL_PARSERS
 from miles_async.arguments.specification import MODULE_ATTR, flag_specifications
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
-from miles_async.arguments.supervised_checks import check_supervised
 from miles_async.arguments.surroundings import (
     check_data_sets,
     check_model,
@@ -47,6 +46,7 @@ from miles_async.arguments.trainer_checks import (
     check_batches,
     check_recomputation,
     check_shared_prefixes,
+    check_supervised,
 )
 from miles_async.errors import ConfigurationError
 

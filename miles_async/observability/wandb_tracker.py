@@ -1,7 +1,8 @@
 """Weights & Biases. A run whose server cannot be used goes offline: files in the run directory (`wandb sync` sends).
 
 The driver logs for all processes, which is the only way offline. Online, several processes may log to one run
-(``shared``): one of them primary, each with its own label, which keeps its system metrics apart.
+(``--wandb-shared``): the driver is its primary, and logs all metrics; secondaries add what W&B measures of their
+machines, each under its own label.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import structlog
 
 from miles_async.arguments.observability import ObservabilityArguments, WandbMode
 from miles_async.observability.background import BackgroundTracker
-from miles_async.observability.tracker_parts import mode_of, save_run_id
+from miles_async.observability.tracker_parts import earlier_run_id, mode_of, save_run_id
 from miles_async.runtime.texts import shortened
 from miles_async.samples.columns import SampleSummary
 from miles_async.samples.files import SamplesFile
@@ -181,6 +182,38 @@ def _open(options: WandbOptions, mode: WandbMode | Literal["shared"]) -> wandb.R
 def open_wandb(options: WandbOptions) -> BackgroundTracker:
     """Return a tracker at once; a W&B that is slow, absent or broken costs a warning."""
     return BackgroundTracker("wandb", lambda: WandbTracker(options))
+
+
+def with_shared_id(arguments: ObservabilityArguments) -> ObservabilityArguments:
+    """Choose the id of the run before its processes start, if they share it. Raises ConfigurationError."""
+    if not _is_shared(arguments) or arguments.wandb_run_id is not None:
+        return arguments
+    return replace(arguments, wandb_run_id=earlier_run_id(NAME) or new_run_id())
+
+
+def report_machine(arguments: ObservabilityArguments, label: str) -> BackgroundTracker | None:
+    """Let W&B measure this machine until the process ends; None if the run is not shared.
+
+    ``label``: no other process of the run has it.
+    """
+    if not _is_shared(arguments) or arguments.wandb_run_id is None:
+        return None
+    return open_wandb(
+        WandbOptions(
+            directory=arguments.run_dir,
+            mode="online",
+            project=arguments.wandb_project,
+            group=arguments.wandb_group,
+            run_id=arguments.wandb_run_id,
+            shared=True,
+            label=label,
+            primary=False,
+        )
+    )
+
+
+def _is_shared(arguments: ObservabilityArguments) -> bool:
+    return arguments.wandb_shared and wandb_mode(arguments) == "online"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,9 +42,7 @@ SHOWN = 3  # names in a message
 EVERYTHING = TensorShare()
 
 
-def canary_tokens(
-    prompts: Iterable[Sequence[int]], vocab_size: int, *, length: int = 256, seed: int = 0
-) -> tuple[int, ...]:
+def canary_tokens(prompts: Iterable[Sequence[int]], vocab_size: int, *, length: int) -> tuple[int, ...]:
     """Join ``prompts`` up to ``length`` tokens; random tokens if they have less than two."""
     tokens: list[int] = []
     for prompt in prompts:
@@ -52,7 +50,7 @@ def canary_tokens(
         if len(tokens) >= length:
             break
     if len(tokens) < 2:
-        draw = random.Random(seed)
+        draw = random.Random(0)
         tokens = [draw.randrange(vocab_size) for _ in range(length)]
     return tuple(tokens[:length])
 

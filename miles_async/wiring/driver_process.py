@@ -22,7 +22,7 @@ from miles_async.checkpoints.save_lock import save_lock
 from miles_async.errors import ConfigurationError, ProcessLostError, StalledError, first_error
 from miles_async.observability.logs import configure_logging
 from miles_async.observability.summary import Ending
-from miles_async.observability.wandb_shared import with_shared_id
+from miles_async.observability.wandb_tracker import with_shared_id
 from miles_async.runtime.files.owned_directory import OwnedDirectory, sweep_temporary, temporary_parent
 from miles_async.runtime.files.run_directory import CONFIG_FILE, Claim, claimed
 from miles_async.runtime.processes.fork_server_process import ForkServers

@@ -12,7 +12,7 @@ from miles_async.arguments.cluster import Device
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import count_elements
 from miles_async.backends import create_backend
-from miles_async.observability.wandb_shared import report_machine
+from miles_async.observability.wandb_tracker import report_machine
 from miles_async.runtime.cluster.node_files import NodeFiles
 from miles_async.runtime.environment import SecretEnvironment, apply_secrets, secret_environment
 from miles_async.runtime.files.run_directory import PROFILES, RANKS_FILE

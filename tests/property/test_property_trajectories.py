@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from miles_async.backends.megatron.packing.images import images_of
-from miles_async.engines.sglang.images import engine_inputs
+from miles_async.engines.sglang.api import engine_inputs
 from miles_async.errors import TrajectoryError
 from miles_async.trajectory import messages
 from miles_async.trajectory.context import Turn

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import aiohttp
 import msgspec
+import numpy as np
 import orjson
 
 from miles_async.engines.http import ERROR_TEXT, Http, decode_json
@@ -21,7 +23,6 @@ from miles_async.engines.sglang.held_report import (
     join_fingerprints,
     read_reports,
 )
-from miles_async.engines.sglang.images import engine_inputs
 from miles_async.engines.sglang.scores import PACK_SCORES, read_scores
 from miles_async.errors import EngineError, EngineTimeoutError, RequestRejectedError
 from miles_async.seams import InferenceServer, TokenVersions
@@ -33,6 +34,9 @@ from miles_async.types import (
     Generation,
     GroupBackend,
     HeldWeights,
+    Int32,
+    JsonObject,
+    Picture,
     TensorMeta,
     TensorShare,
 )
@@ -103,6 +107,29 @@ def _post(declared: Operation, path: str, *names: str, **fixed: object) -> Opera
         await server._call(url, path, timeout, dict(zip(names, given, strict=True)) | fixed)
 
     return cast(Operation, operation)
+
+
+def engine_inputs(request: GenerateRequest) -> tuple[Int32, JsonObject]:
+    """Token ids as the engine expects them, and the fields of its request that hold the images: one token for each
+    image, where the model reads many.
+
+    SGLang (0.5.23) makes pixels of the files with the checkpoint's own processor, as the trainer does, and repeats the
+    token of an image as often as it has parts; the other tokens stay as they are (SGLANG_MM_AVOID_RETOKENIZE, on by
+    default). Where it cannot do that, it decodes them and tokenizes the text again, with no more than a warning: the
+    number of prompt tokens in its answer then mostly is another than ours (``answer_guard``).
+    """
+    if not request.pictures:
+        return request.input_ids, {}
+    assert request.image_token is not None, "pictures have a token"
+    tokens = request.input_ids
+    repeated = (tokens[1:] == request.image_token) & (tokens[:-1] == request.image_token)
+    first = np.concatenate([[True], ~repeated])  # chat templates write tokens between two images
+    return tokens[first], {"image_data": [_data_url(picture) for picture in request.pictures]}
+
+
+def _data_url(picture: Picture) -> str:
+    """Bare base64 would do, but for JPEG: that begins with a slash, which SGLang takes for a path."""
+    return "data:image;base64," + b64encode(picture.content).decode()
 
 
 class SGLangServer:

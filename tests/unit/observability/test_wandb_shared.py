@@ -11,7 +11,7 @@ import wandb
 
 from miles_async.arguments import Arguments, ClusterArguments, ObservabilityArguments
 from miles_async.observability.trackers import open_trackers
-from miles_async.observability.wandb_shared import report_machine, with_shared_id
+from miles_async.observability.wandb_tracker import report_machine, with_shared_id
 from miles_async.runtime.processes.restarts import RESTARTS_VARIABLE
 from miles_async.wiring import trainer_process
 from tests.unit.observability.test_wandb import FakeInit
