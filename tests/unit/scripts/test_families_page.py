@@ -106,12 +106,13 @@ def test_lines_for_the_text_model_of_a_checkpoint_with_images_do_it(
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
 
 
-def test_lines_for_the_text_model_of_kimi_do_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_for_the_text_model_of_kimi_does_it(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    monkeypatch.chdir(tmp_path)
-    whole = Path("Kimi-K2.5-bf16")
+    from examples.math import kimi_text
+
+    whole, written = tmp_path / "whole", tmp_path / "text"
     whole.mkdir()
     text = {"model_type": "kimi_k2", "num_hidden_layers": 61, "quantization_config": {"format": "pack-quantized"}}
     (whole / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
@@ -121,8 +122,7 @@ def test_lines_for_the_text_model_of_kimi_do_it(tmp_path: Path, monkeypatch: pyt
     save_file(
         {"language_model.lm_head.weight": torch.zeros(3), "mm_projector.b": torch.ones(1)}, whole / "2.safetensors"
     )
-    exec(PROGRAMS[2])
-    written = Path("Kimi-K2.5-text")
+    kimi_text.main([str(whole), str(written)])
     assert read_config(written) == {"model_type": "kimi_k2", "num_hidden_layers": 61}
     index = json.loads((written / "model.safetensors.index.json").read_text())["weight_map"]
     assert index == {"model.norm.weight": "1.safetensors", "lm_head.weight": "2.safetensors"}
