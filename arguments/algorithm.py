@@ -235,7 +235,7 @@ class AlgorithmArguments:
     kl_loss_type: KlLossType | ModuleAttr = flag(
         "k3",
         "estimator of the KL loss. k3: exp(d) − 1 − d with d = log π_ref − log π; low_var_kl: that, at most 10; k2: "
-        "d² / 2; abs: |d|; k1: −d, whose gradient is 0 in the mean",
+        "d² / 2; abs: |d|; k1: −d, whose gradient is 0 on average",
     )
     kl_target: float | None = flag(
         None,

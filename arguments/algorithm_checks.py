@@ -29,7 +29,7 @@ LOSSES_WITH: dict[str, frozenset[PolicyLossName]] = {
 """Field → the losses that read it."""
 
 CLIPPED_RATIO = CLIPPED - {"gmpo", "dppo_tv", "dppo_kl"}
-"""Losses whose clip is of the ratio itself, which is never below 0."""
+"""Losses that clip the ratio itself, which is never below 0."""
 
 NO_CLIP = 1e6
 """A clip range from here on is meant as none."""
@@ -118,7 +118,7 @@ def _check_optimal_baseline(arguments: Arguments) -> Iterator[str]:
         yield f"{flag} with --normalize-advantages, which takes another mean away: leave one of them out"
     if (ranks := model.expert_model_parallel_size) > 1:
         yield (
-            f"{flag} with --expert-model-parallel-size {ranks}: gradients of experts are of the samples of several "
+            f"{flag} with --expert-model-parallel-size {ranks}: gradients of experts come from the samples of several "
             "data-parallel ranks, and each sample's own is needed; use 1, or --advantage-estimator grpo"
         )
     if (tensor := model.tensor_model_parallel_size) != model.expert_tensor_size:

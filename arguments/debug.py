@@ -59,7 +59,7 @@ class DebugArguments:
     )
 
     def profiled_ranks(self, world_size: int) -> frozenset[int]:
-        """Ranks of ``--profile-ranks``. Raises ValueError: a word is no rank below ``world_size``."""
+        """Ranks of ``--profile-ranks``. Raises ValueError: a word is not a rank below ``world_size``."""
         if self.profile_ranks == (ALL_RANKS,):
             return frozenset(range(world_size))
         for word in self.profile_ranks or ("none",):

@@ -38,7 +38,7 @@ SIMPLE_KINDS = {"bool", "int", "float", "str"}
 
 @dataclass(frozen=True, slots=True)
 class FieldType:
-    """The values that a field may have, as far as a command line can express them."""
+    """The values of a field that a command line can express."""
 
     kinds: tuple[str, ...] = ()  # names of types of one value
     choices: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ def megatron_fields() -> Mapping[str, MegatronField]:
 
 
 def as_megatron_flags(words: Sequence[str], ours: Sequence[str]) -> Iterator[str]:
-    """Write ``--X`` as ``--megatron-X`` where it is none of ours and X is exactly the name of a field."""
+    """Write ``--X`` as ``--megatron-X`` where it is not a flag of ours and X is exactly the name of a field."""
     known = set(ours)
     for word in words:
         name, equals, value = word.partition("=")

@@ -67,8 +67,8 @@ def fields_table() -> str:
     """Text of ``--help-megatron``."""
     lines = [
         "Fields of Megatron's configs, by the installed version: --megatron-X VALUE sets one, and a switch needs no",
-        "value (--megatron-X false turns it off). --X is taken as --megatron-X if it is no other flag. Several values",
-        "are a list. Default as in Megatron's source: Megatron-Bridge chooses others by the model.",
+        "value (--megatron-X false turns it off). --X is taken as --megatron-X unless it is another flag. Several",
+        "values are a list. Default as in Megatron's source: Megatron-Bridge chooses others by the model.",
         "",
     ]
     for item in megatron_fields().values():

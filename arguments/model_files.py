@@ -145,7 +145,7 @@ def _transposed_experts(shapes: Mapping[str, Shape], config: JsonObject) -> Iter
 
 
 def _expected_shapes(config: JsonObject) -> dict[str, Shape]:
-    """Kind of tensor → shape, as far as config.json says."""
+    """Kind of tensor → shape, for the kinds that config.json describes."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     head = config.get("head_dim") or (hidden // heads if heads and hidden else None)
     kv_heads = config.get("num_key_value_heads") or heads

@@ -99,7 +99,7 @@ def check_bad_steps(arguments: Arguments) -> Iterator[str]:
     if optimizer.max_logprob_diff is not None and arguments.debug.sides == "trainer":
         yield (
             f"--max-logprob-diff {optimizer.max_logprob_diff} compares the trainer with the engines that served its "
-            "weights, and batches of --load-debug-rollout-data are of another run: leave it out"
+            "weights, and batches of --load-debug-rollout-data come from another run: leave it out"
         )
 
 

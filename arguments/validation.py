@@ -118,9 +118,9 @@ def check_sampling(arguments: Arguments) -> Iterator[str]:
     if given := [flag for flag, cut in cuts.items() if cut]:
         yield (
             f"{' and '.join(given)}: SGLang samples from what is left of the distribution and reports log-probs as "
-            "they were before it was cut. The trainer's are of the whole distribution too, so no ratio or importance "
-            "weight would be about the policy that sampled. Leave --rollout-top-p at 1 and --rollout-top-k at -1 "
-            "(--rollout-temperature is accounted for; evaluation has --eval-top-p and --eval-top-k)"
+            "they were before it was cut. The trainer's belong to the whole distribution, too, so no ratio or "
+            "importance weight would be about the policy that sampled. Leave --rollout-top-p at 1 and --rollout-top-k "
+            "at -1 (--rollout-temperature is accounted for; evaluation has --eval-top-p and --eval-top-k)"
         )
 
 

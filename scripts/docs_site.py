@@ -61,7 +61,7 @@ def metrics_tables() -> str:
     parts = []
     for section in registry().sections:
         rows = "\n".join(f"| {row.names} | {row.unit} | {row.meaning} | {row.worries} |" for row in section.rows)
-        table = f"| metric | unit | meaning | worries when |\n|---|---|---|---|\n{rows}"
+        table = f"| metric | unit | meaning | look closer when |\n|---|---|---|---|\n{rows}"
         parts += [
             part for part in (f"## {section.title}", section.before.strip(), table, section.after.strip()) if part
         ]

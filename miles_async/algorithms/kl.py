@@ -1,7 +1,7 @@
 """Estimates of KL(π ‖ π_ref) at tokens that π sampled (``--kl-loss-type``), each [N].
 
 With d = log π_ref - log π (Schulman, "Approximating KL Divergence", 2020); differentiable in ``logprobs``. As losses,
-k2 and k3 pull the policy towards the reference. The gradient of k1 is 0 in the mean: use it for rewards and logging.
+k2 and k3 pull the policy towards the reference. The gradient of k1 is 0 on average: use it for rewards and logging.
 """
 
 from __future__ import annotations

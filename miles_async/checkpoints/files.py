@@ -106,7 +106,7 @@ def position_problems(checkpoint: Checkpoint, manifest_step: int | None) -> Iter
         if other != step:
             yield (
                 f"{POSITION_FILE} says step {step}, and {name} says {other}: expected the same, so one of them was "
-                "changed, or is of another checkpoint"
+                "changed, or belongs to another checkpoint"
             )
 
 

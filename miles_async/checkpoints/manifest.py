@@ -251,7 +251,7 @@ def _differences(saved: JsonObject, model: JsonObject, anyway: Collection[str]) 
         if name in saved and name in model and saved[name] != model[name]
     ]
     if differ:
-        return [f"it is of another model than --hf-checkpoint: expected what was saved, {', '.join(differ)}"]
+        return [f"it belongs to another model than --hf-checkpoint: expected what was saved, {', '.join(differ)}"]
     if not isinstance(saved.get("function"), dict):  # of an earlier version
         return []
     others = differing(saved, model, anyway)

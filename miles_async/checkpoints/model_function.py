@@ -43,7 +43,7 @@ IMAGES_WITHOUT_EFFECT = frozenset({"auto_map", "image_processor_type", "processo
 # Parts of tokenizer.json that users of it set as they please, and fields of tokenizer_config.json that add tokens.
 _TOKENIZER_WITHOUT_EFFECT = ("version", "truncation", "padding")
 _TOKENIZER_SETTINGS = ("add_bos_token", "add_eos_token", "bos_token", "eos_token")
-# Entries of a fingerprint that are no fields of config.json.
+# Entries of a fingerprint that are not fields of config.json.
 _NO_FIELDS = (
     "function",
     "tokenizer",

@@ -193,7 +193,7 @@ class RunCheckpoints:
         write_manifest(partial, self._identity, position.step, digests)
         replaced = in_the_way(final.parent, run, position.step)
         if replaced and not self._replaces:
-            raise CheckpointError(f"{replaced[-1].directory} is of the run {replaced[-1].run}: two runs save there")
+            raise CheckpointError(f"{replaced[-1].directory} belongs to run {replaced[-1].run}: two runs save there")
         self._check_lock()
         put_in_place(partial, final, replaced)
         self._replaces = False

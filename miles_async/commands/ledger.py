@@ -168,7 +168,7 @@ def _show_reasons(balance: Balance, width: int) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------------- dead letters
 def _dead_letters(directory: Path) -> dict[str, DeadLetter]:
-    """Dead letters by prompt id: of the run, or of the newest checkpoint if it is no run directory."""
+    """Dead letters by prompt id: of the run, or of the newest checkpoint if it is not a run directory."""
     if (directory / LEDGER_FILE).is_file():
         with open_ledger(directory / LEDGER_FILE) as reader:
             return {letter.prompt_id: letter for letter in reader.dead_letters()}

@@ -15,7 +15,7 @@ from miles_async.samples.columns import LOSS, MASK_REASONS, SampleRow, SampleSum
 from miles_async.samples.files import SamplesState
 
 NONE = "–"
-WIDTH = 120  # columns, where the output is no terminal
+WIDTH = 120  # columns, where the output is not a terminal
 TOKENS_WIDTH = 150  # columns that all figures of a token need
 RESPONSE_SHOWN = 2000  # characters of a response in a table's row before the terminal's width cuts it
 

@@ -22,7 +22,7 @@ _OWN_PLACE = ("side", "level", "timestamp", "event", "logger", "exception")  # o
 
 
 def status(words: Sequence[str]) -> str:
-    """Return the output of ``miles-async status``. Raises ConfigurationError: it is no run directory."""
+    """Return the output of ``miles-async status``. Raises ConfigurationError: it is not a run directory."""
     parser = CommandParser(
         prog="miles-async status",
         description="Show where a run stands: whether it is alive, its last step, its groups and what it waits for, "

@@ -61,7 +61,7 @@ def experts_of(answer: Generation, request: GenerateRequest, routers: RouterShap
 
     Raises:
         ConfigurationError: the server reports none.
-        TransientEngineError: they don't cover all tokens and layers, or are no experts of the model.
+        TransientEngineError: they don't cover all tokens and layers, or name experts that the model lacks.
     """
     generated = len(answer.output_ids)
     if not generated and answer.finish_reason == "abort":

@@ -118,7 +118,7 @@ class TextEpisode:
 
 
 def first_observation(environment: TextEnvironment, seed: int) -> str:
-    """The text that an environment begins with. Raises UserCodeError if it is none."""
+    """Reset an environment and return its first observation. Raises UserCodeError if that is not a text."""
     returned: Any = environment.reset(seed=seed)
     match returned:
         case (str(observation), Mapping()):

@@ -78,7 +78,7 @@ class NemoGymEpisode:
     """One episode. Turns with calls are answered by the server's tools; the first other one is verified."""
 
     def __init__(self, server: NemoGym, prompt: Prompt) -> None:
-        """Raises UserCodeError for a prompt that is no task of NeMo Gym."""
+        """Raises UserCodeError for a prompt that is not a task of NeMo Gym."""
         self._server = server
         if not isinstance(task := prompt.metadata.get(_ROW), Mapping):
             raise UserCodeError(f"expected a task as {_ROW} in the prompt's metadata (--metadata-key)")
@@ -86,7 +86,7 @@ class NemoGymEpisode:
         try:
             self._request, _, self._tools = _read(task)
         except TrajectoryError as error:
-            raise UserCodeError(f"no task of NeMo Gym: {error}") from error
+            raise UserCodeError(f"not a task of NeMo Gym: {error}") from error
         self._http: aiohttp.ClientSession | None = None
         self._output: list[JsonObject] = []  # items of the response that is verified
 
@@ -98,7 +98,7 @@ class NemoGymEpisode:
         """Call tools, or verify.
 
         Raises:
-            UserCodeError: the environment raised, or its answer is none of the protocol.
+            UserCodeError: the environment raised, or its answer does not follow the protocol.
             ServiceUnavailableError, aiohttp.ClientConnectionError: the server is down, or says that it failed.
         """
         if self._http is None:
@@ -144,7 +144,7 @@ class NemoGymEpisode:
         )
 
     async def _called(self, tool: str, arguments: object) -> tuple[str, bool]:
-        """The answer of a tool, and whether it is an error: a status that is one is the model's to read."""
+        """The answer of a tool, and whether it is an error: the model reads the text of an error status."""
         if tool not in [each["function"]["name"] for each in self._tools]:
             return f"error: there is no tool {tool!r}", True
         if not isinstance(arguments, Mapping):

@@ -37,7 +37,7 @@ class _Message(msgspec.Struct, frozen=True):
 
 
 class ActionRefusedError(UserCodeError):
-    """The server says that an action is none of the environment's."""
+    """The server says that the environment has no such action."""
 
 
 class OpenEnvSession:
@@ -67,7 +67,7 @@ class OpenEnvSession:
 
         Raises:
             ActionRefusedError: the action doesn't fit the environment.
-            UserCodeError: the environment raised, or the answer is none of the protocol.
+            UserCodeError: the environment raised, or the answer does not follow the protocol.
             ServiceUnavailableError: the connection ended, or the server can't make environments.
         """
         seen = await self._ask("step", action)

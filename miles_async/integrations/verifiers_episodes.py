@@ -175,8 +175,8 @@ class VerifiersEpisodes:
                 reply = msgspec.json.decode(line, type=dict[str, Any])
                 if (waiting := self._waiting.get(reply["id"])) is not None and not waiting.done():
                     waiting.set_result(reply)
-        except Exception as error:  # supervision point: a line that is no answer, or too long
-            problem = f"wrote a line that is no answer ({error!r})"
+        except Exception as error:  # supervision point: a line that is not an answer, or is too long
+            problem = f"wrote a line that is not an answer ({error!r})"
         finally:
             await end(process)
             lost = ConnectionError(f"the process of verifiers {problem}: {_last_line(self._log_path)}")

@@ -23,7 +23,7 @@ FILES = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryErr
 
 
 def opened(name, config):
-    """Load the environment. Exits with status 2 if it is none that can be played here."""
+    """Load the environment. Exits with status 2 if it cannot be played here."""
     try:
         found = version("verifiers")
     except PackageNotFoundError:

@@ -281,7 +281,7 @@ def _described(group: Group) -> JsonObject:
         "response_lengths": json.dumps([sample.response_length for sample in group.samples]),
         "oldest_version": group.oldest_version,
         "newest_version": group.newest_version,
-        # Most groups are of one version, and then no sample needs to be looked at.
+        # Most groups have one version, and then no sample needs to be looked at.
         "mixed_samples": sum(is_mixed(sample) for sample in group.samples)
         if group.oldest_version != group.newest_version
         else 0,

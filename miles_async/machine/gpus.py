@@ -32,7 +32,7 @@ class GpuFacts:
 
     driver: str | None  # "580.65.06"; None if the kernel has no NVIDIA driver
     cuda: str | None  # that torch was built with: "13.0"; None for a CPU build
-    gpus: tuple[str, ...]  # names, as far as torch can use them
+    gpus: tuple[str, ...]  # names of those that torch can use
     nccl: str | None  # version in torch
 
 

@@ -84,7 +84,7 @@ def _ask(url: str, seconds: float) -> Reply:
 
 
 def service_findings(service: Service, environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Ask a service, and compare clocks with it. It is a warning if there is none: a run does without."""
+    """Ask a service, and compare clocks with it. A missing service is a warning: runs work without it."""
     variable, values = service.offline
     if (value := environment.get(variable, "")).lower() in values:
         yield Finding(check="network", verdict="ok", found=f"{service.name}: not asked ({variable}={value})")

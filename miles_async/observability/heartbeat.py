@@ -56,7 +56,7 @@ def read_balance(ledger: Path) -> Balance | None:
 
 
 def standing_line(balance: Balance) -> str:
-    """Groups in flight, buffered, and filtered or failed with the commonest reason; then what the run waits for."""
+    """Groups in flight, buffered, and filtered or failed with the most common reason; then what the run waits for."""
     parts = [f"{balance.in_flight} groups in flight", f"{balance.buffered} buffered"]
     finished = sum(balance.ended.values()) + balance.buffered + balance.cut
     for outcome in (Outcome.FILTERED, Outcome.FAILED):

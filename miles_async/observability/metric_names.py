@@ -32,7 +32,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     names: str
     unit: Unit
     meaning: str
-    worries: str  # when to look closer; empty: no value worries by itself
+    worries: str  # when to look closer; empty: no value by itself is a reason
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):

@@ -117,7 +117,7 @@ class AddedLines:
 
 
 class AddedLinesReader:
-    """Reads a growing file from where the last reading ended."""
+    """Reads what was added to a growing file since the last reading."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

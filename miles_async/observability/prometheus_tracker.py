@@ -96,9 +96,9 @@ def prometheus_name(metric: str) -> str:
 
 
 def _help(metric: str) -> str:
-    """Meaning, unit, and when the metric worries, as the registry has them; empty for a metric that it lacks."""
+    """Meaning, unit, and when to look closer, as the registry has them; empty for a metric that it lacks."""
     found = describe(metric)
-    worries = f"; worries when: {found.worries}" if found.worries else ""
+    worries = f"; look closer when: {found.worries}" if found.worries else ""
     return f"{found.meaning} ({found.unit}){worries}" if found.meaning else ""
 
 

@@ -55,7 +55,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ),
         (
             "engine − trainer",
-            f"log-probs differ by {_number(difference['mean'], '.2e')} in the mean, "
+            f"log-probs differ by {_number(difference['mean'], '.2e')} on average, "
             f"{_number(difference['max'], '.2e')} at most",
         ),
         ("seconds by stage", stages or MISSING),

@@ -48,8 +48,8 @@ def separate(
     ``content``: of ``--input-key``, unchecked but for what has images. ``column``: the row's images; None: it has no
     such column, and ``<image>`` is a text like any other. A text with images becomes a message of the user.
 
-    Raises DataError, without location, for a part that is no text and no image, and unless every image of the column is
-    used once.
+    Raises DataError, without location, for a part that is neither text nor image, and unless every image of the
+    column is used once.
     """
     rest = iter(column or ())
     found: list[object] = []
@@ -62,7 +62,7 @@ def separate(
             separated.append(message)
             continue
         found += [part for _, part in parts if part is not None]
-        assert isinstance(message, Mapping), "parts are of a message's content"
+        assert isinstance(message, Mapping), "parts belong to a message's content"
         separated.append({**message, "content": [dict(shown) for shown, _ in parts]})
     if left := len(list(rest)):
         count = len(column or ())

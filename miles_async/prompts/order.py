@@ -34,7 +34,7 @@ BARREN_EPOCHS = 100  # of a user's sampler whose rows are all too long, in a row
 class Order(Protocol):
     """The rows of each epoch."""
 
-    patience: int  # epochs without a usable row after which there is none
+    patience: int  # epochs in a row without a usable row before the run ends
 
     def begin(self, epoch: int) -> Int64:
         """Indices of the rows that an epoch gives, in order."""
@@ -107,7 +107,7 @@ class SampledOrder:
         if self._digest != state.get("order"):
             raise CheckpointError(
                 f"--prompt-sampler {self._name} orders epoch {epoch} otherwise than before the checkpoint: it has to "
-                "depend on its argument alone. Mend it, or add --load-anyway prompt_data to begin the next epoch"
+                "depend on its argument alone. Fix it, or add --load-anyway prompt_data to begin the next epoch"
             )
         return order
 
@@ -146,7 +146,7 @@ def difficulty_window(rows: range, uniform: UniformOrder, arguments: DataArgumen
 def by_user(
     sampler: PromptSampler, rows: range, uniform: UniformOrder, metadata: Callable[[int], JsonObject], name: str
 ) -> Choose:
-    """The order that a user's sampler gives. It raises DataError if that is none."""
+    """The order that a user's sampler returns. It raises DataError if that is not an order of these rows."""
 
     def choose(epoch: int, rates: Rates) -> Int64:
         where = f"--prompt-sampler {name}: epoch {epoch}"

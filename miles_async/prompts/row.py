@@ -132,7 +132,7 @@ def _label(row: JsonObject, arguments: DataArguments, location: str) -> Label | 
 
 
 def _answer(value: object) -> str | None:
-    """The label as a text; None if it is none."""
+    """The label as a text; None if the value cannot be a label."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         value = int(value)  # tables keep whole numbers as floats where a column has gaps
     is_label = isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)

@@ -96,7 +96,7 @@ class PromptRows:
 
     def check(self, check: CheckRow | None = None) -> None:
         """Check every row. Raises DataError naming file and line: bad JSON, missing key, wrong type, duplicate id,
-        an image whose header is none.
+        an image with a broken header.
         """
         first_with: dict[str, int] = {}
         for file, rows in zip(self.files, self.ranges, strict=True):

@@ -246,7 +246,7 @@ class FilePromptSource:
     def _refused(self, *problems: str) -> DataError:
         more = f" (and {len(problems) - SHOWN_ROWS} more rows)" if len(problems) > SHOWN_ROWS else ""
         return DataError(
-            f"{'; '.join(problems[:SHOWN_ROWS])}{more}. Mend these rows, or leave them out (--bad-rows skip)"
+            f"{'; '.join(problems[:SHOWN_ROWS])}{more}. Fix these rows, or leave them out (--bad-rows skip)"
         )
 
     def _tokens(self, row: PromptRow, index: int) -> Sequence[int] | None:

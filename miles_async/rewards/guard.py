@@ -137,7 +137,7 @@ async def _close(reward: object, name: str) -> None:
 
 
 def _number(given: float) -> float:
-    """Convert to float, from numpy or torch as well. Raises UserCodeError if it is no number."""
+    """Convert to float, from numpy or torch as well. Raises UserCodeError if it is not a number."""
     try:
         return float(given)
     except Exception as error:  # torch's is a RuntimeError, and the user's own object may raise anything

@@ -127,7 +127,7 @@ def read_verdict(said: str, low: float, high: float) -> float | None:
 
 
 def _choice(body: bytes, url: str) -> _Choice:
-    """Decode the judge's answer. Raises ServiceUnavailableError if it is no chat completion."""
+    """Decode the judge's answer. Raises ServiceUnavailableError if it is not a chat completion."""
     try:
         return msgspec.json.decode(body, type=_Completion).choices[0]
     except (msgspec.MsgspecError, IndexError, RecursionError) as error:

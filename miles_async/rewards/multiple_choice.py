@@ -34,7 +34,7 @@ async def multiple_choice(prompt: Prompt, sample: Sample) -> float:
 
 
 def read_letter(label: str) -> str:
-    """Read the letter of a label such as ``(b)``. Raises RewardError if it is none."""
+    """Read the letter of a label such as ``(b)``. Raises RewardError if it is not one."""
     letter = label.strip().strip("().").upper()
     if not re.fullmatch("[A-Z]", letter):
         raise RewardError(f"multiple_choice compares letters, the label is {letter!r}")

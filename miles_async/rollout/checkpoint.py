@@ -61,7 +61,7 @@ def read_snapshot(directory: Path) -> RolloutSnapshot:
         with (directory / GROUPS_FILE).open("rb") as file:
             groups = tuple(map(_restored, read_frames(file, Group)))
     except (OSError, EOFError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"--load: {directory} is no whole checkpoint: {error}") from error
+        raise CheckpointError(f"--load: {directory} is not a complete checkpoint: {error}") from error
     return RolloutSnapshot(source=state.source, pool=PoolSnapshot(state=state.pool, groups=groups))
 
 

@@ -106,7 +106,7 @@ class Dispatcher:
         self._per_engine = arguments.rollout_concurrency_per_engine
         self._paused = False  # by `miles-async set`: groups in flight are finished, none is admitted
         self._progressed = -math.inf  # when a group finished or a version was committed, on the loop's clock
-        self._taking = asyncio.Lock()  # the cursor has passed a prompt that the pool hasn't got yet
+        self._taking = asyncio.Lock()  # the cursor has passed a prompt that the pool does not have yet
 
     # ------------------------------------------------------------------------------------------ producer
     async def run(self) -> None:

@@ -31,7 +31,7 @@ def attach(run_dir: str | Path) -> Run:
 
     An attached run with ``--max-run-restarts`` counts as over between two of its lives.
 
-    Raises ConfigurationError: it is no run's.
+    Raises ConfigurationError: it is not the directory of a run.
     """
     directory = Path(run_dir).absolute()
     check_directory(directory)

@@ -71,7 +71,7 @@ def use_installed_cudnn(environment: MutableMapping[str, str]) -> None:
 
 def use_installed_compilers(environment: MutableMapping[str, str]) -> None:
     """Have kernels that are compiled at run time find ninja of this environment, whose folder need not be on PATH, and
-    the CUDA compiler of the packages (scripts/setup_env.py makes a toolkit of them), which is of torch's version,
+    the CUDA compiler of the packages (scripts/setup_env.py makes a toolkit of them), which has torch's version,
     before a system's. CUDA_HOME and CUDA_PATH come first.
     """
     path, programs = environment.get("PATH", os.defpath).split(os.pathsep), str(Path(sys.executable).parent)

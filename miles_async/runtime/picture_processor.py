@@ -150,7 +150,7 @@ def load_picture_processor(directory: Path) -> PictureProcessor | None:
 
 
 def _decoded(content: bytes, most_pixels: float = math.inf) -> Image.Image:
-    """Raises TrajectoryError for content that is no whole image, or one with more pixels."""
+    """Raises TrajectoryError for content that is not a whole image, or has more pixels."""
     from PIL import Image
 
     try:
@@ -158,7 +158,7 @@ def _decoded(content: bytes, most_pixels: float = math.inf) -> Image.Image:
         if image.width * image.height <= most_pixels:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise TrajectoryError(f"expected an image, found {len(content)} bytes that are none: {error}") from error
+        raise TrajectoryError(f"expected an image, found {len(content)} bytes that are not one: {error}") from error
     raise TrajectoryError(
         f"expected an image of at most {most_pixels:,} pixels, found one of {image.width} × {image.height}"
     )

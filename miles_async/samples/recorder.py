@@ -92,7 +92,7 @@ class SampleRecorder:
         self._cut[batch_id] = partial(self._write_batch, place, groups, table, filtered)
 
     def trained(self, step: int, scores: Sequence[TokenScores] = ()) -> None:
-        """Queue the share of a batch that is written. ``scores``: of its branches, as far as the trainer has them."""
+        """Queue the share of a batch that is written. ``scores``: of its branches; None where the trainer has none."""
         if write := self._cut.pop(step, None):
             self.queue(partial(write, scores))
 

@@ -72,7 +72,7 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transport:
-    """A weight transport, as far as durations depend on it."""
+    """What durations depend on in a weight transport."""
 
     name: str
     senders: int  # trainer ranks that send weights

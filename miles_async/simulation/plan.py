@@ -83,7 +83,7 @@ def predict(labels: Iterable[str], read: ReadSettings) -> Iterator[Row]:
 def recommend(rows: Iterable[Row]) -> Row | None:
     """The youngest data whose step time is within 5 % of the best: smallest bound, then lead. None: nothing works.
 
-    Of those, as far as there are any, that throw away less than 2 % of what they generate.
+    Of these, it prefers candidates that throw away less than 2 % of the tokens they generate.
     """
     working = [row for row in rows if row.result is not None and row.settings is not None]
     if not working:

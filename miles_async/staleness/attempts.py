@@ -94,9 +94,9 @@ class AttemptBook:
         the prompt, its letter is the last of :attr:`dead_letters`.
 
         Filtered: a fresh prompt; the same weights would likely give the same rewards again, and an easy
-        prompt is no bad prompt. Stale: another attempt by ``--stale-group-action recycle``, up to
+        prompt is not a bad prompt. Stale: another attempt by ``--stale-group-action recycle``, up to
         ``--max-prompt-attempts`` times, then, and by ``drop``, a fresh prompt; never quarantine, since being
-        slow is no fault of the prompt and it should return in the next epoch. Failed: another attempt, up to
+        slow is not the fault of the prompt, and it should return in the next epoch. Failed: another attempt, up to
         ``--max-prompt-attempts`` times; then quarantine if the data is at fault, and a fresh prompt if the
         infrastructure is, which says nothing about the prompt.
 

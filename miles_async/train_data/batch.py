@@ -106,7 +106,7 @@ def tabulate(
     branches = tuple(branch for group in groups for sample in group.samples for branch in sample.branches)
     for branch in branches if with_experts or with_teacher else ():
         assert not with_experts or len(experts_of(branch)) == len(branch.tokens), "experts are not of these tokens"
-        assert not with_teacher or len(teacher_of(branch)) == len(branch.tokens), "log-probs are of other tokens"
+        assert not with_teacher or len(teacher_of(branch)) == len(branch.tokens), "log-probs belong to other tokens"
     return BranchTable(
         branches=branches,
         lengths=lengths,

@@ -211,7 +211,7 @@ class TrainerActor:
         self._leaving.onload()
 
     def save(self, directory: Path) -> dict[str, str]:
-        """Return the digests of the written files, as far as the backend has them."""
+        """Return the digests of the written files that the backend has."""
         digests = dict(self._ready.save(directory) or {})
         return digests | self._save_position(directory, self._steps) if self._rank == 0 else digests
 

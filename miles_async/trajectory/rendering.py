@@ -237,7 +237,7 @@ def check_options(options: JsonObject | None, variables: frozenset[str]) -> None
         if name not in variables:
             known = ", ".join(sorted(variables)) or "none"
             raise TrajectoryError(
-                f"chat_template_kwargs: {name[:100]} is no option of the chat template, which has {known}"
+                f"chat_template_kwargs: {name[:100]} is not an option of the chat template, which has {known}"
             )
         if isinstance(value, str) and len(value) <= _LONGEST_OPTION:
             continue

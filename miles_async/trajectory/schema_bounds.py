@@ -5,7 +5,7 @@ A grammar's size, and the time of each token under it, can grow with the product
 200 nested objects take 7 s to read. Short patterns can be as bad if the counts of their repeats may be chosen in many
 ways, since all that match are followed: ``([a-z]{1,10} ?){1,10}`` was not compiled after 25 s. Within these bounds a
 token took 0.06 s of CPU on average at worst, with 151,000 texts in the vocabulary. A grammar is compiled in a thread of
-the engine, which gives up on it after 50 s. Seconds here are of CPU.
+the engine, which gives up on it after 50 s. Seconds here are CPU seconds.
 """
 
 from __future__ import annotations

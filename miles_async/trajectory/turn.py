@@ -30,8 +30,8 @@ async def take_turn(
     """Sample until the model stops or ``max_new_tokens`` of the request are there.
 
     The text, if the request asks for it, covers the whole turn. A token keeps the experts of the first pass that read
-    it, since the log-probs of later tokens are of that pass. ``kept`` receives the version of the first token of every
-    chunk. ``on_tokens`` gets the turn's tokens while they are sampled, if the client streams, and after each call.
+    it, since the log-probs of later tokens come from that pass. ``kept`` receives the version of every chunk's first
+    token. ``on_tokens`` gets the turn's tokens while they are sampled, if the client streams, and after each call.
 
     A turn under a grammar starts again instead of continuing: a grammar applies from the first token of a request.
     Raises what the client raises, and TransientEngineError for an engine that only aborts.

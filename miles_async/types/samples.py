@@ -86,7 +86,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0  # of these, served from the prefix cache
     text: str | None = None  # of the tokens from ``text_from`` on, special ones too; None if the engine gave none
     routed_experts: RoutedExperts | None = None  # of prompt and output from ``experts_from`` up to the last but one
-    constrained: bool = False  # sampled under a grammar: the log-probs are of the policy restricted to it
+    constrained: bool = False  # sampled under a grammar: log-probs of the policy restricted to it
     started_at: float | None = None  # Unix time of the first request; None: not noted
     finished_at: float | None = None  # of the last answer
 

@@ -16,7 +16,7 @@ EVENTS: Mapping[str, str] = {
 
 
 def time_of(timestamp: object) -> float | None:
-    """Seconds since 1970 of a line's timestamp; None if it is none."""
+    """A line's timestamp in seconds since 1970; None if it has none."""
     try:
         return datetime.fromisoformat(str(timestamp)).timestamp()
     except ValueError:

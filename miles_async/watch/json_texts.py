@@ -20,6 +20,6 @@ def decoded(line: bytes | str) -> object:
 
 
 def decoded_object(text: bytes | str) -> JsonObject:
-    """The JSON object of a text; empty if it is none."""
+    """Parse a JSON object; {} if the text is not one."""
     found = decoded(text)
     return found if isinstance(found, dict) else {}

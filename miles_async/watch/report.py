@@ -24,7 +24,7 @@ SAMPLE_STEPS = 6  # of each kind, evenly over the run
 SAMPLES = 24  # of a step in full, evenly over its list; the others are in the table only
 STORIES = 60
 LOG_LINES = 300
-MOST_BYTES = 12 << 20  # of the data; details are left out from where it would be more
+MOST_BYTES = 12 << 20  # of the data; beyond it, details are left out
 NOTE = "A report: a part of the run, as it stood when this file was written. All of it: miles-async watch RUN_DIR"
 
 T = TypeVar("T")

@@ -122,7 +122,7 @@ class Run:
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:
-    """Open run directories; a directory that is none stands for the runs in it, newest first.
+    """Open run directories; any other directory stands for the runs in it, newest first.
 
     Raises ConfigurationError: a path does not exist, or holds no run.
     """

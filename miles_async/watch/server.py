@@ -128,7 +128,7 @@ def _settings_endpoint(runs: Sequence[Run], write_key: Secret | None) -> Callabl
 def _settings(run: Run) -> JsonObject:
     try:
         return {"settings": call(control_of(run.directory), "settings").splitlines(), "over": None}
-    except MilesAsyncError as error:  # which is no failure of the page
+    except MilesAsyncError as error:  # not a failure of the page
         return {"settings": [], "over": str(error)}
 
 

@@ -199,7 +199,7 @@ def judge_canary(staged: StagedWeights, score: CanaryScore, tolerance: float) ->
     mean, high = float(differences.mean()), _quantile(differences, QUANTILE)
     if mean > tolerance or high > QUANTILE_TOLERANCE * tolerance:
         return _fails(
-            f"canary log-probs differ by {mean:.3g} in the mean and by {high:.3g} at the {QUANTILE:.0%} quantile, "
+            f"canary log-probs differ by {mean:.3g} on average and by {high:.3g} at the {QUANTILE:.0%} quantile, "
             f"tolerances {tolerance:g} and {QUANTILE_TOLERANCE * tolerance:g} (--canary-tolerance)",
             mean,
         )

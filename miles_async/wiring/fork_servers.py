@@ -44,7 +44,8 @@ def fork_servers(
 ) -> RunForkServers:
     """Describe the fork servers of a run. ``environment``: what Ray's workers have beyond ours.
 
-    On CUDA there are none: it survives no fork. Nor do threads, which imports start unless OMP_NUM_THREADS is 1.
+    There are none on CUDA, which does not survive a fork. Nor do threads, which imports start unless OMP_NUM_THREADS
+    is 1.
     In a cluster only engines are forked, from their server on this node: Ray's own processes have another environment
     there.
     """

@@ -177,4 +177,4 @@ def test_training_resumed_from_a_checkpoint_equals_uninterrupted_training(seen: 
 
 
 def test_a_checkpoint_without_a_critic_is_refused(seen: Observed) -> None:
-    assert "it is of a run without a critic; leave --token-advantages gae out" in seen.without_critic
+    assert "it belongs to a run without a critic; leave --token-advantages gae out" in seen.without_critic

@@ -276,8 +276,8 @@ class MegatronBackend:
 
         if CRITIC in self._learners and directory.is_dir() and not (directory / CRITIC).is_dir():
             raise CheckpointError(
-                f"cannot read {directory}: it is of a run without a critic; leave --token-advantages gae out, or start "
-                "from the weights of --save-hf"
+                f"cannot read {directory}: it belongs to a run without a critic; leave --token-advantages gae out, or "
+                "start from the weights of --save-hf"
             )
         for name, learner in self._learners.items():
             checkpoint.load(

@@ -76,7 +76,7 @@ class _Joined:
 
 
 class LoaderWatch:
-    """Notes where tensors go. ``copies`` are of each tensor's latest load."""
+    """Notes where tensors go. ``copies``: made by each tensor's latest load."""
 
     def __init__(self) -> None:
         self.copies: dict[str, list[Copied]] = {}

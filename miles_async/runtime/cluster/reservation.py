@@ -30,7 +30,7 @@ class Reservation:
         self._order: list[int] = []  # bundles by the address of their nodes
 
     async def reserve(self, seconds: float) -> bool:
-        """Wait for the resources. False, with nothing reserved, if the cluster hasn't got them within the deadline."""
+        """Wait for the resources. False, with nothing reserved, if the cluster lacks them at the deadline."""
         from ray.util import placement_group_table
 
         try:

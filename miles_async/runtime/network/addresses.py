@@ -24,7 +24,7 @@ _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """The network of a run, as its flags describe it; addresses and interfaces are of the node that asks."""
+    """The network of a run, as its flags describe it; addresses and interfaces are those of the node that asks."""
 
     single_node: bool = True  # then every address is 127.0.0.1
     host: str | None = None  # --host

@@ -46,7 +46,7 @@ class RunRestart(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # seconds since 1970
     reason: str  # why it ended
     run_dir: str  # its files
-    checkpoint: str | None  # from which the next one started; None: from where the run had begun
+    checkpoint: str | None  # where the next one continued; None: where the run had begun
 
     def __str__(self) -> str:
         place = self.checkpoint or "where it had begun"

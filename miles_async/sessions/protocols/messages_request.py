@@ -22,7 +22,7 @@ from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
 UNPARSED = "unparsed_arguments"
-"""Key of a call's input for arguments that are no object: an input has to be one."""
+"""Key of a call's input for arguments that are not an object, which an input has to be."""
 
 _BILLING = "x-anthropic-billing-header:"  # begins a block of Claude Code's system prompt that differs at every request
 
@@ -204,7 +204,7 @@ def _assistant(blocks: Sequence[object]) -> JsonObject:
 
 
 def _arguments(given: object) -> object:
-    """Arguments of a call, as text where they are no object; see ``UNPARSED``."""
+    """Arguments of a call, as text where they are not an object; see ``UNPARSED``."""
     return json.dumps(given[UNPARSED]) if isinstance(given, Mapping) and [*given] == [UNPARSED] else given
 
 

@@ -1,4 +1,4 @@
-"""Engines and ranks, as far as ledger, metrics and logs know them, and the publications between them."""
+"""Engines and ranks as ledger, metrics and logs know them, and the publications between them."""
 
 from __future__ import annotations
 

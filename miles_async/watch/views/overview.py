@@ -173,7 +173,7 @@ def _rate(tokens: np.ndarray, seconds: np.ndarray) -> float | None:
 
 
 def _groups(run: Run) -> tuple[JsonObject, list[JsonObject], str, list[str]]:
-    """(the balance, the commonest reasons, what the run waits for, what could not be read)."""
+    """(the balance, the most common reasons, what the run waits for, what could not be read)."""
     try:
         balance = run.balance()
     except LedgerError as error:

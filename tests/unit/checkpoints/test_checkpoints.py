@@ -255,7 +255,7 @@ async def test_two_runs_that_save_into_one_directory_are_told_so(tmp_path: Path)
     await second.save(Position(step=10))
     await second.finish()
     await first.save(Position(step=5))
-    with pytest.raises(CheckpointError, match=r"iter_0000010 is of the run second: two runs save there"):
+    with pytest.raises(CheckpointError, match=r"iter_0000010 belongs to run second: two runs save there"):
         await first.finish()
 
 

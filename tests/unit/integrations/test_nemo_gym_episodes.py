@@ -307,7 +307,7 @@ def test_tasks_that_are_unsupported_are_refused_by_name(params: object, problem:
     with pytest.raises(ConfigurationError, match=r"tasks\.jsonl, task 1: .*") as refused:
         [*task_rows({"data": str(path)}, 2)]
     assert problem in str(refused.value)
-    with pytest.raises(UserCodeError, match="no task of NeMo Gym: "):
+    with pytest.raises(UserCodeError, match="not a task of NeMo Gym: "):
         NemoGym("", answer_timeout=1.0, max_turns=8)(prompt({"responses_create_params": params}))
 
 

@@ -152,7 +152,7 @@ async def test_a_line_that_is_no_answer_ends_the_process_and_another_one_plays_o
     waiting = asyncio.create_task(episodes("", prompt("wait")))
     await asyncio.sleep(0)
     for task in (episodes("", prompt("garbage")), waiting):
-        with pytest.raises(ConnectionError, match="the process of verifiers wrote a line that is no answer"):
+        with pytest.raises(ConnectionError, match="the process of verifiers wrote a line that is not an answer"):
             await asyncio.wait_for(task, 20)
     assert await asyncio.wait_for(episodes("", prompt("play")), 20) == (2, 1.0)
 

@@ -71,7 +71,7 @@ def test_an_evaluation_or_a_checkpoint_is_no_step(tracker: PrometheusTracker) ->
 def test_help_is_the_meaning_in_the_registry(tracker: PrometheusTracker) -> None:
     tracker.log({"reward/mean": 0.25, "mine/own": 1.0}, step=1)
     text = get(tracker.port)
-    assert "# HELP miles_async_reward_mean mean reward of the batch (reward); worries when: falls" in text
+    assert "# HELP miles_async_reward_mean mean reward of the batch (reward); look closer when: falls" in text
     assert "# TYPE miles_async_reward_mean gauge\n" in text
     assert "# HELP miles_async_mine_own \n" in text
     assert "# EOF" in get(tracker.port, Accept="application/openmetrics-text; version=1.0.0")

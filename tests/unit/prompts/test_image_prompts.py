@@ -75,5 +75,5 @@ def test_a_text_with_the_name_of_a_placeholder_is_refused(
 ):
     path = tmp_path / "rows.jsonl"
     prompts = source(template, processor, path, {"prompt": f"What is {name}?", "images": []})
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: expected .*, found .*Mend these rows"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: expected .*, found .*Fix these rows"):
         prompts.require_usable()

@@ -294,7 +294,9 @@ def nested(schema: dict, levels: int) -> dict:
 async def test_an_option_that_is_not_the_templates_own_is_refused(name: str) -> None:
     model = ScriptedModel(says("x"))
     async with agent_of(model) as agent:
-        with pytest.raises(openai.BadRequestError, match=f"{name} is no option of the .* which has .*enable_thinking"):
+        with pytest.raises(
+            openai.BadRequestError, match=f"{name} is not an option of the .* which has .*enable_thinking"
+        ):
             await agent.chat(QUESTION, **kwargs(**{name: "{% for i in range(99999) %}{{ i }}{% endfor %}"}))
         assert not model.requests
         assert (await agent.chat(QUESTION, **kwargs(enable_thinking=False))).choices[0].message.content == "x"

@@ -97,8 +97,8 @@ def _provider(request: StageRequest, platform: Platform, config: PretrainedConfi
     provider = make_provider(bridge, config.to_dict(), request.model, platform, load_weights=False)
     if provider.experimental_attention_variant == "dsa" and request.model.context_parallel_size > 1:
         raise ConfigurationError(
-            "--context-parallel-size: memory of sparse attention is planned without it only, as its scores are of all "
-            "ranks' tokens"
+            "--context-parallel-size: memory of sparse attention is planned without it only, since its scores "
+            "cover the tokens of all ranks"
         )
     provider.context_parallel_size = 1
     provider.perform_initialization, provider.use_cpu_initialization = False, True

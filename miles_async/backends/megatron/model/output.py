@@ -67,7 +67,7 @@ class ModelOutput:
 
 
 def return_hidden_states(module: Module) -> None:
-    """Make the output layer return its input. Raises ConfigurationError if logits are no plain product."""
+    """Make the output layer return its input. Raises ConfigurationError if logits are not a plain product."""
     layer: Any = language_model(module).output_layer
     products = (ColumnParallelLinear.forward, Gemma2OutputLayer.forward, Gemma4OutputLayer.forward)
     if type(layer).forward not in products or layer.bias is not None:

@@ -70,7 +70,7 @@ function panelOf(entry, add) {
   const canvas = h("div", { class: "slot" });
   const last = entry.last.map((value) => number(value, 4)).join("  ·  ");
   const unit = entry.unit === "number" ? "" : ` (${entry.unit})`;
-  const meaning = entry.meaning && `${entry.meaning}${unit}${entry.worries && `. Worries when: ${entry.worries}`}`;
+  const meaning = entry.meaning && `${entry.meaning}${unit}${entry.worries && `. Look closer when: ${entry.worries}`}`;
   const root = h("figure", { class: "card metric", title: meaning || null, "data-metric": entry.name }, h("figcaption", null, h("b", null, entry.name.split(/(?<=[/_])/).flatMap((part, index) => (index ? [h("wbr"), part] : [part]))), h("span", { class: "last" }, last)), meaning && h("p", { class: "meaning muted" }, meaning), canvas);
   const panel = { entry, root, canvas, drawn: null, loaded: false, destroy: () => panel.drawn?.destroy() };
   add(panel);
