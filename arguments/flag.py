@@ -10,7 +10,7 @@ FlagValue = bool | int | float | str | Path | tuple[str, ...] | None
 """Types that a flag may have."""
 
 ModuleAttr = NewType("ModuleAttr", str)
-"""``module:attr``, which names something of the user's own."""
+"""``module:attr``, which names a user's object."""
 
 T = TypeVar("T", bound=FlagValue)
 
@@ -34,7 +34,7 @@ def flag(
     (one of these), ``Literal["a", "b"] | ModuleAttr`` (or the user's own).
 
     ``needs``: fields without which the flag has no effect; one of them is enough. ``use_tis`` has to be given,
-    ``policy_loss=gspo`` has to have this value, ``policy_loss=own`` to name something of the user's.
+    ``policy_loss=gspo`` has to have this value, ``policy_loss=own`` to name a user's object.
     ``replaced_by``: field that makes it ineffective. ``at_least``, ``above``, ``at_most`` and ``below`` bound a number.
     """
     bounds = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}

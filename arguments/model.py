@@ -61,7 +61,7 @@ def num_experts(config: JsonObject) -> int:
 
 
 def experts_per_token(config: JsonObject) -> int | None:
-    """Number of experts that a router chooses; None if ``config`` does not tell."""
+    """Number of experts that a router chooses; None if ``config`` does not say."""
     return config.get("num_experts_per_tok") or config.get("top_k_experts")
 
 

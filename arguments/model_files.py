@@ -107,7 +107,7 @@ def read_shapes(file: Path) -> dict[str, Shape]:
 
 
 def _shape_problems(shapes: Mapping[str, Shape], config: JsonObject) -> Iterator[str]:
-    """Tensors whose shapes config.json tells, under the names that the supported families share."""
+    """Tensors whose shapes config.json gives, under the names that the supported families share."""
     shapes = {name.replace("model.language_model.", "model."): shape for name, shape in shapes.items()}
     layers = config.get("num_hidden_layers")
     found = {int(part) for name in shapes if (part := _layer(name)) is not None}

@@ -81,7 +81,7 @@ class Context:
 
 
 def engine_context(arguments: Arguments) -> Context | None:
-    """The least of the model's positions and what flags leave engines of them; None where nothing tells."""
+    """The smaller of the model's positions and the context that flags leave engines; None if neither is known."""
     path = arguments.model.hf_checkpoint
     positions = read_config(path).get("max_position_embeddings") if path is not None else None
     contexts = [

@@ -27,7 +27,7 @@ class Fact:
 
 
 FindFact = Callable[[Arguments, JsonObject], Fact | None]
-"""(arguments, config.json of the model) → fact; None if they don't tell."""
+"""(arguments, config.json of the model) → fact; None if they don't say."""
 
 
 @dataclass(frozen=True, slots=True)

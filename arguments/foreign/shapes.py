@@ -24,12 +24,12 @@ SANDWICH_NORMS = ("glm4", "gemma2", "gemma3", "gemma3_text", "gemma4_text")
 INTERLEAVED_ROTATIONS = ("glm", "glm4")
 
 Said = tuple[object, str] | None
-"""(value that the flag has to have, the words of config.json); None if it doesn't tell. No flag agrees with the value
+"""(value that the flag has to have, the words of config.json); None if it doesn't say. No flag agrees with the value
 None: the model has no such part.
 """
 
 UNTOLD = object()
-"""Default of a field whose absence tells nothing."""
+"""Default of a field whose absence means nothing."""
 
 
 def _shape(

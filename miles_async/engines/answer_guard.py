@@ -14,7 +14,7 @@ LEAST_ECHO_LOGPROB = -30.0  # below: less than one sound answer in 10^13 is one 
 def check_answer(answer: Generation, request: GenerateRequest, vocabulary: int | None, url: str) -> None:
     """Raise TransientEngineError unless the answer is one to this request.
 
-    ``vocabulary``: number of token ids of the model; None where it is not known.
+    ``vocabulary``: number of token ids of the model; None where it is unknown.
     """
     tokens, most = answer.output_ids, request.sampling.get("max_new_tokens")
     if most is not None and len(tokens) > most:

@@ -11,7 +11,7 @@ _ITEM_BYTES = {
 
 
 def cache_bytes_per_token(config: JsonObject, dtype: str) -> int | None:
-    """Bytes of keys and values of a token, in all layers; None if ``config`` or ``dtype`` does not tell."""
+    """Bytes of keys and values of a token, in all layers; None if ``config`` or ``dtype`` does not say."""
     item_bytes = _ITEM_BYTES.get(dtype)
     if not isinstance(config.get("num_hidden_layers"), int) or item_bytes is None:
         return None

@@ -85,7 +85,7 @@ class RouterClient:
         ``gate_timeout``: longest wait for engines to serve (a publication, or all engines restarting).
         ``backoff_seconds``: before the first retry, with jitter; doubles up to 10 s.
         ``routers``: of the model, if requests ask for the experts that they choose.
-        ``vocabulary``: number of token ids of the model; None: not known.
+        ``vocabulary``: number of token ids of the model; None: unknown.
         """
         self._traffic = traffic
         self._http = http

@@ -60,7 +60,7 @@ class GymnasiumText:
 
 
 class TextEpisode:
-    """One episode. Its reward is the sum of what the steps gave."""
+    """One episode. Its reward is the sum over its steps."""
 
     def __init__(self, maker: GymnasiumText, prompt: Prompt) -> None:
         self._maker = maker

@@ -148,7 +148,7 @@ class OpenEnv:
         ]
 
     async def _answered(self, asking: Coroutine[object, object, T]) -> T:
-        """Await what a server answers before any episode. Raises ConfigurationError for all that goes wrong."""
+        """Await an answer of the server before any episode. Raises ConfigurationError for any failure."""
         try:
             async with asyncio.timeout(self._answer_timeout):
                 return await asking
@@ -161,7 +161,7 @@ class OpenEnv:
 
 
 class OpenEnvEpisode:
-    """One episode. Its reward is the sum of what the steps gave; None if none gave any."""
+    """One episode. Its reward is the sum over its steps; None if no step gave one."""
 
     def __init__(self, server: OpenEnv, prompt: Prompt) -> None:
         self._server = server

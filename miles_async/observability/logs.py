@@ -165,7 +165,7 @@ def _short(value: object) -> object:
 
 
 def _short_traceback(out: TextIO, error: ExcInfo) -> None:
-    """As structlog's, of bounded length."""
+    """Write a traceback as structlog does, shortened."""
     whole = io.StringIO()
     structlog.dev.plain_traceback(whole, error)
     out.write(shortened(whole.getvalue(), FIELD_LIMIT))

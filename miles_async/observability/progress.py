@@ -61,7 +61,7 @@ class Progress:
         return self._state.quiet_seconds
 
     def heartbeat(self, doing: str) -> None:
-        """Say that there is no step yet, and what the run is ``doing``."""
+        """Report that there is no new step, and what the run is ``doing``."""
         self._say(self._state.beat(doing), "yellow")
 
     def close(self) -> None:

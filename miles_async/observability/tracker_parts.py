@@ -32,16 +32,16 @@ class TrackedRun:
 
 
 def save_run_id(run_dir: Path, tracker: str, run_id: str) -> None:
-    """Write the id that a tracker gave the run to ``<tracker>_run_id``: a restarted run continues what it had begun.
+    """Write the id that a tracker gave the run to ``<tracker>_run_id``, so that a restarted run continues it.
 
-    A directory that cannot be written costs a later restart the id only.
+    If the directory cannot be written, a later restart begins another one.
     """
     with suppress(OSError):
         _file(run_dir, tracker).write_text(f"{run_id}\n")
 
 
 def earlier_run_id(tracker: str) -> str | None:
-    """The id that the newest of this run's earlier starts had (``--max-run-restarts``); None if none had one."""
+    """The id from the newest earlier start of this run (``--max-run-restarts``); None if no start had one."""
     for restart in reversed(own_restarts()):
         with suppress(OSError):
             return _file(Path(restart.run_dir), tracker).read_text().strip() or None
@@ -65,7 +65,7 @@ def flat_settings(settings: Settings) -> dict[str, str]:
 def mode_of(given: Mode | None, variable: str, environment: Mapping[str, str], aliases: Mapping[str, Mode]) -> Mode:
     """Return the mode of the flag, else of the environment variable, else online. Raises ConfigurationError.
 
-    ``aliases``: other names that the variable may have.
+    ``aliases``: other values of the variable → the mode they mean.
     """
     if given is not None:
         return given

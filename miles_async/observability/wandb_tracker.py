@@ -226,7 +226,7 @@ class SampleTable:
 
 
 class SampleTables:
-    """Tables that were not taken yet: of every ``every``-th step, and of all evaluations."""
+    """Tables that were not logged yet: of every ``every``-th step, and of all evaluations."""
 
     def __init__(self, run_dir: Path, every: int) -> None:
         self._run_dir = run_dir
@@ -234,8 +234,8 @@ class SampleTables:
         self._taken: set[SamplesFile] = set()
 
     def new(self) -> Iterator[SampleTable]:
-        """Yield the tables whose files are whole by now, each once. Raises DataError for one that cannot be read,
-        which counts as taken.
+        """Yield the new tables whose files are complete. Raises DataError for one that cannot be read, and does not
+        try that one again.
         """
         for file in samples_files(self._run_dir):
             if file in self._taken or (file.kind == "train" and file.step % self._every):

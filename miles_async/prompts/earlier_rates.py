@@ -32,7 +32,7 @@ def pass_rate(rewards: Sequence[float], solved_reward: float) -> float:
 def earlier_rates(rows: PromptRows, arguments: DataArguments) -> EarlierRates:
     """The pass rate of each row's last finished group; of several runs, the last one that has the prompt decides.
 
-    Raises DataError for a directory without a ledger that tells, or with one of other prompts, LedgerError.
+    Raises DataError for a directory whose ledger is absent, has no rewards, or has other prompts, and LedgerError.
     """
     rates: dict[int, float] = {}
     for directory in arguments.pass_rates:

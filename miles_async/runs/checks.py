@@ -289,7 +289,7 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
             f"{steps} optimizer steps on each rollout batch (--global-batch-size, --num-steps-per-rollout, "
             f"--ppo-epochs): ages count from the first, so the last trains on data that is up to {steps - 1} optimizer "
             f"steps older than its age says, more than the {bound} of the bound (--max-weight-staleness; --on-policy: "
-            "0). The ratio to old log-probs and its clip have to make up for that; train/optimizer_lag_mean tells how "
+            "0). The ratio to old log-probs and its clip have to make up for that; train/optimizer_lag_mean shows how "
             "much it is. Fewer steps per batch avoid it"
         )
     model = arguments.model

@@ -24,8 +24,8 @@ class EngineBytes:
 
     group: ServerGroup
     weights: int
-    cache_per_token: int  # 0: config.json, or --sglang-kv-cache-dtype, does not tell
-    cache_tokens: int | None  # room for so many tokens in each cache; None if the GPU's memory is not known
+    cache_per_token: int  # 0: config.json, or --sglang-kv-cache-dtype, does not say
+    cache_tokens: int | None  # room for so many tokens in each cache; None if the GPU's memory is unknown
     caches: int  # one; with data-parallel attention several, each of some of the engine's GPUs and requests
 
 

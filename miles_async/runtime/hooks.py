@@ -1,4 +1,4 @@
-"""``module:attr`` → an object of the user's, checked against its protocol once, at start.
+"""``module:attr`` → a user's object, checked against its protocol once, at start.
 
 The attribute is a function, or a class that is instantiated without arguments. It must have the methods of the
 protocol, which take its arguments and are ``async def`` where the protocol's are.

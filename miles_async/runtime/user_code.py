@@ -35,7 +35,7 @@ _left_behind: set[asyncio.Task[object]] = set()  # the event loop itself only ho
 
 
 async def run_user_code(work: Coroutine[object, None, T], *, seconds: float | None = None, overdue: str = "") -> T:
-    """Await a coroutine of the user's in a separate task, so that only the caller's cancellation is a cancellation.
+    """Await a user's coroutine in a separate task, so that only the caller's cancellation is a cancellation.
 
     Raises:
         Exception: whatever it raises.
@@ -62,7 +62,7 @@ async def run_user_code(work: Coroutine[object, None, T], *, seconds: float | No
 
 
 def call_user_code(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Call a function of the user's. Raises the Exceptions that it raises, and UserCodeError for anything else."""
+    """Call a user's function. Raises its Exceptions, and UserCodeError for any other BaseException."""
     inside = _in_user_code.set(True)
     try:
         return function(*arguments, **named)

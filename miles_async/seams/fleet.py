@@ -35,7 +35,7 @@ class EngineFleet(Protocol):
     ) -> Mapping[Incarnation, Result | Exception]:
         """Run an operation on these engines concurrently, each with the deadline that the operation has.
 
-        Returns what each engine answers, or the error that it meets; raises only for bugs in the fleet. ``brief``: wait
+        Returns the answer or error of each engine; raises only for bugs in the fleet. ``brief``: wait
         a few seconds at most, since a healthy engine needs no time or the answer is not needed.
 
         ``pause`` also holds new requests back on the client until ``resume``. An operation that replaces weights makes
@@ -47,7 +47,7 @@ class EngineFleet(Protocol):
 
     async def stream_sent(self, engines: Sequence[Incarnation], *, broken: bool) -> None:
         """Start the deadline of these engines' ``receive_stream``: its senders have finished. ``broken``: with an
-        error, which engines that are alive meet, too.
+        error, which live engines see, too.
         """
         ...
 

@@ -94,7 +94,7 @@ class Job:
     engine_gpus: int  # of one engine
     slots: int  # requests that an engine runs at once, if its cache has room
     caches: int  # of an engine; with data-parallel attention several, each next to its attention weights
-    cache_tokens: int | None  # that an engine has room for, in all of its caches; None: not known
+    cache_tokens: int | None  # that an engine has room for, in all of its caches; None: unknown
     bytes_per_weight: int
     cache_per_token: int  # bytes of keys and values, on all GPUs that have some of them
 

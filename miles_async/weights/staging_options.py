@@ -16,7 +16,7 @@ class StagingOptions:
 
     parent: Path | None = None  # parent of the sender's directory; None: in memory if it has ``room``, else on disk
     shared: bool = False  # other users may read the files; else this one only
-    version_bytes: int | None = None  # of this sender's share of a version; None: not known
+    version_bytes: int | None = None  # of this sender's share of a version; None: unknown
     bucket_bytes: int
     sender: int = 0  # index among ``senders``, each of which stages a share
     senders: int = 1
@@ -31,7 +31,7 @@ class StagingOptions:
 
     @property
     def room(self) -> int | None:
-        """Bytes of all files; None if they are not known. A delta may be as large as what it describes."""
+        """Bytes of all files; None if unknown. A delta may be as large as what it describes."""
         files = 1 if self.delta is None else 2
         return None if self.version_bytes is None else files * self.versions * self.version_bytes
 

@@ -124,7 +124,7 @@ class _Script:
             self._open.discard(name)
 
     def _computed(self, found: re.Match[str], command: ShellCommand) -> str:
-        """The value of ``$((...))``; itself if a variable in it is not known."""
+        """The value of ``$((...))``; itself if a variable in it is unknown."""
         text = re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", found[1])
         known = _VARIABLE.sub(lambda name: self._value(name, command), text)
         try:

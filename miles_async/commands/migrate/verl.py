@@ -46,7 +46,7 @@ def from_verl(words: Sequence[str]) -> Migrated:
     for key, value in values.items():
         row = row_of(key)
         if row is None:
-            done.unmapped.append(f"{key}={value}: it is not known here")
+            done.unmapped.append(f"{key}={value}: unknown key")
         elif row.verdict == "noted" and (not row.only or value in row.only):
             noted.setdefault(row.note, []).append(f"{key}={value}")
         elif row.verdict != "works":

@@ -44,7 +44,7 @@ from miles_async.types import (
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 UNKNOWN_TOKENS_IN_FLIGHT = 1 << 31
-"""More than any response has, so that all its tokens count as old as the oldest. For servers that don't tell the
+"""More than any response has, so that all its tokens count as old as the oldest. For servers that don't report the
 number, or verify more tokens than they were started with (``--speculative-adaptive``).
 """
 

@@ -30,7 +30,7 @@ _CLAIM = ".claim"  # bytes that the owner of a directory may come to use
 def scratch_directory(room: int | None, *, mode: int = 0o755, memory: Path = MEMORY) -> OwnedDirectory:
     """Make a directory for ``room`` bytes: in ``memory`` if as much again stays free after all claims, else on disk.
 
-    ``room``: None if it is not known, which is for disks. ``mode``: see ``OwnedDirectory``. Raises OSError, also where
+    ``room``: None if unknown: use a disk. ``mode``: see ``OwnedDirectory``. Raises OSError, also where
     TMPDIR is a network disk: every publication would wait for it, and all nodes would write to it at once.
     """
     if room is not None:

@@ -191,7 +191,7 @@ def _is_json(text: str) -> bool:
 
 
 def texts(content: object, where: str) -> str:
-    """Join the texts of a content, a text or a list of parts with a ``text`` each. Raises TrajectoryError naming
+    """Join the texts of a message's content: a text, or a list of parts with ``text``. Raises TrajectoryError naming
     another type of part.
     """
     if content is None or isinstance(content, str):
@@ -207,7 +207,7 @@ def texts(content: object, where: str) -> str:
 
 
 def content_of(content: object, where: str, keep: KeepImage) -> str | list[JsonObject]:
-    """The text of a content, or its parts if there are images in it. Raises TrajectoryError as :func:`texts` does."""
+    """The text of a message's content, or its parts if it has images. Raises TrajectoryError as :func:`texts` does."""
     parts = content if isinstance(content, list) else [content]
     urls = [_image_url(part) for part in parts]
     if not any(url is not None for url in urls):

@@ -30,7 +30,7 @@ REASON_LENGTH = 200
 
 
 class Lanes:
-    """Numbers of tracks for spans that overlap: the lowest one that is free."""
+    """Assigns tracks to overlapping spans: the lowest free number."""
 
     def __init__(self) -> None:
         self._busy: list[tuple[float, int]] = []  # (end, lane)

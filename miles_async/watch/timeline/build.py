@@ -1,4 +1,4 @@
-"""The timeline of one run directory as a file: which part of the run it has, and what it says about itself."""
+"""Write the timeline of a run directory to a file: the part of the run that it covers, and facts about it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from miles_async.watch.timeline.steps import STEP, Clock, Line, read_lines, step
 from miles_async.watch.timeline.trace import Item, Span, TraceEncoder, trace_text
 
 PROCESSES = ("trainer", "publications", "evaluations", "pool", "events")
-"""They stand above the engines."""
+"""Shown above the engines."""
 
 FILE_NAME = "timeline.json.gz"
 MOST_ATTEMPTS = 100_000

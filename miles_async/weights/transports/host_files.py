@@ -1,7 +1,7 @@
 """Functions that keep staged files on an engine's host.
 
 They run in the engine's actor (``EngineFleet.on_host``) with its directory as the first argument, and hold nothing
-between calls: the name of a version's directory tells that it is there and whole. Bytes come as a path that the host
+between calls: the name of a version's directory shows that it is complete. Bytes come as a path that the host
 shares with the sending rank, or as an array from an object store. Engines whose directories lie side by side share the
 files by hard links, which remain when one of the engines is removed.
 """

@@ -248,7 +248,7 @@ def test_keys_of_verl_that_are_left_over_have_reasons(
     assert "--rollout-num-gpus-per-engine 2\n" in text
     notes, unmapped = text.split("# Not needed here:\n")[1].split("# Could not be mapped:\n")
     assert unused in notes
-    assert "#   trainer.no_such_key=7: it is not known here\n" in unmapped
+    assert "#   trainer.no_such_key=7: unknown key\n" in unmapped
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
         (f"{ROLLOUT}.multi_turn.tool_config_path=t.yaml", "--environment-path module:attr"),
         ("custom_reward_function.path=r.py", "--custom-rm-path"),
         ("trainer.total_epochs=15", "give --num-rollout"),
-        ("trainer.frobnicate=1", "trainer.frobnicate=1: it is not known here"),
+        ("trainer.frobnicate=1", "trainer.frobnicate=1: unknown key"),
     ],
 )
 def test_what_has_no_counterpart_is_told(override: str, named: str) -> None:
