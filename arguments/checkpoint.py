@@ -49,8 +49,8 @@ class CheckpointArguments:
     )
     load: Path | None = flag(
         None,
-        "resume from this checkpoint (a directory iter_N), or from the newest of the run that saved here; with the "
-        "directory of --save, a run in which nothing was saved yet begins",
+        "resume from this checkpoint (a directory iter_N), or from the newest of the run that saved here; if that is "
+        "the directory of --save and nothing was saved yet, the run starts fresh",
     )
     load_anyway: tuple[str, ...] = flag(
         (),

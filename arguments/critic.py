@@ -27,7 +27,7 @@ class CriticArguments:
     )
     value_clip: float | None = flag(
         0.2,
-        "how far a value may move from where it was before the batch's first optimizer step; none: no bound",
+        "largest change of a value since before the batch's first optimizer step; none: no bound",
         needs=("token_advantages=gae", "token_advantages=own"),
         above=0,
     )
@@ -45,6 +45,6 @@ class CriticArguments:
     )
     critic_hf_checkpoint: Path | None = flag(
         None,
-        "language model whose layers the critic begins with (default: --hf-checkpoint); its values begin at 0",
+        "language model that initializes the critic's layers (default: --hf-checkpoint); its values start at 0",
         needs=("token_advantages=gae", "token_advantages=own"),
     )

@@ -28,8 +28,8 @@ class DataArguments:
     )
     prompt_data_weights: tuple[str, ...] = flag(
         (),
-        "shares of the files in the trained prompts, such as 3 1, one number for each (default: rows of all files "
-        "are shuffled together)",
+        "relative shares of the prompt files, one number each, such as 3 1 (default: rows of all files are shuffled "
+        "together)",
         metavar="X",
         needs=("prompt_data",),
     )
@@ -55,7 +55,7 @@ class DataArguments:
         'column with the images of the prompt, as JSON: {"image": "images"}; each stands where the prompt has <image>',
         metavar="JSON",
     )
-    image_root: Path | None = flag(None, "folder that paths of images start from", metavar="FOLDER")
+    image_root: Path | None = flag(None, "folder in which rows find their images by path", metavar="FOLDER")
     prompt_id_key: str | None = flag(None, "column with a unique id (default: file name and row number)")
     apply_chat_template: bool = flag(True, "render messages with the tokenizer's chat template")
     bad_rows: BadRows = flag("refuse", "rows that the chat template refuses: refuse the file, or skip and count them")
@@ -66,14 +66,14 @@ class DataArguments:
     )
     difficulty_low: float = flag(
         0.0,
-        "prompts solved by this share of their last group's samples or fewer rest",
+        "prompts rest if at most this share of their last group's samples solved them",
         needs=("prompt_sampler=difficulty",),
         at_least=0,
         below=1,
     )
     difficulty_high: float = flag(
         1.0,
-        "prompts solved by this share or more rest",
+        "prompts rest if at least this share solved them",
         needs=("prompt_sampler=difficulty",),
         above=0,
         at_most=1,

@@ -146,7 +146,7 @@ class ModelArguments:
         0, "train low-rank adapters of this rank and freeze the model itself (default: none)", at_least=0
     )
     lora_type: LoraType = flag(
-        "lora", "lora: W + α/r · B·A; dora: the same with a trained length of every row", needs=("lora_rank",)
+        "lora", "lora: W + α/r · B·A; dora: the length of each row is trained, too", needs=("lora_rank",)
     )
     lora_alpha: float = flag(
         16.0, "α of the adapters, which scale the product B·A by α / --lora-rank", needs=("lora_rank",), above=0

@@ -25,7 +25,7 @@ class ObservabilityArguments:
     save_samples: int = flag(
         2,
         "write text and tokens of this many groups of every step, and of all evaluations, into the run directory, for "
-        "`miles-async samples`; 0: of none",
+        "`miles-async samples`; 0: none",
         metavar="GROUPS",
         at_least=0,
     )

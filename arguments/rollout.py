@@ -67,7 +67,7 @@ class RolloutArguments:
         at_least=1,
     )
     max_quarantined_prompts: int = flag(
-        100, "maximum number of quarantined prompts; the run stops when more are", at_least=0
+        100, "maximum number of quarantined prompts; the run stops beyond it", at_least=0
     )
 
     @property

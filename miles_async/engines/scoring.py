@@ -19,7 +19,7 @@ from miles_async.types import Float32
 
 
 class EngineScorer:
-    """Ask the engines in turn, each time the next. Callers retry failures (``services.Circuit``)."""
+    """Asks the engines round-robin. Callers retry failures (``services.Circuit``)."""
 
     def __init__(self, server: InferenceServer, registry: EngineRegistry, *, timeout: float, at_once: int) -> None:
         """``timeout``: seconds for one answer, once the request has its turn. ``at_once``: requests at all engines."""

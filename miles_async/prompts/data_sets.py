@@ -56,7 +56,7 @@ def _rows(found: datasets.Dataset, place: str, label: str, digest: str, argument
 
 
 def _commit(name: HubName) -> str:
-    """The commit of the revision; one that is a commit is not asked for, so that the cache is enough."""
+    """The commit of the revision. A revision that is a commit is not looked up, so the cache is enough."""
     from huggingface_hub import HfApi
 
     if name.revision is not None and re.fullmatch(r"[0-9a-f]{40}", name.revision):

@@ -25,7 +25,7 @@ _SOMETIMES = ("revision", "weights", "sampler", "pass_rates")  # keys that a sta
 
 
 def identity(rows: PromptRows, arguments: DataArguments, earlier: EarlierRates) -> JsonObject:
-    """Facts that stay the same in a run that resumes. Of several files each has a list."""
+    """Facts that stay the same in a run that resumes; lists, with an entry per file, if there are several."""
     facts: dict[str, Sequence[object]] = {
         "file": [file.label for file in rows.files],
         "rows": [len(file) for file in rows.files],
