@@ -177,8 +177,8 @@ def _read(checkpoint: Checkpoint) -> Manifest:
         fields = msgspec.json.decode(content)
     except FileNotFoundError:
         raise CheckpointError(
-            f"--load {checkpoint.directory}: expected a {MANIFEST_FILE}, found none: it is not whole, or of an earlier "
-            f"version{_advice(checkpoint)}"
+            f"--load {checkpoint.directory}: expected a {MANIFEST_FILE}, found none: it is incomplete, or from an "
+            f"earlier version{_advice(checkpoint)}"
         ) from None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"--load {path}: {error}{_advice(checkpoint)}") from error

@@ -91,7 +91,7 @@ class RunCheckpoints:
         watch, final = Stopwatch(), self._final(position)
         with watch.timed("blocked"):
             if self._position is not None:
-                log.warning("a checkpoint waits until the one before is whole", waits=final.name)
+                log.warning("a checkpoint waits until the previous one is complete", waits=final.name)
                 with watch.timed("previous"):
                     await self.finish()
             try:
@@ -181,7 +181,7 @@ class RunCheckpoints:
         if saved != ours:
             reseeded = any(saved.get(name) != ours.get(name) for name in SEEDED_BY)
             generators = "seeded again" if reseeded else "restored"
-            log.warning("checkpoint of another layout of ranks", saved=saved, now=ours, random_generators=generators)
+            log.warning("checkpoint from another layout of ranks", saved=saved, now=ours, random_generators=generators)
 
     def _complete(self, position: Position, final: Path) -> None:
         """Write the last files, rename, and remove expired checkpoints."""

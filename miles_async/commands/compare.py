@@ -83,7 +83,7 @@ def _read(directory: Path, name: str) -> Run:
     except FileNotFoundError:
         rows = []
     if not any("time/step_seconds" in row for row in rows):
-        raise ConfigurationError(f"{directory}: no step of this run was trained yet")
+        raise ConfigurationError(f"{directory}: this run has trained no step yet")
     flags = {flag: value for table in tables.values() for flag, value in table.items() if flag != PLACE}
     return Run(name=name, flags=flags, rows=rows)
 

@@ -140,7 +140,7 @@ class RouterClient:
         """Warn at most every few seconds: with an engine, hundreds of requests fail at once."""
         if now() >= self._next_warning:
             self._next_warning = now() + _WARNING_SECONDS
-            log.warning("requests fail and are tried again", failed_tries=self._traffic.failed, last_error=str(error))
+            log.warning("requests fail and are retried", failed_tries=self._traffic.failed, last_error=str(error))
 
     async def _try(self, request: GenerateRequest, tried: int, on_tokens: OnTokens | None) -> Generation:
         for _ in range(_ABORTS):

@@ -255,7 +255,7 @@ class StreamDeadline:
                     self._limits.discard(limit)
         except TimeoutError:
             raise EngineTimeoutError(
-                f"{url} waits for weights: no answer within {self._granted:g} s after the senders were through"
+                f"{url} waits for weights: no answer within {self._granted:g} s after the senders had finished"
             ) from None
 
     def expire_in(self, seconds: float) -> None:

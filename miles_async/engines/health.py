@@ -66,7 +66,7 @@ class Question:
                 overdue = now() - asked >= patience and len(recent) >= _FEWEST_ANSWERS
                 alone = alone + 1 if overdue and not may_fail() and self._others_answer(engine, asked) else 0
                 if alone > 1 and not task.done():  # seen twice: our own event loop may be late
-                    raise SilentEngineError(f"did not answer within {patience:.2g} s what others did")
+                    raise SilentEngineError(f"did not answer within {patience:.2g} s, and others did")
             result = task.result()
         finally:
             task.cancel()

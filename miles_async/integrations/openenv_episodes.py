@@ -114,8 +114,9 @@ class OpenEnv:
         (first,), texts = [await self._first_texts(some) for some in (resets[:1], resets)]
         if first != texts[0]:
             raise ConfigurationError(
-                f"two resets to seed {seed} began with other observations: give --prompt-data, and there what decides "
-                f"an episode as reset in the metadata (docs/environments.md); found {first[:200]!r}, {texts[0][:200]!r}"
+                f"two resets to seed {seed} began with different observations: give --prompt-data, and there what "
+                "decides an episode as reset in the metadata (docs/environments.md); found "
+                f"{first[:200]!r}, {texts[0][:200]!r}"
             )
         return [
             {"prompt": text, "metadata": {"reset": reset, "begins": _digest(text)}}

@@ -36,7 +36,7 @@ def image_key(multimodal_keys: str | None) -> str | None:
             f'--multimodal-keys: expected JSON such as {{"image": "images"}}, found {multimodal_keys}: {error}'
         ) from None
     if others := sorted(set(keys) - {"image"}):
-        raise ConfigurationError(f"--multimodal-keys: of {', '.join(others)} nothing is read; images alone are: image")
+        raise ConfigurationError(f"--multimodal-keys: {', '.join(others)} cannot be read, only images: image")
     return keys.get("image")
 
 
@@ -67,7 +67,7 @@ def separate(
     if left := len(list(rest)):
         count = len(column or ())
         places = count - left
-        raise DataError(f"{count} images in the column (--multimodal-keys), and places in the prompt for {places}")
+        raise DataError(f"{count} images in the column (--multimodal-keys), and the prompt has places for {places}")
     if isinstance(content, str) and not found:
         return content, []
     return separated, found

@@ -106,7 +106,7 @@ class SampledOrder:
         order = self._chosen(epoch)
         if self._digest != state.get("order"):
             raise CheckpointError(
-                f"--prompt-sampler {self._name} orders epoch {epoch} otherwise than before the checkpoint: it has to "
+                f"--prompt-sampler {self._name} orders epoch {epoch} differently than before the checkpoint: it has to "
                 "depend on its argument alone. Fix it, or add --load-anyway prompt_data to begin the next epoch"
             )
         return order

@@ -91,9 +91,9 @@ def _from_url(url: str, where: str) -> bytes:
 def _under(root: Path | None, name: str, where: str) -> Path:
     """The file ``name`` in ``root``, out of which no path and no link leads."""
     if root is None:
-        raise DataError(f"{where}: the path {name!r} needs --image-root, the folder that paths of images start from")
+        raise DataError(f"{where}: the path {name!r} needs --image-root, the folder with the images")
     folder = root.resolve()
     path = (folder / name).resolve()
     if not path.is_relative_to(folder):
-        raise DataError(f"{where}: the path {name!r} leads out of --image-root {root}")
+        raise DataError(f"{where}: the path {name!r} is outside of --image-root {root}")
     return path

@@ -71,9 +71,9 @@ def sandbox_level(wanted: SandboxMode) -> Level:
     if wanted == "strict":
         raise ConfigurationError(
             "--reward-sandbox strict: expected a kernel with Landlock (Linux 5.13 and later, not forbidden by the "
-            "container), found none; auto does without, and lets programs read what the user may read"
+            "container), found none; auto works without it, and lets programs read what the user may read"
         )
-    log.warning("programs are confined by seccomp alone: this kernel has no Landlock, they read what the user may read")
+    log.warning("programs are confined by seccomp alone: this kernel has no Landlock, so they read what the user may")
     return "seccomp"
 
 

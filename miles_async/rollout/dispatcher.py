@@ -194,7 +194,7 @@ class Dispatcher:
             except (TransientEngineError, VersionUnknownError) as error:
                 self._oldest_versions.forget(key)
                 failures.append(str(error))
-                log.info("sample failed, trying it again", prompt_id=attempt.prompt.prompt_id, error=str(error))
+                log.info("sample failed, retrying it", prompt_id=attempt.prompt.prompt_id, error=str(error))
             except OverdueError as error:  # possibly a service that hangs, so not charged to the prompt
                 raise AttemptFailed(str(error), infrastructure=True) from error
             except (RequestRejectedError, RewardError, ServiceUnavailableError) as error:

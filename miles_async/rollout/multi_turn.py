@@ -121,7 +121,7 @@ class GivenReward:
         if sample.reward is None:
             raise RewardError(
                 f"prompt {prompt.prompt_id}: expected a reward of the environment or agent, found none "
-                "(--rm-type or --custom-rm-path rewards what comes without)"
+                "(--rm-type or --custom-rm-path rewards samples without one)"
             )
         try:
             return check_reward(sample.reward)

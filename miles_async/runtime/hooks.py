@@ -108,8 +108,8 @@ def _module(name: str, named: str) -> ModuleType:
         raise ConfigurationError(f"{named}: importing {name} failed{_place(error)}: {error}") from error
     except SystemExit as error:  # of a script, which would end this process without a word
         raise ConfigurationError(
-            f"{named}: importing {name} failed{_place(error)}: it called sys.exit({shortened(repr(error.code))}); what "
-            'is not for importers goes under `if __name__ == "__main__":`'
+            f"{named}: importing {name} failed{_place(error)}: it called sys.exit({shortened(repr(error.code))}); put "
+            'what is not for importers under `if __name__ == "__main__":`'
         ) from error
     except Exception as error:  # the user's own code runs here: any error is shown with the flag
         text = shortened(f"{type(error).__name__}: {error}")

@@ -81,7 +81,7 @@ class Answering:
         size = len(await self._in_thread(msgspec.json.encode, [turn.messages, turn.tools]))
         if size > most:
             with session.request():
-                raise NoRoomError(f"the conversation has {size} bytes without its images, and {most} are the most")
+                raise NoRoomError(f"the conversation has {size} bytes without its images, more than {most}")
 
     async def _take(
         self, session: Session, asked: Exchange, streamed: Sequence[StreamedTurn] | None = None

@@ -135,7 +135,7 @@ async def read_conversation(request: web.Request, max_total: int, *, images: boo
             return bytes(body)
     on_top = f", and {IMAGE_BYTES} for images" if images else ""
     raise NoRoomError(
-        f"the request has {request.content_length or f'more than {limit}'} bytes, and {limit} are the most for a "
+        f"the request has {request.content_length or f'more than {limit}'} bytes; the limit is {limit} for a "
         f"conversation of {max_total} tokens (--max-tokens-per-gpu), at {BYTES_PER_TOKEN} bytes per token{on_top}"
     )
 

@@ -152,7 +152,7 @@ class TrainerRanks:
         try:
             await asyncio.to_thread(lambda file: write_whole(file, msgspec.json.encode(report)), self._times_file)
         except OSError as error:  # the page lacks them, which must not end the run
-            log.warning("times of ranks cannot be written any more", error=str(error))
+            log.warning("times of ranks can no longer be written", error=str(error))
             self._times_file = None
 
     async def copy_weights(self, version: int) -> None:

@@ -88,7 +88,7 @@ def _reasoning(begin: str, end: str) -> Format:
 def _calls(tools: Tools, parallel: bool, style: str | None) -> Format:
     if style is None or style not in CALL_STYLES:
         raise TrajectoryError(
-            f"calls of tools can only be made with a --tool-call-parser of {', '.join(CALL_STYLES)}; found "
+            f"tool calls can only be made with a --tool-call-parser of {', '.join(CALL_STYLES)}; found "
             f"{style or 'none of these'}"
         )
     tag, separator = CALL_STYLES[style]

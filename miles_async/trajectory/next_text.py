@@ -53,8 +53,8 @@ def check_abridged(renderer: Renderer, context: Context) -> None:
     if found is not None:
         renderer.abridges = False
         raise TransientEngineError(
-            "the chat template writes what is new in a conversation depending on turns long before, so that this "
-            f"one has to be repeated; from now on all of a conversation is rendered at each turn:\n{found}"
+            "the chat template renders new turns depending on much earlier ones, so that this conversation has to be "
+            f"repeated; from now on whole conversations are rendered at each turn:\n{found}"
         )
 
 

@@ -214,8 +214,8 @@ def check_unchanged(before: str, now: str, opening: str = "") -> None:
     if now.startswith(before.removesuffix(opening)) or before.startswith(now):
         return
     raise TrajectoryError(
-        "the chat template renders earlier messages differently now, so that appended tokens would not be what it "
-        f"makes of the whole conversation:\n{text_diff(before, now)}"
+        "the chat template renders earlier messages differently now, so that appended tokens would differ from what "
+        f"it makes of the whole conversation:\n{text_diff(before, now)}"
     )
 
 

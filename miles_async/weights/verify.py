@@ -146,7 +146,7 @@ class Verification:
             self._told.add(names)
             log.warning(
                 "tensors that can't be compared: skipped, or the engine keeps them in another form (quantized, "
-                "reordered for a kernel); only the canary says something about them",
+                "reordered for a kernel); only the canary covers them",
                 engine=str(engine),
                 tensors=len(names),
                 first=names[:SHOWN],

@@ -59,7 +59,7 @@ def read_scores(body: bytes, count: int, source: str) -> CanaryScore:
     if len(found) != count or np.isnan(found).any():
         raise EngineError(
             f"{source}: expected {count} log-probs of given tokens, found {len(found)}, "
-            f"{int(np.isnan(found).sum())} of them no number"
+            f"{int(np.isnan(found).sum())} of them NaN"
         )
     return CanaryScore(weight_version=version, logprobs=found)
 

@@ -93,7 +93,7 @@ def control_of(run_dir: Path) -> Path:
     """
     run = read_run_process(run_dir)
     if run.host != socket.gethostname():
-        raise ConfigurationError(f"{run_dir}: the run was started on {run.host}; call this there")
+        raise ConfigurationError(f"{run_dir}: the run was started on {run.host}; use this command there")
     if find_driver(run) is None:
         raise ConfigurationError(f"the run in {run_dir} is over")
     return Path(run.control)

@@ -358,7 +358,7 @@ async def test_a_save_waits_for_the_one_before_and_says_so(
     await asyncio.sleep(0.05)
     assert not second.done()
     assert disk.copy == 0  # what is being written stays as it is
-    assert "a checkpoint waits until the one before is whole" in capsys.readouterr().out
+    assert "a checkpoint waits until the previous one is complete" in capsys.readouterr().out
     seconds[0] += 7
     disk.may_write.set()
     await second
@@ -434,7 +434,7 @@ async def test_another_layout_of_ranks_is_said(tmp_path: Path, capsys: pytest.Ca
     assert "restored" in capsys.readouterr().out
     await run_checkpoints("mine", load=tmp_path, ranks={**RANKS, "DP": 1, "TP": 2}).load()
     said = capsys.readouterr().out
-    assert "checkpoint of another layout of ranks" in said
+    assert "checkpoint from another layout of ranks" in said
     assert "seeded again" in said
 
 

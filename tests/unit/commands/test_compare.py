@@ -76,7 +76,7 @@ def test_runs_that_cannot_be_compared_are_one_line(
         (runs[:1], "expected two run directories or more, found one"),
         ([runs[0], str(tmp_path / "slw")], f"did you mean {runs[1]}?"),
         ([runs[0], str(tmp_path / "other")], "expected a run directory with a run.json"),
-        ([runs[0], str(empty)], f"{empty}: no step of this run was trained yet"),
+        ([runs[0], str(empty)], f"{empty}: this run has trained no step yet"),
         ([*runs, "--metric", "reward/men"], "--metric reward/men: no run has it; did you mean reward/mean?"),
         ([*runs, "--output", "curves.svg"], "--output curves.svg: expected a name that ends with .png"),
         ([*runs, "--output", str(tmp_path / "no" / "x.png")], f"--output {tmp_path / 'no' / 'x.png'}: "),

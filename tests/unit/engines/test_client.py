@@ -216,7 +216,7 @@ async def test_retries_are_bounded(setup: Setup) -> None:  # covers: A3
     with capture_logs() as log_output, pytest.raises(TransientEngineError, match="503: overloaded"):
         await setup.generate()
     assert len(setup.engine.requests) == setup.traffic.failed == 3
-    assert [entry["event"] for entry in log_output] == ["requests fail and are tried again"]  # not of every request
+    assert [entry["event"] for entry in log_output] == ["requests fail and are retried"]  # not of every request
 
 
 async def test_tries_come_less_and_less_often_up_to_ten_seconds(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

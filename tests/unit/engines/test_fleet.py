@@ -316,7 +316,7 @@ async def test_a_stream_has_its_deadline_when_the_senders_are_through(broken: bo
         assert seconds <= asyncio.get_running_loop().time() - before < publication - 0.8, "its own deadline"
         assert errors[E0] is None
         assert isinstance(errors[E1], EngineTimeoutError)
-        assert f"no answer within {seconds:g} s after the senders were through" in str(errors[E1])
+        assert f"no answer within {seconds:g} s after the senders had finished" in str(errors[E1])
         await fleet.stream_sent((E0, E1), broken=False)  # nobody waits any more
 
 
@@ -824,7 +824,7 @@ class TestSilentEngines:
     @pytest.mark.parametrize(
         ("path", "reason"),
         [
-            ("/model_info", "did not answer within 0.3 s what others did"),
+            ("/model_info", "did not answer within 0.3 s, and others did"),
             ("/health_generate", "generated nothing for longer than ever, while others did"),
         ],
     )

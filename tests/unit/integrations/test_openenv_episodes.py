@@ -250,7 +250,7 @@ async def test_an_environment_that_heeds_no_seed_has_no_prompts() -> None:
         return observation(text=f"{next(numbers)}")
 
     async with serving(saying(counts)) as url:
-        with pytest.raises(ConfigurationError, match="two resets to seed 7 began with other observations"):
+        with pytest.raises(ConfigurationError, match="two resets to seed 7 began with different observations"):
             await asyncio.to_thread(OpenEnv(url, {}).rows, 3, 7)
 
 

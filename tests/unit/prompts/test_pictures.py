@@ -181,7 +181,7 @@ class TestRefused:
         for name in ("../red.png", "link.png", str(tmp_path / "red.png")):
             path = jsonl(tmp_path, {"prompt": "<image>", "images": [name]})
             message = refusal(path, multimodal_keys=KEYS, image_root=root)
-            assert message.startswith(f"{path}:1: image 1: the path {name!r} leads out of --image-root")
+            assert message.startswith(f"{path}:1: image 1: the path {name!r} is outside of --image-root")
 
     def test_a_file_that_is_missing(self, tmp_path: Path):
         path = jsonl(tmp_path, {"prompt": "<image>", "images": ["no.png"]})
@@ -193,7 +193,7 @@ class TestRefused:
         path = jsonl(tmp_path, {"prompt": prompt, "images": [url(RED)] * 2})
         message = refusal(path, multimodal_keys=KEYS)
         assert message.startswith(f"{path}:1: ")
-        assert f"2 images in the column (--multimodal-keys), and places in the prompt for {places}" in message
+        assert f"2 images in the column (--multimodal-keys), and the prompt has places for {places}" in message
 
     def test_a_place_without_an_image(self, tmp_path: Path):
         path = jsonl(tmp_path, {"prompt": "<image><image>", "images": [url(RED)]})

@@ -287,7 +287,7 @@ class TestOfTheUser:
     def test_one_that_depends_on_something_else_is_refused_at_a_resume(self, path: str) -> None:
         first = of_user(path, "unsteady")
         first.take(2)
-        with pytest.raises(CheckpointError, match="orders epoch 0 otherwise than before the checkpoint: it has to dep"):
+        with pytest.raises(CheckpointError, match="orders epoch 0 differently than before the checkpoint: it has to"):
             of_user(path, "unsteady").restore(first.state())
 
     @pytest.mark.parametrize(

@@ -490,7 +490,7 @@ async def test_a_request_longer_than_any_context_is_refused_before_it_is_read(
         status, answer = await agent.post("v1/chat/completions", raw=pieces() if in_pieces else body)
         collected = await agent.collect()
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-    assert "94336 are the most for a conversation of 900 tokens" in answer["error"]["message"]
+    assert "the limit is 94336 for a conversation of 900 tokens" in answer["error"]["message"]
     assert rendered == []
     assert collected.cut  # the trajectory ran into the limit
 

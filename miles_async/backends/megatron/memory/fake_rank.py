@@ -63,7 +63,7 @@ def measure_stages(request: StageRequest, platform: Platform) -> list[StageMemor
         config = AutoConfig.from_pretrained(request.directory)
         return [_measure(request, platform, config, stages) for stages in _alike(request, platform, config)]
     except (AssertionError, TypeError, ValueError) as error:  # how Megatron rejects a layout for a model
-        raise ConfigurationError(f"Megatron cannot build {request.directory / 'config.json'} so: {error}") from error
+        raise ConfigurationError(f"Megatron cannot build {request.directory / 'config.json'}: {error}") from error
 
 
 def _alike(request: StageRequest, platform: Platform, config: PretrainedConfig) -> Iterator[range]:

@@ -45,7 +45,7 @@ def test_a_packed_answer_has_four_bytes_per_token() -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("logprobs", "problem"),
-    [((None, -1.0), "expected 2 log-probs of given tokens, found 1"), ((None, -1.0, None), "1 of them no number")],
+    [((None, -1.0), "expected 2 log-probs of given tokens, found 1"), ((None, -1.0, None), "1 of them NaN")],
 )
 def test_too_few_and_missing_numbers_are_refused(
     form: Callable[[JsonObject], bytes], logprobs: tuple[float | None, ...], problem: str
