@@ -13,13 +13,11 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from miles_async.errors import RewardError, ServiceUnavailableError
-
-T = TypeVar("T")
 
 _ROOT = str(Path(__file__).resolve().parents[2])  # where this package can be imported from, installed or not
 _END_SECONDS = 5.0  # from closing its pipes to the end of a process
