@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
+from miles_async.observability import prometheus_tracker
 from miles_async.observability.prometheus_tracker import PrometheusTracker, metrics_key
 from miles_async.observability.tracker_parts import TrackedRun
 from miles_async.observability.trackers import open_trackers
@@ -109,14 +110,15 @@ def test_a_run_without_a_key_is_refused() -> None:
             metrics_key(environment)
 
 
-def test_silent_clients_hold_up_neither_others_nor_the_end(tracker: PrometheusTracker) -> None:
+def test_silent_clients_hold_up_neither_others_nor_the_end(
+    tracker: PrometheusTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # covers: M12
+    monkeypatch.setattr(prometheus_tracker._Handler, "timeout", None)  # who waits for one of them waits forever
     silent = [socket.create_connection(("127.0.0.1", tracker.port)) for _ in range(20)]
     tracker.log({"reward/mean": 0.5}, step=1)
-    began = time.monotonic()
     assert scraped(tracker.port)["miles_async_reward_mean reward/mean"] == 0.5
     tracker.finish()
-    assert time.monotonic() - began < 5
     for connection in silent:
         connection.close()
 

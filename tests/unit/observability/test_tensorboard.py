@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -96,15 +95,13 @@ def test_a_slow_disk_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.Monkey
     log = TensorBoardTracker.log
 
     def slow(self: TensorBoardTracker, metrics: Mapping[str, float], *, step: int) -> None:
-        release.wait(30)
+        release.wait()
         log(self, metrics, step=step)
 
     monkeypatch.setattr(TensorBoardTracker, "log", slow)
     trackers = open_trackers(ObservabilityArguments(run_dir=tmp_path, use_tensorboard=True), {})
-    began = time.monotonic()
-    for step in range(1, 101):
+    for step in range(1, 101):  # hangs, if it waits for the disk
         trackers.log({"reward/mean": step / 100}, step=step)
-    assert time.monotonic() - began < 5
     release.set()
     trackers.finish()
     assert len(shown(tmp_path / "tensorboard", "reward/mean")) == 100

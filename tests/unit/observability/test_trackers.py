@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -83,15 +82,13 @@ def test_background_opens_off_the_callers_thread_and_does_not_wait_for_it() -> N
     may_open, opened_by = threading.Event(), []
 
     def slow_open() -> Tracker:
-        may_open.wait(10)
+        may_open.wait()
         opened_by.append(threading.current_thread())
         return inner
 
     inner = RecordingTracker()
-    started = time.monotonic()
     tracker = BackgroundTracker("test", slow_open)
     tracker.log({}, step=0)
-    assert time.monotonic() - started < 5
     assert inner.steps == []
     may_open.set()
     tracker.finish()
@@ -123,16 +120,14 @@ def test_background_drops_and_counts_when_the_tracker_hangs_and_finish_gives_up(
     release = threading.Event()
 
     def hang() -> Tracker:
-        release.wait(30)
+        release.wait()
         return RecordingTracker()
 
     tracker = BackgroundTracker("test", hang, capacity=3, finish_timeout=0.05)
     for step in range(10):
         tracker.log({}, step=step)
     assert tracker.dropped == 7
-    started = time.monotonic()
     tracker.finish()
-    assert time.monotonic() - started < 5
     release.set()
 
 

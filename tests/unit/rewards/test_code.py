@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import subprocess
-import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -347,16 +346,14 @@ def test_computing_is_not_hindered(source: str, level: str):
     "source",
     [
         "while True: pass",
-        "import time\ntime.sleep(60)",
+        "import time\ntime.sleep(600)",
         "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
         "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
     ],
     ids=["loop", "sleep", "forks", "blocks signals"],
 )
 def test_a_program_that_does_not_end_is_ended(source: str):
-    started = time.monotonic()
-    assert run(source, seconds=1.0) is None
-    assert time.monotonic() - started < 10.0
+    assert run(source, seconds=1.0) is None  # or the test ends at its own limit
 
 
 def test_output_and_memory_are_bounded():
