@@ -12,7 +12,7 @@ A token whose version is not kept (of an earlier run) is scored by the oldest ke
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,10 +34,10 @@ class KeptWeights:
 
     @torch.no_grad()
     def keep(self, version: int) -> None:
-        """Copy the present weights as this version, and drop the oldest beyond ``most``."""
-        self.of_version[version] = [tensor.to("cpu", copy=True) for tensor in self._tensors()]
-        for oldest in sorted(self.of_version)[: -self.most]:
-            del self.of_version[oldest]
+        """Copy the present weights as this version, in place of the oldest beyond ``most``."""
+        full = version not in self.of_version and len(self.of_version) == self.most
+        places = self.of_version.pop(min(self.of_version) if full else version, None)
+        self.of_version[version] = _to_host(self._tensors(), places)
 
     def scoring(self, versions: Tensor) -> Tensor:
         """The kept version that scores tokens of each of these versions, int64 [n]: itself, or the next kept one."""
@@ -47,7 +47,7 @@ class KeptWeights:
     @contextlib.contextmanager
     def at(self, version: int) -> Iterator[None]:
         """Load the weights of a kept version, bitwise, and restore the present ones afterwards."""
-        present = [tensor.to("cpu", copy=True) for tensor in self._tensors()]
+        present = _to_host(self._tensors())
         try:
             self._load(self.of_version[version])
             yield
@@ -57,9 +57,26 @@ class KeptWeights:
     @torch.no_grad()
     def _load(self, values: Sequence[Tensor]) -> None:
         for tensor, value in zip(self._tensors(), values, strict=True):
-            tensor.copy_(value)
+            tensor.copy_(value, non_blocking=True)  # pinned memory is used again after that only
 
     def _tensors(self) -> Iterator[Tensor]:
         for module in map(unwrap_model, self.modules):
             yield from (parameter.detach() for parameter in module.parameters() if parameter.requires_grad)
             yield from (buffer for buffer in module.buffers() if buffer.is_floating_point())
+
+
+def _to_host(tensors: Iterable[Tensor], places: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Complete copies in host memory, pinned if they come from a GPU, which then writes it directly. ``places``:
+    earlier copies of the same tensors, whose memory is used again.
+    """
+    present = [*tensors]
+    copies = [*places] if places else [_host_memory(tensor) for tensor in present]
+    for place, tensor in zip(copies, present, strict=True):
+        place.copy_(tensor, non_blocking=True)
+    if any(tensor.is_cuda for tensor in present):
+        torch.cuda.current_stream().synchronize()
+    return copies
+
+
+def _host_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from miles_async.backends.megatron.kept_weights import KeptWeights
+from miles_async.backends.megatron.kept_weights import KeptWeights, _to_host
+from tests.fakes.fake_gpu import FakeGpu
 
 
 class Model(nn.Module):
@@ -72,3 +75,44 @@ def test_a_version_that_is_not_kept_is_scored_by_the_next_one(kept: KeptWeights)
     assert scoring(3, 4, 6) == [3, 4, 6]
     assert scoring(-1, 0, 2, 5) == [3, 3, 3, 6]
     assert scoring() == []
+
+
+def test_a_version_takes_the_memory_of_the_one_that_it_replaces(model: Model, kept: KeptWeights) -> None:
+    places = [tensor.data_ptr() for tensor in kept.of_version[3]]
+    model.set(8)
+    kept.keep(8)
+    assert [tensor.data_ptr() for tensor in kept.of_version[8]] == places
+    kept.keep(8)
+    assert sorted(kept.of_version) == [4, 6, 8], "the same version once more replaces itself"
+    with kept.at(4):
+        assert model.values == [4, 8, 4, 8]
+
+
+class GpuTensor(Tensor):
+    """A tensor that says it is on the GPU. What is copied from it is copied when its stream comes to that."""
+
+    is_cuda = True
+    gpu: FakeGpu
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and kwargs == {"non_blocking": True}:
+            place, tensor = (each.as_subclass(Tensor) for each in args)
+            cls.gpu.active.queue.append(lambda: place.copy_(tensor))
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_copies_of_a_gpu_are_pinned_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    GpuTensor.gpu = FakeGpu()
+    GpuTensor.gpu.install(monkeypatch)
+    pinned = []
+
+    def memory(tensor: Tensor, *, device: str, pin_memory: bool) -> Tensor:
+        pinned.append((device, pin_memory))
+        return torch.zeros(tensor.shape)
+
+    monkeypatch.setattr("miles_async.backends.megatron.kept_weights.torch.empty_like", memory)
+    (copy,) = _to_host([torch.ones(3).as_subclass(GpuTensor)])  # type: ignore[list-item]
+    assert copy.tolist() == [1, 1, 1]
+    assert pinned == [("cpu", True)]
