@@ -1,6 +1,6 @@
-"""One rank's model of each preset with Transformer Engine's layers, on the meta device: few layers of the model's real
-shapes, split as the preset says. Parameters must have names in Hugging Face's files, and the other way round; and the
-marks of those of plain layers, which CPU runs compare with one rank in numbers.
+"""The models of each preset's first ranks of all pipeline stages, with Transformer Engine's layers, on the meta device:
+few layers of the model's real shapes, split as the preset says. Parameters must have names in Hugging Face's files, and
+the other way round; and the marks of those of plain layers, which CPU runs compare with one rank in numbers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ from miles_async.backends.megatron.platform import Platform
 from tests.gpu_contract.stand_ins import stand_in_for_transformer_engine
 from tests.unit.arguments.test_model_presets import MODELS, config_of
 
-ONE_STAGE: dict[str, Any] = {
-    "pipeline_model_parallel_size": 1,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-}
+EVEN_STAGES: dict[str, Any] = {"decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None}
 NORMS = ("LayerNorm", "RMSNorm")  # Transformer Engine's have no marks on the meta device until then
-LAYERS = 4  # or more, until a model's layers of each kind are among them
-LEFT_OUT = ("nemotron-3-nano-30b-a3b",)  # needs mamba-ssm, which gpu.lock lacks
+LAYERS = 4  # or more, until a model's layers of each kind are among them, and the same number in each stage
+LEFT_OUT = ("nemotron-3-nano-30b-a3b", "qwen3-30b-a3b-offload")  # needs mamba-ssm, which gpu.lock lacks; qwen3-30b-a3b
+CHECKED = [preset for preset in MODELS if preset not in LEFT_OUT]
 MARKS = {
     "tensor_model_parallel": False,
     "partition_dim": -1,
@@ -55,12 +52,12 @@ class OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def shortened(model: str, folder: Path) -> Path:
-    """A directory with the model's config.json, but for LAYERS layers."""
+def shortened(model: str, folder: Path, stages: int) -> Path:
+    """A directory with the model's config.json, but for LAYERS layers, and as many for each pipeline stage."""
     config = json.loads(config_of(model).read_text())
     language = config.get("text_config", config)
     kinds = language.get("layer_types", [])
-    layers = max([LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])
+    layers = stages * -(-max([LAYERS, *(kinds.index(kind) + 1 for kind in kinds)]) // stages)
     language["num_hidden_layers"] = layers
     if kinds:
         language["layer_types"] = kinds[:layers]
@@ -89,9 +86,9 @@ def any_expert(names: set[str]) -> set[str]:
 
 
 @contextlib.contextmanager
-def one_of(world_size: int) -> Iterator[None]:
-    """The first rank of a group without others."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+def one_of(rank: int, world_size: int) -> Iterator[None]:
+    """A rank of a group without others."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
@@ -113,6 +110,7 @@ def build(directory: Path, model: ModelArguments, platform: Platform) -> tuple[A
     provider = make_provider(bridge, config.to_dict(), model, platform, load_weights=False)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=model.tensor_model_parallel_size,
+        pipeline_model_parallel_size=model.pipeline_model_parallel_size,
         expert_model_parallel_size=model.expert_model_parallel_size,
         expert_tensor_parallel_size=model.expert_tensor_size,
         create_gloo_process_groups=False,  # the fake backend has no gloo side
@@ -120,7 +118,10 @@ def build(directory: Path, model: ModelArguments, platform: Platform) -> tuple[A
     try:
         provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         with torch.device("meta"), OnMeta():
-            module = provider.provide(pre_process=True, post_process=True)
+            module = provider.provide(
+                pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+            )
             with mock.patch("torch.cuda.current_device", return_value=0):
                 for part in (part for part in module.modules() if type(part).__name__ in NORMS):
                     part.reset_parameters()
@@ -140,39 +141,55 @@ def in_files(name: str, bridge: Any) -> frozenset[str]:
     return frozenset(name for name in names if left_out is None or not left_out(name))
 
 
-def lost(module: Any, bridge: Any, directory: Path) -> list[str]:
-    """The first tensors that only one side has."""
+def named(module: Any) -> dict[str, Any]:
+    """Parameters and buffers that are saved, with the names that they have in the whole model."""
+    from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
     from megatron.bridge.models.conversion.utils import persistent_buffers
-    from transformers import AutoConfig
 
-    places = {name: in_files(name, bridge) for name, _ in (*module.named_parameters(), *persistent_buffers(module))}
+    tensors = (*module.named_parameters(), *persistent_buffers(module))
+    return {_megatron_local_name_to_global([module], module.config, name, 0): tensor for name, tensor in tensors}
+
+
+def lost(places: dict[str, frozenset[str]], there: set[str]) -> list[str]:
+    """The first tensors that only one side has. ``places``: Megatron's, with their names in files."""
     here = any_expert(set().union(*places.values()))
-    there = any_expert(file_names(AutoConfig.from_pretrained(directory)))
-    if module.share_embeddings_and_output_weights:
-        there.discard("lm_head.weight")
-    return [*(name for name, found in places.items() if not found), *sorted(here ^ there)][:5]
+    return [*(name for name, found in places.items() if not found), *sorted(here ^ any_expert(there))][:5]
 
 
 def marks(module: Any, bridge: Any) -> dict[str, list[object]]:
     """By names in files. Nobody asks along which dimension a parameter is split that isn't."""
     found = {}
-    for name, parameter in module.named_parameters():
-        has = {mark: getattr(parameter, mark, absent) for mark, absent in MARKS.items()}
-        if ".indexer." in name:  # frozen
+    for name, tensor in named(module).items():
+        if not isinstance(tensor, torch.nn.Parameter) or ".indexer." in name:  # frozen
             continue
+        has = {mark: getattr(tensor, mark, absent) for mark, absent in MARKS.items()}
         if not has["tensor_model_parallel"]:
             has["partition_dim"] = MARKS["partition_dim"]
         found[" ".join(sorted(in_files(name, bridge)))] = [*has.values()]
     return found
 
 
-def look(directory: Path, model: ModelArguments, platform: Platform) -> dict[str, Any]:
+def look(directory: Path, model: ModelArguments, platform: Platform, ranks: int) -> dict[str, Any]:
     """Names on one side only, whether layers are Transformer Engine's, and what is marked otherwise than plain ones."""
-    built = build(directory, model, platform)
-    plain, found = marks(*build(directory, model, platform.with_host_layers)), marks(*built)
+    from transformers import AutoConfig
+
+    places: dict[str, frozenset[str]] = {}
+    found: dict[str, list[object]] = {}
+    plain: dict[str, list[object]] = {}
+    fused, there = True, file_names(AutoConfig.from_pretrained(directory))
+    stages = model.pipeline_model_parallel_size
+    for first in range(0, ranks, ranks // stages):
+        with one_of(first, ranks):
+            module, bridge = build(directory, model, platform)
+            places |= {name: in_files(name, bridge) for name in named(module)}
+            found |= marks(module, bridge)
+            plain |= marks(*build(directory, model, platform.with_host_layers))
+            fused &= any(type(part).__name__.startswith("TE") for part in module.modules())
+            if module.share_embeddings_and_output_weights:
+                there.discard("lm_head.weight")
     return {
-        "lost": lost(*built, directory),
-        "fused": any(type(part).__name__.startswith("TE") for part in built[0].modules()),
+        "lost": lost(places, there),
+        "fused": fused,
         "marked otherwise": {name: found.get(name) for name in plain if found.get(name) != plain[name]},
     }
 
@@ -193,20 +210,17 @@ def main(found: Path) -> None:
         mock.patch("torch.cuda.current_stream"),
         mock.patch.object(megatron_random.CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext()),
     ):
-        for preset, ((model, *_), gpus) in MODELS.items():
-            if preset.endswith("-offload") or preset in LEFT_OUT:  # the first are the same model
-                continue
-            directory = shortened(model, Path(folder))
-            words = [f"@preset:{preset}", "--hf-checkpoint", str(directory)]
-            whole = parse_arguments(words, prog="contract").arguments.model
-            with one_of(gpus // whole.pipeline_model_parallel_size):
-                try:
-                    results[preset] = look(directory, replace(whole, **ONE_STAGE), platform)
-                except Exception as error:  # supervision point: each preset is tried
-                    import traceback
+        for preset in CHECKED:
+            (model, *_), gpus = MODELS[preset]
+            whole = parse_arguments([f"@preset:{preset}"], prog="contract").arguments.model
+            directory = shortened(model, Path(folder), whole.pipeline_model_parallel_size)
+            try:
+                results[preset] = look(directory, replace(whole, **EVEN_STAGES), platform, gpus)
+            except Exception as error:  # supervision point: each preset is tried
+                import traceback
 
-                    traceback.print_exc(limit=-6)
-                    results[preset] = {"error": f"{type(error).__name__}: {error}"}
+                traceback.print_exc(limit=-6)
+                results[preset] = {"error": f"{type(error).__name__}: {error}"}
     found.write_text(json.dumps(results))
 
 
