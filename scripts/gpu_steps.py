@@ -228,7 +228,7 @@ def quick_start(bench: Bench) -> Figures:
 def real_lengths(bench: Bench) -> Figures:
     """Random weights in the size of Qwen3-0.6B, and answers of 2,048 tokens; on a CPU a rehearsal with a tiny one."""
     cuda = bench.device == "cuda"
-    size, steps, length = (QWEN3_06B, 10, 2048) if cuda else (SMALL, 3, 64)
+    size, steps, length = (QWEN3_06B, 20, 2048) if cuda else (SMALL, 3, 64)
     model, prompts = bench.output / "model", bench.output / "prompts.jsonl"
     parameters = save_model(model, size)
     save_prompts(prompts, size, words=length // 8)
@@ -242,7 +242,8 @@ def real_lengths(bench: Bench) -> Figures:
     start = {"start, s": run.summary["stage_seconds"]["start"]}
     if (gpu := gpu_named(bench.name)) is None:
         return {**speed, **start}
-    return {**speed, **start, "plan": [for_plan(run.run_dir, gpu)]}
+    seen = for_plan(run.run_dir, gpu)
+    return {**speed, "MFU": seen["shares"]["mfu"], **start, "plan": [seen]}
 
 
 def _ranks(bench: Bench) -> int:
@@ -350,7 +351,7 @@ STEPS = (
     Step(key="object", name="publication by object_store", limit=300, take=publication("object_store")),
     Step(key="ipc", name="publication by ipc, colocated", limit=300, take=colocated, needs_cuda=True),
     Step(key="quick", name="the quick start", limit=600, take=quick_start),
-    Step(key="lengths", name="real lengths", limit=900, take=real_lengths),
+    Step(key="lengths", name="real lengths", limit=1500, take=real_lengths),
     Step(key="kill", name="an engine is killed", limit=420, take=kill_engine),
     Step(key="resume", name="a run is resumed", limit=420, take=resume),
     Step(key="layouts", name="DP, TP, PP, CP, EP against one rank", limit=900, take=layouts),

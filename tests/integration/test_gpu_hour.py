@@ -44,6 +44,7 @@ def test_a_plan_repeats_what_its_report_measured(tmp_path: Path, monkeypatch: py
     figures = json.loads(path.read_text())["outcomes"][0]["figures"]
     (config,) = tmp_path.glob("*/real_lengths/config.toml")
     (seen,) = figures["plan"]
+    assert figures["MFU"] == seen["shares"]["mfu"] > 0
     flags = ("--config", str(config), "--gpu", str(path), "--steps", "4", "--sweep", "max-weight-staleness=2")
     sizes = ("--response-tokens", str(seen["response_tokens"]), "--prompt-tokens", str(seen["prompt_tokens"]))
     text = plan([*flags, *sizes])
