@@ -52,8 +52,8 @@ def rank_environment(environment: Mapping[str, str], *, shares_gpu: bool) -> dic
     """Return the environment of a trainer rank. ``environment``: what every process gets, which comes first.
 
     Micro-batches differ in length, and fixed segments of so many sizes fragment memory that NCCL, outside of PyTorch's
-    cache, then lacks; slime's ranks have expandable segments, too. Not where engines share the GPU (``shares_gpu``):
-    the memory saver cannot release them.
+    cache, then lacks; some scripts of slime and miles set expandable segments, too. Not where engines share the GPU
+    (``shares_gpu``): the memory saver cannot release them.
     """
     chosen = shares_gpu or any(name in environment for name in _ALLOCATOR)
     return {**RANKS, **({} if chosen else _EXPANDABLE), **environment}

@@ -123,6 +123,13 @@ def test_a_publication_has_time(preset: str, model: str) -> None:
     assert 2 * work.weights / senders / arguments.weights.publication_timeout < 0.4e9
 
 
+@pytest.mark.parametrize("preset", [each for each, file in presets().items() if file.parent.name == "cluster"])
+def test_a_first_start_on_gpus_has_time_to_compile_kernels(preset: str) -> None:
+    arguments = parse_arguments([f"@preset:{preset}"], prog="test").arguments
+    found = {arguments.engines.engine_start_timeout, arguments.cluster.trainer_start_timeout}
+    assert (found == {1800}) is (preset != "cpu")
+
+
 def test_a_node_whose_gpus_take_turns_trains_a_mixture_of_30b(tmp_path: Path) -> None:
     """As slime's recipe: nothing of the two presets contradicts the other."""
     (tmp_path / "config.json").write_bytes(config_of("Qwen3-30B-A3B").read_bytes())

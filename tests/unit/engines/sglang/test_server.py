@@ -91,6 +91,14 @@ def test_only_cpu_servers_get_flags_for_machines_without_a_gpu() -> None:
     assert {"--tp-size=4", "--dtype=bfloat16", "--host=10.0.0.7"} <= set(cuda)
 
 
+def test_servers_that_share_their_gpus_release_memory_and_leave_the_ranks_room() -> None:
+    own = ServerSpec(model_path="m", device="cuda", dtype="bfloat16")
+    shared = msgspec.structs.replace(own, gpus=("0",), extra=("--mem-fraction-static=0.6",))
+    added = [*server_command(shared, LOOPBACK, 1, RENDEZVOUS, 0, 0)]
+    assert added[-3:] == ["--enable-memory-saver", "--mem-fraction-static=0.7", "--mem-fraction-static=0.6"]
+    assert added[:-3] == server_command(own, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+
+
 def test_parts_of_an_engine_on_several_nodes_meet_at_one_address() -> None:
     spec = ServerSpec(model_path="m", device="cuda", dtype="bfloat16", tensor_parallel_size=16, nodes=2)
     parts = [server_command(spec, f"10.0.0.{node + 6}", 1, RENDEZVOUS, 0, node) for node in range(2)]

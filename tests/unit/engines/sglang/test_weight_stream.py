@@ -220,3 +220,19 @@ def test_sglang_still_has_what_a_stream_uses() -> None:
         "_session: Optional", "self.tp_cpu_group = ",
     ):  # fmt: skip
         assert used in source, used
+
+
+def test_sglang_still_derives_from_weights_where_its_cuda_graphs_read() -> None:
+    """docs/cuda.md says so of 0.5.23. Read, as above."""
+    found = importlib.util.find_spec("sglang")
+    assert found is not None
+    assert found.origin is not None
+    package = Path(found.origin).parent / "srt"
+    updater = (package / "model_executor/model_runner_components/weight_updater.py").read_text()
+    assert "DefaultModelLoader.restore_weights_before_loading(" in updater.partition("def begin_weight_update(")[2]
+    assert "DefaultModelLoader.postprocess_weights(" in updater.partition("def end_weight_update(")[2]
+    absorbed = (package / "models/deepseek_common/deepseek_weight_loader.py").read_text()
+    for name in ("w_kc", "w_vc"):
+        assert absorbed.count(f"self_attn.{name} = bind_or_assign(") == 2
+    assert "target.copy_(source)" in (package / "utils/common.py").read_text().partition("def bind_or_assign(")[2][:200]
+    assert "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED = EnvBool(False)" in (package / "environ.py").read_text()
