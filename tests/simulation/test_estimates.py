@@ -11,8 +11,10 @@ from miles_async.simulation.estimates import (
     Assumptions,
     Gpu,
     Job,
+    Measured,
     Passes,
     Transport,
+    assumptions,
     describe,
     estimate,
     publication,
@@ -95,6 +97,26 @@ def test_decoding_with_slow_arithmetic() -> None:
 @pytest.mark.parametrize(("room", "slots"), [(None, 3), (179, 2), (180, 3), (10_000, 3), (10, 1)])
 def test_the_cache_bounds_the_requests_of_an_engine(room: int | None, slots: int) -> None:
     assert estimate(replace(JOB, cache_tokens=room), WORK, GPU, TOKENS, ASSUMED).slots == slots
+
+
+@pytest.mark.parametrize("loads_files", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_measured_durations_give_back_what_they_were_estimated_with(loads_files: bool, recompute: bool) -> None:
+    """As ``--gpu report.json`` takes them from a run."""
+    transport = replace(LINKS, loads_files=loads_files)
+    job = replace(JOB, transport=transport, recompute=recompute, passes=Passes(training=2, scoring=1))
+    durations = estimate(job, WORK, GPU, TOKENS, ASSUMED)
+    seen = Measured(
+        train_seconds=durations.train_seconds,
+        sequence_tokens=100,
+        token_seconds=durations.token_seconds,
+        context=20 + 80 / 2,
+        copy_seconds=durations.publication.copy_seconds,
+        pause_seconds=durations.publication.pause_seconds,
+    )
+    sending = {"files": ASSUMED.files} if loads_files else {"link": ASSUMED.link}
+    expected = {"mfu": ASSUMED.mfu, "decode_use": ASSUMED.decode_use, "copy": ASSUMED.copy, **sending}
+    assert assumptions(job, WORK, GPU, seen) == pytest.approx(expected)
 
 
 def test_lengths_keep_their_spread() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from miles_async.commands.gpu_report import FORMAT
 from miles_async.commands.plan import plan
 from miles_async.errors import ConfigurationError
+from miles_async.machine.packages import versions_tested
 from miles_async.runs import memory
 
 CONFIG = {
@@ -49,6 +52,55 @@ def test_what_is_given_wins(model: tuple[str, ...]) -> None:
     estimated = ("--gpu", "h100", "--response-tokens", "1000")
     assert "T_train 77," in plan([*model, *estimated, "--train-seconds", "77"])
     assert "T_train 77," not in plan([*model, *estimated])
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Callable[..., str]:
+    """Write the report.json of a machine whose training reaches 10 % of an H100's FLOP/s."""
+    machine = {"device": "8 × NVIDIA H100 80GB HBM3", "date": "2026-11-26", **versions_tested("cuda")}
+    shares = {"mfu": 0.1, "decode_use": 0.2, "link": 5e9, "copy": 4e9}
+    plan_figures = {"transport": "distributed", "weights": 600_000_000, "shares": shares}
+    step = {"key": "lengths", "verdict": "passed", "figures": {"start, s": 72.0, "plan": [plan_figures]}}
+
+    def write(*, format: int = FORMAT, verdict: str = "passed", **changed: str) -> str:
+        found = {"format": format, "machine": machine | changed, "outcomes": [step | {"verdict": verdict}]}
+        (tmp_path / "report.json").write_text(json.dumps(found))
+        return str(tmp_path / "report.json")
+
+    return write
+
+
+def test_what_a_report_measured_is_not_assumed(model: tuple[str, ...], report: Callable[..., str]) -> None:
+    words = (*model, "--gpu", report(), "--response-tokens", "1000")
+
+    def told(*more: str) -> tuple[str, str]:
+        measured, _, assumed = plan([*words, *more]).partition("Measured in")[2].partition("Assumed")
+        return measured, assumed
+
+    measured, assumed = told()
+    for share in ("training reaches 10% of", "decoding 20% of", "a sender 5 GB/s", "4 GB/s to host memory"):
+        assert share in measured
+    assert "files are written" in assumed
+    assert publications(plan([*words]))["distributed (chosen)"] == ("1", "0.0663", "0", "0.0531")
+    assert "training reaches 50%" in told("--mfu", "0.5")[1], "a flag wins"
+    assert "a sender 50 GB/s" in told("--weight-transport", "disk")[1], "another transport was not measured"
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"sglang": "0.1"}, r"in brackets\), found sglang 0.1 \("),
+        ({"device": "NVIDIA L4"}, "one of a100, h100, h200, b200, found 'NVIDIA L4'"),
+        ({"device": "CPU (a rehearsal)"}, "found 'CPU"),
+        ({"format": 1}, "in format 2, found format 1"),
+        ({"verdict": "failed"}, "expected that the step lengths passed"),
+    ],
+)
+def test_a_report_of_something_else_is_refused(
+    model: tuple[str, ...], report: Callable[..., str], changed: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        plan([*model, "--gpu", report(**changed), "--response-tokens", "1000"])
 
 
 def publications(text: str) -> dict[str, tuple[str, ...]]:
