@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from examples.quickstart.prepare import main as prepare_quickstart
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.validation import validate
+from miles_async.types import JsonObject
 from scripts import gpu_hour
 from scripts.gpu_hour import Report, climb
 from scripts.gpu_steps import LAYOUTS, STEPS, Bench, Figures, Skipped, Step, StepError
@@ -109,6 +114,98 @@ def test_a_report_is_written_after_every_step(tmp_path: Path, monkeypatch: pytes
     assert seen == [0, 1]
     assert gpu_hour.main(["--output", str(tmp_path / "all")]) == 1
     assert "torch" in json.loads((tmp_path / "report.json").read_text())["machine"]
+
+
+PUBLISHED = {
+    "step": 1,
+    "publish/compared_tensors": 24,
+    "publish/incomparable_tensors": 0,
+    "publish/bytes": 2e9,
+    "publish/sent_fraction": 1.0,
+    "publish/send_seconds": 0.5,
+    "publish/prepare_seconds": 0.7,
+    "publish/pause_seconds": 0.6,
+    "publish/copy_seconds": 0.1,
+    "train/logprob_diff_mean": 1e-6,
+    "train/logprob_diff_max": 1e-5,
+    "train/grad_norm": 2.0,
+}
+FINISHED = {
+    "balanced": True,
+    "ending": "finished",
+    "eval_reward_last": 0.95,
+    "wall_seconds": 60.0,
+    "trainer_idle_fraction": 0.5,
+    "age_max": 2,
+    "stage_seconds": {"start": 9.0},
+}
+
+
+class Played(Bench):
+    """A machine whose runs end with what is given, by their names; else well."""
+
+    rows: Mapping[str, Sequence[JsonObject]] = {}
+    summary: Mapping[str, Any] = {}
+
+    def train(self, name: str, *flags: str, layout: Sequence[str] | None = None) -> Any:
+        rows = self.rows.get(name) or [PUBLISHED]
+        return SimpleNamespace(steps=rows, summary=FINISHED | self.summary, run_dir=self.output)
+
+
+def played(tmp_path: Path, device: str = "cpu", gpus: int = 0, **given: Any) -> Played:
+    (tmp_path / "batch-1.parquet").touch()
+    bench = Played(device, gpus, tmp_path)
+    bench.rows, bench.summary = given.pop("rows", {}), given
+    return bench
+
+
+def taken(key: str, bench: Bench) -> tuple[str, str]:
+    (step,) = (each for each in STEPS if each.key == key)
+    (outcome,) = climb([step], bench, lambda _: None)
+    return outcome.verdict, outcome.reason
+
+
+RESUMED = {"resumed": [{"step": 4}, {"step": 5}]}
+MORE = {**PUBLISHED, "train/logprob_diff_mean": 2e-4, "train/grad_norm": 2.01}
+NOT_ALL = {**PUBLISHED, "publish/incomparable_tensors": 1}
+
+
+@pytest.mark.parametrize("key", ["engine", "disk", "object", "quick", "resume", "layouts"])
+def test_runs_that_are_as_expected_pass(key: str, tmp_path: Path) -> None:
+    assert taken(key, played(tmp_path, rows=RESUMED)) == ("passed", "")
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "problem"),
+    [
+        ("engine", {"rows": {"engine": [MORE]}}, "differ by less than 0.0001, found 0.0002"),
+        ("engine", {"rows": {"engine": [NOT_ALL]}}, "found 24 that were and 1 that were not"),
+        ("disk", {"rows": {"disk": [{**PUBLISHED, "publish/compared_tensors": 0}]}}, "found 0 that were"),
+        ("object", {"rows": {"object_store": [{"step": 1}]}}, "expected a step with a publication after it"),
+        ("quick", {"eval_reward_last": 0.9}, "expected an evaluation above 0.9"),
+        ("quick", {"balanced": False}, "balanced accounts"),
+        ("resume", {"rows": {"resumed": [{"step": 1}, {"step": 2}]}}, r"found \[1, 2\]"),
+        ("layouts", {"rows": {"pp2": [MORE]}}, r"found another with \['PP 2'\]"),
+        ("layouts", {"rows": {"ep2": [MORE]}}, r"found another with \['EP 2'\]"),
+    ],
+)
+def test_runs_that_are_not_as_expected_fail(key: str, given: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    verdict, reason = taken(key, played(tmp_path, **given))
+    assert verdict == "failed"
+    assert re.search(problem, reason), reason
+
+
+def test_a_gpu_may_round_more(tmp_path: Path) -> None:
+    rows = {name: [MORE] for name in ("engine", "pp2")}
+    for key in ("engine", "layouts"):
+        assert taken(key, played(tmp_path, "cuda", 2, rows=rows)) == ("passed", "")
+    assert taken("layouts", played(tmp_path, "cuda", 1)) == ("skipped", "expected 2 GPUs, found 1")
+
+
+def test_layouts_need_a_batch(tmp_path: Path) -> None:
+    bench = played(tmp_path)
+    (tmp_path / "batch-1.parquet").unlink()
+    assert "which the step `engine` writes" in taken("layouts", bench)[1]
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
