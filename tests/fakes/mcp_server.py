@@ -12,7 +12,7 @@ import sys
 import time
 
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}}
-TOOLS = ("echo", "count", "repeat", "fail", "refuse", "picture", "die", "hang", "leave", "multiply")
+TOOLS = ("echo", "count", "repeat", "fail", "refuse", "picture", "die", "hang", "leave", "multiply", "ask")
 
 counted = 0
 
@@ -38,6 +38,11 @@ def answer(tool, arguments):
     if tool == "multiply":
         factors = arguments["text"].split("*")
         return text(str(int(factors[0]) * int(factors[1])) if [*map(str.isdigit, factors)] == [True, True] else "error")
+    if tool == "ask":  # for something that a client may be able to do
+        params = {"messages": [], "maxTokens": 1, "message": "", "requestedSchema": TEXT}
+        asked = {"jsonrpc": "2.0", "id": "asked", "method": arguments["text"], "params": params}
+        print(json.dumps(asked), flush=True)
+        return text(json.loads(sys.stdin.readline())["error"]["message"])
     return text(arguments["text"])
 
 

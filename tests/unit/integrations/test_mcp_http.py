@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -16,7 +18,10 @@ from miles_async.integrations import mcp_session
 from miles_async.integrations.mcp_session import McpServer, McpSession
 from miles_async.integrations.mcp_tools import MakeWithTools, McpServers
 from miles_async.runtime.network.ports import HeldPort
-from tests.unit.integrations.test_mcp_tools import PROMPT, contents, turn
+from tests.fakes.environment_servers import serving
+from tests.fakes.scripted_model import ScriptedModel
+from tests.unit.integrations.test_mcp_tools import PROMPT, calling, contents, turn
+from tests.unit.rollout.test_multi_turn import ATTEMPT, generate_with, says
 
 MODULE = "examples.calculator_tool.mcp_server"
 
@@ -91,34 +96,85 @@ async def test_a_url_that_stops_answering_is_a_service_that_is_down(server: List
         await each.close()
 
 
-async def test_a_url_that_never_answers_the_end_of_a_session_holds_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mcp_session, "_END_SECONDS", 0.3)
+def counting(
+    sessions: dict[str, int], together: asyncio.Barrier, end: Callable[[str], Awaitable[None]]
+) -> web.Application:
+    """A server with one tool, which counts its calls in a session. First calls wait for each other."""
 
     async def post(request: web.Request) -> web.Response:
         message = await request.json()
         if "id" not in message:
             return web.Response(status=202)
-        asked = message["params"]["protocolVersion"]
-        told = {"protocolVersion": asked, "capabilities": {}, "serverInfo": {"name": "fake", "version": "1"}}
-        answer = {"jsonrpc": "2.0", "id": message["id"], "result": told if message["method"] == "initialize" else {}}
-        return web.json_response({**answer}, headers={"mcp-session-id": "one"})
+        session = request.headers.get("mcp-session-id", str(len(sessions)))
+        match message["method"]:
+            case "initialize":
+                sessions[session] = 0
+                version = message["params"]["protocolVersion"]
+                info = {"name": "fake", "version": "1"}
+                result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info}
+            case "tools/list":
+                result = {"tools": [{"name": "count", "inputSchema": {"type": "object"}}]}
+            case _:
+                sessions[session] += 1
+                if sessions[session] == 1:
+                    await together.wait()
+                result = {"content": [{"type": "text", "text": str(sessions[session])}]}
+        answer = {"jsonrpc": "2.0", "id": message["id"], "result": result}
+        return web.json_response(answer, headers={"mcp-session-id": session})
 
     async def delete(request: web.Request) -> web.Response:
+        await end(request.headers["mcp-session-id"])
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.post("/mcp", post), web.delete("/mcp", delete)])
+    return app
+
+
+async def test_two_hundred_episodes_at_once_have_a_session_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: C2, R3
+    sessions, ended, read = dict[str, int](), list[str](), list[object]()
+    read_certificates = ssl.create_default_context
+
+    def reading(**options: Any) -> ssl.SSLContext:
+        read.append(options)
+        return read_certificates(**options)
+
+    monkeypatch.setattr(ssl, "create_default_context", reading)
+
+    async def end(session: str) -> None:
+        ended.append(session)
+
+    async with serving(counting(sessions, asyncio.Barrier(200), end)) as url:
+        servers = McpServers([f"{url}/mcp"], shared=False, start_timeout=60.0, log_path=tmp_path / "mcp.log")
+        await servers.start()
+        generate = generate_with(MakeWithTools(servers, None), step_timeout=100.0)
+        models = [ScriptedModel(says(calling("count"), calling("count"), "done")) for _ in range(200)]
+        samples = await asyncio.gather(*(generate(model, ATTEMPT, n) for n, model in enumerate(models)))
+    for sample in samples:
+        told = [message["content"] for message in sample.metadata["messages"] if message["role"] == "tool"]
+        assert told == ["1", "2"]
+    assert sorted(sessions.values()) == [0, *[2] * 200]  # the first one lists the tools
+    assert sorted(ended) == sorted(sessions)
+    assert len(read) <= 1  # reading certificates for each session would hold up the loop for seconds
+
+
+async def test_a_url_that_never_answers_the_end_of_a_session_holds_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp_session, "_END_SECONDS", 0.3)
+    asked = asyncio.Event()
+
+    async def end(session: str) -> None:
         asked.set()
         await asyncio.sleep(600)
-        raise AssertionError
 
-    asked, app = asyncio.Event(), web.Application()
-    app.add_routes([web.post("/mcp", post), web.delete("/mcp", delete)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    session = McpSession(McpServer(f"http://127.0.0.1:{runner.addresses[0][1]}/mcp", tmp_path / "mcp.log"))
-    await session._open()
-    await asyncio.wait_for(session.close(), 20)
-    assert asked.is_set()
-    assert session._keeper is not None
-    assert session._keeper.done()
-    await runner.cleanup()
+    async with serving(counting({}, asyncio.Barrier(1), end)) as url:
+        session = McpSession(McpServer(f"{url}/mcp", tmp_path / "mcp.log"))
+        await session._open()
+        await asyncio.wait_for(session.close(), 20)
+        assert asked.is_set()
+        assert session._keeper is not None
+        assert session._keeper.done()

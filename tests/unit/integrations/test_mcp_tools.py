@@ -133,6 +133,15 @@ async def test_what_the_model_did_wrong_is_told_to_the_model(tmp_path: Path) -> 
         await environment.close()
 
 
+async def test_what_a_server_asks_of_its_client_is_refused_by_name(tmp_path: Path) -> None:
+    asked = ("sampling/createMessage", "elicitation/create", "roots/list")
+    async with started(tmp_path) as servers:
+        environment = MakeWithTools(servers, None)(PROMPT)
+        told = await contents(environment, *(("ask", text(method)) for method in asked))
+        assert told == [f"{what} not supported" for what in ("Sampling", "Elicitation", "List roots")]
+        await environment.close()
+
+
 async def test_a_megabyte_is_an_answer_and_ends_an_episode_that_has_no_room_for_it(tmp_path: Path) -> None:
     async with started(tmp_path) as servers:
         environment = MakeWithTools(servers, None)(PROMPT)
