@@ -33,7 +33,8 @@ def opened(name, config):
     elif found.startswith("0.3."):
         from verifiers_classic import ClassicEnvironment as Loaded
     else:
-        refuse(f"expected verifiers 0.4 or 0.3 in {sys.executable} (--environment-python), found {found or 'none'}")
+        install = f"{sys.executable} -m pip install 'verifiers>=0.4,<0.5' uv"
+        refuse(f"--environment-python: expected verifiers 0.4 or 0.3, found {found or 'none'}: {install}")
     try:
         return Loaded(name, config)
     except NotImplementedError as error:

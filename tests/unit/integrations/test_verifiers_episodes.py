@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -236,17 +237,23 @@ def episodes_of(config: dict[str, object], log: Path) -> VerifiersEpisodes:
     return VerifiersEpisodes(sys.executable, "my_tasks", config, api_key=key, log_path=log, start_timeout=60.0)
 
 
+EXPECTED = r"--environment-python: expected verifiers 0\.4 or 0\.3, found"
+INSTALL = rf"{re.escape(sys.executable)} -m pip install 'verifiers>=0\.4,<0\.5' uv"
+
+
 @pytest.mark.parametrize(
     ("version", "agents", "found"),
     [
         ("0.4.9", ["solver", "judge"], "expected one agent without a client of its own, .* found solver, judge: give"),
-        ("0.1.14", ["agent"], r"expected verifiers 0\.4 or 0\.3 in .* \(--environment-python\), found 0\.1\.14"),
+        ("0.1.14", ["agent"], rf"{EXPECTED} 0\.1\.14: {INSTALL}"),
+        (None, ["agent"], rf"{EXPECTED} none: {INSTALL}"),
     ],
 )
 async def test_what_cannot_be_trained_is_refused_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, agents: list[str], found: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, agents: list[str], found: str
 ) -> None:
-    stand_in_package(tmp_path, monkeypatch, version)
+    if version is not None:
+        stand_in_package(tmp_path, monkeypatch, version)
     made = episodes_of({"agents": agents}, tmp_path / "verifiers.log")
     with pytest.raises(ConfigurationError, match=f"did not come up: {found}"):
         await made.start()
