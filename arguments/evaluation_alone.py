@@ -43,7 +43,9 @@ def evaluation_alone(arguments: Arguments) -> Arguments:
     evaluation = arguments.evaluation
     data_sets = evaluation_sets(evaluation)
     if not data_sets:
-        raise ConfigurationError("--eval-prompt-data or --eval-config is required: prompts to evaluate on")
+        raise ConfigurationError(
+            "--eval-prompt-data, --eval-config or --environment-eval-prompts is required: prompts to evaluate on"
+        )
     rollout = arguments.rollout
     length = max(each.response_length(evaluation, rollout)[1] for each in data_sets)
     others = evaluation.eval_max_response_len or rollout.rollout_max_response_len  # whose file gives no length

@@ -34,6 +34,7 @@ from miles_async.runs.starting import train_command
 from miles_async.runtime.files.run_directory import CONFIG_FILE
 from miles_async.runtime.processes.last_resort import sigterm_interrupts
 from miles_async.samples.reader import samples_files
+from miles_async.wiring.generated_prompts import with_generated_prompts
 
 HELP = """\
 Usage: miles-async {name} --hf-checkpoint MODEL {prompts} --rm-type NAME [--against RUN_DIR] [--FLAG VALUE ...]
@@ -94,9 +95,12 @@ def _run(name: str, text: str, words: Sequence[str], show: Show) -> int:
     ours, rest = own.parse_known_args(words)
     before = None if ours.against is None else evaluated(ours.against)  # a wrong name is noticed before the run
     parsed = parse_arguments(rest, prog=f"miles-async {name}")
-    arguments = rollout_as_evaluation(parsed.arguments) if name == "rollout" else parsed.arguments
-    if name == "rollout" and parsed.arguments.evaluation.evaluates:
+    held_out = parsed.arguments.evaluation
+    if name == "rollout" and held_out.evaluates:
         show("note: `miles-async rollout` samples --prompt-data; --eval-prompt-data and --eval-config have no effect\n")
+    if name == "rollout" or held_out.eval_prompt_data is None:
+        parsed = replace(parsed, arguments=with_generated_prompts(parsed.arguments))
+    arguments = rollout_as_evaluation(parsed.arguments) if name == "rollout" else parsed.arguments
     load = arguments.checkpoint.load
     arguments = evaluation_alone(arguments)
     if before is not None:

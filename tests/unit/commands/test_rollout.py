@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import examples.environments
 from miles_async.arguments import Arguments
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.config_file import to_toml
@@ -132,7 +133,33 @@ def test_each_command_has_its_prompts(prompts: str, capsys: pytest.CaptureFixtur
     assert main(["rollout", *FLAGS]) == 2
     assert "--prompt-data is required" in capsys.readouterr().err
     assert main(["eval", *FLAGS]) == 2
-    assert "--eval-prompt-data or --eval-config is required" in capsys.readouterr().err
+    assert "--eval-config or --environment-eval-prompts is required" in capsys.readouterr().err
+
+
+def test_prompts_of_an_environment_are_sampled_and_its_held_out_ones_evaluated(
+    prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(examples.environments.__file__).parent)
+    asked: list[Arguments] = []
+
+    def train_config(config: Config, show: object) -> int:
+        asked.append(config.arguments)
+        return 1
+
+    monkeypatch.setattr(command, "train_config", train_config)
+    game = ("--environment", "gymnasium:gymnasium_reverse:Reverse-v0", "--environment-prompts", "3")
+    words = (*FLAGS[:2], "--device", "cpu", *game, "--run-dir", str(tmp_path / "run"))
+    assert main(["rollout", *words]) == 1
+    assert main(["eval", *words, "--environment-eval-prompts", "2"]) == 1
+    assert main(["eval", *words, "--eval-prompt-data", "own", prompts]) == 1
+    sets = []
+    for arguments in asked:
+        validate(arguments)
+        (data_set,) = evaluation_sets(arguments.evaluation)
+        sets.append([json.loads(line)["prompt"] for line in Path(data_set.path).read_text().splitlines()])
+    trained, held_out, own = sets
+    assert (len(trained), len(held_out), own) == (3, 2, ["rev 0", "rev 1", "rev 2"])
+    assert not {*trained} & {*held_out}
 
 
 TRACKED = ("--use-wandb", "--use-tensorboard", "--use-prometheus", "--use-mlflow", "--use-swanlab", "--use-trackio")
