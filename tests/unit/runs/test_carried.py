@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from miles_async.errors import ConfigurationError
-from miles_async.runs.carried import LARGEST_MIB, MODULE, carry
+from miles_async.runs.carried import HOOKS, LARGEST_MIB, MODULE, carry
+from miles_async.runs.starting import start
 from miles_async.runtime.files.run_directory import CODE_DIRECTORY
 from miles_async.runtime.hooks import load_object
 
@@ -68,6 +71,13 @@ def test_what_can_be_imported_is_named() -> None:
         *("--agent-path", "my_module:my_agent"),
     )
     assert carried.code == b""
+
+
+def test_the_page_has_every_argument_with_its_flag() -> None:
+    page = (Path(__file__).parents[3] / "docs/python.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| `(--[\w-]+-path)`", page, re.MULTILINE)
+    assert dict(listed) == {name: words[-1] for name, words in HOOKS.items()}
+    assert HOOKS.keys() == inspect.signature(start).parameters.keys() - {"config"}
 
 
 def test_code_of_a_start_that_was_killed_is_replaced(tmp_path: Path) -> None:
