@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 EXAMPLES = ROOT / "examples/environments"
 TOOLS = Path(environment_servers.__file__).with_name("openenv_tools.py")
-START_SECONDS = 180.0
+START_SECONDS = 600.0
 CALCULATOR = ("examples/calculator_tool/run.sh",)
 OTHER = ("--prompt-data", "none", "--eval-prompt-data", "none", "--eval-interval", "none", "--rm-type", "none")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -26,6 +27,7 @@ from miles_async.rollout.agent import AgentGenerate
 from miles_async.trajectory.taker import Limits
 from miles_async.types import Attempt, GenerateRequest, Generation, JsonObject, Prompt, Sample
 from miles_async.wiring.generation import SessionsOfRun
+from tests.fakes.chat_formats import ORDINARY_TOKENS
 from tests.fakes.keys import KEYS
 from tests.fakes.session_agents import CHAT, END
 from tests.integration.example_runs import assert_observations_carry_no_loss, trained_samples
@@ -56,16 +58,16 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
 class Model:
     """Plays by what it reads, and remembers what it said in each session."""
 
-    def __init__(self, plays: Callable[[str, int], str]) -> None:
-        """``plays``: (all the text so far, number of the turn) → what is said."""
+    def __init__(self, plays: Callable[[str, int], str | list[int]]) -> None:
+        """``plays``: (all the text so far, number of the turn) → what is said, as a text that ends or as tokens."""
         self._plays = plays
         self.said: defaultdict[str, list[int]] = defaultdict(list)
         self._turns: defaultdict[str, int] = defaultdict(int)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         key = request.routing_key
-        text = self._plays(CHAT.decode_all(request.input_ids.tolist()), self._turns[key])
-        ids = [*CHAT.tokenize(text), *END]
+        said = self._plays(CHAT.decode_all(request.input_ids.tolist()), self._turns[key])
+        ids = [*CHAT.tokenize(said), *END] if isinstance(said, str) else said
         self._turns[key] += 1
         self.said[key] += ids
         return Generation(
@@ -92,6 +94,12 @@ def uses_tool_twice(text: str, turn: int) -> str:
 
 def reverses(text: str, turn: int) -> str:
     return re.findall(r"rev (\d+)", text)[-1][::-1]
+
+
+def babbles(text: str, turn: int) -> list[int]:
+    """Tokens that no tokenizer would make of their text, ended or cut."""
+    drawn = random.Random(f"{text}{turn}")
+    return [*(drawn.randrange(ORDINARY_TOKENS) for _ in range(drawn.randint(1, 12))), *drawn.choice([END, []])]
 
 
 def prompts_of(version: str, name: str, config: JsonObject, count: int, held_out: int = 0) -> list[Prompt]:
@@ -168,6 +176,22 @@ async def test_what_the_model_said_is_what_is_trained(
     assert len({prompt.text for prompt in prompts}) == 6
     async with playing(version, name, config, model, tmp_path) as (play, _):
         assert_trained_as_said(await play(prompts), model, turns)
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "config", "episodes"),
+    [("0.4", "rounds_of_tasks", NO_HARNESS, 8), ("0.3", "rounds_of_classic", {}, 60)],  # 0.4 starts a Python for each
+)
+async def test_whatever_the_model_says_is_what_is_trained(
+    version: str, name: str, config: JsonObject, episodes: int, tmp_path: Path
+) -> None:
+    model, prompts = Model(babbles), prompts_of(version, name, config, episodes)
+    async with playing(version, name, config, model, tmp_path) as (play, _):
+        samples = await play(prompts)
+    trained = [sample.tokens[sample.loss_mask == 1].tolist() for sample in samples]
+    assert sorted(trained) == sorted(model.said.values())
+    assert not any(sample.more_branches for sample in samples)
+    assert {sample.metadata["turns"] for sample in samples} == {2}
 
 
 async def test_200_episodes_at_once_are_played_once_and_closed(tmp_path: Path) -> None:
