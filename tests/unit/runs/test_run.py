@@ -21,11 +21,14 @@ from miles_async.observability.metrics_file import MetricsFile
 from miles_async.runs import starting
 from miles_async.runs.carried import Carried
 from miles_async.runs.config import Config
-from miles_async.runs.records import Metrics
+from miles_async.runs.records import Metrics, Records
 from miles_async.runs.run import Run
 from miles_async.runtime.files.run_directory import CODE_DIRECTORY
 from miles_async.runtime.network.control import ControlServer
 from miles_async.runtime.processes.run_process import MARK, RUN_FILE, note_run_process
+from miles_async.samples.columns import FileNote
+from miles_async.samples.files import DIRECTORY, file_of
+from tests.unit.samples.sample_rows import row, write_file
 
 # Claims the directory as a run does, writes metrics and a summary; its last word says how it goes.
 DRIVER = """
@@ -320,3 +323,26 @@ def test_attaching_to_what_is_no_run_is_refused(tmp_path: Path) -> None:
         miles_async.attach(tmp_path)
     with pytest.raises(ConfigurationError, match="there is no directory"):
         miles_async.attach(tmp_path / "absent")
+
+
+def test_samples_are_records_that_conditions_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, "mark")
+    note_run_process(tmp_path, tmp_path / "control")
+    (folder := tmp_path / DIRECTORY).mkdir()
+    for step in (10, 20):
+        rows = [row(step=step, sample=number, reward=float(number)) for number in range(2)]
+        note = FileNote(kind="train", step=step, groups=1, groups_written=1)
+        write_file(file_of(folder, "train", step), note, rows)
+    run = miles_async.attach(tmp_path)
+    assert run.samples().to_pandas()[["step", "reward"]].values.tolist() == [[10, 0], [10, 1], [20, 0], [20, 1]]
+    (found,) = run.samples(steps=[20], reward=(0.5, 1))
+    assert (found["step"], found["reward"], found["response"]) == (20, 1.0, "21")
+    assert "tokens" not in found
+    (whole,) = run.samples(steps=[20], reward=(0.5, 1), tokens=True)
+    assert whole["tokens"] == row().tokens
+
+
+def test_without_pandas_a_table_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigurationError, match="needs pandas: pip install pandas"):
+        Records().to_pandas()
