@@ -138,6 +138,25 @@ def test_another_model_is_compared_prompt_by_prompt(
     assert_shown(page_blocks()[1], run.output.replace(str(before.run_dir), "runs/before"))
 
 
+@pytest.mark.long  # the first of these with prompts, turns and rewards of an environment
+def test_episodes_of_an_environment_are_sampled_and_rewarded(
+    tmp_path: Path, imported_reverse: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples/environments"), prepend=":")
+    game = ("--environment", "gymnasium:gymnasium_reverse:Reverse-v0", "--environment-prompts", "8")
+    limits = ("--rollout-max-response-len", "40", "--max-tokens-per-turn", "7", "--n-samples-per-prompt", "4")
+    words = ("rollout", "--device", "cpu", "--hf-checkpoint", REVERSE_MODEL, "--rollout-num-gpus", "1", *game, *limits)
+    with real_run(tmp_path / "run", command=command(imported_reverse, *words)) as run:
+        assert run.wait(SECONDS) == 0, run.output
+        run.assert_nothing_left()
+    rows = rows_of(run)
+    assert len(rows) == 8 * 4
+    assert max(row.messages.count('"assistant"') for row in rows) > 1
+    (record,) = json.loads((run.run_dir / "evaluation.json").read_text())["data_sets"].values()
+    assert record["estimates"]["reward"]["mean"] == pytest.approx(np.mean([row.reward for row in rows]))
+    assert {row.reward for row in rows} > {0.0}
+
+
 @pytest.mark.long
 def test_ctrl_c_keeps_the_samples_that_are_there(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
     words = rollout_words(REVERSE_MODEL, f"{QUICKSTART}/assets/reverse/train.jsonl", 8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from statistics import mean
 
@@ -17,8 +19,17 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 OTHER_PROMPTS = ("--prompt-data", "none", "--eval-prompt-data", "none", "--eval-interval", "none", "--rm-type", "none")
 
 
+def page_command() -> tuple[str, list[str]]:
+    """PYTHONPATH and words of the command of docs/environments.md that trains on the quick start's model."""
+    page = (ROOT / "docs/environments.md").read_text().replace("\\\n", " ")
+    ((path, words),) = re.findall(
+        r"^    PYTHONPATH=(\S+) \.venv/bin/miles-async (train @examples.*)$", page, re.MULTILINE
+    )
+    return path, shlex.split(words)
+
+
 def trained(tmp_path: Path, command: tuple[str, ...], *flags: str) -> RealRun:
-    with real_run(tmp_path / "run", *OTHER_PROMPTS, "--record", *flags, command=command) as run:
+    with real_run(tmp_path / "run", "--record", *flags, command=command) as run:
         assert run.wait(390) == 0, run.output
         run.assert_nothing_left()
     assert run.summary["balanced"]
@@ -32,10 +43,10 @@ def test_an_environment_of_gymnasium_is_learned(
     imported_reverse: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: R2, R3, C2
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples/environments"), prepend=":")
-    game = ("--environment", "gymnasium:gymnasium_reverse:Reverse-v0", "--environment-eval-prompts", "16")
-    limits = ("--num-rollout", "14", "--rollout-max-response-len", "40", "--max-tokens-per-turn", "7")
-    run = trained(tmp_path, imported_reverse, *game, *limits)
+    path, words = page_command()
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / path), prepend=":")
+    command = (*imported_reverse[: imported_reverse.index("train")], *words)
+    run = trained(tmp_path, command, "--num-rollout", "14", "--eval-interval", "none")
     for sample in trained_samples(run):
         assert_observations_carry_no_loss(sample)
         assert sample.metadata["turns"] <= 2 + sample.metadata["metrics"]["invalid_actions"]
@@ -52,7 +63,7 @@ def test_questions_of_reasoning_gym_are_asked_and_scored(imported_reverse: tuple
     # covers: R3, C2
     config = '{"min_terms": 2, "max_terms": 2, "max_digits": 1}'
     task = ("--environment", "reasoning_gym:chain_sum", "--environment-config", config)
-    run = trained(tmp_path, imported_reverse, *task, "--num-rollout", "3")
+    run = trained(tmp_path, imported_reverse, *OTHER_PROMPTS, *task, "--num-rollout", "3")
     rewards = {sample.reward for sample in trained_samples(run)}
     assert len(rewards) > 2  # the task's own scores, not only right or wrong
     assert all(0 <= reward <= 1 for reward in rewards)

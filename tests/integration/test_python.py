@@ -30,21 +30,70 @@ def in_place(source: str, name: str, run_dir: Path) -> str:
     return source.replace(name, str(run_dir))
 
 
-def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
-    program = tmp_path / "example.py"
-    program.write_text(in_place(source, "runs/python", tmp_path / "run"))
+def printed(source: str, folder: Path) -> list[str]:
+    """The lines that a program prints."""
+    program = folder / "example.py"
+    program.write_text(source)
     done = subprocess.run(
         [sys.executable, str(program)], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    steps, (learned, *wrong) = done.stdout.splitlines()[:5], done.stdout.splitlines()[5:]
+    return done.stdout.splitlines()
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    lines = printed(in_place(source, "runs/python", tmp_path / "run"), tmp_path)
+    steps, (learned, *wrong) = lines[:5], lines[5:]
     assert [line.split()[0] for line in steps] == ["1", "2", "3", "4", "5"]
     assert all(0 < float(line.split()[1]) <= 1 for line in steps)
     first, last = map(float, learned.split(" → "))
     assert 0 < first < last
     assert all(re.fullmatch(r".*rev \d+.* [\d.]+", line) for line in wrong)
     assert find_marked(read_run_process(tmp_path / "run")) == []
+
+
+ASKS_AGAIN = """
+import asyncio
+import miles_async
+from miles_async.types import Observation
+
+class AsksTwice:
+    def __init__(self, prompt):
+        self.prompt = prompt
+    def tools(self):
+        return []
+    async def step(self, turn):
+        again = {"role": "user", "content": self.prompt.text}
+        right = float(turn.text == self.prompt.label)
+        return Observation(messages=() if turn.index else (again,), done=turn.index == 1, reward=right)
+    async def close(self):
+        pass
+
+def skips(group):
+    return "every fourth" if group.attempt.attempt_id % 4 == 0 else None
+
+async def main():
+    flags = {"num_rollout": 3, "rollout_max_response_len": 40, "max_tokens_per_turn": 7, "eval_interval": None}
+    config = miles_async.Config.from_args(
+        ["@examples/quickstart/reverse.args"], run_dir="RUN", save_hf=None, use_wandb=False, lr_warmup_iters=0, **flags
+    )
+    run = miles_async.start(config, environment=AsksTwice, group_filter=skips)
+    async for row in run.metrics():
+        if row["kind"] == "step":
+            print(row["step"], row["rollout/turns/mean"])
+    summary = run.wait()
+    print(summary["balanced"], summary["groups"]["filtered"] > 0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.long  # what the example of the page shows of a function
+def test_a_class_of_the_program_is_the_environment_of_its_run(tmp_path: Path) -> None:
+    *steps, ending = printed(ASKS_AGAIN.replace("RUN", str(tmp_path / "run")), tmp_path)
+    assert steps == ["1 2.0", "2 2.0", "3 2.0"]
+    assert ending == "True True"
 
 
 @pytest.mark.long  # the example of the page, in a kernel and to the end of the quick start
