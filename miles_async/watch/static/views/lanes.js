@@ -1,9 +1,24 @@
-// Lanes of the trainer, of each of its ranks and of each engine: what they did over time. Kinds differ by height as well as by colour.
+// Lanes of the trainer, of each of its ranks and of each engine: what they did over time. In one lane, no two kinds have the same shape.
 
 import { clock, duration, h, percent } from "../dom.js";
 
-const HEIGHTS = { g: 1, t: 1, f: 1, l: 0.75, e: 0.75, u: 0.45, a: 0.45, k: 0.3, r: 0.2, c: 0.45, o: 0.3, s: 0.2, b: 0.12, p: 0.12 }; // of a lane
-const COLOURS = { g: 0, t: 0, f: 0, l: 2, e: 2, u: 1, a: 1, k: 3, r: 5, c: 1, o: 3, s: 3, b: 5, p: 4 }; // numbers of series
+// Of each kind: its share of the lane's height, the number of its colour, and whether it has stripes.
+export const LOOKS = {
+  g: { height: 1, series: 0 },
+  e: { height: 0.6, series: 2 },
+  u: { height: 0.4, series: 1 },
+  t: { height: 1, series: 0 },
+  f: { height: 0.8, series: 0 },
+  l: { height: 0.6, series: 2 },
+  a: { height: 0.6, series: 3, striped: true },
+  c: { height: 0.4, series: 1 },
+  k: { height: 0.4, series: 3, striped: true },
+  r: { height: 0.25, series: 5 },
+  o: { height: 0.25, series: 3, striped: true },
+  b: { height: 0.12, series: 5 },
+  p: { height: 0.12, series: 4, striped: true },
+  s: { height: 0.8, series: 4, striped: true },
+};
 const LABELLED = 40; // lanes that have room for their names
 const SCALE = 4; // pixels of the canvas for a column
 
@@ -28,8 +43,8 @@ export function laneView({ since, until, kinds, lanes }) {
   });
   draw(canvas, lanes, height);
   const names = lanes.length <= LABELLED && h("div", { class: "lane-names" }, lanes.map((lane) => h("span", { style: { height: `${height}px` } }, lane.name)));
-  const present = Object.keys(kinds).filter((letter) => HEIGHTS[letter] && lanes.some((lane) => lane.shares[letter]));
-  const legend = h("p", { class: "legend" }, present.map((letter) => h("span", null, h("i", { class: `swatch s${COLOURS[letter]}`, style: { height: `${3 + 9 * HEIGHTS[letter]}px` } }), kinds[letter])));
+  const present = Object.keys(kinds).filter((letter) => LOOKS[letter] && lanes.some((lane) => lane.shares[letter]));
+  const legend = h("p", { class: "legend" }, present.map((letter) => h("span", null, h("i", { class: `swatch s${LOOKS[letter].series}${LOOKS[letter].striped ? " striped" : ""}`, style: { height: `${3 + 9 * LOOKS[letter].height}px` } }), kinds[letter])));
   const axis = h("div", { class: "strip-axis muted" }, h("span", null, clock(since)), h("span", null, clock(until)));
   return h("div", { class: "lanes" }, legend, h("div", { class: "lane-rows" }, names, canvas), axis, told);
 }
@@ -37,13 +52,15 @@ export function laneView({ since, until, kinds, lanes }) {
 function draw(canvas, lanes, height) {
   const paint = canvas.getContext("2d");
   const style = getComputedStyle(document.documentElement);
-  const colours = Object.fromEntries(Object.entries(COLOURS).map(([letter, series]) => [letter, style.getPropertyValue(`--series-${series}`)]));
+  const colours = [0, 1, 2, 3, 4, 5].map((series) => style.getPropertyValue(`--series-${series}`));
   lanes.forEach(({ columns }, lane) => {
     for (const { 0: run, index } of columns.matchAll(/(.)\1*/g)) {
-      const size = Math.round((HEIGHTS[run[0]] ?? 0) * (height - 1));
-      if (!size) continue;
-      paint.fillStyle = colours[run[0]];
-      paint.fillRect(index * SCALE, (lane + 1) * height - size, run.length * SCALE, size);
+      const look = LOOKS[run[0]];
+      if (!look) continue;
+      const size = Math.max(1, Math.round(look.height * (height - 1)));
+      const [part, width] = look.striped ? [1, SCALE / 2] : [run.length, run.length * SCALE];
+      paint.fillStyle = colours[look.series];
+      for (let column = 0; column < run.length; column += part) paint.fillRect((index + column) * SCALE, (lane + 1) * height - size, width, size);
     }
   });
 }
