@@ -29,14 +29,18 @@ class BackgroundTracker:
         *,
         capacity: int = 1024,
         finish_timeout: float = 60.0,
+        abandon: Callable[[], None] = lambda: None,
     ) -> None:
-        """``capacity``: steps that may wait. ``finish_timeout``: seconds :meth:`finish` waits for them."""
+        """``capacity``: steps that may wait. ``finish_timeout``: seconds :meth:`finish` waits for them, before it calls
+        ``abandon``.
+        """
         self.dropped = 0
         self.errors = 0
         self._name = name
         self._open = open_tracker
         self._capacity = capacity
         self._finish_timeout = finish_timeout
+        self._abandon = abandon
         self._queue: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()  # None: the end
         self._usable = True
         self._finished = False
@@ -63,6 +67,7 @@ class BackgroundTracker:
         self._thread.join(self._finish_timeout)
         if self._thread.is_alive():
             log.warning("tracker did not finish in time; its last metrics may be lost", tracker=self._name)
+            self._abandon()
         if self.dropped or self.errors:
             log.warning("tracker lost steps", tracker=self._name, dropped=self.dropped, errors=self.errors)
 

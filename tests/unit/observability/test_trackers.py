@@ -123,11 +123,13 @@ def test_background_drops_and_counts_when_the_tracker_hangs_and_finish_gives_up(
         release.wait()
         return RecordingTracker()
 
-    tracker = BackgroundTracker("test", hang, capacity=3, finish_timeout=0.05)
+    abandoned: list[bool] = []
+    tracker = BackgroundTracker("test", hang, capacity=3, finish_timeout=0.05, abandon=lambda: abandoned.append(True))
     for step in range(10):
         tracker.log({}, step=step)
     assert tracker.dropped == 7
     tracker.finish()
+    assert abandoned == [True]
     release.set()
 
 
