@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 NUM_ROLLOUT = 60
 LR, LOWER_LR = 5e-4, 1e-4
+KL_COEF, HIGHER_KL_COEF, ENTROPY_COEF = 0.1, 0.5, 0.01
 FLAGS = ("--rollout-num-gpus", "1", "--no-log-entropy", "--record")  # train/entropy comes with the bonus only
+FLAGS += ("--use-kl-loss", "--kl-loss-coef", str(KL_COEF))
 
 
 def change(run: RealRun, *changes: str) -> int:
@@ -52,7 +54,8 @@ def changed(tmp_path_factory: pytest.TempPathFactory, imported_reverse: tuple[st
         with pytest.raises(ConfigurationError, match="expected at most 256"):
             set_live([str(run.run_dir), "rollout-concurrency-per-engine=512", "lr=1e-5"])
         steps["bound"] = change(run, "max-weight-staleness=0", "max-rollout-lead=1")
-        steps["trainer"] = change(run, f"lr={LOWER_LR}", "entropy-coef=0.01", "rollout-concurrency-per-engine=64")
+        coefficients = (f"entropy-coef={ENTROPY_COEF}", f"kl-loss-coef={HIGHER_KL_COEF}")
+        steps["trainer"] = change(run, f"lr={LOWER_LR}", *coefficients, "rollout-concurrency-per-engine=64")
         assert f"lr {LOWER_LR:g}" in set_live([str(run.run_dir)]).replace(f"{LR:g} → ", "")
         steps["now"] = change(run, "evaluation=now", "checkpoint=now")
         run.wait_for_steps(steps["now"] + 2, 150)
@@ -80,6 +83,9 @@ def test_the_trainer_and_the_engines_follow(changed: tuple[RealRun, Path, dict])
         after = step > steps["trainer"]
         assert record["train/lr"] == pytest.approx(LOWER_LR if after else LR)
         assert ("train/entropy" in record) is after
+        penalty = (HIGHER_KL_COEF if after else KL_COEF) * record["train/ref_kl"]
+        penalty -= ENTROPY_COEF * record.get("train/entropy", 0.0)
+        assert record["train/loss"] == pytest.approx(record["train/policy_loss"] + penalty, abs=1e-6)
     assert by_step(run)[steps["trainer"] + 2]["rollout/concurrency_limit"] == 64
 
 
@@ -126,7 +132,7 @@ def test_a_run_that_resumes_continues_with_the_changes(
         run.assert_nothing_left()
     assert "--max-weight-staleness 1 instead of 2: set before the checkpoint was written" in run.output
     config = tomllib.loads((run.run_dir / "config.toml").read_text())
-    assert config["optimizer"]["lr"] == LOWER_LR
+    assert (config["optimizer"]["lr"], config["algorithm"]["kl-loss-coef"]) == (LOWER_LR, HIGHER_KL_COEF)
     for step in range(steps["stop"] + 1, last + 1):
         record = by_step(run)[step]
         assert record["age/bound"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     served: list[Served] = []
 
     def make_server(_: object, key: Secret, write_key: Secret | None) -> SimpleNamespace:
-        return SimpleNamespace(run=lambda sockets: served.append((key, write_key)))
+        def run(sockets: list[socket.socket]) -> None:
+            assert [each.getsockname()[0] for each in sockets] == ["127.0.0.1"]
+            served.append((key, write_key))
+
+        return SimpleNamespace(run=run)
 
     monkeypatch.setattr(server, "make_server", make_server)
     run_dir = write_finished_run(tmp_path / "run")
