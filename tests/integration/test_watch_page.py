@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
+import msgspec
 import pytest
+from selenium.webdriver import ActionChains
 
+from miles_async.observability.metric_names import describe
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile, read_metrics
+from miles_async.runtime.files.run_directory import ENGINES_FILE
 from miles_async.runtime.processes.run_process import MARK
-from miles_async.samples.columns import FileNote, Turn
-from miles_async.samples.files import file_of
+from miles_async.types import EngineReport, EnginesReport
 from miles_async.watch.report import write_report
 from miles_async.watch.run import open_runs
+from miles_async.watch.views.lanes import IDLE, KINDS
 from tests.fakes.live_run import live_run
 from tests.integration.watch_browser import CHROMIUM, DRIVER, KEY, Page, browser, served
-from tests.unit.samples.sample_rows import row, write_file
-from tests.unit.watch.run_files import HOSTILE, STEPS, write_finished_run
+from tests.unit.watch.run_files import HOSTILE, REASON, STEPS, write_finished_run
 from tests.unit.watch.timeline.trace_files import read_trace
 
 pytestmark = pytest.mark.skipif(
@@ -50,6 +54,7 @@ return [...document.querySelectorAll("body *")].filter(hasText).flatMap((element
   return [[(high + 0.05) / (low + 0.05), element.textContent.slice(0, 40)]];
 });
 """
+DIFFERENT_FLAGS = ["--max-weight-staleness", "--eps-clip-high", "--use-rollout-logprobs"]  # of the preset staleness-2
 PROCESSES_OF_RUN = ["driver and rollout", "trainer ranks", "engines"]
 
 
@@ -104,11 +109,16 @@ def test_the_overview_has_the_numbers_of_the_run(page: Page, run_dir: Path) -> N
     assert float(page.text(".tile[data-name=reward] b")) == pytest.approx(mean, abs=5e-4)
     assert page.text(".tile[data-name=age] b") == "0.75"
     assert page.text(".tile[data-name='tokens/s'] b") == "2,000"
+    assert [page.text(f".tile[data-name='{side} idle'] b") for side in ("trainer", "rollout")] == ["25 %", "25 %"]
     assert "after step 20: lr 0.0005 → 0.0004" in page.text("main")
     assert "filtered" in page.text(".ends")
-    assert "--engine-timeout" in page.text(".warnings")
+    assert "see --engine-timeout, docs/engines.md" in page.text(".warnings")
     assert page.all(".u-over")  # a chart was drawn
     assert f"mean of 5 steps from 0.12 to {mean:.2f}" in page.one(".chart").get_attribute("aria-label")
+    first_step = [page.all(".cells i")[number].get_attribute("style") for number in (0, STEPS)]
+    assert first_step == ["--share: 0.77;", "--share: 0.31;"]  # of age 1, of age 0
+    page.one(".strip").send_keys("\ue014")  # arrow right
+    assert page.text("output") == "step 2: age 0: 32 (25 %), age 1: 96 (75 %)"
 
 
 def test_metrics_are_found_zoomed_and_compared(page: Page, run_dir: Path) -> None:
@@ -118,6 +128,7 @@ def test_metrics_are_found_zoomed_and_compared(page: Page, run_dir: Path) -> Non
     page.one("input[type=search]").send_keys("held-out")
     page.until(lambda: [each.get_attribute("data-metric") for each in page.all("figure")] == ["eval/reward"])
     assert page.text("figure .last") == "0.75"
+    assert describe("eval/reward").meaning in page.one("figure").get_attribute("title")
     page.go("metrics?run=0&from=10&to=20&search=own")
     assert "steps 10–20" in page.text(".controls")
     page.until(lambda: "10 to 20 over steps 10 to 20" in page.one("figure .chart").get_attribute("aria-label"))
@@ -128,39 +139,55 @@ def test_metrics_are_found_zoomed_and_compared(page: Page, run_dir: Path) -> Non
     page.until(lambda: [each.text for each in page.all("section.card mark")] == [str(STEPS), "50"])
 
 
-def test_samples_are_sorted_filtered_searched_and_opened(page: Page) -> None:
-    page.go("samples?run=0")
-    assert len(page.all("tbody tr")) == 8
-    column = lambda: [row.text.split()[2] for row in page.all("tbody tr")]  # noqa: E731
-    next(each for each in page.all("th button") if each.text == "reward").click()
-    page.until(lambda: column() == ["0.75", "0.75", "0.5", "0.5", "0.25", "0.25", "0", "0"])
-    page.one("input[type=search]").send_keys("answer 2")
-    page.until(lambda: len(page.all("tbody tr")) == 2)
-    page.one(".controls input[type=checkbox]").click()
-    page.until(lambda: len(page.all("tbody tr")) == 6)  # of all three steps
-    page.go("samples?run=0&step=10")
-    conditions = page.one("input[aria-label=conditions]")
-    conditions.send_keys("reward>=0.5 group=2 tokens<4 age=2 turns=1")
-    page.until(lambda: column() == ["0.5", "0.75"])
-    conditions.send_keys(" advantage>0.25")
-    page.until(lambda: "no sample fits" in page.text("main"))
-    assert conditions.get_attribute("aria-invalid") == "false"
-    page.go("samples?run=0&step=10&where=reward%3E0.25+magic%3D1")
-    page.until(lambda: column() == ["0.5", "0.75"] * 2)
-    page.go("samples?run=0&step=10")
-    page.all("tbody tr")[1].click()
-    page.until(lambda: "Sample 1 of group 1" in page.text("main"))
-    assert "21" in page.text(".message.assistant")
-    assert "1, 0.5 s" in page.text(".pairs")
-    assert "token 0, id 5" not in page.text("output")
-    page.one(".tokens").send_keys("\ue014" * 3)  # arrow right
-    page.until(lambda: "id 7 · version 7 · age 2 · carries loss" in page.text("output"))
-    known = "log-prob -0.5 · trainer's log-prob -0.75 · engine − trainer 0.25 · advantage 0.25 · entropy 1.5"
-    assert known in page.text("output").replace("−0", "-0")
-    for mode, largest in (("differences", "+0.25"), ("entropies", "size 1.5")):
-        page.one(f"select[aria-label='shade tokens by'] option[value={mode}]").click()
-        assert largest in page.text(".legend")
-        assert len(page.all(".tokens .shade")) == 5
+def test_curves_are_smoothed_and_scaled(page: Page) -> None:
+    page.go("metrics?run=0&search=own")
+    drawn = lambda: page.driver.execute_script("return document.querySelector('figure canvas')?.toDataURL()")  # noqa: E731
+    linear = page.until(drawn)
+    page.one(".controls input[type=checkbox]").click()  # log scale
+    page.until(lambda: drawn() not in (None, linear))
+    page.one("input[aria-label=smoothing]").send_keys("\ue014" * 35)  # arrow right, each 0.02
+    mean = reduce(lambda mean, step: 0.7 * mean + 0.3 * step, range(2, STEPS + 1), 1.0)
+    curves = f"first, raw from 1 to {STEPS} over steps 1 to {STEPS}; first from 1 to {mean:.3g} "
+    page.until(lambda: curves in page.one("figure .chart").get_attribute("aria-label"))
+
+
+def test_dragging_over_a_chart_zooms_all(page: Page) -> None:
+    page.go("metrics?run=0")
+    page.until(lambda: len(page.all("figure .u-over")) > 3)
+    chart = page.one("figure[data-metric='reward/mean'] .u-over")
+    ActionChains(page.driver).move_to_element(chart).click_and_hold().move_by_offset(60, 0).release().perform()
+    low, high = re.findall(r"\d+", page.text(".controls button"))
+    assert 1 < int(low) < int(high) < STEPS
+    curves = lambda: [each.get_attribute("aria-label") for each in page.all("figure .chart")]  # noqa: E731
+    ranges = lambda: [words[1] for each in curves() if len(words := each.split(" over ")) > 1]  # noqa: E731
+    page.until(lambda: len(ranges()) > 3 and {*ranges()} == {f"steps {low} to {high}"})
+
+
+def test_attempts_are_found_and_their_story_is_told_from_a_sample(page: Page) -> None:
+    page.go("attempts?run=0")
+    found = lambda: [each.text for each in page.all("tbody td:first-child")]  # noqa: E731
+    assert found() == ["4", "3", "2", "1"]
+    page.one("select[aria-label='how it ended'] option[value=filtered]").click()
+    page.until(lambda: found() == ["2", "1"])
+    page.one("input[type=search]").send_keys("no such reason")
+    page.until(lambda: "no attempt fits" in page.text("main"))
+    page.go(SAMPLE)
+    next(each for each in page.all(".links a") if each.text == "story of attempt 2").click()
+    page.until(lambda: REASON in page.text(".story"))
+    next(each for each in page.all("a") if each.text == "all attempts of this prompt").click()
+    page.until(lambda: "prompts.jsonl%3A2" in page.driver.current_url and REASON in page.text(".story"))
+
+
+def test_flags_are_searched_and_compared_with_a_preset(page: Page) -> None:
+    page.go("flags?run=0")
+    page.one("input[type=search]").send_keys("max-weight")
+    rows = lambda: [each.text for each in page.all("tbody tr")]  # noqa: E731
+    page.until(lambda: rows()[:1] == ["--max-weight-staleness none none"] and len(rows()) < 5)
+    page.one("select[aria-label='compare with a preset'] option[value=staleness-2]").click()
+    page.until(lambda: rows() == ["--max-weight-staleness none 2 none"])
+    page.one("input[type=search]").clear()
+    page.one("input[type=search]").send_keys(" ")
+    page.until(lambda: [row.split()[0] for row in rows()] == DIFFERENT_FLAGS)
 
 
 def test_lanes_are_walked_with_the_keyboard(page: Page) -> None:
@@ -181,6 +208,26 @@ def test_lanes_are_walked_with_the_keyboard(page: Page) -> None:
         "return arguments[0].getContext('2d').getImageData(0, 0, arguments[0].width, 17).data.some((each) => each > 0)"
     )
     assert page.driver.execute_script(drawn, canvas)
+
+
+def test_a_thousand_lanes_are_drawn_and_walked(tab: Page, tmp_path: Path) -> None:
+    engine = EngineReport(state="serving", load=None, pauses=((1_076.0, 1_076.5),))
+    report = EnginesReport(time=1_100.0, engines={f"engine-{number}": engine for number in range(1_000)})
+    (write_finished_run(tmp_path / "run") / ENGINES_FILE).write_bytes(msgspec.json.encode(report))
+    with served([tmp_path / "run"]) as base:
+        tab.open(base, "engines?run=0")
+        assert len(tab.all(".engines tbody tr")) == 1_000
+        tab.one(".lanes canvas").send_keys("\ue015" * 1_100)  # arrow down
+        tab.until(lambda: "engine-999 " in tab.text(".lanes output"))
+
+
+def test_kinds_of_a_lane_differ_without_their_colours(page: Page) -> None:
+    script = "import('/static/views/lanes.js').then(({ LOOKS }) => arguments[0](LOOKS))"
+    looks = page.driver.execute_async_script(script)
+    assert looks.keys() == KINDS.keys() - {IDLE}
+    for letters in ("gue", "btpcso", "flakrtbpcso"):  # of an engine, the trainer, a rank
+        shapes = {(looks[letter]["height"], looks[letter].get("striped", False)) for letter in letters}
+        assert len(shapes) == len(letters)
 
 
 def test_texts_of_the_run_stay_texts(page: Page) -> None:
@@ -210,31 +257,6 @@ def test_logs_are_chosen_by_process_and_searched_in_one_and_in_all(page: Page) -
     page.until(lambda: "[2Jred" in page.text(".log"))
     assert "name=engine-0.0.log" in page.driver.current_url
     assert page.one("select[aria-label=process]").get_attribute("value") == "engine-0.0.log"
-
-
-def test_every_turn_has_its_time(tab: Page, tmp_path: Path) -> None:
-    turns = [Turn(start=2, end=3, started_at=1.8e9, seconds=0.25), Turn(start=3, end=5, seconds=None)]
-    note = FileNote(kind="train", step=10, groups=1, groups_written=1)
-    write_file(file_of(write_finished_run(tmp_path / "run") / "samples", "train", 10), note, [row(turns=turns)])
-    with served([tmp_path / "run"]) as base:
-        tab.open(base, "samples?run=0&kind=train&step=10&attempt=17&sample=0")
-        first, second = (each.text.split() for each in tab.all("tbody tr"))
-    assert (first[:3], first[-1]) == (["1", "2", "1"], "0.25")
-    assert second == ["2", "3", "2", "–", "–"]
-
-
-def test_a_megabyte_is_shown_in_part_until_all_of_it_is_asked_for(tab: Page, tmp_path: Path) -> None:
-    run_dir, text = tmp_path / "run", "<b>ä</b>" * 125_000
-    note = FileNote(kind="train", step=10, groups=1, groups_written=1)
-    write_file(file_of(write_finished_run(run_dir) / "samples", "train", 10), note, [row(response=text)])
-    with served([run_dir]) as base:
-        tab.open(base, "samples?run=0&kind=train&step=10&attempt=17&sample=0")
-        length = "return document.querySelector('.message.response .words').textContent.length"
-        assert tab.driver.execute_script(length) == 100_000
-        assert "900,000 more characters" in tab.text(".message.response")
-        next(each for each in tab.all("button") if each.text == "load the whole texts").click()
-        tab.until(lambda: tab.driver.execute_script(length) == len(text))
-    assert tab.all(".message b") == []
 
 
 def test_the_keyboard_reaches_everything(page: Page) -> None:
@@ -286,13 +308,17 @@ def test_what_a_run_writes_appears_by_itself(tab: Page, tmp_path: Path) -> None:
     run_dir = write_finished_run(tmp_path / "live", ending=None)
     run = (run_dir / "run.json").read_text().replace('"host":"', '"host":"another-')  # its end is unknown here
     (run_dir / "run.json").write_text(run)
+    config = (run_dir / "config.toml").read_text().replace(f"num-rollout = {STEPS}\n", "num-rollout = 100\n")
+    (run_dir / "config.toml").write_text(config)
     with served([run_dir]) as base:
         tab.open(base)
         assert tab.text(".tile[data-name=step] b") == str(STEPS)
+        assert tab.text(".tile[data-name='step time'] small") == "ETA 2:00"  # 60 steps of 2 s
         file = MetricsFile(run_dir / FILE_NAME)
         file.log({"reward/mean": 0.5, "time/step_seconds": 2.0}, step=STEPS + 1)
         file.finish()
         tab.until(lambda: tab.text(".tile[data-name=step] b") == str(STEPS + 1))
+        assert tab.text(".tile[data-name='step time'] small") == "ETA 1:58"
 
 
 def test_the_timeline_is_saved_from_the_logs(tab: Page, base: str, tmp_path: Path) -> None:
