@@ -36,26 +36,33 @@ SAMPLE = "samples?run=0&kind=train&step=30&attempt=2&sample=3"
 READABLE = 4.5  # WCAG 2.2, success criterion 1.4.3: contrast of text and background
 THEME = "return document.documentElement.dataset.theme"
 CONTRASTS = """
-const channels = (text) => text.match(/^rgba?\\(/) && text.match(/[\\d.]+/g).map(Number);
+const channels = (text) => {
+  const [r, g, b, a = 1] = text.match(/[\\d.]+(e-\\d+)?/g).map(Number);
+  return text.startsWith("color(") ? [255 * r, 255 * g, 255 * b, a] : [r, g, b, a];
+};
 const linear = (c) => (c <= 10.3 ? c / 3294 : ((c / 255 + 0.055) / 1.055) ** 2.4);
 const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
 const behind = (element) => {
-  for (; element; element = element.parentElement) {
-    const found = channels(getComputedStyle(element).backgroundColor);
-    if (!found) return null;  // a mixture of colours
-    if (found[3] !== 0) return found;
-  }
+  if (!element) return [255, 255, 255];
+  const [r, g, b, a] = channels(getComputedStyle(element).backgroundColor);
+  const under = a < 1 ? behind(element.parentElement) : [0, 0, 0];
+  return [r, g, b].map((value, index) => a * value + (1 - a) * under[index]);
 };
 const hasText = (element) => [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
 return [...document.querySelectorAll("body *")].filter(hasText).flatMap((element) => {
-  const [text, back] = [channels(getComputedStyle(element).color), behind(element)];
-  if (!text || !back) return [];
-  const [low, high] = [light(text), light(back)].sort((a, b) => a - b);
+  const [low, high] = [light(channels(getComputedStyle(element).color)), light(behind(element))].sort((a, b) => a - b);
   return [[(high + 0.05) / (low + 0.05), element.textContent.slice(0, 40)]];
 });
 """
 DIFFERENT_FLAGS = ["--max-weight-staleness", "--eps-clip-high", "--use-rollout-logprobs"]  # of the preset staleness-2
 PROCESSES_OF_RUN = ["driver and rollout", "trainer ranks", "engines"]
+
+
+def hard_to_read(page: Page) -> list[tuple[float, str]]:
+    """(contrast, text) of texts that have too little."""
+    contrasts = page.driver.execute_script(CONTRASTS)
+    assert len(contrasts) > 20
+    return [each for each in contrasts if each[0] < READABLE]
 
 
 def is_shown(page: Page, view: str) -> bool:
@@ -284,11 +291,12 @@ def test_the_keyboard_reaches_everything(page: Page) -> None:
 def test_texts_stand_out_in_both_themes(page: Page, theme: str) -> None:
     while page.driver.execute_script(THEME) != theme:
         page.one("header .quiet").click()
-    for view in ("overview", "samples", "engines", "flags", "logs"):
-        page.go(f"{view}?run=0")
-        contrasts = page.driver.execute_script(CONTRASTS)
-        assert len(contrasts) > 20
-        assert [each for each in contrasts if each[0] < READABLE] == []
+    for view in (*(f"{view}?run=0" for view in VIEWS), SAMPLE):
+        page.go(view)
+        assert hard_to_read(page) == []
+    for mode in page.all("select[aria-label='shade tokens by'] option"):
+        mode.click()
+        assert hard_to_read(page) == []
 
 
 def test_without_the_key_there_is_no_data(tab: Page, base: str) -> None:

@@ -14,6 +14,7 @@ const MODES = [
   ["entropies", "entropy"],
   ["rewards", "reward of the token"],
 ];
+const DEEPEST = 0.45; // share of a shade's colour: texts stand out from it in both themes
 const SIGNED = new Set(["advantages", "differences", "rewards"]);
 
 export function tokenView(tokens, reasons, load) {
@@ -59,7 +60,8 @@ function token(text, index, shades, tokens) {
   const shade = shades.of(index);
   const changed = shades.marks && shades.marks(index);
   const shown = visible(text).replaceAll("\n", "⏎\n").replaceAll("\t", "⇥");
-  const properties = { "data-index": index, class: [shade.class, tokens.loss[index] ? "" : "no-loss", changed ? "mark" : ""].join(" ").trim() || null, style: shade.style, "data-mark": changed || null };
+  const pale = !tokens.loss[index] && (!shade.class || shade.style?.["--share"] === "0"); // on a shade it would be hard to read
+  const properties = { "data-index": index, class: [shade.class, pale ? "no-loss" : "", changed ? "mark" : ""].join(" ").trim() || null, style: shade.style, "data-mark": changed || null };
   return h("span", properties, shown || "∅");
 }
 
@@ -81,7 +83,7 @@ function kinds(values, name, className) {
 // Whole numbers: a darker shade the higher, and the number where it changes.
 function steps(values, prefix) {
   const known = [...new Set(values.filter((value) => value !== null && value >= 0))].sort((a, b) => a - b);
-  const share = (value) => (known.length > 1 ? 0.1 + (0.35 * known.indexOf(value)) / (known.length - 1) : 0.25);
+  const share = (value) => (known.length > 1 ? 0.1 + ((DEEPEST - 0.1) * known.indexOf(value)) / (known.length - 1) : 0.25);
   const usable = (value) => value !== null && value >= 0;
   return {
     legend: [known.map((value) => h("span", null, h("i", { class: "swatch shade", style: { "--share": String(share(value)) } }), prefix, value)), h("span", null, h("i", { class: "swatch none" }), "sampled by no engine")],
@@ -94,9 +96,9 @@ function steps(values, prefix) {
 function amounts(values, signed, loss) {
   const sizes = values.filter((value, index) => value !== null && (loss[index] || value !== 0)).map(Math.abs);
   const largest = Math.max(0, ...sizes);
-  const style = (value) => ({ class: value < 0 && signed ? "shade negative" : "shade", style: { "--share": String(largest ? (0.65 * Math.abs(value)) / largest : 0) } });
+  const style = (value) => ({ class: value < 0 && signed ? "shade negative" : "shade", style: { "--share": String(largest ? (DEEPEST * Math.abs(value)) / largest : 0) } });
   return {
-    legend: [h("span", null, h("i", { class: "swatch shade", style: { "--share": "0.65" } }), signed ? `+${number(largest)}` : `size ${number(largest)}`), signed && h("span", null, h("i", { class: "swatch shade negative", style: { "--share": "0.65" } }), `−${number(largest)}`)],
+    legend: [h("span", null, h("i", { class: "swatch shade", style: { "--share": String(DEEPEST) } }), signed ? `+${number(largest)}` : `size ${number(largest)}`), signed && h("span", null, h("i", { class: "swatch shade negative", style: { "--share": String(DEEPEST) } }), `−${number(largest)}`)],
     of: (index) => (values[index] === null || values[index] === undefined ? {} : style(values[index])),
   };
 }
