@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,8 @@ SEARCH_SECONDS = 1.0  # after which a search says where it stopped
 MOST_FOUND = 200
 MOST_NOTES = 20
 _TEXTS = ("prompt", "response", "label")
-_LEFT_OUT = ("messages", "prompt_metadata", "metadata", "kind", "written_at")  # of a list
+_CONVERSATION = "messages"  # JSON
+_LEFT_OUT = (_CONVERSATION, "prompt_metadata", "metadata", "kind", "written_at")  # of a list
 _COLUMNS = [*(name for name in SampleSummary.__struct_fields__ if name not in _LEFT_OUT), "turns"]
 _BATCH = 128  # rows in memory at once
 
@@ -53,7 +54,7 @@ def previews(path: Path) -> list[JsonObject]:
 
 
 def search(files: Sequence[SamplesFile], text: str, *, clock: Callable[[], float] = time.monotonic) -> Found:
-    """Search prompts, responses and labels, in any case, the newest step first."""
+    """Search prompts, responses, labels and conversations, in any case, the newest step first."""
     end = clock() + SEARCH_SECONDS
     rows: list[JsonObject] = []
     notes: list[str] = []
@@ -87,12 +88,14 @@ def _rows(path: Path, text: str) -> Iterator[JsonObject]:
     from pyarrow import compute, parquet
 
     left = MOST_ROWS
+    wanted = dict.fromkeys(_TEXTS, text) | {_CONVERSATION: msgspec.json.encode(text).decode()[1:-1]} if text else {}
     with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=_BATCH, columns=_COLUMNS):
+        for batch in file.iter_batches(batch_size=_BATCH, columns=[*{*_COLUMNS, *wanted}]):
             part = arrow.table(batch)
-            if text:
-                hits = [compute.match_substring(part[name], text, ignore_case=True).fill_null(False) for name in _TEXTS]
-                part = part.filter(compute.or_(compute.or_(hits[0], hits[1]), hits[2]))
+            if wanted:
+                hits = [compute.match_substring(part[name], words, ignore_case=True) for name, words in wanted.items()]
+                found = reduce(compute.or_, (hit.fill_null(False) for hit in hits))
+                part = part.filter(found).drop_columns([_CONVERSATION])
             for name in _TEXTS:
                 short = compute.utf8_slice_codeunits(part[name], 0, PREVIEW)
                 part = part.set_column(part.schema.get_field_index(name), name, short)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -86,6 +87,15 @@ def test_all_samples_are_searched_newest_first(run: Run) -> None:
     assert found["next"] is None
     assert [each["step"] for each in search(run, "train", "answer 2 of", before=19)["rows"]] == [10, 10]
     assert search(run, "train", "(no regular expression")["rows"] == []
+
+
+def test_every_turn_of_a_conversation_is_searched(run: Run) -> None:
+    call = {"function": {"name": "multiply", "arguments": '{"a": 6}'}}
+    turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": 'says "42"\nand ä'}]
+    write(run, row(messages=json.dumps([*turns, {"role": "assistant", "content": "done"}]), response="done"), row())
+    for text in ("MULTIPLY", '{"a": 6}', 'says "42"\nand', "done"):
+        assert [each["response"] for each in search(run, "train", text)["rows"]] == ["done"], text
+    assert search(run, "train", "messages")["rows"] == []
 
 
 def test_a_long_search_says_where_it_stopped(run: Run) -> None:
