@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from miles_async.errors import DataError
 from miles_async.samples.columns import Kind, SampleSummary
 from miles_async.samples.reader import read_summaries, samples_files
@@ -58,8 +60,13 @@ class Query:
     def _has_text(self, row: SampleSummary) -> bool:
         if self.text is None:
             return True
-        wanted = self.text.casefold()
-        return any(wanted in text.casefold() for text in (row.prompt, row.response, row.messages or ""))
+        texts = ((self.text, row.prompt), (self.text, row.response), (in_messages(self.text), row.messages or ""))
+        return any(wanted.casefold() in text.casefold() for wanted, text in texts)
+
+
+def in_messages(text: str) -> str:
+    """Return a text as the JSON of ``SampleSummary.messages`` has it, with quotes and line ends escaped."""
+    return msgspec.json.encode(text).decode()[1:-1]
 
 
 def find(

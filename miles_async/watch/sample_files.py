@@ -12,6 +12,7 @@ import msgspec
 from miles_async.errors import DataError
 from miles_async.samples.columns import SampleSummary
 from miles_async.samples.files import DIRECTORY, SamplesFile
+from miles_async.samples.query import in_messages
 from miles_async.samples.reader import samples_files
 from miles_async.types import JsonObject
 
@@ -88,7 +89,7 @@ def _rows(path: Path, text: str) -> Iterator[JsonObject]:
     from pyarrow import compute, parquet
 
     left = MOST_ROWS
-    wanted = dict.fromkeys(_TEXTS, text) | {_CONVERSATION: msgspec.json.encode(text).decode()[1:-1]} if text else {}
+    wanted = dict.fromkeys(_TEXTS, text) | {_CONVERSATION: in_messages(text)} if text else {}
     with parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=_BATCH, columns=[*{*_COLUMNS, *wanted}]):
             part = arrow.table(batch)
