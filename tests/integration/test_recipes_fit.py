@@ -62,7 +62,7 @@ def test_a_preset_fits_on_the_gpus_that_it_tells(preset: str, model: str, tmp_pa
     (tmp_path / "config.json").write_bytes(config_of(model).read_bytes())
     gpus, memory = MODELS[preset][1], 141 if preset == "kimi-k2" else 80
     words = (
-        f"--memory @preset:{preset} --hf-checkpoint {tmp_path} --device cuda --ray-address local --rollout-num-gpus 32 "
+        f"--memory @preset:{preset} --hf-checkpoint {tmp_path} --device cuda --ray-address local --rollout-num-gpus 64 "
         f"--actor-num-nodes {max(gpus // 8, 1)} --actor-num-gpus-per-node {min(gpus, 8)} "
         f"--rollout-max-response-len 8192 --gpu-memory-gb {0.9 * memory}"
     )
