@@ -58,7 +58,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
+def serve(tab: Page, tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def serve(*rows: SampleRow) -> str:
@@ -67,6 +67,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
             return stack.enter_context(served([tmp_path / "run"]))
 
         yield serve
+        tab.leave()
 
 
 @pytest.fixture
@@ -75,6 +76,7 @@ def page(tab: Page, tmp_path: Path) -> Iterator[Page]:
     with served([write_finished_run(tmp_path / "first")]) as base:
         tab.open(base)
         yield tab
+        tab.leave()
 
 
 def test_samples_are_sorted_filtered_searched_and_opened(page: Page) -> None:

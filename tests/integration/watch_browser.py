@@ -93,6 +93,10 @@ class Page:
     def one_text(self) -> str:
         return self.driver.find_element(By.TAG_NAME, "body").text[:2_000]
 
+    def leave(self) -> None:
+        """Show an empty page, which does not complain that a server has gone."""
+        self.driver.get("about:blank")
+
     def complaints(self) -> list[str]:
         """What the console has had to say since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
