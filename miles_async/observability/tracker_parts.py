@@ -24,7 +24,7 @@ Mode = Literal["online", "offline", "disabled"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """What trackers know about their run."""
+    """A run's flags, all its settings and its network, for trackers."""
 
     arguments: ObservabilityArguments
     settings: Settings = field(default_factory=dict)

@@ -72,7 +72,7 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transport:
-    """What durations depend on in a weight transport."""
+    """The properties of a weight transport that set its durations."""
 
     name: str
     senders: int  # trainer ranks that send weights

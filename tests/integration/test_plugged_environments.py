@@ -46,7 +46,7 @@ def test_an_environment_of_gymnasium_is_learned(
     path, words = page_command()
     monkeypatch.setenv("PYTHONPATH", str(ROOT / path), prepend=":")
     command = (*imported_reverse[: imported_reverse.index("train")], *words)
-    run = trained(tmp_path, command, "--num-rollout", "14", "--eval-interval", "none")
+    run = trained(tmp_path, command, "--num-rollout", "30", "--eval-interval", "none")
     for sample in trained_samples(run):
         assert_observations_carry_no_loss(sample)
         assert sample.metadata["turns"] <= 2 + sample.metadata["metrics"]["invalid_actions"]
@@ -54,7 +54,7 @@ def test_an_environment_of_gymnasium_is_learned(
     assert max(len(row.turns) for row in rows) > 1
     assert all(row.reward_parts is not None for row in rows)  # invalid_actions
     rewards = [step["reward/mean"] for step in run.steps]
-    assert mean(rewards[-5:]) > mean(rewards[:3]) + 0.03  # 0.06 when it was written; a mean of a step errs by 0.02
+    assert mean(rewards[-5:]) > mean(rewards[:3]) + 0.06  # 0.14 and 0.16 were seen; a mean of a step errs by 0.02
     assert run.summary["eval_reward_first"] is not None
 
 

@@ -39,7 +39,7 @@ COLUMNS = (
     *("attempt_id", "sample", "reward", "finish_reason", "length", "age", "turns", "advantage"),
     *("logprob_difference", "prompt", "response", "label"),
 )
-"""Of the table, in its order."""
+"""Columns of the samples table, from left to right."""
 
 CONDITIONS = {"group": "attempt_id", "tokens": "length"} | {
     name: name for name in ("reward", "age", "turns", "advantage")

@@ -1,4 +1,4 @@
-"""What SGLang decides for each preset (docs/sglang_choices.tsv), next to the recipe that the preset was compared with.
+"""SGLang's decisions for each preset (docs/sglang_choices.tsv) next to those of the recipe it was compared with.
 
 Flags are those of slime at 624b824a and miles at 31f1ca96, of August 2026, as their scripts give them for H100.
 """
