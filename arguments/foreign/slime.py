@@ -45,7 +45,6 @@ _OFFLOAD = "--colocate offloads both sides in turns, and without it nothing is o
 _DEBUGGING = "it is for debugging the other system: remove it"
 _TESTS = "it belongs to the tests of another system: remove it"
 _CHANGES_METRICS = "metrics do not depend on it: docs/metrics.md says where they are listed"
-_FAMILY = "models with sparse or linear attention are not trained: remove it"
 _ONE_ADAPTER = "a run trains one adapter per layer: remove it"
 _NONZERO_STD = "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 _EVALUATION = 'for separate engines, use a group with role = "evaluation" in --server-groups'
@@ -93,10 +92,14 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_noted("Megatron-Bridge pads the vocabulary of config.json", one="padded-vocab-size"),
     *_noted("model_type of config.json names the family", one="model-name"),
     *_refused("layers come from Megatron-Bridge, by the model_type of config.json: remove it",
-            one="custom-model-provider-path"),
-    *_refused(_FAMILY, one="qwen-gdn-backend linear-attention-backend miles-dsa-topk-backend dsa-attention-backend",
-            switches="freeze-indexer allgather-cp use-indexer-replay use-rollout-indexer-replay use-gated-attention "
-            "apply-layernorm-1p"),
+            one="custom-model-provider-path qwen-gdn-backend linear-attention-backend",
+            switches="allgather-cp use-gated-attention apply-layernorm-1p"),
+    *_refused("use --megatron-dsa-kernel-backend", one="dsa-attention-backend"),
+    *_noted("the indexer of sparse attention is never trained", switches="freeze-indexer"),
+    *_noted("the trainer's is torch.topk; for engines use --sglang-dsa-topk-backend", one="miles-dsa-topk-backend",
+            only=("torch",)),
+    *_refused("0.5 MB of choices per token of DeepSeek-V3.2 are not carried: use --sglang-dsa-topk-backend torch, by "
+            "which engines choose as the trainer does", switches="use-indexer-replay use-rollout-indexer-replay"),
     *_refused("all weights are trained, or adapters alone: use --lora-rank and --target-modules",
             many="only-train-params-name-list freeze-params-name-list"),
     *_refused("training in 8 or 4 bits is not implemented: use --bf16", many="extra-high-precision-layers-hf "

@@ -92,7 +92,7 @@ class PerEngine(Generic[T]):
 def per_engine(values: Mapping[Incarnation, T]) -> T:
     """Pass each engine its own value: a :class:`PerEngine`, typed as what the operation takes.
 
-    >>> await fleet.call(engines, InferenceServer.load_files, per_engine(directories), version, True)
+    >>> await fleet.call(engines, InferenceServer.load_files, per_engine(directories), version)
     """
     return cast(T, PerEngine(values))
 

@@ -122,9 +122,7 @@ class InferenceServer(Protocol):
 
     async def leave_group(self, url: str, group_name: str, timeout: float) -> None: ...
 
-    async def receive_stream(
-        self, url: str, group_names: Sequence[str], version: int, flush_cache: bool, timeout: float
-    ) -> None:
+    async def receive_stream(self, url: str, group_names: Sequence[str], version: int, timeout: float) -> None:
         """Receive and load, as one update, what the senders (rank 0) of these process groups send. Each of them first
         announces its buckets, by broadcasts of an int64 and as many bytes of MessagePack (``StagedWeights.buckets``).
         Then each bucket is one uint8 tensor: over NCCL a broadcast, over gloo sent to rank 1 with tag 0, which passes
@@ -141,15 +139,12 @@ class InferenceServer(Protocol):
         group_name: str,
         tensors: Sequence[TensorMeta],
         version: int,
-        flush_cache: bool,
         timeout: float,
     ) -> None:
         """Receive one broadcast with the bytes of ``tensors``, one after another."""
         ...
 
-    async def receive_handles(
-        self, url: str, handles: str, ranks: int, version: int, flush_cache: bool, timeout: float
-    ) -> None:
+    async def receive_handles(self, url: str, handles: str, ranks: int, version: int, timeout: float) -> None:
         """Load one bucket from device memory that the server's ``ranks`` share with the sender."""
         ...
 
@@ -157,7 +152,7 @@ class InferenceServer(Protocol):
         """Post-process the weights received since :meth:`begin_update`."""
         ...
 
-    async def load_files(self, url: str, directory: str, version: int, flush_cache: bool, timeout: float) -> None:
+    async def load_files(self, url: str, directory: str, version: int, timeout: float) -> None:
         """Replace the tensors of all safetensors files of ``directory``, which is on the server's host. Needs no
         :meth:`begin_update` and :meth:`end_update`.
         """

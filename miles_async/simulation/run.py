@@ -153,8 +153,7 @@ class Simulation:
 
     def _updater(self, name: str = "weights") -> FleetUpdater:
         settings, fleet = self.settings, self.engines.fleet
-        flush_cache = settings.weights.pause_generation_mode != "in_place"
-        side = DriverSide(sender=self.trainer.sender, fleet=fleet, name=name, flush_cache=flush_cache)
+        side = DriverSide(sender=self.trainer.sender, fleet=fleet, name=name)
         return FleetUpdater(
             fleet,
             DistributedTransport(side),

@@ -97,7 +97,7 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
     copy_seconds: float  # that training waited
     prepare_seconds: float  # with them, all until the pause
     pause_seconds: float
-    step_seconds: Mapping[str, float]  # of the pause, by step: "flush_cache", "send", ...
+    step_seconds: Mapping[str, float]  # of the pause, by step: "flush", "send", ...
     canary_difference: float  # mean over tokens, largest over engines; 0 when not verified
     canary_undecided: tuple[str, ...] = ()  # engines whose canary fits this version and the one before alike
     compared_tensors: int = 0  # whose elements were compared; least over engines

@@ -106,10 +106,10 @@ class Fleet:
                 return dict.fromkeys(engines)
             case "leave_group", (name,):
                 return await self._each(engines, "leave", name)
-            case "receive_stream", (names, version, _):
+            case "receive_stream", (names, version):
                 self.version = version
                 return await self._each(engines, "receive_stream", tuple(names))
-            case "load_files", (directories, version, _):
+            case "load_files", (directories, version):
                 self.version = version
                 return await self._each(engines, "load", *arguments_of(engines[0], [directories]))
             case "score", _:

@@ -336,8 +336,6 @@ class FakeEngine:
         if not self._groups.issuperset(body["group_name"].split()):
             return _outcome("Failed to receive weights: no such group")
         self.weight_version = body["weight_version"]
-        if body["flush_cache"]:
-            self._cache.clear()
         return _outcome(None)
 
     async def _load_files(self, request: web.Request) -> web.Response:
@@ -346,8 +344,6 @@ class FakeEngine:
         if not self.loaded:
             return _outcome("Failed to get weights iterator: Repo id must be in the form 'repo_name'")
         self.weight_version = body["weight_version"]
-        if body["flush_cache"]:
-            self._cache.clear()
         return _outcome(None)
 
     async def _check_weights(self, request: web.Request) -> web.Response:

@@ -258,7 +258,7 @@ class FakeFleet:
         return self._result("end", engines)
 
     async def receive_bucket(
-        self, engines: Sequence[Incarnation], _: str, tensors: Sequence[TensorMeta], version: int, flush_cache: bool
+        self, engines: Sequence[Incarnation], _: str, tensors: Sequence[TensorMeta], version: int
     ) -> Results:
         self.versions |= dict.fromkeys(ids(engines), version)
         result = self._together(f"receive {tensors[0].name}", engines)
@@ -267,23 +267,19 @@ class FakeFleet:
                 self.complete[engine.engine] += [tensor.name for tensor in tensors]
         return result
 
-    async def receive_stream(
-        self, engines: Sequence[Incarnation], group_names: Sequence[str], version: int, flush_cache: bool
-    ) -> Results:
+    async def receive_stream(self, engines: Sequence[Incarnation], group_names: Sequence[str], version: int) -> Results:
         self.versions |= dict.fromkeys(ids(engines), version)
         result = self._together("receive all", engines)
         self.complete |= {engine.engine: [*self.tensors] for engine, error in result.items() if error is None}
         return result
 
     async def receive_handles(
-        self, engines: Sequence[Incarnation], handles: str, ranks: object, version: int, flush_cache: bool
+        self, engines: Sequence[Incarnation], handles: str, ranks: object, version: int
     ) -> Results:
         self.versions |= dict.fromkeys(ids(engines), version)
         return self._result(f"open {handles}", engines)
 
-    async def load_files(
-        self, engines: Sequence[Incarnation], directories: object, version: int, flush_cache: bool
-    ) -> Results:
+    async def load_files(self, engines: Sequence[Incarnation], directories: object, version: int) -> Results:
         self.versions |= dict.fromkeys(ids(engines), version)
         found = sorted({str(arguments_of(engine, [directories])[0]) for engine in engines})
         return self._result(f"load {found}", engines)

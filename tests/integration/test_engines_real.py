@@ -387,7 +387,7 @@ async def test_the_load_shows_running_requests(engine: Engine) -> None:  # cover
 async def test_unusable_requests_are_refused(engine: Engine) -> None:
     await engine.post("/generate", {"sampling_params": {"max_new_tokens": 1}}, status=400)
     with pytest.raises(EngineError, match="begin_weight_update"):
-        await engine.api.receive_bucket(engine.url, "none", (TensorMeta("a", "float32", (1,)),), 1, False, DEADLINE)
+        await engine.api.receive_bucket(engine.url, "none", (TensorMeta("a", "float32", (1,)),), 1, DEADLINE)
     with pytest.raises(EngineError, match="does not exist"):
         await engine.api.leave_group(engine.url, "none", DEADLINE)
 

@@ -94,7 +94,7 @@ class Server:
         assert np.abs(np.array(found) - reference_logprobs(model, CANARY)).max() > DIFFERS
 
     async def load(self, model: Path) -> None:
-        await self.api.load_files(self.url, str(model), 0, True, SECONDS)
+        await self.api.load_files(self.url, str(model), 0, SECONDS)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

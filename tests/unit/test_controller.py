@@ -225,10 +225,10 @@ async def test_training_goes_on_while_weights_are_staged_and_sent_but_not_two_ve
             await gate.wait()
         return await stage(version)
 
-    async def slow_engines(engines: object, names: object, version: int, flush_cache: bool) -> Results:
+    async def slow_engines(engines: object, names: object, version: int) -> Results:
         if version == 1:
             await gate.wait()
-        return await receive(engines, names, version, flush_cache)
+        return await receive(engines, names, version)
 
     if part == "stage":
         b.trainer.stage_weights = slow_files

@@ -75,21 +75,17 @@ async def fake_fleet(num_engines: int) -> AsyncIterator[FakeFleet]:
     yield FakeFleet([], joining=[f"engine-{index}" for index in range(num_engines)])
 
 
-async def receive_buckets(
-    fleet: Fleet, engines: Sequence[Incarnation], version: int, flush_cache: bool
-) -> list[EngineErrors]:
+async def receive_buckets(fleet: Fleet, engines: Sequence[Incarnation], version: int) -> list[EngineErrors]:
     bucket = (TensorMeta("w", "float32", (2,)),)
     return [
         await fleet.call(engines, InferenceServer.begin_update),
-        await fleet.call(engines, InferenceServer.receive_bucket, f"group-{version}", bucket, version, flush_cache),
+        await fleet.call(engines, InferenceServer.receive_bucket, f"group-{version}", bucket, version),
         await fleet.call(engines, InferenceServer.end_update),
     ]
 
 
-async def receive_stream(
-    fleet: Fleet, engines: Sequence[Incarnation], version: int, flush_cache: bool
-) -> list[EngineErrors]:
-    errors = await fleet.call(engines, InferenceServer.receive_stream, [f"group-{version}"], version, flush_cache)
+async def receive_stream(fleet: Fleet, engines: Sequence[Incarnation], version: int) -> list[EngineErrors]:
+    errors = await fleet.call(engines, InferenceServer.receive_stream, [f"group-{version}"], version)
     await fleet.stream_sent(engines, broken=False)
     return [errors]
 
@@ -107,7 +103,7 @@ async def test_a_publication_looks_the_same_from_outside(
             for errors in (
                 await fleet.call(engines, InferenceServer.join_group, 1, f"group-{version}", "127.0.0.1", 1, 3, "gloo"),
                 await fleet.call(engines, InferenceServer.pause, mode),
-                *await (receive_buckets if bucketwise else receive_stream)(fleet, engines, version, mode != "in_place"),
+                *await (receive_buckets if bucketwise else receive_stream)(fleet, engines, version),
                 await fleet.call(engines, InferenceServer.resume),
             ):
                 assert errors == dict.fromkeys(engines)

@@ -127,6 +127,11 @@ def engine_inputs(request: GenerateRequest) -> tuple[Int32, JsonObject]:
     return tokens[first], {"image_data": [_data_url(picture) for picture in request.pictures]}
 
 
+def _taken_as(version: int) -> JsonObject:
+    """Fields of a request with weights. Publications flush the cache before, so the server needs not."""
+    return {"flush_cache": False, "weight_version": str(version)}
+
+
 def _data_url(picture: Picture) -> str:
     """Bare base64 would do, but for JPEG: that begins with a slash, which SGLang takes for a path."""
     return "data:image;base64," + b64encode(picture.content).decode()
@@ -237,9 +242,7 @@ class SGLangServer:
         }
         await self._call(url, "/init_weights_update_group", timeout, body)
 
-    async def receive_stream(
-        self, url: str, group_names: Sequence[str], version: int, flush_cache: bool, timeout: float
-    ) -> None:
+    async def receive_stream(self, url: str, group_names: Sequence[str], version: int, timeout: float) -> None:
         """Needs a server that was started by our launcher (``weight_stream.py``)."""
         body = {
             "names": [],
@@ -247,8 +250,7 @@ class SGLangServer:
             "shapes": [],
             "group_name": " ".join(group_names),
             "load_format": STREAM,
-            "flush_cache": flush_cache,
-            "weight_version": str(version),
+            **_taken_as(version),
         }
         await self._call(url, "/update_weights_from_distributed", timeout, body)
 
@@ -258,7 +260,6 @@ class SGLangServer:
         group_name: str,
         tensors: Sequence[TensorMeta],
         version: int,
-        flush_cache: bool,
         timeout: float,
     ) -> None:
         """The server claims ``version`` from the first bucket on."""
@@ -268,30 +269,25 @@ class SGLangServer:
             "shapes": [list(tensor.shape) for tensor in tensors],
             "group_name": group_name,
             "load_format": "flattened_bucket",
-            "flush_cache": flush_cache,
-            "weight_version": str(version),
+            **_taken_as(version),
         }
         await self._call(url, "/update_weights_from_distributed", timeout, body)
 
-    async def receive_handles(
-        self, url: str, handles: str, ranks: int, version: int, flush_cache: bool, timeout: float
-    ) -> None:
+    async def receive_handles(self, url: str, handles: str, ranks: int, version: int, timeout: float) -> None:
         """Every rank opens the same device memory."""
         body = {
             "serialized_named_tensors": [handles] * ranks,
             "load_format": "flattened_bucket",
-            "flush_cache": flush_cache,
-            "weight_version": str(version),
+            **_taken_as(version),
         }
         await self._call(url, "/update_weights_from_tensor", timeout, body)
 
-    async def load_files(self, url: str, directory: str, version: int, flush_cache: bool, timeout: float) -> None:
+    async def load_files(self, url: str, directory: str, version: int, timeout: float) -> None:
         """SGLang's loader restores and post-processes by itself. A file that it cannot read ends the server."""
         body = {
             "model_path": directory,
             "load_format": "safetensors",  # not what the server was started with, which reads no files
-            "flush_cache": flush_cache,
-            "weight_version": str(version),
+            **_taken_as(version),
         }
         await self._call(url, "/update_weights_from_disk", timeout, body)
 

@@ -6,6 +6,7 @@ import getpass
 import os
 import tempfile
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
@@ -110,6 +111,8 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
     environment["SGLANG_MAMBA_CONV_DTYPE"] = spec.dtype
     # What a vision tower made of an image is kept beyond publications, though other weights made it.
     environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+    if ("--dsa-topk-backend", "torch") in pairwise(part for word in spec.extra for part in word.split("=", 1)):
+        environment["SGLANG_DSA_FUSE_TOPK"] = "false"  # fused kernels have a top-k of their own
     if spec.device == "cpu":
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         # Ranks of one engine look at the same memory one after the other, while neighbours take theirs.

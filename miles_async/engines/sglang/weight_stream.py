@@ -47,10 +47,7 @@ def _update(update: Callable[..., Any], manager: Any, request: Any) -> Any:
     message = _agreed(_receive(manager, names), manager.tp_cpu_group)
     if message is None:
         manager.record_weight_version_after_update(request.weight_version)
-        success, message = manager.flush_cache_after_weight_update(request, True, "received everything")
-    else:
-        success = False
-    return UpdateWeightsFromDistributedReqOutput(success=success, message=message)
+    return UpdateWeightsFromDistributedReqOutput(success=message is None, message=message or "received everything")
 
 
 def _receive(manager: Any, names: Sequence[str]) -> str | None:

@@ -51,7 +51,6 @@ def make_transport(
             fleet=fleet,
             name=name,
             device=device,
-            flush_cache=arguments.pause_generation_mode != "in_place",  # where SGLang refuses to
             delta=arguments.weight_delta != "off",
         )
     )

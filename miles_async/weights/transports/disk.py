@@ -28,14 +28,13 @@ class DiskTransport:
 
     def __init__(self, side: DriverSide[WeightSender]) -> None:
         self._fleet = side.fleet
-        self._flush_cache = side.flush_cache
 
     async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Check that each host sees the files: SGLang would look for a missing directory on a model hub."""
         return await self._fleet.on_host(engines, expect_staged, staged.directory)
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        arguments = (staged.directory, staged.version, self._flush_cache)
+        arguments = (staged.directory, staged.version)
         return await self._fleet.call(engines, InferenceServer.load_files, *arguments)
 
     async def close(self) -> None: ...

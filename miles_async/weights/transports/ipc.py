@@ -53,7 +53,7 @@ class IpcTransport:
             for index in staged.buckets:
                 handles = await self._sender.call(SharesMemory.share_bucket, name, staged.version, index)
                 each_ranks = per_engine({engine: ranks.get(engine.engine, 1) for engine in engines})
-                arguments = (handles, each_ranks, staged.version, self._side.flush_cache)
+                arguments = (handles, each_ranks, staged.version)
                 errors |= await fleet.call(left(), InferenceServer.receive_handles, *arguments)
         return errors | dict(await fleet.call(left(), InferenceServer.end_update))
 

@@ -50,7 +50,6 @@ class LocalFilesTransport:
         loaded. ``pass_on``: None if hosts always get the bytes from ``source``.
         """
         self._fleet = side.fleet
-        self._flush_cache = side.flush_cache
         self._keep = side.delta
         self._source = source
         self._pass_on = pass_on
@@ -96,7 +95,7 @@ class LocalFilesTransport:
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Make each server load from its own host."""
-        arguments = (per_engine(self._directories), staged.version, self._flush_cache)
+        arguments = (per_engine(self._directories), staged.version)
         errors = await self._fleet.call(engines, InferenceServer.load_files, *arguments)
         if not self._keep:
             await self._fleet.on_host(engines, host_files.discard)  # missed files are removed with the engine

@@ -22,7 +22,6 @@ class DriverSide(Generic[Half]):
     fleet: EngineFleet
     name: str  # names things shared with engines, such as process groups; unique in a run
     device: Device = "cpu"  # of the run
-    flush_cache: bool = True  # engines flush their caches as they take weights; they refuse to while they keep requests
     delta: bool = False  # --weight-delta is on: engines that hold the version before are sent what changed
 
 

@@ -116,21 +116,17 @@ class EchoServer:
         self._at(url).calls.append(f"join {group_name} as {first_rank} of {world_size}")
 
     async def receive_bucket(
-        self, url: str, group_name: str, tensors: Sequence[TensorMeta], version: int, flush_cache: bool, timeout: float
+        self, url: str, group_name: str, tensors: Sequence[TensorMeta], version: int, timeout: float
     ) -> None:
         self._at(url).version = str(version)
 
-    async def receive_stream(
-        self, url: str, group_names: Sequence[str], version: int, flush_cache: bool, timeout: float
-    ) -> None:
+    async def receive_stream(self, url: str, group_names: Sequence[str], version: int, timeout: float) -> None:
         raise AssertionError("its kind doesn't say that it can")
 
-    async def receive_handles(
-        self, url: str, handles: str, ranks: int, version: int, flush_cache: bool, timeout: float
-    ) -> None:
+    async def receive_handles(self, url: str, handles: str, ranks: int, version: int, timeout: float) -> None:
         self._at(url).version = str(version)
 
-    async def load_files(self, url: str, directory: str, version: int, flush_cache: bool, timeout: float) -> None:
+    async def load_files(self, url: str, directory: str, version: int, timeout: float) -> None:
         self._at(url).version = str(version)
 
     async def abort(self, url: str, request_id: str, timeout: float) -> None:
@@ -211,7 +207,7 @@ async def test_weights_reach_another_kind_of_server_and_it_generates_with_them()
         await fleet.call(engines, InferenceServer.pause, "retract"),
         await fleet.call(engines, InferenceServer.flush_cache),
         await fleet.call(engines, InferenceServer.begin_update),
-        await fleet.call(engines, InferenceServer.receive_bucket, "weights", bucket, 7, True),
+        await fleet.call(engines, InferenceServer.receive_bucket, "weights", bucket, 7),
         await fleet.call(engines, InferenceServer.end_update),
         await fleet.call(engines, InferenceServer.resume),
         await fleet.call(engines, InferenceServer.leave_group, "weights", brief=True),

@@ -74,7 +74,7 @@ class Setup:
             await fleet.call(engines, InferenceServer.join_group, 1, "g", "127.0.0.1", 1, 1 + len(engines), "gloo"),
             await fleet.call(engines, InferenceServer.pause, mode),
             await fleet.call(engines, InferenceServer.begin_update),
-            await fleet.call(engines, InferenceServer.receive_bucket, "g", BUCKET, version, mode != "in_place"),
+            await fleet.call(engines, InferenceServer.receive_bucket, "g", BUCKET, version),
             await fleet.call(engines, InferenceServer.end_update),
             await fleet.call(engines, InferenceServer.resume),
         ):
@@ -140,7 +140,7 @@ async def test_requests_wait_from_pause_until_the_trial() -> None:  # covers: C8
         await fleet.call(one, InferenceServer.pause, "retract")
         assert not may_dispatch()
         await fleet.call(one, InferenceServer.begin_update)
-        await fleet.call(one, InferenceServer.receive_bucket, "g", BUCKET, 1, True)
+        await fleet.call(one, InferenceServer.receive_bucket, "g", BUCKET, 1)
         await fleet.call(one, InferenceServer.end_update)
         await fleet.call(one, InferenceServer.resume)
         assert not may_dispatch()  # new weights, not compared
@@ -221,7 +221,7 @@ async def test_engines_load_files_each_from_its_own_directory(tmp_path: Path) ->
             (tmp_path / str(index) / f"bucket-{index}.safetensors").touch()
         await setup.fleet.call((E0, E1), InferenceServer.pause, "in_place")
         directories = per_engine({engine: str(tmp_path / str(i)) for i, engine in enumerate((E0, E1))})
-        errors = await setup.fleet.call((E0, E1), InferenceServer.load_files, directories, 1, False)
+        errors = await setup.fleet.call((E0, E1), InferenceServer.load_files, directories, 1)
         assert errors == {E0: None, E1: None}
         assert [servers[0].engine.loaded for servers in setup.servers] == [
             ["bucket-0.safetensors"],
@@ -235,7 +235,7 @@ async def test_engines_load_files_each_from_its_own_directory(tmp_path: Path) ->
 
 async def test_a_directory_that_an_engine_does_not_see_is_its_error() -> None:
     async with started(1) as setup:
-        errors = await setup.fleet.call((E0,), InferenceServer.load_files, "/nowhere", 1, True)
+        errors = await setup.fleet.call((E0,), InferenceServer.load_files, "/nowhere", 1)
         assert "/update_weights_from_disk: expected 200, found 400" in str(errors[E0])
 
 
@@ -307,7 +307,7 @@ async def test_a_stream_has_its_deadline_when_the_senders_are_through(broken: bo
         publication = 6 * 0.6
         await fleet.call((E0, E1), InferenceServer.join_group, 1, "g", "127.0.0.1", 1, 3, "gloo")
         setup.servers[1][0].engine.silent.add("/update_weights_from_distributed")
-        receiving = asyncio.ensure_future(fleet.call((E0, E1), InferenceServer.receive_stream, ["g"], 1, True))
+        receiving = asyncio.ensure_future(fleet.call((E0, E1), InferenceServer.receive_stream, ["g"], 1))
         await asyncio.sleep(0.8)
         assert not receiving.done(), "the senders are not through"
         before = asyncio.get_running_loop().time()
@@ -325,7 +325,7 @@ async def test_senders_that_are_never_through_cost_all_of_a_publication_at_most(
     async with started(1) as setup:
         fleet = Fleet(setup.registry, setup.supervisor, SGLangServer(setup.http), setup.traffic, step_timeout=0.02)
         setup.servers[0][0].engine.silent.add("/update_weights_from_distributed")
-        errors = await fleet.call((E0,), InferenceServer.receive_stream, ["g"], 1, True)
+        errors = await fleet.call((E0,), InferenceServer.receive_stream, ["g"], 1)
         assert "no answer within 0.12 s" in str(errors[E0])
 
 
@@ -355,7 +355,7 @@ async def test_calls_to_many_engines_begin_a_few_per_turn_of_the_loop() -> None:
 
 async def test_a_failing_engine_is_an_entry_not_an_exception() -> None:
     async with started(2) as setup:
-        errors = await setup.fleet.call((E0, E1), InferenceServer.receive_bucket, "g", BUCKET, 1, True)
+        errors = await setup.fleet.call((E0, E1), InferenceServer.receive_bucket, "g", BUCKET, 1)
         assert all("begin_weight_update" in str(error) for error in errors.values())
         await setup.servers[0][0].engine.die()
         errors = await setup.fleet.call((E0, E1), InferenceServer.begin_update)
@@ -485,9 +485,9 @@ async def test_no_step_of_an_update_reaches_the_next_start_of_an_engine() -> Non
             fleet.call((E0, E1), InferenceServer.flush_cache),
             fleet.on_host((E0, E1), lambda directory: None),
             fleet.call((E0, E1), InferenceServer.begin_update),
-            fleet.call((E0, E1), InferenceServer.receive_bucket, "h", BUCKET, 1, True),
-            fleet.call((E0, E1), InferenceServer.receive_handles, "handles", 1, 1, True),
-            fleet.call((E0,), InferenceServer.load_files, "/nowhere", 1, True),
+            fleet.call((E0, E1), InferenceServer.receive_bucket, "h", BUCKET, 1),
+            fleet.call((E0, E1), InferenceServer.receive_handles, "handles", 1, 1),
+            fleet.call((E0,), InferenceServer.load_files, "/nowhere", 1),
             fleet.call((E0, E1), InferenceServer.end_update),
             read_held_weights(setup.fleet, (E0, E1), TensorShare()),
             fleet.call((E0, E1), InferenceServer.resume),

@@ -60,7 +60,7 @@ async def test_what_changes_an_engine_carries_the_admin_key_and_all_else_the_oth
         server.pause(url, "abort", 5),
         server.flush_cache(url, 5),
         server.abort(url, "r", 5),
-        server.load_files(url, "d", 1, False, 5),
+        server.load_files(url, "d", 1, 5),
         server.weight_version(url, 5),
         server.probe(url, 5),
         server.load(url, 5),

@@ -70,10 +70,10 @@ class Engines(FakeFleet):
         return await super().begin_update(engines)
 
     async def receive_stream(
-        self, engines: Sequence[Incarnation], group_names: Sequence[str], version: int, flush_cache: bool
+        self, engines: Sequence[Incarnation], group_names: Sequence[str], version: int
     ) -> Mapping[Incarnation, Exception | None]:
         self.gpu.need("engines")
-        return await super().receive_stream(engines, group_names, version, flush_cache)
+        return await super().receive_stream(engines, group_names, version)
 
     async def score(
         self, engines: Sequence[Incarnation], tokens: Sequence[int]

@@ -87,7 +87,6 @@ class DistributedTransport:
         self._sender = side.sender
         self._fleet = side.fleet
         self._backend = process_group_backend(side.device)
-        self._flush_cache = side.flush_cache
         self._kept: list[_ProcessGroups] = []
         self._times_joined = 0
 
@@ -176,9 +175,7 @@ class DistributedTransport:
         by_themselves = not any(engine.engine in bucketwise for engine in engines)
         async with asyncio.TaskGroup() as scope:
             received = scope.create_task(
-                self._fleet.call(
-                    engines, InferenceServer.receive_stream, groups.names, staged.version, self._flush_cache
-                )
+                self._fleet.call(engines, InferenceServer.receive_stream, groups.names, staged.version)
                 if by_themselves
                 else self._receive_buckets(staged, engines, groups)
             )
@@ -242,7 +239,7 @@ class DistributedTransport:
         for index, tensors in staged.buckets.items():
             if not _failed(errors):
                 name = groups.names[index % staged.senders]
-                arguments = (name, tensors, staged.version, self._flush_cache)
+                arguments = (name, tensors, staged.version)
                 errors = await self._fleet.call(engines, InferenceServer.receive_bucket, *arguments)
         return errors if _failed(errors) else await self._fleet.call(engines, InferenceServer.end_update)
 

@@ -135,6 +135,23 @@ def test_idle_schedulers_sleep_unless_a_request_to_all_wakes_one_of_them_only(
     assert ("--sleep-on-idle" in server_command(spec, LOOPBACK, 1, RENDEZVOUS, 0, 0)) == sleeps
 
 
+@pytest.mark.parametrize(
+    ("extra", "fused"),
+    [
+        ((), None),
+        (("--dsa-topk-backend", "torch"), "false"),
+        (("--dsa-topk-backend=torch",), "false"),
+        (("--dsa-topk-backend", "flashinfer"), None),
+    ],
+)
+def test_tokens_of_sparse_attention_are_chosen_by_torch_if_it_is_asked_for(
+    extra: tuple[str, ...], fused: str | None
+) -> None:
+    """SGLang ends at the first prefill if its fused kernels are on, too."""
+    spec = ServerSpec(model_path="m", device="cuda", dtype="bfloat16", extra=extra)
+    assert server_environment(spec).get("SGLANG_DSA_FUSE_TOPK") == fused
+
+
 def test_the_users_own_arguments_come_last() -> None:
     spec = ServerSpec(model_path="m", device="cpu", dtype="float32", extra=("--max-running-requests=7",))
     assert server_command(spec, LOOPBACK, 1, RENDEZVOUS, 0, 0)[-1] == "--max-running-requests=7"

@@ -216,7 +216,7 @@ def test_sglang_still_has_what_a_stream_uses() -> None:
     for used in (
         "def update_weights_from_distributed(", "def begin_weight_update(", "def end_weight_update(",
         "def _select_runners(", "def _observe_weight_load(", "def record_weight_version_after_update(",
-        "def flush_cache_after_weight_update(", "load_weights_from_distributed(", "loaded_weights: bool",
+        "load_weights_from_distributed(", "loaded_weights: bool",
         "_session: Optional", "self.tp_cpu_group = ",
     ):  # fmt: skip
         assert used in source, used

@@ -101,9 +101,7 @@ class FileFleet(FakeFleet):
                 results[engine] = error
         return results
 
-    async def load_files(
-        self, engines: Sequence[Incarnation], directories: object, version: int, flush_cache: bool
-    ) -> Results:
+    async def load_files(self, engines: Sequence[Incarnation], directories: object, version: int) -> Results:
         for engine in engines:
             if self._error("load", engine):
                 continue
@@ -112,7 +110,7 @@ class FileFleet(FakeFleet):
             self.inodes[engine.engine] = [file.stat().st_ino for file in files]
             for file in files:
                 self.tensors[engine.engine] |= load_file(file)
-        return await super().load_files(engines, directories, version, flush_cache)
+        return await super().load_files(engines, directories, version)
 
 
 def in_directory(directory: str) -> list[Path]:
