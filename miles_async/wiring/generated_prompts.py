@@ -1,4 +1,4 @@
-"""The prompts that ``--environment`` generates, in files named by their content, so that runs may share them."""
+"""The prompts that ``--environment`` generates, in folders named by their content, so that runs may share them."""
 
 from __future__ import annotations
 
@@ -59,12 +59,10 @@ def with_generated_prompts(arguments: Arguments) -> Arguments:
 
 def _written(directory: Path, name: str, rows: Iterable[JsonObject]) -> Path:
     content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    path = (
-        directory
-        / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.jsonl"
-    )
+    file = re.sub(r"[^A-Za-z0-9_.-]+", "-", name) + ".jsonl"  # its stem is the name of the data set
+    path = directory / hashlib.sha256(content.encode()).hexdigest()[:16] / file
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             whole = path.with_suffix(f".{os.getpid()}")
             whole.write_text(content, encoding="utf-8")

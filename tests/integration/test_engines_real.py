@@ -436,7 +436,7 @@ class Trainer:
             assert await fleet.call(engine, InferenceServer.flush_cache) == dict.fromkeys(engine)
         _, received = await asyncio.gather(
             asyncio.to_thread(self.sender.send, "g", version, True),
-            fleet.call(engine, InferenceServer.receive_stream, ["g"], version, mode != "in_place"),
+            fleet.call(engine, InferenceServer.receive_stream, ["g"], version),
         )
         assert received == dict.fromkeys(engine)
         assert await fleet.call(engine, InferenceServer.resume) == dict.fromkeys(engine)

@@ -152,12 +152,14 @@ def test_prompts_of_an_environment_are_sampled_and_its_held_out_ones_evaluated(
     assert main(["rollout", *words]) == 1
     assert main(["eval", *words, "--environment-eval-prompts", "2"]) == 1
     assert main(["eval", *words, "--eval-prompt-data", "own", prompts]) == 1
-    sets = []
+    sets, names = [], []
     for arguments in asked:
         validate(arguments)
         (data_set,) = evaluation_sets(arguments.evaluation)
+        names.append(data_set.name)
         sets.append([json.loads(line)["prompt"] for line in Path(data_set.path).read_text().splitlines()])
     trained, held_out, own = sets
+    assert names == ["gymnasium-gymnasium_reverse-Reverse-v0", "environment", "own"]
     assert (len(trained), len(held_out), own) == (3, 2, ["rev 0", "rev 1", "rev 2"])
     assert not {*trained} & {*held_out}
 

@@ -48,8 +48,8 @@ def test_a_task_of_reasoning_gym_becomes_prompts_with_its_reward(folder: Path) -
     assert len(prompts) == 5
     assert arguments.rewards.rm_type == "reasoning_gym"
     (path,) = map(Path, arguments.data.prompt_data or ())
-    assert path.parent == folder
-    assert path.name.startswith("reasoning_gym-chain_sum-")
+    assert path.parent.parent == folder
+    assert path.name == "reasoning_gym-chain_sum.jsonl"
     (first, *_) = rows(arguments.data.prompt_data)
     assert first["label"] == str(eval(first["metadata"]["expression"]))
     assert generated().data.prompt_data == arguments.data.prompt_data
