@@ -25,6 +25,7 @@ from tests.integration.served_models import save_served
 from tests.integration.streamed_request import StreamedRequest
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.integration,
     pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore"),  # megatron's about fused kernels, torch's about names that megatron uses
@@ -35,7 +36,7 @@ PROMPTS = ((5, 6, 7, 8), (5, 6, 7, 9, 10, 11, 12), (13, 14))
 FLAGS = ("--attn-dp-size=2", "--ep-size=2", "--moe-dense-tp-size=1", "--enable-dp-lm-head")  # as in presets
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", pytest.param("glm4-moe", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe"])
 async def test_all_groups_of_an_engine_get_every_publication(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_imports: Path
 ) -> None:

@@ -122,6 +122,7 @@ def without_digits(text: str) -> str:
     return re.sub(r"[-+]?\d+\.\d+", "#", re.sub(r"\d+ (prompts|samples)", r"# \1", text))
 
 
+@pytest.mark.long
 def test_another_model_is_compared_prompt_by_prompt(
     before: RealRun, tmp_path: Path, imported_reverse: tuple[str, ...]
 ) -> None:

@@ -82,6 +82,7 @@ def fresh(tmp_path: Path, common_imports: ForkServer) -> Fresh:
     return lambda name: run_forked(common_imports, tmp_path / "fresh.py", FRESH[name])
 
 
+@pytest.mark.long
 @without_cuda
 def test_megatron_core_still_asks_for_cuda_devices(fresh: Fresh) -> None:
     """host.device_views."""
@@ -89,6 +90,7 @@ def test_megatron_core_still_asks_for_cuda_devices(fresh: Fresh) -> None:
     assert 'device="cuda"' in source_of("megatron.core.pipeline_parallel.schedules")
 
 
+@pytest.mark.long
 @without_cuda
 @pytest.mark.skipif(bool(importlib.util.find_spec("transformer_engine")), reason="Transformer Engine is installed")
 def test_bridge_still_imports_transformer_engine_unconditionally(fresh: Fresh) -> None:
@@ -98,6 +100,7 @@ def test_bridge_still_imports_transformer_engine_unconditionally(fresh: Fresh) -
     assert "transformer_engine" in done.stderr or "triton" in done.stderr
 
 
+@pytest.mark.long
 def test_core_still_imports_triton_unconditionally(fresh: Fresh) -> None:
     """host.absent_modules."""
     done = fresh("triton")
@@ -111,6 +114,7 @@ def test_install_lets_bridge_import_and_hides_the_stand_ins(fresh: Fresh, progra
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 @without_cuda
 @pytest.mark.skipif(bool(importlib.util.find_spec("transformer_engine")), reason="Transformer Engine is installed")
 def test_a_gpu_machine_without_transformer_engine_can_import_all_that_a_rank_does(fresh: Fresh) -> None:

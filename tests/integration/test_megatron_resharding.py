@@ -83,13 +83,14 @@ LOADED: dict[int, list[Load]] = {  # by number of ranks
         ("ep2", "tp2-ep2-etp2", "qwen3-moe"),
     ],
 }
-# Every layout once each way, every family once.
+# Every dimension once each way, every family once.
 BY_DAY = {
     *((source, target, "qwen3-tied") for source, target in (("dp2", "tp2"), ("tp2", "pp2"), ("pp2", "dp2"))),
-    *((source, target, "qwen3-moe") for source, target in (("dp2", "ep2"), ("ep2", "tp2"), ("pp2", "dp2"))),
-    *SINGLE,
-    *(("tp2", "one", "glm4"), ("tp2-ep2", "one", "gpt-oss"), ("tp2", "one", "qwen3-moe"), ("cp2", "one", "qwen3-tied")),
-    *(("pp2", "dp2-tp2", "qwen3-tied"), ("ep2", "tp2-ep2-etp2", "qwen3-moe")),
+    *((source, target, "qwen3-moe") for source, target in (("dp2", "ep2"), ("ep2", "tp2"))),
+    *((source, target, "qwen3-tied") for source, target in (("dp2", "cp2"), ("pp2", "pp2-virtual2"))),
+    *(("pp2-unequal", "tp2", "qwen3-tied"), ("pp2", "dp2-tp2", "qwen3-tied")),
+    *(("tp2", "pp2", family) for family in ("qwen3-next", "nemotron-h", "gemma4")),
+    *(("tp2", "one", "glm4"), ("tp2-ep2", "one", "gpt-oss")),
 }
 CASES = [
     pytest.param(case, id=" ".join(case), marks=() if case in BY_DAY else pytest.mark.long)

@@ -207,8 +207,8 @@ def test_recomputation_that_megatron_refuses_is_left_out(models: dict[str, Path]
     ("family", "key_and_value"),
     [
         ("small", 1 * 2 * 16),  # one KV head of two on each of two ranks
-        ("gemma", 2 * 2 * 16),  # two of four
-        ("latent", 2 * (16 + 8 + 24)),  # two of four, uncompressed
+        pytest.param("gemma", 2 * 2 * 16, marks=pytest.mark.long),  # two of four
+        pytest.param("latent", 2 * (16 + 8 + 24), marks=pytest.mark.long),  # two of four, uncompressed
     ],
 )
 def test_keys_and_values_of_other_ranks_are_counted(models: dict[str, Path], family: str, key_and_value: int) -> None:
@@ -258,6 +258,7 @@ def test_stages_and_ranks_add_up_to_the_model(models: dict[str, Path]) -> None:
     assert sum(stage.expert_parameters * len(stage.stages) for stage in stages) * 4 == whole[0].expert_parameters
 
 
+@pytest.mark.long
 def test_virtual_stages_hold_the_same_parameters_and_more_activations(models: dict[str, Path]) -> None:
     whole = measure_here(request(models["dense"], 2, pipeline_model_parallel_size=2))
     virtual = measure_here(

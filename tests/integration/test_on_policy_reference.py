@@ -84,6 +84,7 @@ def as_trained(row: AttemptRecord) -> Trained:
     )
 
 
+@pytest.mark.long  # the next one compares more, with one engine
 def test_on_policy_is_the_plain_loop(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
     flags = ("--num-rollout", str(NUM_STEPS), *ON_POLICY)
     with real_run(tmp_path / "run", *flags, command=imported_reverse) as run:

@@ -109,6 +109,7 @@ class OnGpu:
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
+@pytest.mark.long
 async def test_engines_that_share_gpus_see_those_of_their_ranks(
     node_ids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

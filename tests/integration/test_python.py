@@ -14,7 +14,7 @@ from examples.quickstart.tasks import TASKS
 from miles_async.runtime.processes.run_process import find_marked, read_run_process
 from tests.integration.real_run import ROOT
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.long, pytest.mark.integration, pytest.mark.timeout(420)]
 
 SECONDS = 360
 
@@ -89,14 +89,12 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.long  # what the example of the page shows of a function
 def test_a_class_of_the_program_is_the_environment_of_its_run(tmp_path: Path) -> None:
     *steps, ending = printed(ASKS_AGAIN.replace("RUN", str(tmp_path / "run")), tmp_path)
     assert steps == ["1 2.0", "2 2.0", "3 2.0"]
     assert ending == "True True"
 
 
-@pytest.mark.long  # the example of the page, in a kernel and to the end of the quick start
 def test_the_notebook_trains_the_quick_start(tmp_path: Path) -> None:
     import nbformat
     from nbclient import NotebookClient

@@ -145,6 +145,7 @@ def test_flags_take_the_names_that_sglang_has() -> None:
     assert set(REASONING_PARSERS) == set(ReasoningParser.DetectorMap)
 
 
+@pytest.mark.long  # it changes with SGLang
 def test_null_in_gemma_4s_calls_needs_our_reading() -> None:
     """Fails when SGLang reads it by itself: ``read_null_of_gemma4`` can go then."""
     read = (

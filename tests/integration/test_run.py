@@ -182,12 +182,14 @@ def ctrl_c(run: RealRun) -> None:
     run.process.send_signal(signal.SIGINT)
 
 
-def test_rolling_publications_from_two_pipeline_stages_until_it_is_interrupted(tmp_path: Path) -> None:
+def test_rolling_publications_from_two_pipeline_stages_until_it_is_interrupted(
+    tmp_path: Path, imported_reverse: tuple[str, ...]
+) -> None:
     """A process group of each stage with each engine; then Ctrl-C."""
     # covers: C8, C10
     flags = ("--num-rollout", "1000", "--publish-order", "rolling", "--max-weight-staleness", "1", *NO_EVALUATION)
     flags += ("--pipeline-model-parallel-size", "2")
-    with real_run(tmp_path / "run", *flags) as run:
+    with real_run(tmp_path / "run", *flags, command=imported_reverse) as run:
         run.wait_for_steps(4, RUN_SECONDS)
         for process in run.processes():
             with suppress(psutil.NoSuchProcess):  # it has just ended

@@ -20,7 +20,7 @@ from tests.integration.real_run import RealRun, real_run
 from tests.integration.stragglers import STRAGGLERS
 from tests.integration.trained_prompts import attempts, source_order
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.long, pytest.mark.integration, pytest.mark.timeout(420)]
 
 RUN_SECONDS = 300.0
 NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 8, 4, 4
@@ -48,7 +48,6 @@ def test_recycle_gives_the_prompt_another_attempt(tmp_path: Path, imported_rever
         assert f"the prompt came again as attempt {again.attempt_id}" in story
 
 
-@pytest.mark.long
 def test_drop_lets_a_fresh_prompt_take_its_place(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
     run, rows = _finished(
         tmp_path, imported_reverse, "Overtaken", "--max-weight-staleness", "1", "--stale-group-action", "drop"
@@ -63,7 +62,6 @@ def test_drop_lets_a_fresh_prompt_take_its_place(tmp_path: Path, imported_revers
         assert "came again" not in story
 
 
-@pytest.mark.long
 def test_without_a_bound_they_are_trained_however_old(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
     run, rows = _finished(tmp_path, imported_reverse, "Overtaken", "--max-weight-staleness", "none")
     assert run.summary["age_max"] >= 2
@@ -74,7 +72,6 @@ def test_without_a_bound_they_are_trained_however_old(tmp_path: Path, imported_r
         assert _age(row) >= 2
 
 
-@pytest.mark.long
 def test_wait_holds_publications_back_until_they_are_trained(tmp_path: Path, imported_reverse: tuple[str, ...]) -> None:
     run, rows = _finished(
         tmp_path, imported_reverse, "Late", "--max-weight-staleness", "1", "--stale-group-action", "wait"
@@ -90,7 +87,6 @@ def test_wait_holds_publications_back_until_they_are_trained(tmp_path: Path, imp
     assert all(_age(row) == 1 for row in held_up_by)
 
 
-@pytest.mark.long
 def test_what_engines_are_too_slow_for_is_aborted_there_and_replayed(
     tmp_path: Path, imported_reverse: tuple[str, ...]
 ) -> None:
