@@ -24,6 +24,7 @@ from miles_async.runtime.texts import last_lines, shortened
 OBJECT_STORE_BYTES = 1 << 30  # of a cluster that we start: train batches pass through it, weights don't
 SHUTDOWN_SECONDS = 30.0
 _HANDLER_SECONDS = 0.02
+_AGENT_SECONDS = 300  # for an agent of Ray to come up; Ray's own default, 30 s, is short on a busy machine
 _DIRECTORY_VARIABLE = "RAY_TMPDIR"  # where Ray keeps its files
 
 
@@ -114,6 +115,7 @@ def _connect(address: str | None, environment: Mapping[str, str]) -> None:
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # a Ray job has its own variables
     os.environ.setdefault("RAY_worker_niceness", "0")  # not 15: engines, which are no workers, would come first
     if not address:
+        os.environ.setdefault("RAY_agent_register_timeout_ms", str(_AGENT_SECONDS * 1000))
         worker_setup.install()
         agent_setup.install()
         _start_no_services()
