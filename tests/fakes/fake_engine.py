@@ -297,10 +297,15 @@ class FakeEngine:
         return web.Response()
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
-        if self._running and self._paused != "retract":
+        if not self._flushed():
             return web.Response(status=400, text="Flush cache failed: requests are running")
-        self._cache.clear()
         return web.Response(text="Cache flushed.")
+
+    def _flushed(self) -> bool:
+        if self._running and self._paused != "retract":
+            return False
+        self._cache.clear()
+        return True
 
     # ----------------------------------------------------------------------------------------- weights
     async def _update_weight_version(self, request: web.Request) -> web.Response:
@@ -335,15 +340,19 @@ class FakeEngine:
             return _outcome("must (streams: must not) run between begin_weight_update() and end_weight_update()")
         if not self._groups.issuperset(body["group_name"].split()):
             return _outcome("Failed to receive weights: no such group")
-        self.weight_version = body["weight_version"]
-        return _outcome(None)
+        return self._taken(body)
 
     async def _load_files(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.loaded = sorted(path.name for path in _files_in(body["model_path"]))
         if not self.loaded:
             return _outcome("Failed to get weights iterator: Repo id must be in the form 'repo_name'")
+        return self._taken(body)
+
+    def _taken(self, body: JsonDict) -> web.Response:
         self.weight_version = body["weight_version"]
+        if body.get("flush_cache", True) and not self._flushed():
+            return _outcome("Weights were updated, but the cache was not flushed because requests are still running")
         return _outcome(None)
 
     async def _check_weights(self, request: web.Request) -> web.Response:

@@ -180,6 +180,26 @@ async def test_a_pause_without_update_ends_with_resume() -> None:
         assert setup.registry.may_dispatch()
 
 
+async def test_an_engine_takes_weights_in_place_while_it_keeps_a_request() -> None:
+    """It could not flush its cache then."""
+    # covers: M11
+    async with started(1) as setup:
+        await setup.publish((E0,), 0)
+        engine = setup.servers[0][0].engine
+        engine.token_seconds = 0.3
+        body = {"rid": "r", "input_ids": [5], "sampling_params": {"max_new_tokens": 9}, "return_logprob": True}
+
+        async def request() -> None:
+            async with setup.http.session.post(f"{engine.url}/generate", json=body) as response:
+                await response.read()
+
+        under_way = asyncio.create_task(request())
+        await asyncio.sleep(0.05)
+        await setup.publish((E0,), 1, "in_place")
+        assert not under_way.done()
+        under_way.cancel()
+
+
 async def test_repairing_a_joining_engine_does_not_stop_the_serving_one() -> None:
     async with started(2) as setup:
         await setup.publish((E0,), 5)
