@@ -22,12 +22,16 @@ def _turns_off(flag: str, field: str) -> ForeignFlag:
 
 MEGATRON: tuple[ForeignFlag, ...] = (
     # The model's layers, beyond what config.json says.
-    *_noted("layers come from Megatron-Bridge, by the model_type of config.json", many="spec"),
-    *_noted("every model here has rotary positions", switches="use-rotary-position-embeddings"),
-    *_noted("its layers are used where it is installed", one="transformer-impl", only=("transformer_engine",)),
+    *_noted("layers come from Megatron-Bridge, by the model_type of config.json", many="spec",
+            switches="enable-experimental"),
+    *_noted("layers are Transformer Engine's where it is installed, otherwise Megatron's", one="transformer-impl",
+            only=("transformer_engine", "local")),
+    *_noted("every parameter is loaded from --hf-checkpoint", one="init-method-std"),
+    *_noted("config.json says the size of the vocabulary", one="make-vocab-size-divisible-by"),
     *_noted("engines have no dropout, and the trainer's log-probs are to be theirs",
             one="attention-dropout hidden-dropout", only=("0",)),
-    *_noted("positions are rotary, and config.json says how many there are", one="max-position-embeddings"),
+    *_noted("config.json says which positions there are", one="max-position-embeddings",
+            switches="no-position-embedding"),
     *_noted("samples are packed: --max-tokens-per-gpu is the size of a micro-batch", one="seq-length micro-batch-size"),
     # Mixtures of experts.
     *_noted("engines route in fp32, and rounding would choose others", one="moe-router-dtype", only=("fp32",)),

@@ -9,17 +9,18 @@ from miles_async.arguments.foreign.record import Fact, ForeignFlag, Takes
 from miles_async.arguments.model import EXPERT_COUNTS
 from miles_async.types import JsonObject
 
-SIGMOID_ROUTERS = ("deepseek_v3", "kimi_k2", "glm4_moe")  # with a bias per expert, by definition of the family
+_LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
+_LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # gated delta nets in most layers
+SIGMOID_ROUTERS = (*_LATENT, "glm4_moe", "nemotron_h")  # with a bias per expert, by definition of the family
 QUERY_KEY_NORMS = (
-    "qwen3",
-    "qwen3_moe",
-    "gemma3_text",
-    "gemma4_text",
-    "olmoe",
-    "deepseek_v3",
-    "kimi_k2",
-)  # of DeepSeek's: on the latent vectors
-BIASED_PROJECTIONS = ("qwen2", "qwen2_moe")
+    *("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "gemma3_text", "gemma4_text", "olmoe"),
+    *_LINEAR,
+    *_LATENT,  # on the latent vectors
+)
+ZERO_CENTERED_NORMS = ("gemma", "gemma2", "gemma3_text", *_LINEAR)
+BIASED_PROJECTIONS = ("qwen2", "qwen2_moe", *_LATENT)  # of latent attention Megatron reads no such flag
+GATED_SHARED_EXPERTS = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
+WITHOUT_POSITIONS = ("nemotron_h",)
 SANDWICH_NORMS = ("glm4", "gemma2", "gemma3", "gemma3_text", "gemma4_text")
 INTERLEAVED_ROTATIONS = ("glm", "glm4")
 
@@ -95,8 +96,9 @@ def _family(*families: str, field: str | None = None) -> Callable[[JsonObject], 
 
 def _head_size(config: JsonObject) -> Said:
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    if "kv_lora_rank" in config:
-        return _field("v_head_dim")(config)
+    if "kv_lora_rank" in config:  # Megatron reads no --kv-channels then; recipes give one of these
+        sizes = config.get("qk_nope_head_dim"), config.get("v_head_dim")
+        return frozenset(map(str, sizes)), "qk_nope_head_dim {} and v_head_dim {}".format(*sizes)
     if config.get("head_dim") or not (heads and hidden):
         return _field("head_dim")(config)
     return hidden // heads, f"hidden_size {hidden} and num_attention_heads {heads}"
@@ -108,12 +110,23 @@ def _grouped_queries(config: JsonObject) -> Said:
 
 
 def _norm(config: JsonObject) -> Said:
+    if config.get("model_type") == "nemotron_h":
+        return "RMSNorm", "model_type 'nemotron_h'"
     is_rms = "rms_norm_eps" in config
     return ("RMSNorm" if is_rms else "LayerNorm"), ("" if is_rms else "nothing of ") + "rms_norm_eps"
 
 
-def _activation(config: JsonObject) -> Said:
-    return config.get("hidden_act", "silu") in ("silu", "swish"), f"hidden_act {config.get('hidden_act', 'silu')!r}"
+def _activation(*names: str) -> Callable[[JsonObject], Said]:
+    def said(config: JsonObject) -> Said:
+        field = "mlp_hidden_act" if "mlp_hidden_act" in config else "hidden_act"
+        return config.get(field, "silu") in names, f"{field} {config.get(field, 'silu')!r}"
+
+    return said
+
+
+def _rotary(config: JsonObject) -> Said:
+    kind = config.get("model_type")
+    return kind not in WITHOUT_POSITIONS, f"model_type {kind!r}"
 
 
 def _no_biases(config: JsonObject) -> Said:
@@ -132,9 +145,9 @@ def _latent(config: JsonObject) -> Said:
 
 def _shared_experts(config: JsonObject) -> Said:
     size, count = config.get("moe_intermediate_size"), config.get("n_shared_experts")
-    if size and count:
+    if size and count and "moe_shared_expert_intermediate_size" not in config:
         return size * count, f"moe_intermediate_size {size} and n_shared_experts {count}"
-    return _field("shared_expert_intermediate_size", default=None)(config)
+    return _field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", default=None)(config)
 
 
 def _score_function(config: JsonObject) -> Said:
@@ -154,6 +167,8 @@ def _pre_softmax(config: JsonObject) -> Said:
 
 def _position_types(config: JsonObject) -> Said:
     """Values of --position-embedding-type. With YaRN rope is right, too: recipes of DeepSeek give it."""
+    if config.get("model_type") in WITHOUT_POSITIONS:
+        return frozenset({"none"}), f"model_type {config['model_type']!r}"
     kind = _field(
         *("rope_scaling.rope_type", "rope_scaling.type", "rope_parameters.rope_type", "rope_parameters.type"),
         default="default",
@@ -182,9 +197,23 @@ SHAPES: tuple[ForeignFlag, ...] = (
     _named("--num-query-groups", "num_key_value_heads", "num_attention_heads"),
     _shape("--kv-channels", _head_size),
     _named("--vocab-size", "vocab_size"),
-    _shape("--swiglu", _activation, "nothing"),
+    _shape("--swiglu", _activation("silu", "swish"), "nothing"),
+    _shape("--squared-relu", _activation("relu2"), "nothing"),
     _shape("--normalization", _norm),
-    _named("--norm-epsilon", "rms_norm_eps", "layer_norm_eps"),
+    _named("--norm-epsilon", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+    _shape("--apply-layernorm-1p", _family(*ZERO_CENTERED_NORMS), "nothing"),
+    _shape("--use-gated-attention", _family(*_LINEAR), "nothing"),
+    _shape("--attention-output-gate", _family(*_LINEAR), "nothing"),
+    _named("--linear-attention-freq", "full_attention_interval", default=None),
+    _named("--linear-conv-kernel-dim", "linear_conv_kernel_dim", default=None),
+    _named("--linear-key-head-dim", "linear_key_head_dim", default=None),
+    _named("--linear-value-head-dim", "linear_value_head_dim", default=None),
+    _named("--linear-num-key-heads", "linear_num_key_heads", default=None),
+    _named("--linear-num-value-heads", "linear_num_value_heads", default=None),
+    _named("--mamba-num-heads", "mamba_num_heads", default=None),
+    _named("--mamba-head-dim", "mamba_head_dim", default=None),
+    _named("--mamba-state-dim", "ssm_state_size", default=None),
+    _named("--mamba-num-groups", "n_groups", default=None),
     _shape("--qk-layernorm", _family(*QUERY_KEY_NORMS, field="use_qk_norm"), "nothing"),
     _shape("--post-self-attn-layernorm", _family(*SANDWICH_NORMS), "nothing"),
     _shape("--post-mlp-layernorm", _family(*SANDWICH_NORMS), "nothing"),
@@ -193,8 +222,9 @@ SHAPES: tuple[ForeignFlag, ...] = (
     _shape("--untie-embeddings-and-output-weights", _untied, "nothing"),
     _named("--rotary-base", "rope_theta", "rope_parameters.rope_theta"),
     _named("--rotary-percent", "partial_rotary_factor", "rope_parameters.partial_rotary_factor", default=1.0),
+    _shape("--use-rotary-position-embeddings", _rotary, "nothing"),
     _shape("--rotary-interleaved", _family(*INTERLEAVED_ROTATIONS), "nothing"),
-    _shape("--position-embedding-type", _position_types, only=("rope", "yarn")),
+    _shape("--position-embedding-type", _position_types, only=("rope", "yarn", "none")),
     _named("--rotary-scaling-factor", "rope_scaling.factor", "rope_parameters.factor", default=1.0),
     _named("--mscale", "rope_scaling.mscale", "rope_parameters.mscale", default=1.0),
     _named("--mscale-all-dim", "rope_scaling.mscale_all_dim", "rope_parameters.mscale_all_dim", default=0.0),
@@ -207,6 +237,7 @@ SHAPES: tuple[ForeignFlag, ...] = (
     _named("--num-experts", *EXPERT_COUNTS, default=0),
     _shape("--moe-ffn-hidden-size", _in_mixture(_field("moe_intermediate_size", "intermediate_size"))),
     _shape("--moe-shared-expert-intermediate-size", _shared_experts),
+    _shape("--moe-shared-expert-gate", _family(*GATED_SHARED_EXPERTS), "nothing"),
     _shape("--moe-layer-freq", _layer_kinds),
     _named("--moe-router-topk", "num_experts_per_tok", "num_experts_per_token", "top_k_experts", default=0),
     _named("--moe-router-topk-scaling-factor", "routed_scaling_factor", default=1.0),
@@ -214,5 +245,5 @@ SHAPES: tuple[ForeignFlag, ...] = (
     _named("--moe-router-group-topk", "topk_group", default=1),
     _shape("--moe-router-score-function", _score_function),
     _shape("--moe-router-pre-softmax", _in_mixture(_pre_softmax), "nothing"),
-    _shape("--moe-router-enable-expert-bias", _family(*SIGMOID_ROUTERS), "nothing"),
+    _shape("--moe-router-enable-expert-bias", _family(*SIGMOID_ROUTERS, field="use_routing_bias"), "nothing"),
 )

@@ -93,7 +93,7 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_noted("model_type of config.json names the family", one="model-name"),
     *_refused("layers come from Megatron-Bridge, by the model_type of config.json: remove it",
             one="custom-model-provider-path qwen-gdn-backend linear-attention-backend",
-            switches="allgather-cp use-gated-attention apply-layernorm-1p"),
+            switches="allgather-cp"),
     *_refused("use --megatron-dsa-kernel-backend", one="dsa-attention-backend"),
     *_noted("the indexer of sparse attention is never trained", switches="freeze-indexer"),
     *_noted("the trainer's is torch.topk; for engines use --sglang-dsa-topk-backend", one="miles-dsa-topk-backend",

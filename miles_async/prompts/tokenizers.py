@@ -45,7 +45,8 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
 
 
 def _restore_components(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Use the components that tokenizer.json names, and ``add_bos_token``, as transformers 4 and SGLang do.
+    """Use the components that tokenizer.json names, and ``add_bos_token``, as transformers 4 and SGLang do; and no
+    truncation or padding: some files have what their last user asked for, which would cut prompts without a word.
 
     In transformers 5 LlamaTokenizer and Qwen2Tokenizer replace the file's components by their own. A model whose
     tokenizer_config.json names the wrong class, such as DeepSeek-R1-Distill-Llama, would get other token ids than those
@@ -59,6 +60,8 @@ def _restore_components(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     written = Tokenizer.from_file(str(path / "tokenizer.json"))
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         setattr(backend, part, getattr(written, part))
+    backend.no_truncation()
+    backend.no_padding()
     settings = read_json(path / "tokenizer_config.json")
     if settings.get("tokenizer_class") in _ADDING_BOS:
         tokenizer.add_bos_token = settings.get("add_bos_token") is not False  # replaces the file's post-processor, too

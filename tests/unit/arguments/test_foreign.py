@@ -22,6 +22,31 @@ from miles_async.arguments.pass_through import is_pass_through
 from tests.unit.arguments.refusals import refusal
 
 OURS = list(build_parser("miles-async train")._option_string_actions)
+CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
+_GLM = (
+    "--multi-latent-attention --kv-lora-rank 512 --qk-head-dim 192 --v-head-dim 256 --kv-channels 192 --qk-layernorm "
+    "--no-position-embedding --moe-router-score-function sigmoid --moe-router-pre-softmax "
+    "--moe-router-enable-expert-bias --moe-shared-expert-intermediate-size "
+)
+_HYBRID = (
+    "--qk-layernorm --apply-layernorm-1p --attention-output-gate --rotary-percent 0.25 --kv-channels 256 "
+    "--linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 128 --linear-num-value-heads 32 "
+)
+FAMILY_FLAGS = {
+    "GLM-4.7-Flash": _GLM + "1536 --add-qkv-bias --moe-layer-freq [0]*1+[1]*46 --make-vocab-size-divisible-by 64",
+    "GLM-5": _GLM + "2048 --moe-layer-freq [0]*3+[1]*75 --enable-experimental",
+    "DeepSeek-V3.2": "--qk-layernorm --moe-router-enable-expert-bias --kv-channels 128 --position-embedding-type rope",
+    "MiniMax-M2": "--qk-layernorm --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+    "--rotary-percent 0.5",
+    "Qwen3-Next-80B-A3B": _HYBRID + "--use-gated-attention --moe-shared-expert-gate --num-experts 512",
+    "Qwen3.5-4B": _HYBRID + "--num-layers 32",
+    "Qwen3.5-35B-A3B": _HYBRID + "--moe-shared-expert-gate --moe-shared-expert-intermediate-size 512",
+    "Qwen3-VL-30B-A3B-Instruct": "--qk-layernorm --use-rotary-position-embeddings --init-method-std 0.02",
+    "gemma-4-26B-A4B-it": "--qk-layernorm --use-rotary-position-embeddings --kv-channels 256 --num-experts 128",
+    "Nemotron-3-Nano-30B-A3B": "--normalization RMSNorm --position-embedding-type none --squared-relu "
+    "--transformer-impl local --mamba-num-heads 64 --mamba-state-dim 128 --mamba-num-groups 8 "
+    "--moe-shared-expert-intermediate-size 3712",
+}
 
 
 def parse(*words: str) -> ParsedCommandLine:
@@ -299,13 +324,39 @@ class TestChecks:
     def test_values_that_mean_the_same_as_nothing(self, tmp_path: Path, config: dict[str, object], words: str):
         assert disagreements(tmp_path, config, *words.split()) == []
 
+    @pytest.mark.parametrize("name", FAMILY_FLAGS)
+    def test_model_files_of_other_systems_agree_with_their_models(self, tmp_path: Path, name: str):
+        config = json.loads((CONFIGS / f"{name}.json").read_text())
+        assert disagreements(tmp_path, config, *FAMILY_FLAGS[name].split()) == []
+
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("Nemotron-3-Nano-30B-A3B", "--use-rotary-position-embeddings"),
+            ("Nemotron-3-Nano-30B-A3B", "--position-embedding-type rope"),
+            ("Nemotron-3-Nano-30B-A3B", "--swiglu"),
+            ("Qwen3-4B", "--position-embedding-type none"),
+            ("Qwen3-4B", "--apply-layernorm-1p"),
+            ("Qwen3-4B", "--squared-relu"),
+            ("Qwen3-4B", "--attention-output-gate"),
+            ("Qwen3.5-4B", "--moe-shared-expert-gate"),
+            ("Qwen3.5-4B", "--linear-num-key-heads 32"),
+            ("GLM-5", "--kv-channels 128"),
+            ("gpt-oss-20b", "--moe-router-enable-expert-bias"),
+        ],
+    )
+    def test_model_files_of_another_model_do_not(self, tmp_path: Path, name: str, words: str):
+        config = json.loads((CONFIGS / f"{name}.json").read_text())
+        (found,) = disagreements(tmp_path, config, *words.split())
+        assert found.startswith(words)
+
     def test_end_tokens_of_the_generation_config_count(self, tmp_path: Path):
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
         assert disagreements(tmp_path, DENSE, "--rollout-stop-token-ids", "5", "6", "7") == []
 
     @pytest.mark.parametrize("model", ["Qwen3-4B", "Qwen3-30B-A3B", "DeepSeek-R1", "GLM-4.5", "gpt-oss-20b"])
     def test_every_flag_that_describes_a_model_is_compared(self, model: str):
-        config = json.loads((Path(__file__).parents[2] / "recipes" / "configs" / f"{model}.json").read_text())
+        config = json.loads((CONFIGS / f"{model}.json").read_text())
         unsaid = [row.flag for row in SHAPES if row.fact is None or row.fact(Arguments(), config) is None]
         assert unsaid == (["--moe-router-pre-softmax"] if model == "gpt-oss-20b" else [])
 

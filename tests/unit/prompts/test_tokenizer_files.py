@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.prompts.templates import ChatTemplate
 from miles_async.prompts.tokenizers import load_tokenizer
 
 TEXT = "hello  world 1234 é\n fox"
@@ -54,3 +55,17 @@ def test_ids_are_those_of_the_file(
     # Transformers 4 added <s> for Llama's classes, unless told not to.
     opening = [0] if named.startswith("Llama") and adds_bos is not False else []
     assert tokenizer.encode(TEXT) == opening + expected
+
+
+def test_truncation_and_padding_that_the_file_has_change_nothing(tmp_path: Path, tokenizer_json: Path) -> None:
+    from tokenizers import Tokenizer
+
+    left_over = Tokenizer.from_file(str(tokenizer_json))
+    expected = left_over.encode(TEXT).ids
+    left_over.enable_truncation(5)
+    left_over.enable_padding(length=64)
+    left_over.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert ChatTemplate(load_tokenizer(tmp_path), apply_chat_template=False).tokenize(TEXT) == expected
