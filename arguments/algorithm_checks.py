@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.algorithm import AlgorithmArguments, PolicyLossName
+from miles_async.arguments.model import ModelArguments, num_experts
+from miles_async.arguments.model_files import read_config
 
 AGAINST_SAMPLER: frozenset[PolicyLossName] = frozenset({"sat", "sat_gspo", "dis"})
 """Losses whose ratio is against the policy that sampled; against another they see no staleness."""
@@ -121,11 +123,16 @@ def _check_optimal_baseline(arguments: Arguments) -> Iterator[str]:
             f"{flag} with --expert-model-parallel-size {ranks}: gradients of experts come from the samples of several "
             "data-parallel ranks, and each sample's own is needed; use 1, or --advantage-estimator grpo"
         )
-    if (tensor := model.tensor_model_parallel_size) != model.expert_tensor_size:
+    if (tensor := model.tensor_model_parallel_size) != model.expert_tensor_size and _has_experts(model):
         yield (
             f"{flag} with --expert-tensor-parallel-size {model.expert_tensor_size}: gradients of experts are added up "
             f"over other ranks than the rest of a sample's; use {tensor}, which is --tensor-model-parallel-size"
         )
+
+
+def _has_experts(model: ModelArguments) -> bool:
+    """False for a dense model, whose recipes give an expert parallelism as well."""
+    return model.hf_checkpoint is None or num_experts(read_config(model.hf_checkpoint)) > 0
 
 
 def _check_reference(arguments: Arguments) -> Iterator[str]:
@@ -194,7 +201,7 @@ def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
             "--use-tis with --use-rollout-logprobs corrects twice: the ratio against the engines' log-probs already "
             "weighs by π_trainer / π_rollout; use one of them"
         )
-    if algorithm.prox_logp_method == "snapshots" and staleness.max_weight_staleness is None:
+    if algorithm.prox_logp_method == "snapshots" and staleness.bound is None:
         yield (
             "--prox-logp-method snapshots keeps the weights of --max-weight-staleness versions, and there is no "
             "bound: give one"

@@ -68,6 +68,11 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 """Files that define which token an id stands for; one is enough."""
 
 
+def has_vocabulary(directory: Path) -> bool:
+    """True if there is a file that :func:`vocabulary_difference` compares."""
+    return any((directory / name).is_file() for name in FILES)
+
+
 def vocabulary_difference(student: Path, teacher: Path) -> str | None:
     """Why ids of the student's tokenizer would mean something else to the teacher; None if they don't.
 

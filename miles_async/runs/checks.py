@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.distillation_checks import has_vocabulary, vocabulary_difference
 from miles_async.arguments.model import TRANSFORMER_ENGINE_MODULES
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.problems import refusal, refuse
@@ -17,6 +20,7 @@ from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.errors import ConfigurationError
 from miles_async.machine.finding import Finding
 from miles_async.runtime.packages import require
+from miles_async.types import JsonObject
 
 LOG_IN = "run `wandb login` or set WANDB_API_KEY, or stay offline: --wandb-mode offline, or WANDB_MODE=offline"
 
@@ -97,7 +101,10 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
     from miles_async.runtime.device import choose_device
 
     model = arguments.model
-    others = (arguments.algorithm.ref_hf_checkpoint, arguments.critic.critic_hf_checkpoint)
+    others = {
+        "--ref-hf-checkpoint": arguments.algorithm.ref_hf_checkpoint,
+        "--critic-hf-checkpoint": arguments.critic.critic_hf_checkpoint,
+    }
     if model.train_backend != "megatron" or model.hf_checkpoint is None:
         return
     try:
@@ -109,13 +116,37 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
         reason = family_of(config).gpu_engines
         if reason and choose_device(arguments.cluster.device) == "cpu":
             yield f"--device cpu: engines cannot serve model_type {config['model_type']!r}: {reason}; use --device cuda"
-        for other in others:
-            if other is not None:
-                check_model(of_other := read_config(other), other)
-                if family_of(of_other).images != family_of(config).images:
-                    yield f"{other}: it and --hf-checkpoint should both read images, or neither"
+        for flag, other in others.items():
+            if other is not None and other != model.hf_checkpoint:
+                yield from refusal(partial(_check_other, arguments, config, flag, other))
     except ConfigurationError as error:
         yield str(error)
+
+
+def _check_other(arguments: Arguments, config: JsonObject, flag: str, other: Path) -> None:
+    """Raise ConfigurationError if the reference, or the critic, cannot run in the policy's place."""
+    from miles_async.backends.megatron.families.hf_config import check_model, family_of, read_config
+    from miles_async.backends.megatron.families.layout import check_layout
+    from miles_async.checkpoints.manifest import SHAPING
+
+    model, policy = arguments.model, arguments.model.hf_checkpoint
+    assert policy is not None, "compared with it"
+    check_model(found := read_config(other), other)
+    if family_of(found).images != family_of(config).images:
+        raise ConfigurationError(f"{other}: it and --hf-checkpoint should both read images, or neither")
+    try:
+        plain = replace(model, lora_rank=0, enable_mtp_training=False, share_prefixes=False)
+        check_layout(found, plain, arguments.cluster.trainer_world_size)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{flag} {other}, which is split as the policy is: {error}") from None
+    if has_vocabulary(policy) and has_vocabulary(other) and (differs := vocabulary_difference(policy, other)):
+        raise ConfigurationError(f"{flag}: it reads the policy's token ids, and {differs}")
+    differing = [name for name in SHAPING if config.get(name) != found.get(name)]
+    if flag == "--ref-hf-checkpoint" and arguments.algorithm.ref_update_interval is not None and differing:
+        raise ConfigurationError(
+            f"--ref-update-interval: the reference follows the policy's weights, and {other} differs from it in "
+            f"{', '.join(differing)}"
+        )
 
 
 def _image_problems(arguments: Arguments, kind: str) -> Iterator[str]:
@@ -123,7 +154,7 @@ def _image_problems(arguments: Arguments, kind: str) -> Iterator[str]:
     debug = arguments.debug
     parts = {
         "--use-opd": arguments.algorithm.use_opd,
-        "--critic-hf-checkpoint": arguments.critic.critic_hf_checkpoint is not None,
+        "--token-advantages gae": arguments.algorithm.token_advantages == "gae",  # by a critic
         "--save-debug-rollout-data": debug.save_debug_rollout_data is not None,
         "--load-debug-rollout-data": debug.load_debug_rollout_data is not None,
     }

@@ -32,7 +32,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 GAMMA, LAMBD, CLIP, CRITIC_LR, UPDATES = 0.97, 0.9, 0.05, 3e-3, 2
 PPO = AlgorithmArguments(token_advantages="gae", gamma=GAMMA, lambd=0.5, critic_lambd=LAMBD, use_rollout_logprobs=True)
 CRITIC = CriticArguments(critic_lr=CRITIC_LR, value_clip=CLIP, num_critic_only_steps=1, critic_updates_per_step=UPDATES)
-ROLLOUTS = [[toy_samples(8, seed=seed), toy_samples(8, seed=seed + 100)] for seed in range(3)]
+# The first rollout has one optimizer step, the others have two.
+ROLLOUTS = [[toy_samples(8, seed=seed + 100 * step) for step in range(2 if seed else 1)] for seed in range(3)]
 
 
 @dataclass

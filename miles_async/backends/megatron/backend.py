@@ -100,7 +100,7 @@ class MegatronBackend:
         if "ref_logprobs" in minimised.needs:
             updates = minimised.reference_updates
             reference, following = load_reference(ref_hf_checkpoint, directory, self._model, training, updates)
-        self._per_rollout = PerRollout(reference=following, objective=minimised)
+        self._per_rollout = PerRollout(reference=following, objective=minimised, epochs=optimizer.ppo_epochs)
         kept = None
         if minimised.old_policy == "kept":
             kept = KeptWeights(modules=self._model.modules, most=minimised.kept_versions)
@@ -156,7 +156,7 @@ class MegatronBackend:
         # The same version twice: the weights in between were not published, and engines have older ones.
         same_weights = shard.target_version != self._stepped_from
         self._stepped_from = shard.target_version
-        metrics, self._scores = self._runner.train(shard, same_weights=same_weights)
+        metrics, self._scores = self._runner.train(shard, same_weights=same_weights, rollouts=self._per_rollout.steps)
         for learner in self._learners.values():
             complete_parameters(learner.model.modules)
         return metrics | self._per_rollout.update(metrics)

@@ -1,7 +1,7 @@
 """State that changes once per rollout step: a reference model that follows the policy, an adaptive KL coefficient.
 
-All ranks have the same metrics, and so the same coefficient. Both are saved if they change; a checkpoint without them
-leaves their initial values.
+All ranks have the same metrics, and so the same coefficient. Both are saved if they change, as is the number of rollout
+steps; a checkpoint without them leaves their initial values.
 """
 
 from __future__ import annotations
@@ -45,29 +45,32 @@ def load_reference(
     return frozen.pipeline(training.device), following
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class PerRollout:
     """Updated after each rollout step. Most runs have neither."""
 
     reference: FollowingReference | None
     objective: Objective
+    epochs: int  # times that a rollout step's sequences are in its metrics
+    steps: int = 0  # rollout steps so far
 
     def update(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Follow a rollout step with these metrics over all ranks. Returns further metrics."""
+        self.steps += 1
         if self.reference is not None:
-            self.reference.after_rollout_step()
+            self.reference.after_rollout_step(self.steps)
         adaptive = self.objective.adaptive
         if adaptive is None:
             return {}
         used = adaptive.value
-        adaptive.adapt(metrics.get(self.objective.adapts_to, float("nan")), metrics.get("sequences", 0.0))
+        adaptive.adapt(metrics.get(self.objective.adapts_to, float("nan")), metrics.get("sequences", 0.0) / self.epochs)
         return {"kl_coefficient": used}
 
     def sharded_state(self) -> ShardedStateDict:
         """Megatron's sharded state, for a checkpoint."""
-        state: ShardedStateDict = {}
+        state: ShardedStateDict = {"rollout_steps": self.steps}
         if self.reference is not None:
-            state |= {"reference": self.reference.sharded_state(), "reference_steps": self.reference.steps}
+            state["reference"] = self.reference.sharded_state()
         if self.objective.adaptive is not None:
             state["kl_coefficient"] = self.objective.adaptive.value
         return state
@@ -81,8 +84,10 @@ class PerRollout:
 
     def load(self, state: ShardedStateDict) -> None:
         """Restore from a checkpoint's state."""
+        # Of an earlier version: with one optimizer step per rollout step, the schedule counts the same.
+        self.steps = state.get("rollout_steps", state.get("reference_steps", state["schedule_step"]))
         if self.reference is not None and "reference" in state:
-            self.reference.load(state["reference"], state["reference_steps"])
+            self.reference.load(state["reference"])
         if self.objective.adaptive is not None and "kl_coefficient" in state:
             self.objective.adaptive.value = state["kl_coefficient"]
 
@@ -97,14 +102,12 @@ class FollowingReference:
     modules: Sequence[Module]
     policy: Sequence[Module]  # the same, trained
     updates: ReferenceUpdates
-    steps: int = 0  # rollout steps so far
     averages: dict[Parameter, Tensor] = field(default_factory=dict)  # fp32, of parameters in fewer bits
 
     @torch.no_grad()
-    def after_rollout_step(self) -> None:
-        """Follow the policy if an update is due."""
-        self.steps += 1
-        if not self.updates.due(self.steps):
+    def after_rollout_step(self, step: int) -> None:
+        """Follow the policy if an update is due after so many rollout steps."""
+        if not self.updates.due(step):
             return
         policy = [dict(unwrap_model(module).named_parameters()) for module in self.policy]
         for index, name, parameter in self._parameters():
@@ -126,9 +129,8 @@ class FollowingReference:
         }
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
-        """Restore a saved :meth:`sharded_state` after this number of rollout steps."""
-        self.steps = steps
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore a saved :meth:`sharded_state`."""
         for index, name, parameter in self._parameters():
             found = state[f"{index}"][name]
             self._kept(parameter).copy_(found)

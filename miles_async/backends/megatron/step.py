@@ -4,10 +4,10 @@ The loss is a mean over an optimizer step (over its loss tokens, or its sequence
 micro-batches and data-parallel ranks, so neither packing nor the number of ranks changes it.
 
 An optimizer step whose gradient is exactly 0 is skipped (no token carries loss, or all advantages are 0 and there is
-neither a KL loss nor an entropy bonus): Adam would move the weights by the momentum of earlier steps, and weight decay
-would shrink them. A step that breaks a limit is skipped, too (``step_limits.py``). All ranks have the same loss tokens
-and gradient norm, so they decide alike. The schedule of the learning rate counts skipped steps, and so depends on the
-number of rollout steps alone, as do weight versions.
+neither a KL loss nor an entropy bonus, nor training of layers for multi-token prediction): Adam would move the weights
+by the momentum of earlier steps, and weight decay would shrink them. A step that breaks a limit is skipped, too
+(``step_limits.py``). All ranks have the same loss tokens and gradient norm, so they decide alike. The schedule of the
+learning rate counts skipped steps, and so depends on the number of rollout steps alone, as do weight versions.
 """
 
 from __future__ import annotations
@@ -66,12 +66,14 @@ class StepRunner:
     device: torch.device
     laps: Laps  # of the last rollout step
 
-    def train(self, shard: TrainShard, *, same_weights: bool) -> tuple[dict[str, float], list[TokenScores]]:
+    def train(
+        self, shard: TrainShard, *, same_weights: bool, rollouts: int
+    ) -> tuple[dict[str, float], list[TokenScores]]:
         """Run all optimizer steps of the shard; return metrics over all ranks, and the scores of the branches that are
         shown, on one of the ranks that have them. Collective.
 
-        ``same_weights``: engines have these weights as the shard's version. Raises ContractViolation if the ranks' loss
-        tokens differ from the number in the shard.
+        ``same_weights``: engines have these weights as the shard's version. ``rollouts``: rollout steps before this
+        one. Raises ContractViolation if the ranks' loss tokens differ from the number in the shard.
         """
         started = time.perf_counter()
         self.laps.begin()
@@ -88,7 +90,6 @@ class StepRunner:
         self.laps.end("scoring")
         loss_tokens = shard.loss_tokens * self.epochs
         tally = Tally()
-        rollouts = self.policy.scheduler.num_steps // max(len(steps), 1)  # trained so far
         critic_alone = self.critic is not None and rollouts < self.critic.rollouts_alone
         for index, packs in enumerate(steps):
             self.policy.scheduler.step(1)

@@ -868,6 +868,12 @@ def test_experts_that_can_be_split(valid: dict[str, object], change: dict[str, o
     validate(assemble(valid | {"actor_num_gpus_per_node": 4} | change, {}))
 
 
+def test_matrices_of_no_experts_are_no_matter(valid: dict[str, object]):
+    describe_model(valid, {"num_attention_heads": 4})
+    split = {"tensor_model_parallel_size": 2, EXPERT_TENSOR: 1, "actor_num_gpus_per_node": 2}
+    validate(assemble(valid | split | {"advantage_estimator": "opob"}, {}))
+
+
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [

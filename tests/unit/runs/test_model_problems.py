@@ -57,7 +57,8 @@ IMAGES = {
         (("--agent-path", "m:agent"), None),
         (("--loss-type", "sft_loss"), None),
         (("--use-opd",), "--use-opd"),
-        (("--critic-hf-checkpoint", "critic"), "--critic-hf-checkpoint"),
+        (("--token-advantages", "gae"), "--token-advantages gae"),
+        (("--token-advantages", "gae", "--critic-hf-checkpoint", "critic"), "--token-advantages gae"),
         (("--save-debug-rollout-data", "dumps/{rollout_id}.parquet"), "--save-debug-rollout-data"),
         (("--load-debug-rollout-data", "dumps/{rollout_id}.parquet"), "--load-debug-rollout-data"),
     ],
@@ -70,7 +71,7 @@ def test_images_are_refused_where_they_would_be_lost(flags: tuple[str, ...], nam
         assert found == []
         return
     assert found[0] == f"{named}: images don't pass through it, and model_type 'qwen2_5_vl' reads images; leave it out"
-    assert len(found) == 1 or named == "--critic-hf-checkpoint"  # there is none
+    assert len(found) == 1 or "critic" in flags  # there is none
 
 
 def test_a_reference_model_reads_images_if_the_policy_does(tmp_path: Path) -> None:
@@ -82,3 +83,54 @@ def test_a_reference_model_reads_images_if_the_policy_does(tmp_path: Path) -> No
         found = list(model_problems(parse_arguments(words, prog="test").arguments))
         assert len(found) == refused
         assert all("should both read images, or neither" in problem for problem in found)
+
+
+PLAIN = TEXT | {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 8}
+VOCABULARY = {"a": 0, "b": 1}
+
+
+@pytest.mark.parametrize("role", ["ref", "critic"])
+@pytest.mark.parametrize(
+    ("config", "vocabulary", "flags", "message"),
+    [
+        ({}, VOCABULARY, (), None),
+        ({"num_hidden_layers": 6}, VOCABULARY, (), "num_hidden_layers 6"),
+        ({"num_attention_heads": 3}, VOCABULARY, ("--tensor-model-parallel-size", "2"), "num_attention_heads 3"),
+        ({}, {"a": 1, "b": 0}, (), "it reads the policy's token ids, and expected id 0 for 'a'"),
+        ({}, None, (), None),  # nothing to compare
+    ],
+)
+def test_reference_and_critic_run_in_the_policys_place(
+    role: str,
+    config: dict[str, object],
+    vocabulary: dict[str, int] | None,
+    flags: tuple[str, ...],
+    message: str | None,
+    tmp_path: Path,
+) -> None:
+    for name, differs, tokens in (("policy", {}, VOCABULARY), ("other", config, vocabulary)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(PLAIN | differs))
+        if tokens is not None:
+            (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}}))
+    split = ("--pipeline-model-parallel-size", "4", "--actor-num-gpus-per-node", "8")
+    words = ["--hf-checkpoint", str(tmp_path / "policy"), f"--{role}-hf-checkpoint", str(tmp_path / "other")]
+    found = list(model_problems(parse_arguments([*words, *split, *flags], prog="test").arguments))
+    if message is None:
+        assert found == []
+    else:
+        (problem,) = found
+        assert problem.startswith(f"--{role}-hf-checkpoint")
+        assert message in problem
+
+
+def test_a_reference_that_follows_has_the_policys_shape(tmp_path: Path) -> None:
+    for name, layers in {"policy": 4, "other": 2}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(PLAIN | {"num_hidden_layers": layers}))
+    words = ["--hf-checkpoint", str(tmp_path / "policy"), "--ref-hf-checkpoint", str(tmp_path / "other")]
+    assert list(model_problems(parse_arguments(words, prog="test").arguments)) == []
+    words += ["--ref-update-interval", "5"]
+    (problem,) = model_problems(parse_arguments(words, prog="test").arguments)
+    assert problem.startswith("--ref-update-interval")
+    assert problem.endswith("differs from it in num_hidden_layers")

@@ -13,6 +13,7 @@ from miles_async.backends.megatron.families.known import FAMILIES, Family
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
 
+SHARED_EXPERTS = ("n_shared_experts", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank or --num-layers-per-virtual-pipeline-stage"
 
 LACKS: tuple[tuple[Callable[[Family], bool], Mapping[str, str]], ...] = (
@@ -196,6 +197,13 @@ def _expert_problems(config: JsonObject, model: ModelArguments, world_size: int)
             f"--lora-rank with --expert-tensor-parallel-size {expert_tensor}: gradients of the experts' adapters would "
             "be wrong (megatron-bridge 0.6); give --expert-tensor-parallel-size 1 with --expert-model-parallel-size, "
             "or --target-modules without linear_fc1 and linear_fc2"
+        )
+    split = expert > 1 or expert_tensor != model.tensor_model_parallel_size
+    only_experts = set(target_layers(model.target_modules)) <= set(MLP) and not any(map(config.get, SHARED_EXPERTS))
+    if model.lora_rank and split and only_experts:
+        yield (
+            "--target-modules: with adapters on experts alone, which are split over ranks, megatron-core 0.19 has no "
+            "optimizer for the rest; add linear_proj, or give --expert-model-parallel-size 1"
         )
     if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
         yield (

@@ -2,7 +2,7 @@
 
 They are a draft model that learns to follow the policy. As in slime, they send no gradient to the policy's hidden
 states, embedding and output layer, so the policy learns as it would without them, except that gradients are clipped by
-the norm over all parameters.
+the norm over all parameters, and a step whose advantages are all 0 is made, by Adam's momentum and weight decay.
 
 Megatron-core's (0.19) loss for them needs logits of all positions, and trains a second embedding on the last pipeline
 stage. So only its layers are used. They run inside the model's forward pass, whose

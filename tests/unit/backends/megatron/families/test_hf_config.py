@@ -229,6 +229,7 @@ def test_impossible_layouts_are_refused(layout: dict[str, int], world_size: int,
 
 
 MIXTURE = MOE | {"moe_intermediate_size": 6}
+ADAPTED_EXPERTS = {"lora_rank": 4, "target_modules": ("gate_proj", "up_proj", "down_proj")}
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,13 @@ MIXTURE = MOE | {"moe_intermediate_size": 6}
         (GPT_OSS, {"lora_rank": 4}, 1, "--lora-rank: adapters of model_type 'gpt_oss'"),
         (GPT_OSS, {"expert_tensor_parallel_size": 4}, 4, "does not divide intermediate_size 6"),
         (MINIMAX_M2, {"tensor_model_parallel_size": 4}, 4, "expected at most num_key_value_heads 2"),
+        (MIXTURE, ADAPTED_EXPERTS | {"expert_model_parallel_size": 2}, 2, "with adapters on experts alone"),
+        (
+            MIXTURE,
+            ADAPTED_EXPERTS | {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            2,
+            "with adapters on experts alone",
+        ),
     ],
 )
 def test_impossible_layouts_of_experts_are_refused(
@@ -252,6 +260,13 @@ def test_impossible_layouts_of_experts_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_layout(config, ModelArguments(**layout), world_size)
+
+
+def test_adapters_of_experts_are_trained_beside_others() -> None:
+    split = {"expert_model_parallel_size": 2}
+    check_layout(MIXTURE, ModelArguments(**ADAPTED_EXPERTS), 2)
+    check_layout(MIXTURE, ModelArguments(**split, lora_rank=4, target_modules=("linear_fc1", "linear_proj")), 2)
+    check_layout(MIXTURE | {"n_shared_experts": 1}, ModelArguments(**split, **ADAPTED_EXPERTS), 2)
 
 
 @pytest.mark.parametrize(
