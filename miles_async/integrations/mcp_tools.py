@@ -131,9 +131,9 @@ class WithTools:
             return Observation(messages=messages, metrics=metrics)
         message = {**turn.message, "tool_calls": left}
         observed = await self.inner.step(msgspec.structs.replace(turn, message=message))
-        return msgspec.structs.replace(
-            observed, messages=(*messages, *observed.messages), metrics=_added(metrics, observed.metrics)
-        )
+        order = {call.get("id"): number for number, call in enumerate(calls)}  # templates may write results without ids
+        both = sorted((*messages, *observed.messages), key=lambda each: order.get(each.get("tool_call_id"), len(calls)))
+        return msgspec.structs.replace(observed, messages=tuple(both), metrics=_added(metrics, observed.metrics))
 
     async def close(self) -> None:
         """Close the environment and the episode's sessions, even if closing one fails."""

@@ -1,7 +1,8 @@
 r"""Find the answer in a response: one rule for all rewards that compare it.
 
-The answer is the last marked text after the thoughts: a box (``\boxed{}``, ``\fbox{}``), ``<answer>`` tags or
-``####``; a box inside tags is opened. Without a mark it is the text after the last "answer is", else everything.
+The answer is the last marked text after the thoughts: a box (``\boxed{}``, ``\fbox{}``), ``<answer>`` tags or a line
+with ``####``, unless it is a heading; a box inside tags is opened. Without a mark it is the text after the last "answer
+is", else everything.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from miles_async.types import Prompt
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _HASHES = re.compile(r"^[ \t]*####[ \t]*(.*)$", re.MULTILINE)  # as GSM8K writes answers
-_PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is\b|:|=)[*_ \t]*:?\s*((?:(?!\banswer\b).)+)", re.IGNORECASE)
+_WORD = re.compile(r"(?<!\\)\b[A-Za-z]{3,}")  # no command of LaTeX
+_PHRASE = re.compile(
+    r"(?<!\bthis )\banswer\b[*_ \t]*(?:is\b|:|=)[*_ \t]*:?\s*(?:(?:\\\[|\$\$|```\w*)[ \t]*\n\s*)?"
+    r"((?:(?!\banswer\b).)+)",
+    re.IGNORECASE,
+)
 _CLAUSE_END = re.compile(r"[.;](?=\s|$)|,(?=\s+(?:not|since|because|so)\b)")
 
 THOUGHT_ENDS = ("</think>", "[/THINK]", "<|channel|>final<|message|>")
 """Ends of the thoughts; the second in models of Mistral, the last in gpt-oss."""
 
 Mark = Literal["box", "tags", "hashes", "phrase", "none"]
-_BLOCKS: tuple[tuple[re.Pattern[str], Mark], ...] = ((TAGS, "tags"), (_HASHES, "hashes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +51,8 @@ def find_answer(response: str) -> Answer:
     """
     part = answer_part(response)
     ends: list[tuple[int, str, Mark]] = [_last_box(part)] if _BOX.search(part) else []
-    for pattern, mark in _BLOCKS:
-        if found := [*pattern.finditer(part)]:
-            ends.append((found[-1].end(), found[-1][1].strip(), mark))
+    found: tuple[tuple[list[re.Match[str]], Mark], ...] = (([*TAGS.finditer(part)], "tags"), (_marked(part), "hashes"))
+    ends += [(matches[-1].end(), matches[-1][1].strip(), mark) for matches, mark in found if matches]
     if ends:
         _, text, mark = max(ends)
         if mark != "box" and _BOX.search(text):
@@ -57,6 +61,14 @@ def find_answer(response: str) -> Answer:
     if phrases := _PHRASE.findall(part):
         return Answer(_CLAUSE_END.split(phrases[-1])[0].strip(" \t*_"), "phrase")
     return Answer(part.strip(), "none")
+
+
+def _marked(text: str) -> list[re.Match[str]]:
+    """Lines with ``####``. Those with words are headings of Markdown, such as "#### Step 2", except at the end."""
+    lines = [*_HASHES.finditer(text)]
+    return [
+        line for line in lines if not _WORD.search(line[1]) or (line is lines[-1] and not text[line.end() :].strip())
+    ]
 
 
 def _last_box(text: str) -> tuple[int, str, Mark]:

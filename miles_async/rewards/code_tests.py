@@ -23,7 +23,8 @@ from miles_async.types import JsonObject, Label, Prompt, Sample
 log = structlog.get_logger(__name__)
 
 _END_SECONDS = 5.0  # for a worker to end a program that exceeds its time
-_FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```([\w+#.-]*)[^\n`]*\n(.*?)```", re.DOTALL)  # language, content
+_PYTHON = ("python", "py", "python3")
 
 
 class CodeReward:
@@ -44,12 +45,20 @@ class CodeReward:
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> float:
         tests = tests_of(prompt)
-        blocks = _FENCED.findall(answer_part(sample.text))
-        if not blocks:
+        program = last_program(sample.text)
+        if program is None:
             return 0.0
         check, cases = (runs_through, (tests,)) if isinstance(tests, list) else (prints, (tests.inputs, tests.outputs))
-        arguments = (blocks[-1], *cases, asdict(self._limits()), self._timeout)
+        arguments = (program, *cases, asdict(self._limits()), self._timeout)
         return float(await self._workers.call(check, *arguments, more_seconds=_END_SECONDS))
+
+
+def last_program(response: str) -> str | None:
+    """The last fenced block of Python behind the thoughts; without one, the last whose language is not said."""
+    blocks = _FENCED.findall(answer_part(response))
+    programs = [block for language, block in blocks if language.lower() in _PYTHON]
+    programs = programs or [block for language, block in blocks if not language]
+    return programs[-1] if programs else None
 
 
 def sandbox_level(wanted: SandboxMode) -> Level:

@@ -10,16 +10,18 @@ from miles_async.types import Prompt, Sample
 
 _STYLE = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathbb)(?=\{)|[{}$*_]")
 _ALONE = re.compile(r"\(?([A-Za-z])[\W]*")
-_WITH_ITS_TEXT = re.compile(r"\(?([A-Za-z])[).:]\s")
+_WITH_ITS_TEXT = re.compile(r"\(?([A-Za-z])(?:[).:](?:\s|~|\\)|\)(?=\w))")  # also (B)~12 and (B)\ 12
 _IN_PROSE = (  # clearest first; the last match of the first pattern that matches counts
     re.compile(
         r"(?i:\banswer|\bchoice|\boption)\W{0,5}(?i:is\b)?\W{0,5}([A-Z])\b(?![ ]+(?!because\b|since\b|as\b)[a-z])"
     ),
     re.compile(r"\(?\b([A-Z])\)? (?i:is) (?i:the )?(?i:correct|right|best)\b"),
+    re.compile(r"\A\W*([A-Z])[).:](?!(?s:.*)^[ \t*(]*[A-Z][).:])", re.MULTILINE),  # and no list of them
     re.compile(r"(?i:\banswer|\bchoice|\boption)[^.\n]*?\b(?!I\b|A\b)([A-Z])\b"),
     re.compile(r"^\W*([A-Z])(?:[).:]|\W*$)", re.MULTILINE),
 )
-_DENIED = re.compile(r"\bnot\W{1,5}$")  # ends before the letter
+_DENIED = re.compile(r"(?:(?:not|n['’]t)(?: be)?|\bneither|\bnor)\W{1,5}$")  # ends before the letter
+_REJECTED = re.compile(r"\W{0,3}(?:can be |is )(?:ruled out|excluded|eliminated|wrong|incorrect|false|not)\b")
 _AFTER_ANOTHER = re.compile(r"\b[A-Z]\b\W{1,5}(?:or|and)\W{1,5}$")
 _BEFORE_ANOTHER = re.compile(r"(?:\W{1,5}or\W{1,5}|\W{1,5}and \(|\W{0,3}/\W{0,3})(?!I\b)[A-Z]\b")
 
@@ -59,12 +61,16 @@ def chosen_letter(response: str) -> str | None:
             return None
     prose = answer.text if answer.mark in ("tags", "hashes") else answer_part(response)
     for pattern in _IN_PROSE:
-        letters = [found for found in pattern.finditer(prose) if not _DENIED.search(_before(found))]
+        letters = [found for found in pattern.finditer(prose) if not _is_denied(found)]
         if letters:
             last = letters[-1]
             several = _AFTER_ANOTHER.search(_before(last)) or _BEFORE_ANOTHER.match(prose, last.end(1))
             return None if several else last[1]
     return None
+
+
+def _is_denied(found: re.Match[str]) -> bool:
+    return bool(_DENIED.search(_before(found)) or _REJECTED.match(found.string, found.end(1)))
 
 
 def _before(found: re.Match[str]) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from miles_async.rewards.confinement import confine, limit
-from miles_async.rewards.remote_objects import judge, serve
+from miles_async.rewards.remote_objects import fresh_main, judge, serve
 from miles_async.runtime.processes.dies_with_parent import die_with
 
 STARTED = b"+"
@@ -27,7 +27,7 @@ Level = Literal["seccomp", "landlock", "off"]  # Landlock comes with seccomp
 
 def program(source: str) -> None:
     """Become the program."""
-    exec(compile(source, "<program>", "exec"), {"__name__": "__main__"})
+    exec(compile(source, "<program>", "exec"), fresh_main())
 
 
 def main() -> None:

@@ -28,8 +28,7 @@ async def f1(prompt: Prompt, sample: Sample) -> float:
     best of several labels counts. As in SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250).
     """
     answer = find_answer(sample.text)
-    marked = answer.mark in ("box", "tags")
-    text = answer.text if marked else answer_part(sample.text)
+    text = answer.text if answer.mark in ("box", "tags", "hashes") else answer_part(sample.text)
     return max(word_f1(text, label) for label in labels_of(prompt))
 
 

@@ -100,20 +100,39 @@ class Answering:
     async def _stream(
         self, request: web.Request, session: Session, asked: Exchange, writer: Writer
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
+        changed = asyncio.Event()
+        streamed = [StreamedTurn(changed.set) for _ in range(asked.choices)]
+        taking = asyncio.ensure_future(self._take(session, asked, streamed))
         try:
-            if opened := writer.opened():
-                await response.write(opened)
-            changed = asyncio.Event()
-            streamed = [StreamedTurn(changed.set) for _ in range(asked.choices)]
-            taking = self._take(session, asked, streamed)
-            turns = await written_meanwhile(response, writer, streamed, changed, taking)
-        except MilesAsyncError as error:  # the status has been sent already
-            await response.write(writer.failed(failure(error)[1]))
+            await _begun(taking, changed)
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await response.prepare(request)
+            try:
+                if opened := writer.opened():
+                    await response.write(opened)
+                turns = await written_meanwhile(response, writer, streamed, changed, taking)
+            except MilesAsyncError as error:  # the status has been sent already
+                await response.write(writer.failed(failure(error)[1]))
+                return response
+            await response.write(writer.ended(turns))
             return response
-        await response.write(writer.ended(turns))
-        return response
+        finally:
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+
+
+async def _begun(taking: asyncio.Future[list[Turn]], changed: asyncio.Event) -> None:
+    """Wait for the first token, as long as a client can do without a sign of life.
+
+    Raises what ``taking`` raises until then, which clients understand by its status, and not in a stream.
+    """
+    waiting = asyncio.ensure_future(changed.wait())
+    try:
+        await asyncio.wait((taking, waiting), timeout=_KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    if taking.done():
+        taking.result()
 
 
 async def _body(request: web.Request, session: Session) -> bytes:

@@ -236,7 +236,7 @@ async def test_an_environment_is_asked_about_everything_else(tmp_path: Path) -> 
         await environment.step(turn(("echo", text("a"))))
         assert inner.turns == []
         observed = await environment.step(turn(("search", {"query": "b"}), ("echo", text("c")), index=1))
-        assert [message["content"] for message in observed.messages] == ["c", "68"]
+        assert [message["content"] for message in observed.messages] == ["68", "c"]
         assert observed.metrics == {"tool_calls": 1, "tool_errors": 0.5, "lookups": 1}
         assert [call["function"]["name"] for call in inner.turns[0].message["tool_calls"]] == ["search"]
         assert (await environment.step(turn(index=2))).done

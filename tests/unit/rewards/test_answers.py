@@ -103,6 +103,7 @@ async def test_a_label_without_mathematics_is_an_error(workers: WorkerPool):
         ("London", "Paris", 0.0),
         ("", "Paris", 0.0),
         ("<think>Paris Paris London</think>Paris", "Paris", 1.0),
+        ("It was seen there.\n#### red house", "red house", 1.0),
     ],
 )
 async def test_f1_of_words(response: str, label: str, reward: float):

@@ -18,7 +18,7 @@ import structlog
 from miles_async.arguments import RewardArguments
 from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
 from miles_async.rewards import code_tests, confinement
-from miles_async.rewards.code_tests import CodeReward, sandbox_level
+from miles_async.rewards.code_tests import CodeReward, last_program, sandbox_level
 from miles_async.rewards.confinement import landlock_version
 from miles_async.rewards.hub import RewardHub
 from miles_async.rewards.programs import Limits, run_program, run_statements
@@ -88,6 +88,41 @@ async def test_a_program_is_right_if_no_statement_after_it_fails(reward: CodeRew
     tests = ["assert double(2) == 4", "assert double(0) == 0"]
     assert await reward(prompt(tests), make_sample([0], text=f"```py\n{program}\n```")) == right
     assert await reward(prompt(label=json.dumps(tests)), make_sample([0], text=f"```\n{program}\n```")) == right
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Sample:\n```plaintext\n1 2\n```\nSolution:\n```python\nright()\n```",
+        "```bash\npip install x\n```\nthen\n```Python\nright()\n```",
+        "```python\nright()\n```\nOutput:\n```\n1\n```\nas JSON:\n```json\n1\n```",
+        "```py title=a.py\nright()\n```",
+        "```\nwrong()\n```\n```\nright()\n```",
+    ],
+)
+def test_the_program_is_the_last_block_of_python(response: str):
+    assert last_program(response) == "right()\n"
+
+
+def test_a_block_of_another_language_is_no_program():
+    assert last_program("```json\n1\n```") is None
+
+
+@pytest.mark.parametrize("tests", [["assert total([1, 2]) == 3"], {"inputs": ["1 2"], "outputs": ["3"]}], ids=str)
+async def test_programs_may_have_data_classes_and_annotations_without_imports(reward: CodeReward, tests: object):
+    program = """
+from dataclasses import dataclass
+from typing import ClassVar
+@dataclass
+class Sum:
+    value: int
+    cache: ClassVar[dict] = {}
+def total(numbers: List[int]) -> Optional[int]:
+    return Sum(sum(numbers)).value
+if __name__ == "__main__" and (line := input() if tests_read else ""):
+    print(total(map(int, line.split())))
+""".replace("tests_read", str(isinstance(tests, dict)))
+    assert await reward(prompt(tests), make_sample([0], text=f"```python\n{program}\n```")) == 1.0
 
 
 async def test_a_response_without_a_program_is_wrong(reward: CodeReward):

@@ -132,11 +132,12 @@ async def test_limits_and_stops_of_the_agent_hold_and_its_temperature_does_not()
     assert set(model.routing_keys) == {"7-1"}
 
 
-async def test_a_conversation_without_room_is_refused_as_clients_know_it() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_without_room_is_refused_as_clients_know_it(stream: bool) -> None:
     async with agent_of(ScriptedModel(says("one two three four five")), max_response=4) as agent:
         answer = await agent.chat(QUESTION)
         with pytest.raises(openai.BadRequestError) as caught:
-            await agent.chat(QUESTION, answer.choices[0].message, {"role": "user", "content": "go on"})
+            await agent.chat(QUESTION, answer.choices[0].message, {"role": "user", "content": "go on"}, stream=stream)
         assert caught.value.code == "context_length_exceeded"
         collected = await agent.collect()
     assert collected.cut
@@ -167,13 +168,9 @@ async def test_errors_keep_the_upstreams_status_and_text(
 ) -> None:
     # covers: A5
     async with agent_of(ScriptedModel(lambda call, input_ids: error)) as agent:
-        if stream:  # its status is sent before the answer is there
-            with pytest.raises(openai.APIError, match=text):
-                [chunk async for chunk in await agent.chat(QUESTION, stream=True)]
-        else:
-            with pytest.raises(openai.APIStatusError, match=text) as caught:
-                await agent.chat(QUESTION)
-            assert caught.value.status_code == status
+        with pytest.raises(openai.APIStatusError, match=text) as caught:
+            await agent.chat(QUESTION, stream=stream)
+        assert caught.value.status_code == status
         collected = await agent.collect()
     assert (collected.failure is None) == (status == 413)  # that one is the agent's fault
     assert collected.sample is None
