@@ -59,7 +59,12 @@ def plan(words: Sequence[str]) -> str:
     """Return the table and the recommendation. Raises ConfigurationError if no candidate can work."""
     if "--memory" in words:
         return _plan_memory([word for word in words if word != "--memory"])
-    own, train_words = _parser().parse_known_args(list(words))
+    parser = _parser()
+    own, train_words = parser.parse_known_args(list(words))
+    if own.output is not None and own.output.suffix != ".png":
+        parser.error(f"--output {own.output}: expected a name that ends with .png")
+    if own.output is not None and not own.output.absolute().parent.is_dir():
+        parser.error(f"--output {own.output}: there is no directory {own.output.absolute().parent}")
     if own.run_dir is not None:
         if own.gpu is not None:
             raise ConfigurationError("--from with --gpu: durations are measured, or estimated; give one of them")
@@ -82,8 +87,11 @@ def plan(words: Sequence[str]) -> str:
         console.print(plan_table(rows, recommended))
     text = estimated + capture.get() + plan_text(rows, recommended)
     if own.output is not None:
-        plot_plan(rows, recommended, own.output)
-        text += f"wrote {own.output}\n"
+        try:
+            plot_plan(rows, recommended, own.output)
+            text += f"wrote {own.output}\n"
+        except OSError as error:  # the table is worth more than the picture
+            text += f"--output {own.output}: {error}\n"
     return text
 
 

@@ -38,7 +38,7 @@ class MetricsTable:
         self._clear()
 
     def _clear(self) -> None:
-        self._skipped = self._revision = 0
+        self._skipped = 0
         self._torn = False
         self._last_time: float | None = None
         self._steps = array("q")  # of each row
@@ -52,7 +52,6 @@ class MetricsTable:
             if added.restarted:
                 self._clear()
             self._torn = added.torn
-            self._revision += bool(added.lines)
             for line in added.lines:
                 if not self._take(line):
                     self._skipped += 1
@@ -77,11 +76,6 @@ class MetricsTable:
     def last_time(self) -> float | None:
         """When the newest line was written, in seconds since 1970."""
         return self._last_time
-
-    @property
-    def revision(self) -> int:
-        """Grows whenever something was read."""
-        return self._revision
 
     def series(self, name: str) -> Series:
         """A metric over the steps; empty if it was never measured."""
@@ -153,6 +147,26 @@ def down_sampled(series: Series, points: int, low: float = -math.inf, high: floa
             chosen |= {start + int(part.argmin()), start + int(part.argmax())}
     order = np.array(sorted(chosen))
     return Series(steps[order], values[order])
+
+
+def stretch_means(series: Series, points: int, low: float = -math.inf, high: float = math.inf) -> Series | None:
+    """The mean of each of ``points // 2`` stretches, at their last steps, where :func:`down_sampled` has extremes; None
+    where that has all values.
+    """
+    inside = (series.steps >= low) & (series.steps <= high)
+    steps, values = series.steps[inside], series.values[inside]
+    if len(steps) <= points:
+        return None
+    bounds = np.linspace(0, len(steps), max(1, points // 2) + 1).astype(int)
+    return Series(steps[bounds[1:] - 1], np.add.reduceat(values, bounds[:-1]) / np.diff(bounds))
+
+
+def moving_mean(series: Series, count: int) -> Series:
+    """The mean of each value and up to ``count - 1`` before it."""
+    sums = np.concatenate([[0.0], np.cumsum(series.values)])
+    ends = np.arange(1, len(sums))
+    starts = np.maximum(0, ends - count)
+    return Series(series.steps, (sums[ends] - sums[starts]) / (ends - starts))
 
 
 def encoded_series(series: Series) -> dict[str, list[float]]:

@@ -4,7 +4,7 @@
 
     GET /                                          the page
     GET /static/...                                its modules and styles
-    GET /api/runs                                  one entry per run, with a number that grows when it wrote something
+    GET /api/runs                                  one entry per run
     GET /api/overview, engines, attempts, logs     ?run=0
     GET /api/metrics, flags                        ?run=0&run=1
     GET /api/series                                ?run=0&name=reward/mean&points=600&from=1&to=900

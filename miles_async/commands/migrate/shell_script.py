@@ -19,6 +19,7 @@ from miles_async.arguments.argument_files import without_comment
 from miles_async.errors import ConfigurationError
 
 _ASSIGNMENT = re.compile(r"\s*(?:(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(\(?)(.*)")
+_BEFORE = re.compile(r"""\s*(?:export\s+)?(\w+)=((?:[^\s"'(]|"[^"]*"|'[^']*')*)\s+(?:&&\s+)?""")  # A=1 command
 _SOURCE = re.compile(r"\s*(?:source|\.)\s+(\S+)")
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _PLAIN = re.compile(r"\$\{?(\w+)\}?")
@@ -68,14 +69,34 @@ class _Script:
         # Without blanks in it, arithmetic is one word.
         lines = iter(_ARITHMETIC.sub(lambda found: re.sub(r"\s", "", found[0]), text.replace("\\\n", " ")).split("\n"))
         for line in lines:
+            if self._call_after_assignments(line):
+                continue
             if assigned := _ASSIGNMENT.fullmatch(line):
                 name, added, opened, value = assigned.groups()
                 words = list(_array(value, lines)) if opened else _scalar(value)
                 self._assign(name, words, bool(added))
             elif sourced := _SOURCE.match(line):
                 self._source(shlex.split(sourced[1])[0], directory)
-            elif called := self._call.search(without_comment(line)):
-                self.program, self.command = called[1], _split(called[2] or "")
+            else:
+                self._take_call(line)
+
+    def _call_after_assignments(self, line: str) -> bool:
+        """Take a command that assignments precede, such as ``A=1 python train.py``; False if the line is none."""
+        before: list[tuple[str, str]] = []
+        while found := _BEFORE.match(line):
+            before.append((found[1], found[2].removesuffix(";")))
+            line = line[found.end() :]
+        if not before or not self._take_call(line):
+            return False
+        for name, value in before:
+            self._assign(name, _scalar(value), added=False)
+        return True
+
+    def _take_call(self, line: str) -> bool:
+        if (called := self._call.search(without_comment(line))) is None:
+            return False
+        self.program, self.command = called[1], _split(called[2] or "")
+        return True
 
     def _assign(self, name: str, words: list[str] | None, added: bool) -> None:
         if added:

@@ -18,14 +18,6 @@ export function smoothed(values, weight) {
   return values.map((value) => (value === null ? null : (mean = mean === null ? value : weight * mean + (1 - weight) * value)));
 }
 
-// The mean of each value and up to count - 1 before it.
-export function movingMean(values, count) {
-  return values.map((_, index) => {
-    const part = values.slice(Math.max(0, index - count + 1), index + 1);
-    return part.reduce((sum, value) => sum + value, 0) / part.length;
-  });
-}
-
 // lines: [{label, steps, values, index (of colour and dashes), dots, faint}]
 export function chart(lines, { height = 190, log = false, onzoom = null, label = "" } = {}) {
   const shown = lines.filter((line) => line.steps.length);

@@ -27,7 +27,7 @@ function place() {
   const [name, ...rest] = path.split("/");
   const parameters = new URLSearchParams(query);
   const chosen = parameters.getAll("run").map(Number).filter((index) => index >= 0 && index < runs.length);
-  if (isReport) chosen.sort(); // it has the runs in one order
+  if (isReport) chosen.sort((a, b) => a - b); // it has the runs in one order
   return { name: name in VIEWS ? name : "overview", rest, parameters, chosen: chosen.length ? chosen : [0] };
 }
 
@@ -153,9 +153,11 @@ function helpText() {
 async function poll() {
   if (!document.hidden && !isReport) {
     try {
+      const before = runs;
       runs = await get("runs");
       drawRuns(place());
-      if (runs[place().chosen[0]]?.state !== "over") await current.view?.refresh?.(runs);
+      const changes = (index) => runs[index]?.state !== "over" || before[index]?.state !== "over"; // once more at its end
+      if (place().chosen.some(changes)) await current.view?.refresh?.(runs);
     } catch (error) {
       if (error instanceof NeedsKey) return askForKey();
     }

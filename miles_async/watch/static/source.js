@@ -8,7 +8,6 @@ export const isReport = report !== null;
 export const reportNote = report ? report.note : "";
 
 export class NeedsKey extends Error {}
-export class Unavailable extends Error {}
 
 // The key arrives behind "#key=", which browsers send to no server, and leaves the address at once.
 export function takeKey() {
@@ -53,7 +52,7 @@ async function ask(path, options = {}) {
   const headers = { Authorization: `Bearer ${sessionStorage.getItem(KEY) || ""}` };
   const answer = await fetch(`/api/${path}`, { ...options, headers, cache: "no-store" });
   if (answer.status === 401) throw new NeedsKey("this page needs its key");
-  if (!answer.ok) throw new Unavailable((await answer.json()).error || `HTTP ${answer.status}`);
+  if (!answer.ok) throw new Error((await answer.json()).error || `HTTP ${answer.status}`);
   return answer;
 }
 
@@ -63,12 +62,13 @@ function fromReport(name, path, parameters) {
     for (const metric of [parameters.name].flat()) found[metric] = within(report.series[parameters.run]?.[metric], parameters);
     return found;
   }
-  if (!(path in report.answers)) throw new Unavailable("this is not in the report: it holds a part of the run; open the run directory with `miles-async watch`");
+  if (!(path in report.answers)) throw new Error("this is not in the report: it holds a part of the run; open the run directory with `miles-async watch`");
   return report.answers[path];
 }
 
 function within(series, { from = -Infinity, to = Infinity }) {
   if (!series) return { steps: [], values: [] };
+  const means = series.means && { means: within(series.means, { from, to }) };
   const kept = series.steps.map((step, index) => [step, index]).filter(([step]) => step >= (from ?? -Infinity) && step <= (to ?? Infinity));
-  return { steps: kept.map(([step]) => step), values: kept.map(([, index]) => series.values[index]) };
+  return { steps: kept.map(([step]) => step), values: kept.map(([, index]) => series.values[index]), ...means };
 }

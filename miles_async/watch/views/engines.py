@@ -70,7 +70,7 @@ def engines(run: Run) -> JsonObject:
 def _engines(
     run: Run, names: Iterable[str], records: Sequence[AttemptRecord], reported: EnginesReport | None
 ) -> list[JsonObject]:
-    found: dict[str, dict[str, object]] = {}
+    found: dict[str, JsonObject] = {}
     known = {engine for record in records for engine in record.engines or ()} | {
         *(reported.engines if reported else ())
     }
@@ -78,7 +78,7 @@ def _engines(
         match = _ENGINE_LOG.fullmatch(name)
         if match and (match["engine"] in known or _DEFAULT_ENGINE.fullmatch(match["engine"])):
             starts, entry = int(match["start"]) + 1, _entry(found, match["engine"])
-            if starts > int(str(entry["starts"])):
+            if starts > entry["starts"]:
                 entry |= {"starts": starts, "log": name}
     if reported is not None:
         for engine, each in reported.engines.items():
@@ -91,17 +91,23 @@ def _engines(
     for record in records:
         for engine in record.engines or ():
             entry = _entry(found, engine)
-            entry["groups"] = int(str(entry["groups"])) + 1
-            entry["tokens"] = int(str(entry["tokens"])) + sum(record.response_lengths or ()) // len(
-                record.engines or ()
-            )
+            entry["groups"] += 1
+            entry["tokens"] += sum(record.response_lengths or ()) // len(record.engines or ())
             if entry["version"] is None and record.newest_version is not None:  # newest attempt first
                 entry["version"] = record.newest_version
-    return sorted(found.values(), key=lambda entry: logs.natural(str(entry["engine"])))
+    return sorted(found.values(), key=lambda entry: logs.natural(entry["engine"]))
 
 
-def _entry(found: dict[str, dict[str, object]], engine: str) -> dict[str, object]:
-    nothing = {"state": None, "role": None, "starts": 0, "log": None, "groups": 0, "tokens": 0, "version": None}
+def _entry(found: dict[str, JsonObject], engine: str) -> JsonObject:
+    nothing: JsonObject = {
+        "state": None,
+        "role": None,
+        "starts": 0,
+        "log": None,
+        "groups": 0,
+        "tokens": 0,
+        "version": None,
+    }
     nothing |= {"kv_use": None, "running": None, "waiting": None}
     return found.setdefault(engine, {"engine": engine, **nothing})
 

@@ -28,7 +28,7 @@ def flags(runs: Sequence[Run], preset: str | None = None) -> JsonObject:
     for flag, group in groups.items():
         values = [column.get(flag) for _, column in columns]
         known = help_of.get(flag)
-        default = None if known is None else as_words(_builtin(known.default))
+        default = None if known is None else as_words(known.default)
         rows.append(
             {
                 "flag": f"--{flag}",
@@ -77,7 +77,3 @@ def as_words(value: object) -> str:
         case list() | tuple():
             return " ".join(map(str, value))
     return str(value)
-
-
-def _builtin(value: object) -> object:
-    return [*value] if isinstance(value, tuple) else value

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from miles_async.observability.metric_names import describe
 from miles_async.types import JsonObject
-from miles_async.watch.metrics_table import down_sampled, encoded_series
+from miles_async.watch.metrics_table import down_sampled, encoded_series, stretch_means
 from miles_async.watch.run import Run
 
 MOST_POINTS = 4_000
@@ -40,9 +40,15 @@ def names(runs: Sequence[Run]) -> JsonObject:
 def series(
     run: Run, wanted: Sequence[str], *, points: int, low: float = -math.inf, high: float = math.inf
 ) -> JsonObject:
-    """Name → {"steps", "values"}, at most ``points`` each, within steps [low, high]."""
+    """Name → {"steps", "values"}, at most ``points`` each, within steps [low, high]; and "means" of stretches, in the
+    same form, if values are left out.
+    """
     run.metrics.refresh()
     points = max(2, min(points, MOST_POINTS))
-    return {
-        name: encoded_series(down_sampled(run.metrics.series(name), points, low, high)) for name in wanted[:MOST_NAMES]
-    }
+    found: JsonObject = {}
+    for name in wanted[:MOST_NAMES]:
+        whole = run.metrics.series(name)
+        found[name] = encoded_series(down_sampled(whole, points, low, high))
+        if (means := stretch_means(whole, points, low, high)) is not None:
+            found[name]["means"] = encoded_series(means)
+    return found

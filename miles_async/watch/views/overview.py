@@ -15,7 +15,7 @@ from miles_async.observability.metrics_file import AGE_COUNT
 from miles_async.observability.progress_state import AVERAGE_WINDOW, TIME_WINDOW
 from miles_async.runtime.processes.run_process import read_run_process
 from miles_async.types import JsonObject
-from miles_async.watch.metrics_table import MetricsTable, down_sampled, encoded_series
+from miles_async.watch.metrics_table import MetricsTable, down_sampled, encoded_series, moving_mean
 from miles_async.watch.run import Run
 from miles_async.watch.status import last_warnings, seconds_since, state_of
 
@@ -54,7 +54,6 @@ def standing(run: Run) -> JsonObject:
         "error": summary.get("error"),
         "step": _last_step(run.metrics),
         "steps": run.total_steps,
-        "revision": run.metrics.revision,
     }
     with suppress(ConfigurationError):  # no run.json, or of another version
         process = read_run_process(run.directory)
@@ -67,13 +66,16 @@ def overview(run: Run) -> JsonObject:
     """All of the view."""
     found = standing(run)
     groups, reasons, line, notes = _groups(run)
+    averaged = moving_mean(run.metrics.series("reward/mean"), AVERAGE_WINDOW)
     return {
         "run": found,
         "tiles": _tiles(run, running=found["state"] != "over"),
         "curves": {
             name: encoded_series(down_sampled(run.metrics.series(name), POINTS))
             for name in ("reward/mean", "eval/reward", "train/loss")
-        },
+        }
+        | {"averaged": encoded_series(down_sampled(averaged, POINTS))},
+        "averaged_steps": AVERAGE_WINDOW,
         "ages": ages(run.metrics),
         "groups": groups,
         "reasons": reasons,

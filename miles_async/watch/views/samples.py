@@ -38,7 +38,7 @@ def samples(run: Run, kind: Kind, step: int | None) -> JsonObject:
 
 def search(run: Run, kind: Kind, text: str, before: int | None = None) -> JsonObject:
     """Search all samples of a kind from step ``before`` backwards: {"rows", "next", "notes"}."""
-    files = [each for each in _files(run, kind) if before is None or each.step <= before]
+    files = [each for each in files_of(run.directory) if each.kind == kind and (before is None or each.step <= before)]
     found = search_files(files, text) if text else Found(rows=[], next_step=None, notes=[])
     return {"rows": found.rows, "next": found.next_step, "notes": found.notes}
 
@@ -88,10 +88,6 @@ def _state_notes(run: Run) -> list[str]:
     if state.dropped:
         notes.append(f"{state.dropped} steps or evaluations were not written, since the disk was too slow")
     return notes
-
-
-def _files(run: Run, kind: Kind) -> list[SamplesFile]:
-    return [each for each in files_of(run.directory) if each.kind == kind]
 
 
 def _about(row: SampleRow, whole: bool) -> JsonObject:

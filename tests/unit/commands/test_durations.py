@@ -48,6 +48,14 @@ def test_what_is_not_given_is_estimated(model: tuple[str, ...]) -> None:
     assert "Recommended" in text
 
 
+@pytest.mark.parametrize(("name", "message"), [("plan.txt", "ends with .png"), ("none/plan.png", "no directory")])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_simulated(
+    name: str, message: str, model: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plan([*model, "--gpu", "h100", "--response-tokens", "1000", "--output", str(tmp_path / name)])
+
+
 def test_what_is_given_wins(model: tuple[str, ...]) -> None:
     estimated = ("--gpu", "h100", "--response-tokens", "1000")
     assert "T_train 77," in plan([*model, *estimated, "--train-seconds", "77"])

@@ -218,6 +218,8 @@ def test_the_overview_has_the_numbers_of_the_files(client: TestClient, run_dir: 
     rows = read_metrics(run_dir / FILE_NAME)
     assert found["curves"]["reward/mean"]["values"] == [row["reward/mean"] for row in rows if "reward/mean" in row]
     last = [rewards(step) for step in range(STEPS - 4, STEPS + 1)]
+    assert found["averaged_steps"] == 5
+    assert found["curves"]["averaged"]["values"][-1] == pytest.approx(sum(last) / 5)
     assert found["tiles"]["reward"] == pytest.approx(sum(last) / 5)
     assert found["tiles"]["eval_reward"] == 0.75
     assert found["tiles"]["tokens_per_second"] == 2_000.0

@@ -10,7 +10,7 @@ export const title = "Metrics";
 const POINTS = 500;
 
 export async function open(context) {
-  const found = await get("metrics", { run: context.chosen });
+  let found = await get("metrics", { run: context.chosen });
   const state = {
     search: context.value("search"),
     smooth: Number(context.value("smooth", "0")),
@@ -41,10 +41,23 @@ export async function open(context) {
   const differing = context.chosen.length > 1 ? await differingFlags(context) : null;
   root.append(controls(state, change, range), ...(differing ? [differing] : []), body);
   redraw();
-  const refresh = async () => panels.forEach((panel) => panel.loaded && load(panel));
+  const refresh = async () => {
+    const known = entries(found);
+    found = await get("metrics", { run: context.chosen });
+    const now = entries(found);
+    if (now.size !== known.size || [...now.keys()].some((name) => !known.has(name))) return redraw();
+    for (const panel of panels.values()) {
+      panel.last.textContent = lastText(now.get(panel.entry.name));
+      if (panel.loaded) load(panel);
+    }
+  };
   const key = (event) => event.key === "0" && change({ from: null, to: null });
   return { root, refresh, key, destroy: () => (observer.disconnect(), panels.forEach((panel) => panel.destroy())) };
 }
+
+const entries = (found) => new Map(found.sections.flatMap((each) => each.metrics.map((entry) => [entry.name, entry])));
+
+const lastText = (entry) => entry.last.map((value) => number(value, 4)).join("  ·  ");
 
 function controls(state, change, range) {
   const search = h("input", { type: "search", placeholder: "search metrics", "aria-label": "search metrics", value: state.search, oninput: settled((event) => change({ search: event.target.value })) });
@@ -68,11 +81,11 @@ function sections(found, search, add) {
 
 function panelOf(entry, add) {
   const canvas = h("div", { class: "slot" });
-  const last = entry.last.map((value) => number(value, 4)).join("  ·  ");
+  const last = h("span", { class: "last" }, lastText(entry));
   const unit = entry.unit === "number" ? "" : ` (${entry.unit})`;
   const meaning = entry.meaning && `${entry.meaning}${unit}${entry.worries && `. Look closer when: ${entry.worries}`}`;
-  const root = h("figure", { class: "card metric", title: meaning || null, "data-metric": entry.name }, h("figcaption", null, h("b", null, entry.name.split(/(?<=[/_])/).flatMap((part, index) => (index ? [h("wbr"), part] : [part]))), h("span", { class: "last" }, last)), meaning && h("p", { class: "meaning muted" }, meaning), canvas);
-  const panel = { entry, root, canvas, drawn: null, loaded: false, destroy: () => panel.drawn?.destroy() };
+  const root = h("figure", { class: "card metric", title: meaning || null, "data-metric": entry.name }, h("figcaption", null, h("b", null, entry.name.split(/(?<=[/_])/).flatMap((part, index) => (index ? [h("wbr"), part] : [part]))), last), meaning && h("p", { class: "meaning muted" }, meaning), canvas);
+  const panel = { entry, root, canvas, last, drawn: null, loaded: false, destroy: () => panel.drawn?.destroy() };
   add(panel);
   return root;
 }
@@ -99,7 +112,8 @@ function draw(panel, answers, context, state, zoom) {
   const lines = answers.flatMap((answer, position) => {
     const line = { ...answer[name], label: context.runs[context.chosen[position]].name, index: position, dots: few };
     if (!state.smooth || few) return [line];
-    return [{ ...line, label: `${line.label}, raw`, faint: true }, { ...line, values: smoothed(line.values, state.smooth) }];
+    const means = line.means ?? line; // of stretches, where the line itself has extremes only
+    return [{ ...line, label: `${line.label}, raw`, faint: true }, { ...line, steps: means.steps, values: smoothed(means.values, state.smooth) }];
   });
   panel.drawn?.destroy();
   panel.loaded = true;

@@ -1,6 +1,6 @@
 // Where the run stands.
 
-import { chart, movingMean } from "../chart.js";
+import { chart } from "../chart.js";
 import { clock, duration, empty, h, MISSING, number, percent, replace, section } from "../dom.js";
 import { get } from "../source.js";
 import { ageStrip } from "./ages.js";
@@ -19,7 +19,6 @@ const ENDS = [
   ["quarantined", "quarantined"],
   ["cancelled", "cancelled"],
 ];
-const AVERAGED = 5; // steps, as the tile and the console have it
 const OUTCOMES = { recycled: "stale_recycled", dropped: "stale_dropped" };
 
 export async function open(context) {
@@ -73,12 +72,12 @@ function tile(name, value, detail, share = null) {
   return h("div", { class: "tile", "data-name": name }, h("span", { class: "name" }, name), h("b", null, value), h("small", null, detail || "\u00a0"), bar);
 }
 
-function rewards({ curves }, drawn) {
+function rewards({ curves, averaged_steps }, drawn) {
   const reward = curves["reward/mean"];
   const lines = reward.steps.length
     ? [
         { ...reward, label: "each step", index: 0, faint: true },
-        { steps: reward.steps, values: movingMean(reward.values, AVERAGED), label: `mean of ${AVERAGED} steps`, index: 0 },
+        { ...curves.averaged, label: `mean of ${averaged_steps} steps`, index: 0 },
         { ...curves["eval/reward"], label: "evaluation", index: 1, dots: true },
       ]
     : [{ ...curves["train/loss"], label: "loss", index: 0 }];

@@ -58,6 +58,7 @@ export async function open(context) {
   const refresh = async () => {
     if (isReport || state.everywhere) return;
     const now = await get("samples", { run: context.run, kind: state.kind, step: state.step });
+    if (now.step !== found.step) return load(); // the first file, or the one that was shown is gone
     if (now.steps[state.kind].length === known) return;
     known = now.steps[state.kind].length;
     found = now;

@@ -232,9 +232,30 @@ def test_what_cannot_be_mapped_or_known_is_told(tmp_path: Path, capsys: pytest.C
     assert "# Sourced by the script and not found, so its flags are missing:\n#   models/tiny.sh\n" in text
 
 
-def test_a_command_line_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("+ python3 /root/miles/train.py --lr 1e-6 --hf-checkpoint m\n"))
+@pytest.mark.parametrize(
+    "before",
+    [
+        "+ ",
+        "PYTHONUNBUFFERED=1 ",
+        "CUDA_VISIBLE_DEVICES=0,1 A='x y' ",
+        "export no_proxy=127.0.0.1 && export PYTHONUNBUFFERED=1 && ray job submit --address=http://a:1 -- ",
+        "cd /root/miles && ",
+    ],
+)
+def test_a_command_line_from_stdin(
+    before: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{before}python3 /root/miles/train.py --lr 1e-6 --hf-checkpoint m\n"))
     assert main(["migrate", "-"]) == 1  # neither prompts nor a reward
+    assert "--lr 1e-6\n--hf-checkpoint m\n" in capsys.readouterr().out
+
+
+def test_variables_before_the_command_are_put_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = "CMD='python3 train.py --lr 2'\nexport M=m && LR=1e-6 python3 train.py --lr $LR --hf-checkpoint $M # A=1\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(script))
+    main(["migrate", "-"])
     assert "--lr 1e-6\n--hf-checkpoint m\n" in capsys.readouterr().out
 
 
