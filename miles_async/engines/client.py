@@ -108,11 +108,6 @@ class RouterClient:
         """Number of requests that are at an engine."""
         return self._traffic.in_flight
 
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds so far with at least one request at an engine."""
-        return self._traffic.busy_seconds()
-
     async def generate(self, request: GenerateRequest) -> Generation:
         """See ``api.EngineClient``. Raises StalledError when no engine serves within the gate's deadline."""
         return await self._generate(request, None)

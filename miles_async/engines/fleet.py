@@ -85,7 +85,7 @@ class Fleet:
     ) -> Mapping[Incarnation, Result | Exception]:
         await self._prepare(engines, operation, arguments)
         timeout = self._brief_timeout if brief else _DEADLINES.get(operation, 1) * self._step_timeout
-        stream = StreamDeadline(timeout) if operation is InferenceServer.receive_stream else None
+        stream = StreamDeadline() if operation is InferenceServer.receive_stream else None
         if stream is not None:
             self._streams[frozenset(engines)] = stream
 
@@ -185,8 +185,9 @@ class Fleet:
 
     async def _drain_by_abort(self, engines: Sequence[Incarnation]) -> None:
         """End requests in flight before pausing: a server's own pause may notice their end a second late."""
-        serving = {record.current for record in self._registry.in_state(EngineState.SERVING)}
-        if not serving <= set(engines):
+        states = (EngineState.SERVING, EngineState.DRAINING)
+        answering = {record.current for state in states for record in self._registry.in_state(state)}
+        if not answering <= set(engines):
             return  # others keep working, so the count of requests in flight says nothing about these
         try:
             async with asyncio.timeout(_ABORT_DRAIN_SECONDS):
@@ -237,9 +238,7 @@ class Fleet:
 class StreamDeadline:
     """Deadline of engines that receive a stream of weights, known only when its senders have finished."""
 
-    def __init__(self, longest: float) -> None:
-        """``longest``: seconds if the senders never say that they have finished."""
-        self.longest = longest
+    def __init__(self) -> None:
         self._granted: float | None = None  # seconds after the senders had finished
         self._limits: set[asyncio.Timeout] = set()  # of the engines that have not answered
 

@@ -23,6 +23,7 @@ from miles_async.runtime.network.ports import HeldPort
 from miles_async.runtime.network.tls import Tls
 from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.runtime.processes.restarts import RestartBudget
+from miles_async.runtime.tasks import gathered
 
 log = structlog.get_logger(__name__)
 
@@ -105,9 +106,8 @@ class Router:
                 message = f"router did not come up within {self._start_timeout:g} s:\n{self._process.tail()}"
                 await self.stop()
                 raise EngineStartError(message) from None
-        for record in self._registry.in_state(EngineState.SERVING):
-            if record.url is not None:
-                await self._register_again(record, record.url)
+        serving = self._registry.in_state(EngineState.SERVING)
+        await gathered(*(self._register_again(record, record.url) for record in serving if record.url is not None))
         self._registry.router_up = True
         self._registry.notify()
 
@@ -131,7 +131,10 @@ class Router:
             if not self._budget.take():
                 raise EngineError(f"router was restarted {self._budget}, and now it died with status {status}:\n{tail}")
             log.warning("router died; restarting it", status=status, log=str(self._process.log_path))
-            await self.start()
+            try:
+                await self.start()
+            except EngineStartError as error:  # as if it had died again
+                log.warning("router did not start", error=str(error))
 
     async def stop(self) -> None:
         """End smg at once; it has no state to save."""

@@ -176,12 +176,14 @@ class FrozenEngines(EngineStack):
                 await self._admit_one(record)
 
     async def _admit_one(self, record: EngineRecord) -> None:
-        assert record.url is not None
-        record.verified = True
+        if record.state is not EngineState.JOINING or record.url is None:  # lost while another was admitted
+            return
+        incarnation, record.verified = record.incarnation, True
         try:
             await self.supervisor.routing.admit(record, record.url)
         except EngineError as error:
-            await self.supervisor.routing.fence(record, str(error))
+            if record.incarnation == incarnation:
+                await self.supervisor.routing.fence(record, str(error))
 
 
 def engine_stats(registry: EngineRegistry, traffic: Traffic, router: Mapping[str, float]) -> EngineStats:

@@ -176,14 +176,7 @@ class EngineSupervisor:
             reason = await self._start_and_follow(record)
             await self._put_away(record, reason)
         self._give_up(record)
-        if self._all_gone():
-            budget = self._engines[record.engine_id].budget
-            # Without a restart it is unknown whether one would have helped: the run may succeed on another try.
-            untried = not any(other.restarts for other in self._registry.engines.values())
-            raise (ProcessLostError if untried else EngineError)(
-                f"no engine is left; the last, {record.engine_id}, was restarted {budget} (--engine-max-restarts, "
-                f"--engine-restart-window): {record.reason}"
-            )
+        self._require_engines(record)
 
     async def _put_away(self, record: EngineRecord, reason: str) -> None:
         await self.routing.take_out(record, reason)
@@ -208,6 +201,18 @@ class EngineSupervisor:
         record.state = EngineState.GONE
         self._registry.notify()
         log.error("engine given up", engine=record.engine_id, restarts=record.restarts, reason=record.reason)
+
+    def _require_engines(self, last: EngineRecord) -> None:
+        """Raise EngineError if all engines are given up, ``last`` being one of them."""
+        if not self._all_gone():
+            return
+        budget = self._engines[last.engine_id].budget
+        # Without a restart it is unknown whether one would have helped: the run may succeed on another try.
+        untried = not any(other.restarts for other in self._registry.engines.values())
+        raise (ProcessLostError if untried else EngineError)(
+            f"no engine is left; the last, {last.engine_id}, was restarted {budget} (--engine-max-restarts, "
+            f"--engine-restart-window): {last.reason}"
+        )
 
     def _all_gone(self) -> bool:
         return all(record.state is EngineState.GONE for record in self._registry.engines.values())
@@ -256,6 +261,8 @@ class EngineSupervisor:
         for _ in range(engines - len(members)):
             self._follow(self._scope, self._add(group, self._free_index(group)))
         for record in members[engines:]:
+            if (following := self._engines[record.engine_id].task) is not None:
+                following.cancel()
             was_serving, record.state = record.state is EngineState.SERVING, EngineState.DRAINING
             self._registry.notify()
             self._scope.create_task(self._drain(record, was_serving), name=f"drain {record.engine_id}")
@@ -273,8 +280,6 @@ class EngineSupervisor:
         """Send an engine no new requests; end and forget it once its requests are answered."""
         engine = self._engines[record.engine_id]
         log.info("draining engine", engine=record.engine_id)
-        if engine.task is not None:
-            engine.task.cancel()
         if record.url is not None and was_serving:
             await self.routing.remove(record.url)
             with suppress(TimeoutError, EngineError):  # end it anyway
@@ -286,3 +291,5 @@ class EngineSupervisor:
         self._forgotten[record.engine_id] = record.incarnation
         self._registry.notify()
         log.info("engine is gone", engine=record.engine_id)
+        if self._engines:  # the others may have been given up meanwhile
+            self._require_engines([*self._registry.engines.values()][-1])

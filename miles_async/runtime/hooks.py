@@ -32,12 +32,14 @@ def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
     named = f"{flag} {path}"
     loaded = _load(path, named)
     if inspect.isclass(loaded):
+        _require_no_arguments(loaded, named)
         try:
             loaded = loaded()
-        except TypeError as error:
-            raise ConfigurationError(f"{named}: cannot make one without arguments: {error}") from error
         except SystemExit as error:
             raise ConfigurationError(f"{named}: making one called sys.exit({shortened(repr(error.code))})") from error
+        except Exception as error:  # the user's own code runs here, as in _module()
+            text = shortened(f"{type(error).__name__}: {error}")
+            raise ConfigurationError(f"{named}: making one failed{_place(error)}: {text}") from error
     _require(loaded, protocol, named)
     return cast(Kind, loaded)
 
@@ -47,14 +49,18 @@ def check_object(path: str, protocol: type, flag: str) -> None:
     named = f"{flag} {path}"
     loaded = _load(path, named)
     if inspect.isclass(loaded):
-        try:
-            inspect.signature(loaded).bind()
-        except TypeError as error:
-            raise ConfigurationError(f"{named}: cannot make one without arguments: {error}") from error
-        except ValueError:  # no signature: believed
-            pass
+        _require_no_arguments(loaded, named)
         loaded = object.__new__(loaded)  # its methods are looked at
     _require(loaded, protocol, named)
+
+
+def _require_no_arguments(made: type, named: str) -> None:
+    try:
+        inspect.signature(made).bind()
+    except TypeError as error:
+        raise ConfigurationError(f"{named}: cannot make one without arguments: {error}") from error
+    except ValueError:  # no signature: believed
+        pass
 
 
 def _require(loaded: object, protocol: type, named: str) -> None:

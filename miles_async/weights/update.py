@@ -109,16 +109,19 @@ class FleetUpdater:
         if not joining:
             return ()
         update = EngineUpdate(self, staged, joining)
+        late = f"no weights within {self.arguments.publication_timeout:g} s (--publication-timeout)"
         try:
             async with asyncio.timeout(self.arguments.publication_timeout):
                 await update.run()
+            late = "the router did not accept it in time"
             async with admission as admitted:
                 if admitted:
                     await update.admit()
             repaired = update.left
         except TimeoutError:
-            await self.fleet.fence(joining, "repair timed out (--publication-timeout)")
-            repaired = ()
+            members = await self.fleet.members()
+            await self.fleet.fence([engine for engine in joining if engine in members.joining], late)
+            repaired = tuple(engine for engine in update.left if engine in members.serving)
         finally:
             self.state = PublicationState.IDLE
         await self.close()  # the next delivery is to all engines, so nothing kept can be reused

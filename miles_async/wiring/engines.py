@@ -77,6 +77,7 @@ class RunEngines:
             stacks.insert(1, (self.evaluation, "evaluation"))
         self._stacks = [stack for stack, _ in stacks]
         self._services: list[Service] = [*self._stacks]
+        self._colocated = make.arguments.cluster.colocate
         self._reports = EngineReports([(stack.loads, role) for stack, role in stacks], make.run_dir / ENGINES_FILE)
         self.wait_for_joining = self.train.supervisor.wait_for_joining
 
@@ -109,9 +110,13 @@ class RunEngines:
         return msgspec.structs.replace(self.train.stats(), engines=described)
 
     async def scale(self, group: str, engines: int) -> None:
-        """See ``EngineSupervisor.scale``. Raises ConfigurationError, also for external engines."""
+        """See ``EngineSupervisor.scale``. Raises ConfigurationError, also for external engines and --colocate."""
         for stack in self._stacks:
             if group in stack.supervisor.groups:
+                if stack is self.train and self._colocated:
+                    raise ConfigurationError(
+                        f"group {group} takes turns with the trainer on its GPUs (--colocate), so it keeps its size"
+                    )
                 if isinstance(stack.supervisor.groups[group].launch, ExternalServers):
                     raise ConfigurationError(
                         f"group {group} has external engines: this run neither starts nor ends them"

@@ -194,6 +194,25 @@ async def test_a_router_that_dies_too_often_ends_the_run(tmp_path: Path) -> None
             await router.supervision
 
 
+async def test_a_router_whose_restart_fails_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # covers: C10
+    async with Supervised(tmp_path, max_restarts=2) as router:
+        start, failures = router._router.start, iter(["killed once more"])
+
+        async def failing() -> None:
+            if problem := next(failures, None):
+                raise EngineStartError(problem)
+            await start()
+
+        monkeypatch.setattr(router._router, "start", failing)
+        await router.kill()
+        await router.restarted()
+        await router.kill()
+        with pytest.raises(EngineError, match="restarted 2 times"):
+            await router.supervision
+
+
 async def test_a_restart_of_the_router_that_is_long_ago_does_not_count(tmp_path: Path) -> None:  # covers: C10
     async with Supervised(tmp_path, max_restarts=1, restart_window=0.05) as router:
         for _ in range(3):  # a start takes longer than the window

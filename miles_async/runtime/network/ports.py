@@ -64,10 +64,9 @@ class HeldPort:
                 raise ConfigurationError(f"port {number} is not free: {error}; choose another, or none") from error
         self.number = int(self._socket.getsockname()[1])
 
-    def release(self) -> int:
-        """Release the port and return its number."""
+    def release(self) -> None:
+        """Release the port."""
         self._socket.close()
-        return self.number
 
     def __enter__(self) -> HeldPort:
         return self

@@ -18,6 +18,7 @@ from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.held_report import REPORT_ACTION
+from miles_async.engines.stack import FrozenEngines
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, EngineTimeoutError, ProcessLostError
@@ -231,6 +232,60 @@ async def test_abort_pause_ends_requests_before_it_pauses() -> None:
             assert setup.traffic.in_flight == 0
         assert engine.calls[0] == "/abort_request"
         assert engine.calls[-1] == "/pause_generation"
+
+
+async def test_no_abort_waits_for_the_requests_of_an_engine_that_is_drained() -> None:
+    async with started(2) as setup:
+        await setup.publish((E0, E1), 0)
+        engine = setup.servers[1][0].engine
+        engine.token_seconds = 0.05
+        body = {"rid": "r", "input_ids": [5], "sampling_params": {"max_new_tokens": 9}, "return_logprob": True}
+        with setup.traffic.request("r"):
+            async with setup.http.session.post(f"{engine.url}/generate", json=body):
+                await setup.supervisor.scale("engine", 1)
+                await setup.fleet.call((E0,), InferenceServer.pause, "abort")
+        assert "/abort_request" not in setup.servers[0][0].engine.calls
+
+
+async def frozen(setup: Setup) -> None:
+    """Admit engines as ``FrozenEngines`` does."""
+    engines = FrozenEngines.__new__(FrozenEngines)
+    engines.registry, engines.supervisor = setup.registry, setup.supervisor
+    await engines._admit()
+
+
+async def test_a_frozen_engine_may_be_lost_while_another_is_admitted() -> None:
+    async with started(2) as setup:
+        real_add = setup.router.add
+
+        async def add(url: str, timeout: float = 0.0) -> None:
+            if url == setup.servers[0][0].engine.url:
+                await setup.servers[1][0].crash()
+                await setup.until(lambda: setup.registry.engines["engine-1"].url is None)
+            await real_add(url)
+
+        setup.router.add = add  # type: ignore[method-assign]
+        admitting = asyncio.ensure_future(frozen(setup))
+        await setup.until(lambda: len(setup.registry.in_state(EngineState.SERVING)) == 2)
+        admitting.cancel()
+
+
+async def test_a_frozen_engine_that_is_lost_in_its_admission_is_fenced_once() -> None:
+    async with started(1) as setup:
+        record, real_add = setup.registry.engines["engine-0"], setup.router.add
+
+        async def add(url: str, timeout: float = 0.0) -> None:
+            if record.incarnation == 0:
+                await setup.servers[0][0].crash()
+                await setup.until(lambda: record.incarnation == 1 and record.state is EngineState.JOINING)
+                raise EngineError("router did not accept it")
+            await real_add(url)
+
+        setup.router.add = add  # type: ignore[method-assign]
+        admitting = asyncio.ensure_future(frozen(setup))
+        await setup.until(lambda: record.state is EngineState.SERVING)
+        assert record.restarts == 1
+        admitting.cancel()
 
 
 async def test_engines_load_files_each_from_its_own_directory(tmp_path: Path) -> None:  # covers: C8, P4
@@ -719,6 +774,22 @@ async def test_an_engine_that_is_not_wanted_finishes_its_requests_first() -> Non
         assert setup.router.registered == [setup.servers[0][0].engine.url]
         assert len(setup.servers[1]) == 1, "it is not restarted"
         assert set((await setup.fleet.call((E0, E1), InferenceServer.pause, "retract"))) == {E0, E1}
+
+
+async def test_a_run_ends_when_its_last_engine_is_given_up_while_another_is_drained() -> None:
+    async with started(2, max_restarts=0) as setup:
+        await setup.publish((E0, E1), 3)
+        engine = setup.servers[1][0].engine
+        engine.token_seconds = 0.05
+        body = {"rid": "a", "input_ids": [5], "sampling_params": {"max_new_tokens": 20}, "return_logprob": True}
+        async with setup.http.session.post(f"{engine.url}/generate", json=body):
+            await setup.supervisor.scale("engine", 1)
+            await setup.servers[0][0].crash()
+            await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.GONE)
+            assert not setup.supervision.done(), "a request is still answered"
+        with pytest.raises(ProcessLostError, match=r"no engine is left; the last, engine-0,.*ended with status -9"):
+            async with asyncio.timeout(50):
+                await setup.supervision
 
 
 async def test_an_engine_can_go_before_it_is_up_and_come_again() -> None:

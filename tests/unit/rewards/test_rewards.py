@@ -382,6 +382,10 @@ class NeedsArguments:
     def __init__(self, path): pass
 class Leaves:
     def __init__(self): raise SystemExit(3)
+class NeedsSecret:
+    def __init__(self): self.key = __import__("os").environ["NO_SUCH_SECRET"]
+class HasNoLength:
+    def __init__(self): self.size = len(None)
 class Source:
     def take(self, count): return []
     def state(self): return {}
@@ -450,6 +454,17 @@ class TestHooks:
     def test_class_that_ends_the_process_is_told_with_the_flag(self, hooks: types.ModuleType):
         with pytest.raises(ConfigurationError, match=r"--custom-rm-path own_hooks:Leaves: making one called sys.exit"):
             load_object("own_hooks:Leaves", Reward, "--custom-rm-path")
+
+    @pytest.mark.parametrize(
+        ("attribute", "error"), [("NeedsSecret", "KeyError: 'NO_SUCH_SECRET'"), ("HasNoLength", "TypeError: object of")]
+    )
+    def test_class_that_raises_is_told_with_the_flag_and_the_line(
+        self, hooks: types.ModuleType, attribute: str, error: str
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            load_object(f"own_hooks:{attribute}", Reward, "--custom-rm-path")
+        assert f"--custom-rm-path own_hooks:{attribute}: making one failed" in str(caught.value)
+        assert error in str(caught.value)
 
     def test_the_error_of_a_module_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / "talking_hooks.py").write_text("raise ValueError('x' * 1_000_000)\n")

@@ -15,5 +15,6 @@ def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_memory() > unlimited / 2
     (tmp_path / "memory.max").write_text("3000000\n")
-    (tmp_path / "memory.current").write_text("1000000\n")
-    assert memory.free_memory() == 2000000
+    (tmp_path / "memory.current").write_text("2500000\n")
+    (tmp_path / "memory.stat").write_text("anon 900000\nfile 1600000\ninactive_file 1000000\nactive_file 500000\n")
+    assert memory.free_memory() == 2000000  # without what files' pages take

@@ -337,6 +337,27 @@ async def test_repair_touches_joining_engines_only_and_uses_the_served_version()
     assert fleet.serving == ["engine-0", "engine-1"]
 
 
+async def test_an_engine_that_the_router_does_not_take_in_time_costs_no_other_engine_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("miles_async.weights.publisher.ADMISSION_SECONDS", 0.05)
+    fleet = FakeFleet([])
+    publisher = make(fleet)
+    await publish(publisher, 7)
+    fleet.joining = ["engine-1", "engine-2"]
+    admit = fleet.admit
+
+    async def slowly(engines: Sequence[Incarnation], version: int) -> Results:
+        await admit([engine for engine in engines if engine.engine == "engine-1"], version)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(fleet, "admit", slowly)
+    assert await publisher.repair() == ("engine-1",)
+    assert fleet.fenced == ["engine-2"]
+    assert fleet.serving == ["engine-0", "engine-1"]
+
+
 async def test_no_process_group_is_left_at_the_end_not_even_of_a_repair_under_way() -> None:
     # covers: C10
     fleet, apart = FakeFleet([]), FakeFleet([])

@@ -13,8 +13,9 @@ import pytest
 from miles_async.arguments import Arguments, ClusterArguments, ModelArguments, WeightsArguments
 from miles_async.arguments.server_groups import ServerGroup
 from miles_async.engines.stack import EngineStack
+from miles_async.errors import ConfigurationError
 from miles_async.runtime.network.keys import EngineKeys, Secret
-from miles_async.wiring.engines import ForkedEngines, StackMaker, server_spec
+from miles_async.wiring.engines import ForkedEngines, RunEngines, StackMaker, server_spec
 from miles_async.wiring.placement import RunPlacement
 from miles_async.wiring.trainer_process import SHARED_WITH_ENGINES, shared_directories
 
@@ -89,3 +90,13 @@ def test_the_flag_for_a_tokenizers_code_reaches_engines_of_the_trained_model_alo
     own = server_spec(arguments, ServerGroup(name="own", role="train"), tmp_path, "cpu")
     judge = server_spec(arguments, ServerGroup(name="judge", role="frozen", model="other"), tmp_path, "cpu")
     assert (own.trust_remote_code, judge.trust_remote_code) == (True, False)
+
+
+async def test_engines_that_take_turns_with_the_trainer_keep_their_number(tmp_path: Path) -> None:
+    arguments = Arguments(cluster=ClusterArguments(colocate=True), model=ModelArguments(hf_checkpoint=tmp_path))
+    engines = RunEngines(replace(maker_of(tmp_path), arguments=arguments))
+    with pytest.raises(
+        ConfigurationError, match=r"group engine takes turns with the trainer on its GPUs \(--colocate\)"
+    ):
+        await engines.scale("engine", 1)
+    await engines.stop()
