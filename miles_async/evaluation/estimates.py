@@ -36,12 +36,15 @@ class Estimate:
 
 
 def per_prompt(rewards: Rewards) -> dict[str, dict[str, float]]:
-    """Metric → prompt → value: ``reward``, the mean of its samples, and ``pass@k``, for each k up to its samples."""
+    """Metric → prompt → value: ``reward``, the mean of its samples, and ``pass@k``, for each k of the prompt with most
+    samples up to its own number.
+    """
     values: dict[str, dict[str, float]] = {}
+    wanted = list(ks(max(map(len, rewards.values()), default=0)))
     for prompt, given in rewards.items():
         right = sum(reward >= PASS for reward in given)
         of_prompt = {"reward": float(np.mean(given))}
-        of_prompt |= {f"pass@{k}": pass_at_k(len(given), right, k) for k in ks(len(given))}
+        of_prompt |= {f"pass@{k}": pass_at_k(len(given), right, k) for k in wanted if k <= len(given)}
         for name, value in of_prompt.items():
             values.setdefault(name, {})[prompt] = value
     return values
@@ -82,8 +85,9 @@ def proportion(values: Sequence[float]) -> Estimate:
     With one sample per prompt this is Wilson's interval. It stays within 0 and 1 and has a width if all are right.
     """
     count, middle = len(values), float(np.mean(values))
-    spread, variance = middle * (1 - middle), float(np.var(values))
-    effective = count * spread / variance if variance > 0 else float(count)
+    spread = middle * (1 - middle)
+    # By rounding the variance of equal values is not always 0.
+    effective = count * spread / float(np.var(values)) if max(values) > min(values) else float(count)
     scale = 1 + Z**2 / effective
     center = (middle + Z**2 / (2 * effective)) / scale
     half = Z / scale * math.sqrt(max(0.0, spread) / effective + Z**2 / (4 * effective**2))

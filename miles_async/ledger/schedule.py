@@ -277,7 +277,8 @@ class RecordedPool(Pool):
 class ScheduleWriter(QueuedWriter[Frame]):
     """Holds groups until they are written, a quarter of a second later. Raises ScheduleError."""
 
-    failures = (OSError, TypeError)  # a disk that is full, gone, or hangs; metadata that msgpack cannot encode
+    # A disk that is full, gone, or hangs; metadata that msgpack cannot encode.
+    failures = (OSError, TypeError, OverflowError)
 
     def __init__(
         self, path: Path, *, clock: Callable[[], float] = time.time, flush_seconds: float = FLUSH_SECONDS

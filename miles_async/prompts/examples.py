@@ -11,7 +11,8 @@ import structlog
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError, TrajectoryError
 from miles_async.prompts.conversations import Answered, answered, answered_text, conversation, one_answer, tools_of
-from miles_async.prompts.source import FilePromptSource
+from miles_async.prompts.row import Content
+from miles_async.prompts.source import FIRST_SKIPS, POWERS_OF_TEN, FilePromptSource, Tools
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.runtime.picture_processor import PictureProcessor
 from miles_async.types import JsonObject, Prompt
@@ -44,6 +45,7 @@ class ExampleSource:
         reads none. Raises DataError when a file cannot be used.
         """
         self.template = template
+        self._skips = arguments.bad_rows == "skip"
         self._templated = arguments.apply_chat_template
         self._most = most_tokens
         self._images = images
@@ -52,25 +54,38 @@ class ExampleSource:
         self._source = FilePromptSource(arguments, lambda content, tools: (0,), anyway=anyway, expand=unchanged)
         self.skipped = 0
 
+    def require_rendered(self) -> None:
+        """See :meth:`FilePromptSource.require_rendered`. Raises DataError."""
+        if self._templated:
+            self._source.require_rendered(self._check)
+
+    def _check(self, content: Content, tools: Tools) -> None:
+        if not isinstance(content, str):
+            self.template.check_roles(content)
+            self.template.render(content, tools, {}, generation_prompt=False)
+
     def take(self, count: int) -> list[Example]:
         """Take the next ``count`` examples, never fewer. Raises DataError for a row without an answer, and when a whole
-        epoch holds none that is short enough.
+        epoch holds none that is short enough, or that the template renders.
         """
         taken: list[Example] = []
         in_a_row = 0
         while len(taken) < count:
             [(epoch, prompt)] = self._source.take(1)
             branches = self._branches(prompt)
-            longest = max(len(branch.tokens) for branch in branches)
-            if longest <= self._most:
+            longest = max((len(branch.tokens) for branch in branches), default=0)
+            if branches and longest <= self._most:
                 taken.append(Example(prompt=prompt, epoch=epoch, branches=tuple(branches)))
                 in_a_row = 0
                 continue
             self.skipped, in_a_row = self.skipped + 1, in_a_row + 1
-            log.warning("example skipped", prompt_id=prompt.prompt_id, tokens=longest, most=self._most)
+            if self.skipped <= FIRST_SKIPS or self.skipped in POWERS_OF_TEN:
+                why = f"{longest} tokens, and {self._most} at most" if branches else "the chat template refuses it"
+                log.warning("example skipped", prompt_id=prompt.prompt_id, reason=why, so_far=self.skipped)
             if in_a_row == len(self._source):
+                refused = ", or the chat template refuses them" if self._skips else ""
                 raise DataError(
-                    f"{self._source.name}: all {in_a_row} examples have more than {self._most} tokens: raise "
+                    f"{self._source.name}: all {in_a_row} examples have more than {self._most} tokens{refused}: raise "
                     "--max-tokens-per-gpu, up to the model's positions"
                 )
         return taken
@@ -84,6 +99,7 @@ class ExampleSource:
         return self._source.restore(state)
 
     def _branches(self, prompt: Prompt) -> list[Answered]:
+        """None if the template refuses the conversation and ``--bad-rows skip`` allows that. Raises DataError."""
         try:
             if not self._templated:
                 if prompt.label is None:
@@ -93,6 +109,8 @@ class ExampleSource:
             branches = answered(self.template, messages, tools_of(prompt.metadata))
             return [self._with_images(branch, messages, prompt) for branch in branches]
         except (DataError, TrajectoryError) as error:
+            if self._skips and isinstance(error, TrajectoryError):
+                return []
             raise DataError(f"{prompt.prompt_id}: {error}") from error
 
     def _with_images(self, branch: Answered, messages: Sequence[JsonObject], prompt: Prompt) -> Answered:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
@@ -22,10 +23,11 @@ import numpy as np
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
 from miles_async.prompts.layouts import Layout
-from miles_async.runtime.nesting import DEEPEST, too_deep
+from miles_async.runtime.nesting import DEEPEST, too_deep, too_large
 from miles_async.types import Int64, JsonObject
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_MANY_DIGITS = re.compile(rb"\d{19}")
 
 
 class RowFile(ABC):
@@ -121,6 +123,8 @@ class JsonlFile(RowFile):
             row = self._decoder.decode(line)
             if line.count(b"[") + line.count(b"{") > DEEPEST and too_deep(row):  # few have as many brackets
                 raise RecursionError
+            if _MANY_DIGITS.search(line) and too_large(row):
+                raise DataError(f"{self.location(index)}: it has an integer beyond 64 bits; write it as a text")
         except RecursionError:
             raise DataError(f"{self.location(index)}: expected JSON of at most {DEEPEST} nested levels") from None
         except msgspec.ValidationError as error:

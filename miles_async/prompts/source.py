@@ -299,6 +299,3 @@ class FilePromptSource:
         count = len(self._skipped)
         if count <= FIRST_SKIPS or count in POWERS_OF_TEN:
             logger.warning("prompt %s skipped: %s (%d prompts skipped so far)", prompt_id, reason, count)
-
-
-__all__ = ["Encode", "FilePromptSource", "PromptRow", "open_prompts"]

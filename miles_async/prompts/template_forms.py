@@ -10,13 +10,13 @@ from miles_async.types import JsonObject
 Renders = Callable[[Sequence[JsonObject]], str | None]
 """Renders a conversation; None if the template refuses it."""
 
-_PROBE = "a message that no template has"
+PROBE = "a message that no template has"
 
 
 def writes_developer(renders: Renders) -> bool:
     """Return whether a template renders the role developer; many silently skip roles that they don't know."""
-    text = renders([{"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}])
-    return text is not None and _PROBE in text
+    text = renders([{"role": "developer", "content": PROBE}, {"role": "user", "content": "a"}])
+    return text is not None and PROBE in text
 
 
 def needs_text_arguments(renders: Renders) -> bool:

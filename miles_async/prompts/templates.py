@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from miles_async.errors import ConfigurationError, TrajectoryError
-from miles_async.prompts.template_forms import needs_text_arguments, with_text_arguments, writes_developer
+from miles_async.prompts.template_forms import PROBE, needs_text_arguments, with_text_arguments, writes_developer
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
 from miles_async.runtime.texts import shortened
 from miles_async.types import JsonObject
@@ -28,7 +28,6 @@ T = TypeVar("T")
 RENDER_SECONDS = 10.0  # that a template may take for a short conversation, which is thousands of times what it needs
 CONVERSATION_SECONDS = 15.0  # that a template may take for any conversation
 
-_PROBE = "a message that no template has"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})  # of OpenAI's API, which templates follow
 
@@ -185,9 +184,9 @@ class ChatTemplate:
         return re.compile(rf"\A(?:{opening})+"), re.compile(rf"\A(?:{closing})(?:\s*(?:{closing}))*")
 
     def _written_after_a_turn(self) -> str:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
         try:
-            return self.render(turns, (), {}, generation_prompt=False).partition(_PROBE)[2]
+            return self.render(turns, (), {}, generation_prompt=False).partition(PROBE)[2]
         except TrajectoryError:
             return ""
 

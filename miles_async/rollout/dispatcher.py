@@ -37,7 +37,7 @@ from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.generate import check_sample, routing_key
 from miles_async.rollout.group_in_flight import AttemptFailed, GroupInFlight
 from miles_async.runtime.clock import now
-from miles_async.runtime.nesting import DEEPEST, too_deep
+from miles_async.runtime.nesting import DEEPEST, too_deep, too_large
 from miles_async.runtime.services import Circuit, Services
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code, unchanged
@@ -211,8 +211,10 @@ class Dispatcher:
             self._oldest_versions.watch(key)
             try:
                 sample = await run_user_code(self._hooks.generate(self._client, attempt, index))
-                if too_deep(expect(sample, Sample, "a Sample").metadata):
+                if too_deep(metadata := expect(sample, Sample, "a Sample").metadata):
                     raise UserCodeError(f"returned a Sample whose metadata has more than {DEEPEST} nested levels")
+                if too_large(metadata):
+                    raise UserCodeError("returned a Sample whose metadata has an integer beyond 64 bits; use a text")
                 return sample
             except Exception:
                 self._oldest_versions.forget(key)  # it may begin again, and nothing of this try is kept

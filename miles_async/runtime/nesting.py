@@ -1,4 +1,6 @@
-"""How deeply JSON is nested: msgspec, json and pickle each fail somewhere between 300 and 1000 levels."""
+"""What of JSON cannot be saved: msgspec, json and pickle each fail somewhere between 300 and 1000 nested levels, and
+msgpack has no integers beyond 64 bits.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +26,19 @@ def too_deep(value: object, levels: int = DEEPEST) -> bool:
             for inner in (outer.values() if isinstance(outer, Mapping) else outer)
         }
     return True
+
+
+def too_large(value: object) -> bool:
+    """Return whether there is an integer beyond 64 bits in a value that is not :func:`too_deep`.
+
+    >>> too_large({"a": [2**64 - 1, True]}), too_large({"a": [-(2**63) - 1]})
+    (False, True)
+    """
+    match value:
+        case int():
+            return not -(2**63) <= value < 2**64
+        case Mapping():
+            return any(map(too_large, value.values()))
+        case list() | tuple():
+            return any(map(too_large, value))
+    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from miles_async.samples.columns import FileNote, SampleRow
 from miles_async.samples.parquet_writer import FileWriter
@@ -18,6 +19,12 @@ PART = 64
 _Evaluated = tuple[str, Attempt, int, Sample, int]
 
 
+class Queue(Protocol):
+    """Does work in the recorder's thread; False if it is dropped."""
+
+    def __call__(self, work: Callable[[], None], *, always: bool = False) -> bool: ...
+
+
 class EvaluationSamples:
     """Collects the samples of an evaluation. The file is there after :meth:`close`."""
 
@@ -25,21 +32,23 @@ class EvaluationSamples:
         self,
         store: SampleStore,
         texts: TokenTexts,
-        queue: Callable[[Callable[[], None]], None],
+        queue: Queue,
         *,
         step: int,
     ) -> None:
-        """``queue``: does work in the recorder's thread."""
+        """``queue``: ``SampleRecorder.queue``."""
         self._store = store
         self._texts = texts
         self._queue = queue
         self._step = step
         self._waiting: list[_Evaluated] = []
         self._prompts: set[int] = set()  # attempts
+        self._dropped = 0  # samples for which the disk was too slow
         # In the thread:
         self._file: FileWriter | None = None
         self._written: set[int] = set()
         self._skipped = False
+        self._failed = 0  # samples that cannot be written
 
     def add(self, data_set: str, attempt: Attempt, index: int, sample: Sample, *, samples: int) -> None:
         """Queue a rewarded sample, number ``index`` of the ``samples`` of its prompt."""
@@ -51,13 +60,13 @@ class EvaluationSamples:
     def close(self, *, complete: bool) -> None:
         """Complete the file. ``complete``: the evaluation went to its end."""
         self._flush()
-        prompts = len(self._prompts)
-        self._queue(lambda: self._end(prompts, complete))
+        prompts, dropped = len(self._prompts), self._dropped
+        self._queue(lambda: self._end(prompts, dropped, complete), always=True)  # without it there is no file
 
     def _flush(self) -> None:
         part, self._waiting = self._waiting, []
-        if part:
-            self._queue(lambda: self._write(part))
+        if part and not self._queue(lambda: self._write(part)):
+            self._dropped += len(part)
 
     # ------------------------------------------------------------------------------------------------- in the thread
     def _write(self, part: Sequence[_Evaluated]) -> None:
@@ -68,20 +77,24 @@ class EvaluationSamples:
                 self._skipped = True
         if self._file is None or self._skipped:
             return
+        self._failed += len(part)
         rows: list[SampleRow] = []
         for data_set, attempt, index, sample, samples in part:
             place = Place(kind="eval", step=self._step, data_set=data_set, written_at=time.time())
             group = group_of(attempt, [sample])
             rows += rows_of(group, place, self._texts, first=index, samples=samples)
-            self._written.add(attempt.attempt_id)
         self._file.add(rows)
+        self._failed -= len(part)
+        self._written.update(attempt.attempt_id for _, attempt, *_ in part)
         self._skipped = self._file.size() > self._store.largest_file
 
-    def _end(self, prompts: int, complete: bool) -> None:
+    def _end(self, prompts: int, dropped: int, complete: bool) -> None:
         if self._file is None:
             return
         fewer = "the evaluation was interrupted" if not complete else None
-        if len(self._written) < prompts:
+        if lost := dropped + self._failed:
+            fewer = f"{lost} samples were not written: the disk was too slow, or they have no form in the file"
+        elif len(self._written) < prompts:
             fewer = f"an evaluation gets at most {self._store.largest_file / 2**30:.3g} GiB of --save-samples-gib"
         note = FileNote(
             kind="eval", step=self._step, groups=prompts, groups_written=len(self._written), why_fewer=fewer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,10 +56,7 @@ class FileWriter:
 
     def discard(self) -> None:
         """Remove the unfinished file; raises nothing."""
-        for end in (self._writer.close, lambda: self._partial.unlink(missing_ok=True)):
-            _quietly(end)
-
-
-def _quietly(call: Callable[[], object]) -> None:
-    with suppress(OSError):
-        call()
+        with suppress(OSError):
+            self._writer.close()
+        with suppress(OSError):
+            self._partial.unlink(missing_ok=True)

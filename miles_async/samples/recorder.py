@@ -61,6 +61,8 @@ class SampleRecorder:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the end
         self._usable = True
         self._finished = False
+        self._patient = only_file  # the file is what the run is for: wait for it as long as the disk takes more
+        self._done = 0  # items
         self._cut: dict[int, Callable[[Sequence[TokenScores]], None]] = {}  # step → writes its samples with scores
         self._last_finished: Group | None = None
         self._filtered: list[tuple[Group, str]] = []  # since the last batch
@@ -100,23 +102,32 @@ class SampleRecorder:
         """Record the evaluation after ``step`` steps."""
         return EvaluationSamples(self._store, self._texts, self.queue, step=step)
 
-    def queue(self, work: Work) -> None:
-        """Do ``work`` in the thread; drop it if the disk is too slow, or nothing is written any more."""
+    def queue(self, work: Work, *, always: bool = False) -> bool:
+        """Do ``work`` in the thread; unless ``always``, drop it if the disk is too slow. False if it is dropped, or
+        nothing is written any more.
+        """
         if not self._usable or self._finished:
-            return
-        if self._queue.qsize() < CAPACITY:
+            return False
+        if always or self._queue.qsize() < CAPACITY:
             self._queue.put(work)
-        elif self._store.drop():
+            return True
+        if self._store.drop():
             log.warning("samples are written too slowly: some are left out")
+        return False
 
     def finish(self) -> None:
-        """Write queued samples, for a few seconds at most; idempotent."""
+        """Write queued samples, for a few seconds at most, or if there is ``only_file``, while the disk takes more;
+        idempotent.
+        """
         if not self._finished:
             for step in sorted(self._cut):  # which training did not reach, or failed at
                 self.trained(step)
             self._finished = True
             self._queue.put(None)
-            self._thread.join(FINISH_SECONDS)
+            done = -1
+            while self._thread.is_alive() and done < (self._done if self._patient else 0):
+                done = self._done
+                self._thread.join(FINISH_SECONDS)
             if self._thread.is_alive():
                 log.warning("samples were not written in time; the last ones may be missing")
 
@@ -133,6 +144,7 @@ class SampleRecorder:
             except Exception as error:  # supervision point: a run without these samples is better than no run
                 if self._store.drop():
                     log.warning("a batch's samples cannot be written; the run continues", error=repr(error))
+            self._done += 1
 
     def _write_batch(
         self,

@@ -49,8 +49,6 @@ class SampleStore:
 
     def open(self, kind: Kind, step: int) -> FileWriter:
         """Open a file for parts; :meth:`complete` follows. Raises OSError."""
-        if not self._directory.is_dir():
-            self._directory.mkdir(parents=True)
         return FileWriter(file_of(self._directory, kind, step))
 
     def complete(self, file: FileWriter, note: FileNote) -> None:

@@ -80,13 +80,13 @@ class AttemptBook:
         return len(self._retries)
 
     def issue(self, fresh: Callable[[], tuple[int, Prompt]], issued_version: int) -> Attempt:
-        """Return the next attempt; ``fresh`` gives the next (epoch, prompt) of the prompt source.
-
-        Raises:
-            DataError: the prompt source has only quarantined prompts left.
-        """
+        """Return the next attempt; ``fresh`` gives the next (epoch, prompt) that is not quarantined."""
         attempt_id, self._next_id = self._next_id, self._next_id + 1
-        waiting = self._retries.popleft() if self._retries else self._take_fresh(fresh)
+        if self._retries:
+            waiting = self._retries.popleft()
+        else:
+            epoch, prompt = fresh()
+            waiting = Attempt(prompt=prompt, epoch=epoch)
         return replace(waiting, attempt_id=attempt_id, issued_version=issued_version)
 
     def ended(self, attempt: Attempt, cause: Cause, reason: str) -> Outcome:
@@ -164,14 +164,6 @@ class AttemptBook:
                 f"{len(self._quarantined)}; the last is {last.prompt.prompt_id!r}: {'; '.join(last.history)}"
             )
         return Outcome.QUARANTINED
-
-    def _take_fresh(self, fresh: Callable[[], tuple[int, Prompt]]) -> Attempt:
-        # The end of one epoch and the start of the next hold each quarantined prompt at most once.
-        for _ in range(2 * len(self._quarantined) + 1):
-            epoch, prompt = fresh()
-            if prompt.prompt_id not in self._quarantined:
-                return Attempt(prompt=prompt, epoch=epoch)
-        raise self.only_quarantined()
 
     def only_quarantined(self) -> DataError:
         """The error for a source of quarantined prompts only, with the reasons of the last one."""

@@ -23,6 +23,9 @@ from miles_async.staleness.ledger import Balance, Ledger, LedgerState, Outcome, 
 from miles_async.staleness.policy import StalenessPolicy, is_stale, is_tighter
 from miles_async.types import Attempt, Changes, Group, Prompt
 
+MOST_PASSED_OVER = 1_000
+"""Quarantined prompts in a row after which the source is taken to have no others."""
+
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshot of the pool, without its groups."""
@@ -97,7 +100,9 @@ class Pool:
             self._passed_over = 0
             return
         self._passed_over += 1
-        if self._passed_over > 2 * len(quarantined):  # the end of one epoch and the start of the next
+        # One epoch's end and the next one's start hold each twice, but a sampler may name it more often, and weights of
+        # files may give many in a row from one of them.
+        if self._passed_over > max(MOST_PASSED_OVER, 8 * len(quarantined)):
             raise self._book.only_quarantined()
 
     def issue(self, visible_version: int) -> Attempt:
@@ -233,10 +238,11 @@ class Pool:
     def check(self) -> None:
         """Check C2 against what the buffer really holds. Raises ContractViolation naming the rows."""
         self._ledger.check(buffered=(group.attempt.attempt_id for group in self._buffer))
-        live = {row.attempt_id for row in self._ledger.live()}
-        if live != self._live.keys():
-            raise ContractViolation(f"the ledger and the pool disagree about {sorted(live ^ self._live.keys())}")
         stages = {row.attempt_id: row.stage for row in self._ledger.live()}
+        if stages.keys() != self._live.keys():
+            raise ContractViolation(
+                f"the ledger and the pool disagree about {sorted(stages.keys() ^ self._live.keys())}"
+            )
         self._emit(events.Checked(self._ledger.balance().issued, stages))
 
     def balance(self) -> Balance:

@@ -45,7 +45,9 @@ def example_source(arguments: Arguments) -> ExampleSource:
     most = arguments.micro_batch_tokens
     most = min(most, positions) if isinstance(positions, int) else most
     images = load_picture_processor(model.directory)
-    return ExampleSource(arguments.data, template, most, anyway=arguments.checkpoint.load_anyway, images=images)
+    source = ExampleSource(arguments.data, template, most, anyway=arguments.checkpoint.load_anyway, images=images)
+    source.require_rendered()
+    return source
 
 
 class SupervisedBatches:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from miles_async.backends.megatron.optimizer import parts_of
+
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from torch.nn import Module
@@ -54,7 +56,7 @@ def gradients(modules: Sequence[Module]) -> Iterator[Tensor]:
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """fp32 main parameters and moments."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:
             yield from group["params"]
         for state in part.optimizer.state.values():

@@ -34,6 +34,18 @@ def test_prompts_with_fewer_samples_count_where_they_have_enough() -> None:
     assert (found["pass@4"].mean, found["pass@4"].prompts) == (1.0, 1)
 
 
+def test_a_prompt_that_lost_a_sample_adds_no_k_of_its_own() -> None:
+    found = per_prompt({"a": [1.0, 0.0] * 4, "b": [1.0] * 7})
+    assert [*found] == ["reward", "pass@1", "pass@2", "pass@4", "pass@8"]
+    assert [*found["pass@8"]] == ["a"]
+
+
+@pytest.mark.parametrize("prompts", [2, 3, 6, 7, 30])
+def test_prompts_that_are_all_alike_have_the_interval_of_as_many_samples(prompts: int) -> None:
+    found = proportion([0.7] * prompts)
+    assert found.high - found.low > 0.2
+
+
 @pytest.mark.parametrize(
     ("right", "count", "low", "high"),
     [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)],

@@ -17,7 +17,7 @@ from miles_async.arguments import DataArguments
 from miles_async.arguments.parser import parse_arguments
 from miles_async.backends.megatron.families.hf_config import read_config
 from miles_async.backends.megatron.families.layout import check_layout
-from miles_async.prompts.source import open_prompts
+from miles_async.prompts.rows import open_prompts
 from miles_async.types import JsonObject
 from miles_async.types.pictures import data_url
 from tests.fakes.pictures import picture

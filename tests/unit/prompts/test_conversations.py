@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
@@ -181,6 +182,38 @@ def test_a_branch_has_the_images_up_to_its_last_turn(tmp_path: Path) -> None:
     token = picture_processor(chat_format("qwen25_vl")).image_token
     assert [len(example.branches[0].pictures) for example in found] == [3, 1]
     assert [(example.branches[0].tokens == token).sum() for example in found] == [3 * 4, 4]
+
+
+REFUSED = {"prompt": [{"role": "referee", "content": "?"}], "label": "1"}
+
+
+def test_rows_that_the_template_refuses_are_named_before_training_or_skipped(tmp_path: Path) -> None:
+    good = {"prompt": [QUESTION], "label": "68"}
+    path = rows(tmp_path / "a.jsonl", good, REFUSED, good)
+    with pytest.raises(DataError, match=r"a.jsonl:2: .*referee.*--bad-rows skip"):
+        source(path).require_rendered()
+    with pytest.raises(DataError, match=r"a.jsonl:2: .*referee"):
+        source(path).take(2)
+    examples = source(path, bad_rows="skip")
+    examples.require_rendered()
+    with capture_logs() as logs:
+        assert [(e.epoch, e.prompt.prompt_id[-1]) for e in examples.take(4)] == [(0, "1"), (0, "3"), (1, "1"), (1, "3")]
+    assert [(each["reason"], each["so_far"]) for each in logs] == [
+        ("the chat template refuses it", 1),
+        ("the chat template refuses it", 2),
+    ]
+    nothing_else = source(rows(tmp_path / "b.jsonl", REFUSED), bad_rows="skip")
+    with pytest.raises(DataError, match="or the chat template refuses them"):
+        nothing_else.take(1)
+
+
+def test_examples_that_are_too_long_are_logged_a_few_times_only(tmp_path: Path) -> None:
+    long = [{"prompt": "long " * 300, "label": str(n)} for n in range(30)]
+    examples = source(rows(tmp_path / "a.jsonl", *long, {"prompt": "short", "label": "1"}), most=200)
+    with capture_logs() as logs:
+        examples.take(1)
+    assert examples.skipped == 30
+    assert [each["so_far"] for each in logs] == [1, 2, 3, 4, 5, 10]
 
 
 def test_plain_texts_are_answered_without_a_template(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 from miles_async.arguments import DataArguments
 from miles_async.errors import DataError, TrajectoryError
 from miles_async.prompts.examples import ExampleSource
-from miles_async.prompts.source import FilePromptSource, open_prompts
+from miles_async.prompts.rows import open_prompts
+from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.trajectory.messages import canonical
 from miles_async.types import JsonObject, Label, Prompt

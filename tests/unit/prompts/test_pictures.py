@@ -17,7 +17,8 @@ from miles_async.arguments import DataArguments
 from miles_async.errors import ConfigurationError, DataError
 from miles_async.prompts.image_parts import image_key
 from miles_async.prompts.row import Content
-from miles_async.prompts.source import FilePromptSource, open_prompts
+from miles_async.prompts.rows import open_prompts
+from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.tables import spooled
 from miles_async.runtime.serialization import decode, encode
 from miles_async.types import JsonObject, Prompt

@@ -17,7 +17,8 @@ from miles_async.arguments import DataArguments
 from miles_async.arguments.prompt_limit import PromptLimit
 from miles_async.errors import CheckpointError, ConfigurationError, DataError, TrajectoryError
 from miles_async.prompts.row import Content
-from miles_async.prompts.source import FilePromptSource, open_prompts
+from miles_async.prompts.rows import open_prompts
+from miles_async.prompts.source import FilePromptSource
 from miles_async.seams import PromptSource
 from miles_async.types import JsonObject
 

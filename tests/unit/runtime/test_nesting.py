@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from miles_async.arguments.config_file import read_config_file
@@ -16,8 +17,8 @@ from miles_async.arguments.server_groups import read_server_groups
 from miles_async.backends.megatron.families.hf_config import read_config
 from miles_async.engines.http import decode_json
 from miles_async.errors import ConfigurationError, DataError, EngineError, TrajectoryError
-from miles_async.prompts.source import open_prompts
-from miles_async.runtime.nesting import DEEPEST, too_deep
+from miles_async.prompts.rows import open_prompts
+from miles_async.runtime.nesting import DEEPEST, too_deep, too_large
 from miles_async.sessions.protocols.chat_completions import read_request
 from tests.fakes.reply_parsers import parse_qwen
 
@@ -87,3 +88,19 @@ def test_depth_is_counted_in_lists_and_objects() -> None:
     assert too_deep(circle)
     assert not too_deep(json.loads("[" * DEEPEST + "]" * DEEPEST))
     assert too_deep(json.loads("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)))
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 2**200])
+def test_what_msgpack_cannot_hold_is_found(number: int, tmp_path: Path) -> None:
+    with pytest.raises(OverflowError):
+        msgspec.msgpack.encode(number)
+    assert too_large({"a": [0.5, "x", None, (number,)]})
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "?", "answer": 1}}\n{{"prompt": "?", "answer": {number}}}\n')
+    with pytest.raises(DataError, match=r"a.jsonl:2: it has an integer beyond 64 bits; write it as a text"):
+        open_prompts(DataArguments(prompt_data=(str(tmp_path / "a.jsonl"),), label_key=None, metadata_key=None))
+
+
+@pytest.mark.parametrize("number", [2**64 - 1, -(2**63), 0, True])
+def test_what_msgpack_can_hold_is_left_alone(number: int) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(number)) == number
+    assert not too_large([number])

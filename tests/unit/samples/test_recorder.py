@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -223,6 +224,58 @@ def test_a_slow_disk_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert state is not None
     assert state.dropped + len(samples_files(tmp_path)) == 29
     assert state.dropped > 20
+
+
+def test_an_evaluation_on_a_slow_disk_is_completed_and_says_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "CAPACITY", 2)
+    recorder, gate = start(tmp_path), threading.Event()
+    evaluation = recorder.evaluation(20)
+    for index in range(64 * 5):
+        evaluation.add("aime", eval_attempt(1 + index // 64), index % 64, sample(), samples=64)
+        if index == 63:
+            recorder.queue(lambda: gate.wait(10) and None)
+    evaluation.close(complete=True)
+    gate.set()
+    recorder.finish()
+    (file,) = samples_files(tmp_path)
+    lost = 64 * 5 - len(read_rows(file.path))
+    assert lost >= 64
+    why = read_note(file.path).why_fewer
+    assert why is not None
+    assert why.startswith(f"{lost} samples were not written")
+
+
+def test_samples_that_cannot_be_written_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = start(tmp_path)
+    evaluation = recorder.evaluation(20)
+    for index in range(64 * 2):
+        evaluation.add("aime", eval_attempt(1), index, sample(), samples=128)
+        if index == 63:
+            done = threading.Event()
+            recorder.queue(done.set)
+            done.wait(60)
+            monkeypatch.setattr("miles_async.samples.evaluation.rows_of", None)
+    evaluation.close(complete=True)
+    recorder.finish()
+    (file,) = samples_files(tmp_path)
+    assert (read_note(file.path).why_fewer or "").startswith("64 samples were not written")
+
+
+@pytest.mark.parametrize("only_file", [False, True])
+def test_the_end_waits_for_the_only_file_while_the_disk_takes_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only_file: bool
+) -> None:
+    monkeypatch.setattr(recorder_module, "FINISH_SECONDS", 0.2)
+    recorder = start(tmp_path, only_file=only_file)
+    for _ in range(8):
+        recorder.queue(lambda: time.sleep(0.1))
+    evaluation = recorder.evaluation(20)
+    evaluation.add("aime", eval_attempt(1), 0, sample(), samples=1)
+    evaluation.close(complete=True)
+    recorder.finish()
+    assert len(samples_files(tmp_path)) == only_file
 
 
 def test_a_step_that_is_trained_again_replaces_its_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miles_async.errors import ContractViolation, DataError
+from miles_async.staleness import pool as pool_module
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
@@ -29,17 +30,22 @@ def quarantine(pool: Pool, *prompt_ids: str) -> None:
         pool.failed(pool.issue(0), "no reward", infrastructure=False)
 
 
-def test_quarantined_prompts_are_passed_over_for_two_epochs_and_no_longer(pool: Pool) -> None:
+@pytest.mark.parametrize("most", [0, 50])
+def test_quarantined_prompts_are_passed_over_until_there_seem_to_be_no_others(
+    pool: Pool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # covers: C3, C6
+    monkeypatch.setattr(pool_module, "MOST_PASSED_OVER", most)
+    passed_over = [*("p0", "p1", "p2") * 8, *["p0"] * 26][: max(most, 24)]  # a sampler may name one several times
     quarantine(pool, "p0", "p1", "p2")
     for _ in range(2):
-        for prompt_id in ("p0", "p1", "p2") * 2:  # the end of one epoch and the start of the next
+        for prompt_id in passed_over:
             pool.offer(0, make_prompt(prompt_id))
             assert pool.needs_prompt()
         pool.offer(0, make_prompt("p3"))  # and the count begins again
         assert not pool.needs_prompt()
         pool.finished(make_group(pool.issue(0), [[0]]))
-    for prompt_id in ("p0", "p1", "p2") * 2:
+    for prompt_id in passed_over:
         pool.offer(0, make_prompt(prompt_id))
     with pytest.raises(DataError, match="found only the 3 that are"):
         pool.offer(0, make_prompt("p0"))

@@ -14,7 +14,7 @@ import pytest
 from miles_async.arguments import Arguments
 from miles_async.arguments.parser import assemble
 from miles_async.errors import ConfigurationError
-from miles_async.prompts.source import open_prompts
+from miles_async.prompts.rows import open_prompts
 from miles_async.rewards.row_check import RewardOfRow
 from miles_async.runtime import packages
 from miles_async.wiring.environments import check_environments, run_environments

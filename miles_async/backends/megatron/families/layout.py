@@ -82,9 +82,6 @@ def _given(config: JsonObject, model: ModelArguments) -> Mapping[str, bool]:
     if layers is not None:
         model.stage_layers(layers)
     return {
-        "--tensor-model-parallel-size": model.tensor_model_parallel_size > 1,
-        "--pipeline-model-parallel-size": model.pipeline_model_parallel_size > 1,
-        "--context-parallel-size": model.context_parallel_size > 1,
         VIRTUAL: layers is not None and model.virtual_stages(layers) > 1,
         "--share-prefixes": model.share_prefixes,
         "--lora-rank": bool(model.lora_rank),
