@@ -321,10 +321,14 @@ class Run:
             os._exit(EXIT_INTERRUPTED if interrupted else EXIT_FAILED)
 
 
+async def _no_engines() -> str:
+    return "this run has no engines"
+
+
 def _commands(rollout: RolloutProcess | None, live: LiveSettings | None) -> Mapping[str, Handler]:
     """Commands that the control socket accepts."""
     if rollout is None:
-        return {}
+        return {"engines": _no_engines}
     manager = rollout.manager
 
     async def scale(group: str, engines: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import tempfile
 from contextlib import suppress
@@ -118,7 +117,7 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
         # Ranks of one engine look at the same memory one after the other, while neighbours take theirs.
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
     elif "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # compiled kernels outlive a server, unlike its other files
-        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     if spec.held_weights:
         environment[HELD_WEIGHTS_VARIABLE] = "1"
     if spec.weight_group_seconds is not None:

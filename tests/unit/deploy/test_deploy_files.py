@@ -168,6 +168,21 @@ def test_the_pods_of_the_ray_job_mount_all_their_volumes() -> None:
             assert mounted == {volume["name"] for volume in group["template"]["spec"]["volumes"]}
 
 
+def test_the_network_policy_is_for_the_pods_of_the_ray_job() -> None:
+    # covers: C13
+    policy: JsonObject = yaml.safe_load(NETWORK_POLICY.read_text())
+    (label,) = policy["spec"]["podSelector"]["matchLabels"].items()
+    for group in groups():
+        assert label in group["template"]["metadata"]["labels"].items()
+
+
+def test_the_gpu_image_has_what_rays_job_server_needs() -> None:
+    """Without these packages Ray starts its agents and dashboard without HTTP, which KubeRay's probes ask."""
+    lock = (ROOT / "requirements" / "gpu.lock").read_text()
+    for name in ("aiohttp-cors", "opencensus", "opentelemetry-exporter-prometheus", "prometheus-client"):
+        assert re.search(rf"^{name}==", lock, re.MULTILINE), name
+
+
 def test_the_ray_job_is_locked_and_holds_no_secret() -> None:
     # covers: C13
     assert job()["rayClusterSpec"]["authOptions"] == {"mode": "token"}

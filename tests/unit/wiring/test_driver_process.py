@@ -169,3 +169,7 @@ async def test_a_run_without_a_step_says_what_it_does(
     imports = cast(ForkServers, SimpleNamespace(fork=lambda _: None, stop=nothing))
     with pytest.raises(TrainerError, match="enough was said"):
         await driver.Run(arguments, imports, tmp_path / "run", tmp_path).main(lambda: None)
+
+
+async def test_a_run_without_engines_says_so_where_health_checks_ask() -> None:
+    assert await driver._commands(None, None)["engines"]() == "this run has no engines"
