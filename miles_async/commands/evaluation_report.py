@@ -26,7 +26,7 @@ class DataSet:
 
     rewards: Mapping[str, list[float]]  # prompt → rewards of its samples; complete prompts only
     samples: int
-    asked: int  # samples expected of these and of omitted prompts
+    asked: int  # samples expected, also of prompts that are left out or have none
     left_out: int = 0  # prompts
 
 
@@ -61,19 +61,22 @@ def evaluated(run_dir: Path) -> Evaluated:
             name = row.data_set or ""
             rewards.setdefault(name, {}).setdefault(row.prompt_id, []).append(row.reward)
             asked.setdefault(name, {})[row.prompt_id] = row.samples
-    data_sets = {name: _data_set(found, asked[name], whole=note.why_fewer is None) for name, found in rewards.items()}
+    data_sets = {
+        name: _data_set(rewards.get(name, {}), asked.get(name, {}), note, name) for name in note.asked | rewards
+    }
     return Evaluated(run_dir=run_dir, note=note, data_sets=data_sets)
 
 
-def _data_set(rewards: Mapping[str, list[float]], asked: Mapping[str, int], *, whole: bool) -> DataSet:
-    """``whole``: the evaluation went to its end, and samples that are absent have failed. Otherwise prompts that lack
-    some are left out: the short answers of a prompt come first.
+def _data_set(rewards: Mapping[str, list[float]], asked: Mapping[str, int], note: FileNote, name: str) -> DataSet:
+    """If the evaluation went to its end, samples that are absent have failed. Otherwise prompts that lack some are left
+    out: the short answers of a prompt come first.
     """
+    whole = note.why_fewer is None
     kept = {prompt: found for prompt, found in rewards.items() if whole or len(found) == asked[prompt]}
     return DataSet(
         rewards=kept,
         samples=sum(map(len, rewards.values())),
-        asked=sum(asked.values()),
+        asked=note.asked.get(name, sum(asked.values())),  # of an earlier version: of prompts with a sample only
         left_out=len(rewards) - len(kept),
     )
 

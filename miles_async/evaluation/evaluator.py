@@ -129,6 +129,8 @@ class Evaluator:
             while (prompt := await asyncio.to_thread(next, remaining, None)) is not None:
                 attempt = Attempt(attempt_id=next(attempt_ids), prompt=prompt, epoch=0)
                 asked = _AskedPrompt(name=name, data_set=data_set, attempt=attempt)
+                if self._recorded is not None:
+                    self._recorded.ask(name, data_set.n_samples)
                 for index in range(data_set.n_samples):
                     await slots.acquire()
                     scope.create_task(self._one_sample(asked, index, totals[name], slots))

@@ -42,6 +42,11 @@ class ClassicEnvironment:
         if trained is None or evaluated is None:
             yield from map(_row, _first(trained if evaluated is None else evaluated, count + held_out))
             return
+        if len(evaluated) < held_out:
+            raise NotImplementedError(
+                f"the environment's dataset for evaluation has {len(evaluated)} rows, and --environment-eval-prompts "
+                f"asks for {held_out}"
+            )
         yield from map(_row, _first(trained, count))
         yield from map(_row, _first(evaluated, held_out))
 

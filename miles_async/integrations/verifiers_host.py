@@ -54,10 +54,11 @@ async def play(loaded, messages, answers):
 
     async def answer(number, work):
         try:
-            reply = await work
+            # Rewards may be numpy's numbers; NaN is no JSON, and costs this episode.
+            line = json.dumps({"id": number, **await work}, allow_nan=False, default=float)
         except Exception as error:
-            reply = failed(error)
-        print(json.dumps({"id": number, **reply}), file=answers, flush=True)
+            line = json.dumps({"id": number, **failed(error)})
+        print(line, file=answers, flush=True)
 
     def over(number, _):
         del episodes[number]
@@ -105,8 +106,11 @@ def main(words):
         asyncio.run(play(loaded, messages, answers))
         return
     with answers:
-        for row in loaded.rows(*map(int, counts)):
-            print(json.dumps(row, ensure_ascii=False), file=answers)
+        try:
+            for row in loaded.rows(*map(int, counts)):
+                print(json.dumps(row, ensure_ascii=False), file=answers)
+        except NotImplementedError as error:
+            refuse(error)
 
 
 if __name__ == "__main__":

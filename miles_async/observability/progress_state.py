@@ -45,7 +45,7 @@ class ProgressState:
         self.phase: str | None = None
         self.view: StepView | None = None
         self._clock = clock
-        self._phase_started = clock()
+        self._phase_started = self._last_phase_began = clock()
         self._moved = self._spoke = clock()  # the last step or phase; that, or the last heartbeat
         self._rewards: deque[float] = deque(maxlen=SPARK_WINDOW)
         self._step_seconds: deque[float] = deque(maxlen=TIME_WINDOW)
@@ -60,6 +60,8 @@ class ProgressState:
     def begin_phase(self, name: str | None) -> tuple[str, float] | None:
         """End the current phase and return its name and seconds; ``None`` begins no other."""
         ended = (self.phase, self.phase_seconds) if self.phase is not None else None
+        if ended is not None:
+            self._last_phase_began = self._phase_started
         self.phase, self._phase_started = name, self._clock()
         self._moved = self._spoke = self._clock()
         return ended
@@ -78,7 +80,7 @@ class ProgressState:
 
     def add_evaluated(self, ended: int) -> str:
         """Return the line of an evaluation after ``ended`` of its samples."""
-        seconds = self._clock() - self._moved  # since the last phase
+        seconds = self._clock() - self._last_phase_began
         self._spoke = self._clock()
         return f"evaluated {ended} samples in {duration(seconds)}"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from miles_async.arguments.config_file import read_config_file
 from miles_async.errors import ConfigurationError, StalledError
 from miles_async.runtime.files.owned_directory import sweep_temporary
-from miles_async.runtime.files.run_directory import CONFIG_FILE
+from miles_async.runtime.files.run_directory import CONFIG_FILE, KILLED_FILE
 from miles_async.runtime.processes.run_process import (
     RunProcess,
     find_driver,
@@ -46,6 +46,8 @@ def end_run(run_dir: Path, timeout: float = STOP_SECONDS, say: Say = lambda text
         driver.send_signal(signal.SIGTERM)
         if not _until(lambda: find_driver(run) is None, timeout):
             say(f"it did not end within {timeout:g} s; killing its processes")
+            with suppress(OSError):  # a full disk
+                (run_dir / KILLED_FILE).touch()
             driver.kill()
     end_leftovers(run, say)
     sweep_temporary(_staging_directory(run_dir))

@@ -23,7 +23,7 @@ from miles_async.errors import ConfigurationError
 from miles_async.runs.ending import end_leftovers
 from miles_async.runs.starting import train_command
 from miles_async.runtime.files.owned_directory import sweep_temporary
-from miles_async.runtime.files.run_directory import copy_code, move_aside
+from miles_async.runtime.files.run_directory import KILLED_FILE, copy_code, move_aside
 from miles_async.runtime.processes import dies_with_parent
 from miles_async.runtime.processes.restarts import RestartBudget, RunRestart, restarts_variable
 from miles_async.runtime.processes.run_process import read_run_process
@@ -70,7 +70,7 @@ class RunKeeper:
                 asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number)
         while True:
             child, status = await self._live(resume)
-            if self._interrupted is not None:
+            if self._interrupted is not None or (status < 0 and (self._run_dir / KILLED_FILE).exists()):
                 return EXIT_INTERRUPTED
             reason = why_lost(self._run_dir, child, status)
             if reason is None:

@@ -46,6 +46,7 @@ class FileNote(msgspec.Struct, frozen=True, kw_only=True):
     groups: int  # of the step's batch, or prompts of the evaluation, that could have been written
     groups_written: int
     why_fewer: str | None = None  # a sentence; None: all were written
+    asked: dict[str, int] = {}  # of an evaluation: data set → samples that were asked for
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):

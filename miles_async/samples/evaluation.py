@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -43,12 +44,17 @@ class EvaluationSamples:
         self._step = step
         self._waiting: list[_Evaluated] = []
         self._prompts: set[int] = set()  # attempts
+        self._asked: Counter[str] = Counter()  # samples, by data set
         self._dropped = 0  # samples for which the disk was too slow
         # In the thread:
         self._file: FileWriter | None = None
         self._written: set[int] = set()
         self._skipped = False
         self._failed = 0  # samples that cannot be written
+
+    def ask(self, data_set: str, samples: int) -> None:
+        """Note that a prompt gets so many samples, of which some may fail."""
+        self._asked[data_set] += samples
 
     def add(self, data_set: str, attempt: Attempt, index: int, sample: Sample, *, samples: int) -> None:
         """Queue a rewarded sample, number ``index`` of the ``samples`` of its prompt."""
@@ -60,8 +66,8 @@ class EvaluationSamples:
     def close(self, *, complete: bool) -> None:
         """Complete the file. ``complete``: the evaluation went to its end."""
         self._flush()
-        prompts, dropped = len(self._prompts), self._dropped
-        self._queue(lambda: self._end(prompts, dropped, complete), always=True)  # without it there is no file
+        prompts, dropped, asked = len(self._prompts), self._dropped, dict(self._asked)
+        self._queue(lambda: self._end(prompts, dropped, asked, complete), always=True)  # without it there is no file
 
     def _flush(self) -> None:
         part, self._waiting = self._waiting, []
@@ -88,7 +94,9 @@ class EvaluationSamples:
         self._written.update(attempt.attempt_id for _, attempt, *_ in part)
         self._skipped = self._file.size() > self._store.largest_file
 
-    def _end(self, prompts: int, dropped: int, complete: bool) -> None:
+    def _end(self, prompts: int, dropped: int, asked: dict[str, int], complete: bool) -> None:
+        if self._file is None and asked and not prompts and complete:  # all have failed, which the file says
+            self._file = self._store.open("eval", self._step)
         if self._file is None:
             return
         fewer = "the evaluation was interrupted" if not complete else None
@@ -97,7 +105,12 @@ class EvaluationSamples:
         elif len(self._written) < prompts:
             fewer = f"an evaluation gets at most {self._store.largest_file / 2**30:.3g} GiB of --save-samples-gib"
         note = FileNote(
-            kind="eval", step=self._step, groups=prompts, groups_written=len(self._written), why_fewer=fewer
+            kind="eval",
+            step=self._step,
+            groups=prompts,
+            groups_written=len(self._written),
+            why_fewer=fewer,
+            asked=asked,
         )
         file, self._file = self._file, None
         self._store.complete(file, note)

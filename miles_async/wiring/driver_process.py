@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import structlog
 from msgspec import to_builtins
 
-from miles_async.arguments import Arguments, DataArguments, EvaluationArguments
+from miles_async.arguments import Arguments, DataArguments, EvaluationArguments, SessionsArguments
 from miles_async.arguments.config_file import to_toml
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.arguments.prompt_files import absolute, absolute_words
@@ -123,12 +123,17 @@ def with_absolute_paths(arguments: Arguments) -> Arguments:
 
 
 def _absolute(group: Group) -> Group:
-    if isinstance(group, EvaluationArguments) and group.eval_prompt_data is not None:
-        data_sets = parse_data_sets(group.eval_prompt_data)
-        words = tuple(word for name, place in data_sets.items() for word in (name, absolute(place)))
-        return replace(group, eval_prompt_data=words)
-    if isinstance(group, DataArguments) and group.prompt_data is not None:
-        return replace(group, prompt_data=absolute_words(group.prompt_data, "--prompt-data"))
     values = {field.name: getattr(group, field.name) for field in fields(group)}
-    paths = {name: value.absolute() for name, value in values.items() if isinstance(value, Path)}
+    paths: dict[str, object] = {name: value.absolute() for name, value in values.items() if isinstance(value, Path)}
+    match group:
+        case EvaluationArguments(eval_prompt_data=tuple(words)):
+            data_sets = parse_data_sets(words)
+            named = ((name, absolute(place)) for name, place in data_sets.items())
+            paths["eval_prompt_data"] = tuple(word for words in named for word in words)
+        case DataArguments():
+            if group.prompt_data is not None:
+                paths["prompt_data"] = absolute_words(group.prompt_data, "--prompt-data")
+            paths["pass_rates"] = tuple(str(Path(directory).absolute()) for directory in group.pass_rates)
+        case SessionsArguments(environment_python=str(program)) if "/" in program:  # else it is looked for on PATH
+            paths["environment_python"] = str(Path(program).absolute())
     return replace(group, **paths)

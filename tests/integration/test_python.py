@@ -49,6 +49,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     assert all(0 < float(line.split()[1]) <= 1 for line in steps)
     first, last = map(float, learned.split(" → "))
     assert 0 < first < last
+    assert wrong
     assert all(re.fullmatch(r".*rev \d+.* [\d.]+", line) for line in wrong)
     assert find_marked(read_run_process(tmp_path / "run")) == []
 

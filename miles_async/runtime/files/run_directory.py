@@ -27,6 +27,7 @@ from miles_async.runtime.processes.run_process import (
 
 CONFIG_FILE = "config.toml"  # every flag in force
 LEDGER_FILE = "ledger.sqlite"
+KILLED_FILE = "killed"  # there if `miles-async stop` killed the driver, which then is not started again
 SCHEDULE_FILE = "schedule.msgpack"  # --record
 PROFILES = "profiles"  # directory: --profile-step
 ENGINES_FILE = "engines.json"  # an EnginesReport

@@ -52,7 +52,8 @@ def write_samples(
     ]  # fmt: skip
     directory = run_dir / DIRECTORY
     directory.mkdir(parents=True)
-    note = FileNote(kind="eval", step=0, groups=len(rewards), groups_written=len(rewards), why_fewer=why)
+    numbers = {} if why else {name: asked * len(rewards)}
+    note = FileNote(kind="eval", step=0, groups=len(rewards), groups_written=len(rewards), why_fewer=why, asked=numbers)
     write_file(file_of(directory, "eval", 0), note, rows)
     return run_dir
 
@@ -249,9 +250,15 @@ def test_a_report_has_estimates_per_data_set_and_the_paired_difference(
 
 
 def test_samples_that_failed_are_counted_and_their_prompts_kept(tmp_path: Path) -> None:
-    found = evaluated(write_samples(tmp_path / "run", {"a": [1.0, -1.0], "b": [0.0, 0.0]}))
+    found = evaluated(write_samples(tmp_path / "run", {"a": [1.0, -1.0], "b": [0.0, 0.0], "c": [-1.0, -1.0]}))
     assert found.data_sets["held_out"].rewards == {"a": [1.0], "b": [0.0, 0.0]}
-    assert "2 prompts, 3 samples, 1 failed or not done\n" in report(found).text
+    assert "2 prompts, 3 samples, 3 failed or not done\n" in report(found).text
+    assert report(found).record["data_sets"]["held_out"]["missing_samples"] == 3
+
+
+def test_an_evaluation_whose_samples_all_failed_says_so(tmp_path: Path) -> None:
+    found = evaluated(write_samples(tmp_path / "run", {"a": [-1.0, -1.0]}))
+    assert "held_out: 0 prompts, 0 samples, 2 failed or not done\n" in report(found).text
 
 
 def test_of_an_interrupted_evaluation_only_prompts_with_all_samples_count(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.commands.evaluation_report import evaluated
 from miles_async.errors import RewardError, StalledError
 from miles_async.evaluation.evaluator import DataSet, Evaluator, Record
 from miles_async.evaluation.totals import Outcome, Totals, pass_at_k
@@ -266,6 +267,18 @@ async def test_samples_are_recorded_with_data_set_step_and_reward_and_failed_one
         ("gsm", "0", 0, 2, 0.0),
     ]
     assert read_note(file.path).why_fewer is None
+
+
+@pytest.mark.parametrize("all_fail", [False, True])
+async def test_the_file_of_an_evaluation_says_how_many_samples_were_asked_for(tmp_path: Path, all_fail: bool):
+    recorder = recorder_in(tmp_path)
+    rewards = lambda prompt, sample: RewardError("no") if sample or all_fail else float(prompt)  # noqa: E731
+    await Bench(rewards, sets={"aime": 2, "gsm": 1}, n_samples=2, record=recorder.evaluation).evaluator.run(20)
+    recorder.finish()
+    found = evaluated(tmp_path)
+    assert found.note.asked == {"aime": 4, "gsm": 2}
+    counts = [(each.samples, each.asked) for each in found.data_sets.values()]
+    assert counts == ([(0, 4), (0, 2)] if all_fail else [(2, 4), (1, 2)])
 
 
 async def test_samples_of_an_evaluation_that_is_cancelled_are_kept(tmp_path: Path):

@@ -6,20 +6,23 @@ tests/e2e/test_verifiers.py plays with the package itself.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from msgspec import structs
 
 from miles_async.errors import ConfigurationError, RequestRejectedError, TransientEngineError
-from miles_async.integrations import verifiers_episodes
+from miles_async.integrations import verifiers_episodes, verifiers_host
 from miles_async.integrations.generate_rows import rows_of
 from miles_async.integrations.verifiers_episodes import HOST, VerifiersEpisodes
 from miles_async.types import Prompt, Sample
@@ -172,6 +175,39 @@ async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: Path, monkeypa
     assert [*{*psutil.Process().children()} - {*before}] == []
     assert await asyncio.wait_for(made("", prompt("play")), 20) == (2, 1.0)
     await made.stop()
+
+
+async def test_an_answer_that_cannot_be_written_costs_its_own_episode() -> None:
+    rewards = {"1": float("nan"), "2": np.float32(0.5), "3": 1.0, "4": ConnectionRefusedError("no model")}
+
+    class Loaded:
+        @asynccontextmanager
+        async def serving(self) -> AsyncIterator[None]:
+            yield
+
+        async def play(self, task: str, base_url: str) -> dict[str, object]:
+            if isinstance(found := rewards[task], Exception):
+                raise found
+            return {"turns": 2, "reward": found}
+
+    read, write = os.pipe()
+    answers = io.StringIO()
+    playing = asyncio.ensure_future(verifiers_host.play(Loaded(), os.fdopen(read, "rb"), answers))
+    asked = [json.dumps({"id": int(task), "task": task, "base_url": ""}) for task in rewards]
+    os.write(write, "".join(f"{line}\n" for line in asked).encode())
+    async with asyncio.timeout(50):
+        while answers.getvalue().count("\n") < 1 + len(rewards):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    os.close(write)
+    await playing
+    ready, *told = map(json.loads, answers.getvalue().splitlines())
+    assert ready == {"ready": True}
+    by_id = {each.pop("id"): each for each in told}
+    assert "ValueError" in by_id[1]["error"]
+    assert not by_id[1]["down"]
+    assert by_id[2] == {"turns": 2, "reward": 0.5}
+    assert by_id[3] == {"turns": 2, "reward": 1.0}
+    assert by_id[4] == {"error": "ConnectionRefusedError: no model", "down": True}
 
 
 PACKAGE = '''

@@ -277,8 +277,10 @@ async def test_after_its_end_a_flush_writes_nothing_and_waits_for_nothing(tmp_pa
     # covers: C10
     writer = LedgerWriter(tmp_path / "ledger.sqlite")
     await writer.close()
+    writer._waiting.append(Issued(make_attempt(1)))  # as if it had come too late
     async with asyncio.timeout(5):
         await writer.flush()
+    assert len(writer._waiting) == 1
 
 
 async def test_a_disk_that_hangs_is_an_error_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,8 +142,8 @@ def test_an_evaluation_alone_says_how_many_samples_have_ended() -> None:
     assert lines == [
         "starting the first samples ...",
         "the first samples ready after 4.0 s",
-        "evaluated 3 samples in 0:00",
-        "evaluated 70 samples in 1:30",
+        "evaluated 3 samples in 0:04",
+        "evaluated 70 samples in 1:34",
     ]
 
 

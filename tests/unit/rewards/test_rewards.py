@@ -347,11 +347,15 @@ class TestGuardedReward:
 
             async def close(self) -> None:
                 await asyncio.sleep(60)
-                raise AssertionError
+
+        class Failing(Reluctant):
+            async def close(self) -> None:
+                raise ValueError("nothing to close")
 
         monkeypatch.setattr(guard, "CLOSE_SECONDS", 0.02)
         async with asyncio.timeout(50):
             await GuardedReward(Reluctant(), timeout=1.0).close()
+            await GuardedReward(Failing(), timeout=1.0).close()
 
     async def test_it_takes_bounded_time(self):
         async def reward(prompt: Prompt, sample: Sample) -> float:

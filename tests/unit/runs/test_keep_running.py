@@ -20,6 +20,7 @@ import pytest
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.checkpoints.files import checkpoint_directory
 from miles_async.commands.ledger import ledger
+from miles_async.runs.ending import end_run
 from miles_async.runs.keep_running import RunKeeper
 from miles_async.runtime.files.run_directory import CODE_DIRECTORY
 from miles_async.runtime.processes.restarts import read_restarts
@@ -50,6 +51,10 @@ if ending == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 if ending == "silent":
     sys.exit(1)
+if ending == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("waiting", flush=True)
+    time.sleep(600)
 if ending == "wait":
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
@@ -177,6 +182,16 @@ def test_what_a_lost_driver_left_is_ended_before_the_next_life(tmp_path: Path, m
     monkeypatch.setattr(sys.modules[__name__], "LIFE", LIFE.replace("os.kill(", fork, 1))
     assert lives.run(1) == 0
     assert not psutil.pid_exists(int(orphan.read_text())) or _is_zombie(int(orphan.read_text()))
+
+
+def test_a_run_that_has_to_be_killed_to_stop_it_is_not_started_again(tmp_path: Path) -> None:
+    lives = Lives(tmp_path, "deaf done")
+    keeper = lives.start(5)
+    assert keeper.stdout is not None
+    assert keeper.stdout.readline() == "waiting\n"
+    end_run(lives.run_dir, 0.2)
+    assert keeper.wait(120) == 130
+    assert lives.words == [[]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
