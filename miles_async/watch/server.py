@@ -1,4 +1,5 @@
-"""The server of the page: files of ``static/``, and JSON from the run directories. It answers GET only.
+"""The server of the page: files of ``static/``, and JSON from the run directories. It answers GET only, except
+POST /api/set for the write key.
 
 ::
 
