@@ -48,10 +48,9 @@ def sum_per_sequence(values: Tensor, offsets: Tensor) -> Tensor:
 
 def sum_to_go(values: Tensor, offsets: Tensor) -> Tensor:
     """[N] → [N]: at each token the sum over it and the later ones of its sequence. Added up in float64."""
-    before = values.new_zeros(len(values) + 1).double()
-    before[1:] = values.double().cumsum(0)
-    ends = before[offsets[1:]][sequence_of_token(offsets)]
-    return (ends - before[:-1]).to(values.dtype)
+    # Not by cumsum, which CUDA refuses in deterministic mode.
+    alike = torch.ones(len(values), dtype=torch.float64, device=values.device)
+    return discounted_to_go(values, sequence_of_token(offsets), alike).to(values.dtype)
 
 
 def discounted_to_go(values: Tensor, sequence: Tensor, factors: Tensor) -> Tensor:

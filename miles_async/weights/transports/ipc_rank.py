@@ -18,7 +18,7 @@ from torch.multiprocessing import reductions
 
 from miles_async.types import TensorMeta
 from miles_async.weights.staging import Staging
-from miles_async.weights.transports.own_stream import OwnStream
+from miles_async.weights.transports.own_stream import OwnStream, sending_device
 from miles_async.weights.transports.spec import RankSide
 
 _DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
@@ -29,7 +29,7 @@ class IpcSender(Staging):
 
     def __init__(self, side: RankSide) -> None:
         super().__init__(side.staging)
-        self._device = torch.device(side.device)
+        self._device = sending_device(side.device)
         self._copying = OwnStream(self._device)
         self._shared: dict[str, Tensor] = {}
 

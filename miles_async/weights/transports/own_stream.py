@@ -7,6 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 
+def sending_device(kind: str) -> torch.device:
+    """The device that a rank sends from: its device 0, by number, as ``torch.cuda.set_device`` wants it."""
+    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+
+
 class OwnStream:
     """A separate stream, made once: what PyTorch caches for one stream is of no use to another.
 

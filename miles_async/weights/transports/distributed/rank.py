@@ -13,7 +13,7 @@ from miles_async.types import StagedWeights
 from miles_async.weights.staging import Staging
 from miles_async.weights.transports.distributed.driver import process_group_backend
 from miles_async.weights.transports.distributed.weight_group import GroupBrokenError, WeightGroup
-from miles_async.weights.transports.own_stream import OwnStream
+from miles_async.weights.transports.own_stream import OwnStream, sending_device
 from miles_async.weights.transports.spec import RankSide
 
 log = structlog.get_logger(__name__)
@@ -28,7 +28,7 @@ class DistributedSender(Staging):
     def __init__(self, side: RankSide) -> None:
         super().__init__(side.staging)
         self._side = side
-        self._device = torch.device(side.device)
+        self._device = sending_device(side.device)
         self._copying = OwnStream(self._device)
         self._groups: dict[str, WeightGroup] = {}
         self._mapped: dict[int, dict[int, torch.Tensor]] = {}  # buckets of each staged version
@@ -101,7 +101,9 @@ class DistributedSender(Staging):
     def _announce(self, group: WeightGroup, manifest: bytes) -> None:
         """Broadcast the manifest of this sender's buckets, after its length."""
         for data in (torch.tensor([len(manifest)]), torch.frombuffer(bytearray(manifest), dtype=torch.uint8)):
-            with group.sending(data.to(self._device)):
+            with self._copying.used():
+                data = data.to(self._device)
+            with group.sending(data):
                 pass
 
     def _on_device(self, version: int, index: int) -> torch.Tensor:

@@ -112,9 +112,9 @@ class WeightGroup:
         outcome: Future[tuple[Result | None, str | None]] = Future()  # no exception: a traceback keeps objects alive
 
         def run() -> None:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # the current device is per thread
             try:
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)  # the current device is per thread
                 outcome.set_result((call(), None))
             except RuntimeError as error:  # torch's errors of processes that are gone or late are all of this kind
                 outcome.set_result((None, str(error)))
