@@ -146,6 +146,9 @@ def save_lock(save: Path | None, run_dir: Path) -> Iterator[SaveLock | None]:
             raise ConfigurationError(f"--save {save}: cannot remove what a killed run left there: {error}") from error
         yield lock
     finally:
+        with suppress(OSError, CheckpointError):  # of a save that the end of the run has interrupted
+            lock.check()
+            sweep_leftovers(save)
         lock.release()
 
 

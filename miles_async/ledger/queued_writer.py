@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from miles_async.errors import MilesAsyncError
+from miles_async.runtime.own_thread import OwnThread
 from miles_async.staleness.ledger import Balance
 
 log = structlog.get_logger(__name__)
@@ -38,6 +39,7 @@ class QueuedWriter(Generic[T]):
         self._waiting: deque[T] = deque()
         self._writing = threading.Lock()  # a cancelled flush continues in its thread
         self._is_open = True
+        self._thread = OwnThread(path.stem)
 
     def add(self, item: T) -> None:
         """Queue an item; items are written in order. Thread-safe."""
@@ -85,7 +87,7 @@ class QueuedWriter(Generic[T]):
     async def _in_thread(self, work: Callable[[], object]) -> None:
         try:
             async with asyncio.timeout(WRITE_TIMEOUT):
-                await asyncio.to_thread(self._locked, work)
+                await self._thread.run(self._locked, work)
         except TimeoutError as error:
             self._is_open = False
             raise self._error(f"writing took longer than {WRITE_TIMEOUT:g} s") from error

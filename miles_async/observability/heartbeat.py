@@ -10,7 +10,7 @@ from pathlib import Path
 import structlog
 
 from miles_async.errors import LedgerError
-from miles_async.ledger.reader import open_ledger
+from miles_async.ledger.reader import Settled, open_ledger
 from miles_async.observability.progress import Progress
 from miles_async.staleness.ledger import Balance, Outcome
 
@@ -32,25 +32,29 @@ async def heartbeat(progress: Progress, ledger: Path, seconds: float = QUIET_SEC
 
 
 async def _beat(progress: Progress, ledger: Path, seconds: float) -> None:
+    settled = Settled()
     while True:
         await asyncio.sleep(max(seconds - progress.quiet_seconds, 0.01))
         if progress.quiet_seconds < seconds:
             continue
         try:
-            balance = await asyncio.to_thread(read_balance, ledger)
+            balance = await asyncio.to_thread(read_balance, ledger, settled)
             progress.heartbeat("" if balance is None else standing_line(balance))
         except Exception as error:  # supervision point: a display never ends training
             log.warning("the heartbeat ends; the run continues", error=repr(error))
             return
 
 
-def read_balance(ledger: Path) -> Balance | None:
-    """The balance as of the ledger's last flush; None if there is no ledger yet, or none that can be read."""
+def read_balance(ledger: Path, settled: Settled | None = None) -> Balance | None:
+    """The balance as of the ledger's last flush; None if there is no ledger yet, or none that can be read.
+
+    ``settled``: of a caller that asks again and again.
+    """
     if not ledger.is_file():
         return None
     try:
         with open_ledger(ledger) as reader:
-            return reader.balance()
+            return reader.balance() if settled is None else reader.balance_after(settled)
     except LedgerError:
         return None
 

@@ -38,6 +38,7 @@ from miles_async.rollout.generate import check_sample, routing_key
 from miles_async.rollout.group_in_flight import AttemptFailed, GroupInFlight
 from miles_async.runtime.clock import now
 from miles_async.runtime.nesting import DEEPEST, too_deep, too_large
+from miles_async.runtime.own_thread import OwnThread
 from miles_async.runtime.services import Circuit, Services
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code, unchanged
@@ -106,6 +107,7 @@ class Dispatcher:
         self._per_engine = arguments.rollout_concurrency_per_engine
         self._paused = False  # by `miles-async set`: groups in flight are finished, none is admitted
         self._progressed = -math.inf  # when a group finished or a version was committed, on the loop's clock
+        self._source_thread = OwnThread("prompts")
         self._taking = asyncio.Lock()  # the cursor has passed a prompt that the pool does not have yet
 
     # ------------------------------------------------------------------------------------------ producer
@@ -130,7 +132,7 @@ class Dispatcher:
         """Offer a fresh prompt to the pool, unless one is owed another try or was offered before."""
         while self.pool.needs_prompt():
             async with self._taking:
-                for epoch, prompt in await asyncio.to_thread(self._source.take, 1):
+                for epoch, prompt in await self._source_thread.run(self._source.take, 1):
                     self.pool.offer(epoch, prompt)
 
     async def _run_attempt(self, attempt: Attempt) -> None:
@@ -238,7 +240,10 @@ class Dispatcher:
         letters, self.pool.dead_letters = self.pool.dead_letters, []
         if letters:
             lines = b"".join(msgspec.json.encode(letter) + b"\n" for letter in letters)
-            await asyncio.to_thread(_append, self._dead_letters, lines)
+            try:
+                await asyncio.to_thread(_append, self._dead_letters, lines)
+            except OSError as error:  # the ledger has them, too, and says what a dead disk means for the run
+                log.warning("quarantined prompts cannot be written", file=str(self._dead_letters), error=str(error))
 
     # ------------------------------------------------------------------------------------------ consumer
     async def cut(self, target_version: int) -> tuple[Group, ...]:

@@ -24,6 +24,7 @@ from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write
 from miles_async.rollout.dispatcher import Dispatcher
 from miles_async.rollout.dumps import RolloutDump
 from miles_async.runtime.clock import now
+from miles_async.runtime.own_thread import OwnThread
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards
 from miles_async.seams import PromptSource, Resumption
@@ -106,6 +107,7 @@ class RolloutManager:
         self._source = source
         self._dispatcher = dispatcher
         self._batches = batches
+        self._batch_thread = OwnThread("batches")
         self._evaluator = evaluator
         self._close_reward = close_reward
         self._put = put
@@ -170,7 +172,9 @@ class RolloutManager:
         ended, self._counted = balance.ended_since(self._counted), balance
         batch_id = next(self._batch_ids)
         self._cut[batch_id] = (groups, target_version)
-        prepared = await asyncio.to_thread(self._batches.make, groups, target_version, batch_id=batch_id, put=self._put)
+        prepared = await self._batch_thread.run(
+            self._batches.make, groups, target_version, batch_id=batch_id, put=self._put
+        )
         if self._dump is not None:
             dumped = RolloutDump(rollout_id=batch_id, target_version=target_version, groups=groups)
             await asyncio.to_thread(self._dump, dumped)

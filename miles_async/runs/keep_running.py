@@ -25,8 +25,9 @@ from miles_async.runs.starting import train_command
 from miles_async.runtime.files.owned_directory import sweep_temporary
 from miles_async.runtime.files.run_directory import KILLED_FILE, copy_code, move_aside
 from miles_async.runtime.processes import dies_with_parent
-from miles_async.runtime.processes.restarts import RestartBudget, RunRestart, restarts_variable
+from miles_async.runtime.processes.restarts import LONGEST_REASON, RestartBudget, RunRestart, restarts_variable
 from miles_async.runtime.processes.run_process import read_run_process
+from miles_async.runtime.texts import shortened
 
 WINDOW_SECONDS = 3600.0
 EXIT_FAILED = 1
@@ -81,7 +82,11 @@ class RunKeeper:
                 return EXIT_FAILED
             if self._interrupted is not None:
                 return EXIT_INTERRUPTED
-            resume = self._note_restart(reason)
+            try:
+                resume = self._note_restart(shortened(reason, LONGEST_REASON))
+            except OSError as error:  # a disk that is full or read-only
+                _say(f"{reason}; it is not restarted: {error}")
+                return EXIT_FAILED
 
     async def _live(self, resume: Sequence[str]) -> tuple[int, int]:
         """Run one life; return its driver's pid and exit code, or minus the signal that killed it."""

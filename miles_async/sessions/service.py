@@ -10,18 +10,16 @@ the samples are generated again. The other workers continue.
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 
 from miles_async.api import EngineClient
 from miles_async.errors import TransientEngineError
+from miles_async.runtime.files.owned_directory import OwnedDirectory, temporary_parent
 from miles_async.runtime.network.keys import SessionKeys
 from miles_async.runtime.network.tls import Tls
 from miles_async.runtime.processes.restarts import RestartBudget
@@ -84,7 +82,7 @@ class SessionService:
             )
             for index in range(workers)
         ]
-        self._directory: Path | None = None
+        self._directory: OwnedDirectory | None = None
         self._http: aiohttp.ClientSession | None = None
 
     # -------------------------------------------------------------------------------------------- life
@@ -93,8 +91,8 @@ class SessionService:
         connector = aiohttp.TCPConnector(limit=0, ssl=True if self._tls is None else self._tls.client())
         self._http = aiohttp.ClientSession(connector=connector, timeout=_CALL_TIMEOUT, headers=self._keys.run.headers())
         # Not in the run directory: the path of a socket has 107 characters at most.
-        directory = self._directory = Path(tempfile.mkdtemp(prefix="miles-async-"))
-        await gathered(*(worker.start(directory / f"{index}.sock") for index, worker in enumerate(self.workers)))
+        directory = self._directory = OwnedDirectory(temporary_parent(), mode=0o700)
+        await gathered(*(worker.start(directory.path / f"{index}.sock") for index, worker in enumerate(self.workers)))
 
     async def supervise(self) -> None:
         """Restart dead workers, forever. Raises EngineError if that happens too often."""
@@ -106,7 +104,7 @@ class SessionService:
         if self._http is not None:
             await self._http.close()
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
 
     def _on_alive(self, alive: Alive) -> None:
         self._came_up.set()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import errno
 import fcntl
 import os
 import shutil
@@ -177,8 +178,8 @@ def _locked(directory: Path) -> int:
 def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    except OSError as error:  # others may pass, as of a network disk
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def _unused(path: Path) -> Path:

@@ -17,6 +17,8 @@ from miles_async.runtime.clock import now
 
 RESTARTS_FILE = "restarts.json"
 RESTARTS_VARIABLE = "MILES_ASYNC_RESTARTS"
+MOST_RESTARTS = 50  # that are recorded
+LONGEST_REASON = 500  # characters of each
 
 
 class RestartBudget:
@@ -54,8 +56,8 @@ class RunRestart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def restarts_variable(restarts: Sequence[RunRestart]) -> dict[str, str]:
-    """Environment for the next start of a run."""
-    return {RESTARTS_VARIABLE: msgspec.json.encode(restarts).decode()}
+    """Environment for the next start of a run: the last restarts, since Linux allows 128 KiB for a variable."""
+    return {RESTARTS_VARIABLE: msgspec.json.encode(restarts[-MOST_RESTARTS:]).decode()}
 
 
 def own_restarts() -> list[RunRestart]:

@@ -197,3 +197,15 @@ def test_it_is_released_however_the_run_ends(tmp_path: Path, error: type[BaseExc
     with pytest.raises(error), save_lock(tmp_path, RUN):
         raise error
     assert names(tmp_path) == []
+
+
+def test_a_save_that_the_end_of_the_run_interrupts_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        for name in ("iter_0000005", "iter_0000010.partial"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "weights").write_bytes(b"w")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), save_lock(tmp_path, RUN):
+        interrupted()
+    assert names(tmp_path) == ["iter_0000005"]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -281,6 +283,23 @@ async def test_after_its_end_a_flush_writes_nothing_and_waits_for_nothing(tmp_pa
     async with asyncio.timeout(5):
         await writer.flush()
     assert len(writer._waiting) == 1
+
+
+async def test_threads_that_hang_in_users_code_keep_nothing_from_the_disk(tmp_path: Path) -> None:
+    """A hook's client without a timeout, through ``asyncio.to_thread``: it costs its attempts, not the run."""
+    released = threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    hanging = [asyncio.ensure_future(asyncio.to_thread(released.wait)) for _ in range(5)]
+    writer = LedgerWriter(tmp_path / "ledger.sqlite")
+    writer.note(Issued(make_attempt(1)))
+    try:
+        async with asyncio.timeout(20):
+            await writer.flush()
+            await writer.close()
+        assert not writer._waiting
+    finally:
+        released.set()
+        await asyncio.gather(*hanging)
 
 
 async def test_a_disk_that_hangs_is_an_error_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

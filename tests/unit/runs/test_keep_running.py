@@ -23,7 +23,7 @@ from miles_async.commands.ledger import ledger
 from miles_async.runs.ending import end_run
 from miles_async.runs.keep_running import RunKeeper
 from miles_async.runtime.files.run_directory import CODE_DIRECTORY
-from miles_async.runtime.processes.restarts import read_restarts
+from miles_async.runtime.processes.restarts import LONGEST_REASON, RunRestart, read_restarts, restarts_variable
 
 # A life of a run: writes what a driver would, then ends as the next word of "endings" says.
 LIFE = """
@@ -249,3 +249,23 @@ def _until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_restarts_of_a_long_run_fit_into_an_environment_variable() -> None:
+    restart = RunRestart(at=0.0, reason="é" * LONGEST_REASON, run_dir="/runs/" + "long/" * 40, checkpoint="/c" * 100)
+    (text,) = restarts_variable([restart] * 10_000).values()
+    assert len(text.encode()) < 1 << 17
+    assert subprocess.run(["true"], env=restarts_variable([restart] * 10_000), check=False).returncode == 0
+
+
+def test_a_run_whose_directory_cannot_be_moved_is_not_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(directory: Path) -> Path:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("miles_async.runs.keep_running.move_aside", refuse)
+    lives = Lives(tmp_path, "lost done")
+    assert lives.run(3) == 1
+    assert lives.words == [[]]
+    assert "it is not restarted: [Errno 30] Read-only file system" in capfd.readouterr().err

@@ -165,3 +165,15 @@ def test_an_empty_directory_is_taken(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     claim(tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(("number", "same"), [(errno.ESTALE, False), (errno.EIO, True), (errno.ETIMEDOUT, True)])
+def test_a_network_disk_that_fails_for_a_moment_is_not_a_lost_directory(
+    number: int, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> os.stat_result:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "stat", fails)
+    with (tmp_path / "file").open("w") as file:
+        assert run_directory._is_same_file(file.fileno(), tmp_path / "file") is same
