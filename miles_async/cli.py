@@ -14,6 +14,7 @@ from importlib import import_module
 
 from miles_async import __version__
 from miles_async.errors import ConfigurationError, ContractViolation, DataError, MilesAsyncError
+from miles_async.runtime.texts import escaped
 
 Command = Callable[[Sequence[str]], int]
 """Runs a command with the words after its name; returns the exit code."""
@@ -185,5 +186,6 @@ def _show(text: str) -> None:
 
 def _report(error: Exception, exit_code: int) -> int:
     bug = "\nThis is a bug of miles_async: please report it with logs/ of the run directory."
-    print(f"error: {error}{bug if isinstance(error, ContractViolation) else ''}", file=sys.stderr)
+    told = escaped(str(error), keep="\n\t") + (bug if isinstance(error, ContractViolation) else "")
+    print(f"error: {told}", file=sys.stderr)
     return exit_code

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from miles_async.arguments import Arguments
@@ -43,6 +43,7 @@ class ForeignFlag:
     only: tuple[str, ...] = ()  # accepted values; any other is refused with the note. (): all are
     ours: tuple[str, ...] = ()  # works: our words in its place, followed by its values unless ``only`` has them
     fact: FindFact | None = None  # checked: what its value is compared with
+    idle: Mapping[str, str] = field(default_factory=dict)  # values that change nothing → why, whatever the verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,6 +47,13 @@ _TESTS = "it belongs to the tests of another system: remove it"
 _CHANGES_METRICS = "metrics do not depend on it: docs/metrics.md says where they are listed"
 _ONE_ADAPTER = "a run trains one adapter per layer: remove it"
 _NONZERO_STD = "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+_NEVER_WAITS = "generation never waits for the trainer, but with --on-policy"
+FULLY_ASYNC_LOOPS = (
+    "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+    "fully_async_rollout.generate_rollout_fully_async",  # an example's, in earlier versions
+    "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn",
+)
+"""Values of --rollout-function-path that do what every run does here."""
 _EVALUATION = 'for separate engines, use a group with role = "evaluation" in --server-groups'
 
 SLIME: tuple[ForeignFlag, ...] = (
@@ -141,6 +148,7 @@ SLIME: tuple[ForeignFlag, ...] = (
         origin="slime, miles",
         ours=("--loss-type", "sft_loss", "--n-samples-per-prompt", "1"),
         only=("slime.rollout.sft_rollout.generate_rollout", "miles.rollout.sft_rollout.generate_rollout"),
+        idle=dict.fromkeys(FULLY_ASYNC_LOOPS, _NEVER_WAITS),
     ),
     ForeignFlag(
         "--dynamic-sampling-filter-path",
@@ -180,7 +188,7 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("use --group-rm-path module:attr in place of --custom-rm-path: it is called with (prompt, samples)",
             switches="group-rm"),
     *_refused("use --custom-rm-path module:attr: a reward is a number", one="reward-key eval-reward-key"),
-    *_noted("generation never waits for the trainer, but with --on-policy", switches="fully-async"),
+    *_noted(_NEVER_WAITS, switches="fully-async"),
     *_refused("use --rollout-concurrency-per-engine (samples in flight) and --max-rollout-lead (batches ahead)",
             one="rollout-submission-granularity async-max-concurrent-samples async-data-buffer-capacity-factor"),
     *_refused("use --stale-group-action: recycle is retry, drop is drop", one="async-unused-samples-handler"),

@@ -97,6 +97,8 @@ def _apply_flag(row: ForeignFlag, values: Given, done: Translation) -> None:
         done.problems[row.flag] = f"{row.flag}: expected one argument"
     elif row.verdict == "refused":
         done.problems[row.flag] = f"{row.flag} does not exist here: {row.note}"
+    elif values and values[0] in row.idle:
+        done.notes[row.flag] = f"{shown} changes nothing: {row.idle[values[0]]}"
     elif row.only and not any(same(values[0], accepted) for accepted in row.only):
         done.problems[row.flag] = f"{shown}: expected {' or '.join(row.only)}: {row.note}"
     elif row.verdict == "checked":

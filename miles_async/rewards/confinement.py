@@ -96,6 +96,9 @@ def landlock_version() -> int:
     return max(0, _call(ctypes.CDLL(None), _CREATE_RULESET, None, 0, _LANDLOCK_VERSION))
 
 
+OPEN_FILES = 64
+
+
 def limit(cpu_seconds: int, memory_bytes: int) -> None:
     """Bound CPU time, memory and output of the process. Raises ValueError, OSError."""
     for kind, value in (
@@ -103,6 +106,7 @@ def limit(cpu_seconds: int, memory_bytes: int) -> None:
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),  # buffers of sockets count as nobody's memory
     ):
         resource.setrlimit(kind, (value, value))
 

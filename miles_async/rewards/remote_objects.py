@@ -8,6 +8,7 @@ them. A message is a line of JSON. Standard library only, as ``sandbox.py``.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import collections
 import datetime
@@ -18,13 +19,14 @@ import json
 import operator
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from typing import Any
 
 Value = Any
 """Any object of a program or of its tests."""
 
+_ALIASES = {"np": "numpy"}
 _MODULES = {*sys.stdlib_module_names, "numpy"}  # that the judge imports if the program has them
 _BY_ITEMS: dict[str, Value] = {
     kind.__name__: kind for kind in (list, tuple, set, frozenset, bytes, bytearray, collections.deque)
@@ -165,6 +167,8 @@ class Remote:
         return type(instance) is Remote and bool(self._peer.ask("isinstance", self, instance))
 
     def __getattr__(self, name: str) -> Value:
+        if name.startswith("__array"):  # by which numpy would take memory at an address that the program says
+            raise AttributeError(name)
         return self._peer.ask("getattr", self, name)
 
 
@@ -197,20 +201,36 @@ def serve(source: str, pipes: tuple[int, int]) -> None:
 class _Names(dict[str, Value]):
     """Globals of the statements: Python's builtins first, then their own names, then the program's."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer, modules: Set[str]) -> None:
+        """``modules``: names that the statements use as modules; a program's class in the place of one could agree with
+        any expected value that it is given.
+        """
         super().__init__(__name__="__main__")
         self._peer = peer
+        self._modules = modules
 
     def __missing__(self, name: str) -> Value:
         if hasattr(builtins, name):
             raise KeyError(name)
         try:
-            return self._peer.ask("name", name)
+            found = self._peer.ask("name", name)
         except KeyError:
             raise NameError(f"name {name!r} is not defined") from None
+        is_module = isinstance(found, types.ModuleType) and found.__name__ == _ALIASES.get(name, name)
+        if name in self._modules and not is_module:
+            raise NameError(f"name {name!r} is not the module of that name")
+        return found
 
 
 def judge(statements: str, pipes: tuple[int, int]) -> None:
     """Execute the statements. Raises the error of the first that fails."""
     peer = Peer(pipes, {"call": _OPERATIONS["call"]}, judges=True)
-    exec(compile(statements, "<tests>", "exec"), _Names(peer))
+    exec(compile(statements, "<tests>", "exec"), _Names(peer, _used_as_modules(statements)))
+
+
+def _used_as_modules(statements: str) -> set[str]:
+    """Names of modules whose attributes the statements read, and which they don't call."""
+    nodes = [*ast.walk(ast.parse(statements))]
+    read = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return {name for name in read - called if _ALIASES.get(name, name) in _MODULES}

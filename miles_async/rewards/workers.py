@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ import msgspec
 
 from miles_async.errors import RewardError, ServiceUnavailableError
 
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _ROOT = str(Path(__file__).resolve().parents[2])  # where this package can be imported from, installed or not
 _END_SECONDS = 5.0  # from closing its pipes to the end of a process
 _START_SECONDS = 120.0  # to start Python and import what the function needs, from a slow disk too
@@ -77,7 +79,7 @@ class WorkerPool:
             *(sys.executable, "-m", "miles_async.rewards.worker", str(os.getpid())),
             stdin=PIPE,
             stdout=PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))},
+            env=_environment(),
             start_new_session=True,  # Ctrl-C is for the parent, which ends it
         )
         self._all = {known for known in self._all if known.returncode is None} | {worker}
@@ -102,6 +104,12 @@ class WorkerPool:
             raise RewardError(f"took longer than --reward-timeout {self._timeout:g} s") from None
         kind, result = msgspec.json.decode(message)
         return kind, result
+
+
+def _environment() -> dict[str, str]:
+    """Without keys: some tasks of reasoning-gym evaluate the answer."""
+    kept = {name: text for name, text in os.environ.items() if not _SECRET.search(name)}
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))}
 
 
 def _kill(worker: Process) -> None:

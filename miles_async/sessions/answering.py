@@ -41,7 +41,7 @@ class Answering:
         Raises TrajectoryError for a request that is malformed or asks for something unsupported, and EngineError.
         """
         body = await _body(request, session)
-        asked: Exchange = await self._read(read, body, self._around(session))
+        asked: Exchange = await self._read(session, read, body, self._around(session))
         session.check(asked.turn)
         await self._check_text(session, asked.turn, len(body))
         if asked.writer is not None:
@@ -67,8 +67,9 @@ class Answering:
             keep_image=session.taker.trajectory.keep_image,
         )
 
-    async def _read(self, read: Callable[..., Exchange], body: bytes, *arguments: Any) -> Exchange:
-        if len(body) <= _SHORT_BYTES:
+    async def _read(self, session: Session, read: Callable[..., Exchange], body: bytes, *arguments: Any) -> Exchange:
+        images = session.taker.trajectory.renderer.images is not None  # a small one may be many pixels to decode
+        if len(body) <= _SHORT_BYTES and not images:
             return read(body, *arguments)
         asked: Exchange = await self._in_thread(read, body, *arguments)
         return asked

@@ -13,7 +13,8 @@ from typing import Literal, get_args
 from miles_async.arguments.argument_files import split_line
 from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
 from miles_async.arguments.foreign.checks import check_foreign
-from miles_async.arguments.foreign.translate import Translation, mentions, translate
+from miles_async.arguments.foreign.slime import FULLY_ASYNC_LOOPS
+from miles_async.arguments.foreign.translate import Translation, mentions, same, translate
 from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.pass_through import is_pass_through
@@ -52,6 +53,10 @@ TAKING_TURNS = """\
 ONE_STEP_OFF = """\
 # train_async.py trains on what the version before generated.
 --max-weight-staleness 1
+"""
+FULLY_ASYNC = """\
+# Its loop generates ahead of the trainer, however old that makes what is trained; here an age is bounded.
+--max-weight-staleness 2
 """
 VERL = """\
 # verl chooses the reward by data_source. Its sides take turns on the same GPUs; here each has its own, and what
@@ -94,8 +99,11 @@ def migrate(words: Sequence[str]) -> int:
     is_verl = command.program in VERL_PROGRAMS
     migrated = from_verl(command.words) if is_verl else Migrated(words=command.words)
     translation = translate(migrated.words)
+    scripted = {} if is_verl else values_by_flag(command.words)
+    _forgive(translation, scripted)
     _sort_out(translation, migrated)
-    flags = list(_flags(command, migrated, {} if is_verl else values_by_flag(command.words)))
+    migrated.checked += command.described
+    flags = list(_flags(command, migrated, scripted))
     refused = refusals("".join(flags), translation.checks)
     title = f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
     remarks = [*_remarks(command, migrated), *_section("`train` would refuse this", refused)]
@@ -145,6 +153,20 @@ def _command(script: Path) -> ShellCommand:
         raise ConfigurationError(f"{script}: {error}") from None
 
 
+def _forgive(translation: Translation, scripted: Mapping[str, Sequence[str]]) -> None:
+    """Make notes of flags that are refused, where the script's others leave them without effect."""
+    reasons = dict[str, str]()
+    if "--use-kl-loss" not in scripted and same(" ".join(scripted.get("--kl-coef", ("0",))), "0"):
+        reasons["--ref-load"] = reasons["--ref-ckpt-step"] = (
+            "without a KL there is no reference, and the run starts from --hf-checkpoint"
+        )
+    if "--num-rollout" in scripted:
+        reasons["--num-epoch"] = "--num-rollout is given, and wins"
+    for flag, reason in reasons.items():
+        if translation.problems.pop(flag, None) is not None:
+            translation.notes[flag] = f"{' '.join((flag, *scripted[flag]))} changes nothing: {reason}"
+
+
 def _sort_out(translation: Translation, migrated: Migrated) -> None:
     """Keep the words that our parser knows; put translated flags in front of what ``migrated`` says of the rest."""
     flags = flag_specifications().values()
@@ -176,19 +198,24 @@ def _flags(command: ShellCommand, migrated: Migrated, scripted: Mapping[str, Seq
     if given.get("--actor-num-nodes", ("1",)) != ("1",) and "--ray-address" not in given:
         yield CLUSTER
     if not supervised:
-        yield from _loop(command.program, set(given))
+        yield from _loop(command.program, set(given), fully_async=_is_fully_async(scripted))
 
 
-def _loop(program: str, given: set[str]) -> Iterator[str]:
+def _is_fully_async(scripted: Mapping[str, Sequence[str]]) -> bool:
+    loop = scripted.get("--rollout-function-path", ())
+    return "--fully-async" in scripted or any(path in FULLY_ASYNC_LOOPS for path in loop)
+
+
+def _loop(program: str, given: set[str], *, fully_async: bool) -> Iterator[str]:
     """Lines about how old data may be, and what corrects for it."""
-    if program == "train.py" and not given & BOUNDS:
+    if program == "train.py" and not fully_async and not given & BOUNDS:
         yield SYNCHRONOUS
         yield TAKING_TURNS if "--colocate" in given else ""
         return
     if program in VERL_PROGRAMS:
         yield VERL
     elif not given & BOUNDS:
-        yield ONE_STEP_OFF
+        yield FULLY_ASYNC if fully_async else ONE_STEP_OFF
     yield "" if given & CORRECTIONS else CORRECTION
 
 
@@ -198,8 +225,10 @@ def _remarks(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
         title = "Left out, since config.json of --hf-checkpoint or another flag says it"
         yield from _section(title, [", ".join(migrated.checked)])
     yield from _section("Could not be mapped", migrated.unmapped)
-    yield from _section("Only the shell knows these variables: write their values", command.unknown)
+    yield from _section("Only the shell knows these: write their values", command.unknown)
     yield from _section("Assigned more than once, the last one was taken: look at them", command.repeated)
+    title = "Set or extended under a condition or in a loop, taken once as if it held: look at them"
+    yield from _section(title, command.conditional)
     yield from _section("Sourced by the script and not found, so its flags are missing", command.missing)
 
 
@@ -221,7 +250,9 @@ def table(system: System) -> Iterator[str]:
     rows = sorted(FOREIGN_FLAGS.values(), key=lambda row: (row.origin, row.flag))
     for origin, of_origin in groupby(rows, key=lambda row: row.origin):
         yield f"# {origin}\n"
-        yield from (_line(row.flag, row.only, row.verdict, row.note) for row in of_origin)
+        for row in of_origin:
+            yield _line(row.flag, row.only, row.verdict, row.note)
+            yield from (_line(row.flag, (value,), "noted", why) for value, why in row.idle.items())
     yield "# Values\n"
     for value in FOREIGN_VALUES.values():
         verdict = f"works, as {' '.join(value.ours)}" if value.ours else "refused"
@@ -230,7 +261,7 @@ def table(system: System) -> Iterator[str]:
     for default in DEFAULTS:
         shown = f"{default.flag} {default.value if isinstance(default.value, str) else ''}".rstrip()
         conditions = [f"unless {' or '.join(default.unless)}" if default.unless else "",
-                      f"with {default.needs}" if default.needs else ""]  # fmt: skip
+                      f"with {' or '.join(default.needs)}" if default.needs else ""]  # fmt: skip
         note = ", ".join(filter(None, [default.about, *conditions]))
         yield f"{shown}  {note}".rstrip() + "\n"
 

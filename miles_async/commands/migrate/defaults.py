@@ -21,7 +21,7 @@ class ForeignDefault:
     value: str | Callable[[Given], str]
     _: KW_ONLY
     unless: tuple[str, ...] = ()  # flags that decide it besides ``flag`` and its opposite
-    needs: str | None = None  # flag without which it has no effect, and would be refused
+    needs: tuple[str, ...] = ()  # flags without any of which it has no effect, and would be refused
     runs: Literal["all", "sampled"] = "all"  # sampled: refused with --loss-type sft_loss
     about: str = ""  # the value, where other flags decide it
 
@@ -39,17 +39,21 @@ DEFAULTS: tuple[ForeignDefault, ...] = (
     ForeignDefault("--input-key", "input"),
     ForeignDefault("--label-key", "none"),
     ForeignDefault("--metadata-key", "metadata"),
-    ForeignDefault("--tool-key", "tools", needs="--apply-chat-template"),
+    ForeignDefault("--tool-key", "tools", needs=("--apply-chat-template",)),
     ForeignDefault("--no-apply-chat-template", ""),
     ForeignDefault("--no-rollout-shuffle", ""),
     ForeignDefault("--n-samples-per-prompt", "1"),
     ForeignDefault("--actor-num-gpus-per-node", "8"),
-    ForeignDefault("--rollout-num-gpus", _shared_gpus, needs="--colocate", about="those that train"),
+    ForeignDefault("--rollout-num-gpus", _shared_gpus, needs=("--colocate",), about="those that train"),
     ForeignDefault("--loss-aggregation", "sequence_mean", unless=("--calculate-per-token-loss",)),
     ForeignDefault("--eps-clip-c", "none", runs="sampled"),
-    ForeignDefault("--kl-loss-type", "k1", needs="--use-kl-loss", runs="sampled"),
+    ForeignDefault("--kl-loss-type", "k1", needs=("--use-kl-loss",), runs="sampled"),
     ForeignDefault(
-        "--eval-temperature", _temperature, needs="--eval-prompt-data", runs="sampled", about="that of training"
+        "--eval-temperature",
+        _temperature,
+        needs=("--eval-prompt-data", "--eval-config"),
+        runs="sampled",
+        about="that of training",
     ),
     ForeignDefault("--lr-decay-style", "linear"),
     ForeignDefault("--weight-decay", "0.01"),
@@ -63,7 +67,8 @@ def missing_defaults(given: Given, supervised: bool) -> Iterator[tuple[str, ...]
     for default in DEFAULTS:
         opposite = default.flag.replace("--no-", "--", 1)
         decided = any(flag in given for flag in (default.flag, opposite, *default.unless))
-        if decided or (default.needs and default.needs not in given) or (supervised and default.runs == "sampled"):
+        idle = default.needs and not any(flag in given for flag in default.needs)
+        if decided or idle or (supervised and default.runs == "sampled"):
             continue
         value = default.value if isinstance(default.value, str) else default.value(given)
         yield (default.flag, value) if value else (default.flag,)

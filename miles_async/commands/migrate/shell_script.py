@@ -1,8 +1,8 @@
 """Read the command that a shell script would run, without running it: enough of bash for recipes of other systems.
 
-Arrays, assignments, ``source``, arithmetic, comments and continued lines are read; variables are put in where the
-script says their values. Conditions and loops are not followed, and what only the shell can know stays as it is: both
-are reported.
+Arrays, assignments, ``source``, arithmetic, ``seq``, comments and continued lines are read; variables are put in where
+the script says their values. Conditions and loops are not followed, and what only the shell can know stays as it is:
+both are reported.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 import operator
 import re
 import shlex
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +21,25 @@ from miles_async.errors import ConfigurationError
 
 _ASSIGNMENT = re.compile(r"\s*(?:(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(\(?)(.*)")
 _BEFORE = re.compile(r"""\s*(?:export\s+)?(\w+)=((?:[^\s"'(]|"[^"]*"|'[^']*')*)\s+(?:&&\s+)?""")  # A=1 command
-_SOURCE = re.compile(r"\s*(?:source|\.)\s+(\S+)")
+_READ = re.compile(r"\s*read\s+(?:-\w+\s+)+(\w+)\s*<<<\s*(.*)")
+_SOURCE = re.compile(r"\s*(?:source|\.)\s+(\S.*)")
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _PLAIN = re.compile(r"\$\{?(\w+)\}?")
-_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?-((?:[^{}]|\$\{\w+\})*))?\}")
+_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?:(:?)-((?:[^{}]|\$\{\w+\})*))?\}")
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
+_SEQUENCE = re.compile(r"\$\(seq\s+([^()]*)\)")
+# Brackets in it may be nested three deep, as in $(f $(g $((1)))).
+_SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)|`[^`]*`")
+_BLANK = "\x1f"  # stands for a blank that separates no words
+_QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
+_ENDS_COMMAND = re.compile(r"\s(?:\d?>|[|&;])")  # a pipe, a redirection, or another command
+# An array, or an addition, that does not begin its line.
+_BEHIND = re.compile(r"(&&|\|\||;|\)|\bthen|\belse|\bdo)\s*(?=\w+(?:\+=|=\())")
+_BEGINS_BLOCK = re.compile(r"(?:^|;)\s*(?:then|do)\b|^\s*case\s.*\sin\b")
+_ENDS_BLOCK = re.compile(r"(?:^|;)\s*(?:fi|done|esac|elif)\b")  # the then of an elif begins the next one
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
 _ONLY_THE_SHELL_KNOWS = ("$(", "`")
+_DESCRIPTION = "model_args_utils.py"  # of miles: prints flags that describe a model, which config.json does here
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,8 +48,10 @@ class ShellCommand:
 
     program: str  # the last part of its path
     words: list[str]
-    unknown: list[str] = field(default_factory=list)  # variables that stand in words as they are
+    unknown: list[str] = field(default_factory=list)  # variables and substitutions that stand in words as they are
     repeated: list[str] = field(default_factory=list)  # variables with several assignments, of which the last was taken
+    conditional: list[str] = field(default_factory=list)  # variables that were set, or added to, under a condition
+    described: list[str] = field(default_factory=list)  # variables whose flags describe the model
     missing: list[str] = field(default_factory=list)  # files that the script sources and that are not there
 
 
@@ -63,22 +78,54 @@ class _Script:
         self._call = re.compile(rf"(?:^|[\s/])({'|'.join(map(re.escape, programs))})(?:\s+(.*))?$")
         self._values: dict[str, list[str] | None] = {}  # variable → its words; None: only the shell knows
         self._times: dict[str, int] = {}  # variable → assignments
-        self._open: set[str] = set()  # variables whose values are being put in
+        self._blocks = 0  # conditions and loops that are open
+        self._conditional: set[str] = set()  # variables whose words depend on one
+        self._open: list[str] = []  # variables whose values are being put in, each in the one before it
 
     def read(self, text: str, directory: Path) -> None:
         # Without blanks in it, arithmetic is one word.
-        lines = iter(_ARITHMETIC.sub(lambda found: re.sub(r"\s", "", found[0]), text.replace("\\\n", " ")).split("\n"))
-        for line in lines:
-            if self._call_after_assignments(line):
+        text = _ARITHMETIC.sub(lambda found: re.sub(r"\s", "", found[0]), text.replace("\\\n", " "))
+        lines = deque(text.split("\n"))
+        while lines:
+            line = lines.popleft()
+            if self._call_after_assignments(line) or self._assignment(line, lines, under=self._blocks > 0):
                 continue
-            if assigned := _ASSIGNMENT.fullmatch(line):
-                name, added, opened, value = assigned.groups()
-                words = list(_array(value, lines)) if opened else _scalar(value)
-                self._assign(name, words, bool(added))
-            elif sourced := _SOURCE.match(line):
-                self._source(shlex.split(sourced[1])[0], directory)
+            if (sourced := _SOURCE.match(line)) and (path := _split(sourced[1])):
+                self._source(path[0], directory)
+            elif found := _READ.match(line):
+                self._read(found[1], found[2])
+            elif behind := _BEHIND.search(code := without_comment(line)):
+                self._count_blocks(code[: behind.end()])
+                condition = self._blocks > 0 or behind[1] in ("&&", "||")
+                self._assignment(line[behind.end() :], lines, under=condition)
             else:
+                self._count_blocks(code)
                 self._take_call(line)
+
+    def _assignment(self, line: str, lines: deque[str], *, under: bool) -> bool:
+        """Take an assignment, with those ``lines`` that its array goes on in; False if the line is none.
+
+        ``under``: a condition or a loop decides whether and how often it happens.
+        """
+        if (assigned := _ASSIGNMENT.fullmatch(line)) is None:
+            return False
+        name, added, opened, value = assigned.groups()
+        words = list(_array(value, lines)) if opened else _scalar(value)
+        if not added:
+            self._conditional.discard(name)  # what it held before is gone
+        if under and (added or name not in self._times):
+            self._conditional.add(name)
+        self._assign(name, words, bool(added))
+        return True
+
+    def _read(self, name: str, text: str) -> None:
+        """Take ``read -ra NAME <<< TEXT``, which splits a text, often another variable's."""
+        other = _PLAIN.fullmatch(text.strip().strip('"'))
+        self._assign(name, self._values.get(other[1]) if other else _scalar(text), added=False)
+
+    def _count_blocks(self, code: str) -> None:
+        begun, ended = len(_BEGINS_BLOCK.findall(code)), len(_ENDS_BLOCK.findall(code))
+        self._blocks = max(0, self._blocks + begun - ended)
 
     def _call_after_assignments(self, line: str) -> bool:
         """Take a command that assignments precede, such as ``A=1 python train.py``; False if the line is none."""
@@ -95,7 +142,9 @@ class _Script:
     def _take_call(self, line: str) -> bool:
         if (called := self._call.search(without_comment(line))) is None:
             return False
-        self.program, self.command = called[1], _split(called[2] or "")
+        words = called[2] or ""
+        end = _ENDS_COMMAND.search(_QUOTED.sub(lambda found: "x" * len(found[0]), words))
+        self.program, self.command = called[1], _split(words[: end.start()] if end else words)
         return True
 
     def _assign(self, name: str, words: list[str] | None, added: bool) -> None:
@@ -107,7 +156,7 @@ class _Script:
 
     def _source(self, path: str, directory: Path) -> None:
         known = "".join(self.expand([path], ShellCommand(program="", words=[])))
-        rest = re.sub(r"^.*\$\w+/|^.*\}/", "", known)  # a variable at its beginning is the script's own directory
+        rest = re.sub(r"^.*(?:\$\w+|[})])/", "", known)  # a variable at its beginning is the script's own directory
         file = directory / rest
         if file.is_file():
             self.read(file.read_text(encoding="utf-8"), file.parent)
@@ -117,6 +166,9 @@ class _Script:
     def expand(self, words: Sequence[str], command: ShellCommand) -> Iterator[str]:
         for given in words:
             word = _ARITHMETIC.sub(lambda found: self._computed(found, command), given)
+            if _is_substituted(word):
+                yield from self._substituted(word, command)
+                continue
             array = _ARRAY.fullmatch(word)
             whole = array or _PLAIN.fullmatch(word)
             if whole is None:
@@ -130,19 +182,20 @@ class _Script:
                 yield word
 
     def _value(self, found: re.Match[str], command: ShellCommand) -> str:
-        name, default = found[1] or found[2], found[3]
+        name, colon, default = found[1] or found[2], found[3], found[4]
         values = None if name in self._open else self._values.get(name)  # A=${A:-1} is 1
-        if values is None and default is not None:
+        known = None if values is None else " ".join(self._expanded(name, values, command))
+        if default is not None and (known is None or (colon and not known)):
             return " ".join(self.expand([default], command))
         self._note(name, command)
-        return found[0] if values is None else " ".join(self._expanded(name, values, command))
+        return found[0] if known is None else known
 
     def _expanded(self, name: str, values: Sequence[str], command: ShellCommand) -> list[str]:
-        self._open.add(name)
+        self._open.append(name)
         try:
             return list(self.expand(values, command))
         finally:
-            self._open.discard(name)
+            self._open.pop()
 
     def _computed(self, found: re.Match[str], command: ShellCommand) -> str:
         """The value of ``$((...))``; itself if a variable in it is unknown."""
@@ -153,39 +206,89 @@ class _Script:
         except (SyntaxError, TypeError, ZeroDivisionError):
             return found[0]
 
+    def _substituted(self, word: str, command: ShellCommand) -> Sequence[str]:
+        """The numbers of ``$(seq ...)``; what another program would print is unknown, or about the model."""
+        if _DESCRIPTION in word:
+            command.described += self._open[-1:] or [_DESCRIPTION]
+            return []
+        if found := _SEQUENCE.fullmatch(word):
+            given = [_VARIABLE.sub(lambda name: self._value(name, command), number) for number in found[1].split()]
+            if (numbers := _sequence(given)) is not None:
+                return numbers
+        if word not in command.unknown:
+            command.unknown.append(word)
+        return [word]
+
     def _note(self, name: str, command: ShellCommand) -> None:
         if self._values.get(name) is None and name not in command.unknown:
             command.unknown.append(name)
         if self._times.get(name, 0) > 1 and name not in command.repeated:
             command.repeated.append(name)
+        if name in self._conditional and name not in command.conditional:
+            command.conditional.append(name)
 
 
-def _array(first: str, lines: Iterator[str]) -> Iterator[str]:
-    """Words up to the closing bracket, which ends a line."""
-    line: str | None = first
-    while line is not None:
-        inner = without_comment(line).rstrip()
-        yield from _split(inner.removesuffix(")"))
-        if inner.endswith(")"):
+def _array(first: str, lines: deque[str]) -> Iterator[str]:
+    """Words up to the closing bracket. What follows it becomes the first of ``lines``."""
+    lines.appendleft(first)
+    while lines:
+        inner = without_comment(lines.popleft())
+        end = _closing(inner)
+        yield from _split(inner[:end])
+        if end is not None:
+            lines.appendleft(inner[end + 1 :])
             return
-        line = next(lines, None)
+
+
+def _closing(line: str) -> int | None:
+    """Place of the first closing bracket outside of quotes that nothing in ``line`` opened."""
+    depth, quote, escaped = 0, "", False
+    for place, character in enumerate(line):
+        if escaped:
+            escaped = False
+        elif character == "\\" and quote != "'":
+            escaped = True
+        elif quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character == ")" and not depth:
+            return place
+        elif character in "()":
+            depth += 1 if character == "(" else -1
+    return None
 
 
 def _scalar(value: str) -> list[str] | None:
     """Words of a value: several only where it holds flags, as scripts keep them in one variable."""
-    if (
-        any(mark in _ARITHMETIC.sub("", value) for mark in _ONLY_THE_SHELL_KNOWS)
-        or value.count('"') % 2
-        or value.count("'") % 2
-    ):
+    if _DESCRIPTION in value:
+        return [f"$({_DESCRIPTION})"]
+    if _is_substituted(value) or value.count('"') % 2 or value.count("'") % 2:
         return None
     words = _split(value)
     return [word for part in words for word in (_split(part) if part.startswith("--") else [part])]
 
 
-def _split(line: str) -> list[str]:
+def _is_substituted(text: str) -> bool:
+    """True if another program prints a part of it."""
+    return any(mark in _ARITHMETIC.sub("", text) for mark in _ONLY_THE_SHELL_KNOWS)
+
+
+def _sequence(given: Sequence[str]) -> list[str] | None:
+    """What ``seq`` prints for LAST, FIRST LAST or FIRST STEP LAST; None for anything but whole numbers."""
     try:
-        return shlex.split(without_comment(line))
+        numbers = [int(number) for number in given]
+        first, step, last = {1: (1, 1, *numbers), 2: (numbers[0], 1, numbers[-1])}.get(len(numbers), numbers)
+        return [str(number) for number in range(first, last + (1 if step > 0 else -1), step)]
+    except (ValueError, IndexError):  # no number, not one to three, or a step of 0
+        return None
+
+
+def _split(line: str) -> list[str]:
+    """Words of a line. A substitution, ``$(...)``, is a part of one word, whatever blanks it has."""
+    joined = _SUBSTITUTION.sub(lambda found: re.sub(r"\s", _BLANK, found[0]), without_comment(line))
+    try:
+        return [word.replace(_BLANK, " ") for word in shlex.split(joined)]
     except ValueError as error:
         raise ConfigurationError(f"{error}: {line.strip()!r}") from None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS
-from miles_async.commands.migrate.verl_keys import DEFAULTS, VerlKey, row_of
+from miles_async.commands.migrate.verl_keys import DEFAULTS, VerlKey, older_name, row_of
 
 PROGRAMS = (
     "verl.trainer.main_ppo",
@@ -40,19 +42,23 @@ class Migrated:
 
 def from_verl(words: Sequence[str]) -> Migrated:
     """Translate the words after the program's name. verl's defaults that differ from ours are written out."""
-    given = dict(_overrides(words))
-    values = {**DEFAULTS, **given}
+    typed = list(_overrides(words))
+    names = {older_name(key): key for key, _ in typed}
+    values = {**DEFAULTS, **{older_name(key): value for key, value in typed}}
     done, noted = Migrated(), dict[str, list[str]]()
     for key, value in values.items():
-        row = row_of(key)
+        row, shown = row_of(key), f"{names.get(key, key)}={value}"
         if row is None:
-            done.unmapped.append(f"{key}={value}: unknown key")
+            done.unmapped.append(f"{shown}: unknown key")
+        elif row.when is not None and not row.when.holds(values):
+            if key in names:
+                noted.setdefault(f"no effect without {row.when}", []).append(shown)
         elif row.verdict == "noted" and (not row.only or value in row.only):
-            noted.setdefault(row.note, []).append(f"{key}={value}")
+            noted.setdefault(row.note, []).append(shown)
         elif row.verdict != "works":
-            done.unmapped.append(f"{key}={value}: {row.note}")
+            done.unmapped.append(f"{shown}: {row.note}")
         elif row.flag is not None or row.values:
-            _one(row, value, done, key)
+            _one(row, value, done, shown)
     _several(values, done)
     done.not_needed += [f"{', '.join(keys)}: {note}" for note, keys in noted.items()]
     return done
@@ -67,21 +73,21 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield key, {"true": "True", "false": "False", "null": "None", "none": "None"}.get(value.lower(), value)
 
 
-def _one(row: VerlKey, value: str, done: Migrated, key: str) -> None:
-    """A key that stands for itself."""
+def _one(row: VerlKey, value: str, done: Migrated, shown: str) -> None:
+    """A key that stands for itself; ``shown``: as it was typed."""
     items = _items(value)
     if value in row.values:
         done.words += row.values[value]
     elif row.flag is None:
-        done.unmapped.append(f"{key}={value}: expected {', '.join(filter(None, row.values))}: {row.note}")
+        done.unmapped.append(f"{shown}: expected {', '.join(filter(None, row.values))}: {row.note}")
     else:
         done.words += [row.flag, *items]
 
 
 def _several(values: Mapping[str, str], done: Migrated) -> None:
     """Keys that are worked out together."""
-    done.words += _gpus(values)
-    done.words += _losses(values)
+    for words in (_held_out, _images, _gpus, _losses, _saving):
+        done.words += words(values)
     batch, mini = values["data.train_batch_size"], values[f"{_ACTOR}.ppo_mini_batch_size"]
     if batch.isdigit() and mini.isdigit() and int(mini) and int(batch) % int(mini) == 0:
         done.words += ["--num-steps-per-rollout", str(int(batch) // int(mini))]
@@ -100,14 +106,26 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
         done.words += ["--distributed-timeout-minutes", f"{float(seconds) / 60:g}"]
     loggers = _items(values.get("trainer.logger", ""))
     done.words += [f"--use-{tracker}" for tracker in TRACKERS if tracker in loggers]
-    if values.get("trainer.save_freq", "-1") != "-1":
-        names = values.get("trainer.project_name", "verl"), values.get("trainer.experiment_name", "run")
-        place = values.get("trainer.default_local_dir", f"checkpoints/{'/'.join(names)}")
-        done.words += ["--save", place, "--save-interval", values["trainer.save_freq"]]
     for key, value in values.items():
         beginning = next((start for start in _AS_FLAGS if key.startswith(start)), None)
         if beginning is not None:
             done.words += _as_flag(_AS_FLAGS[beginning] + key.removeprefix(beginning).replace("_", "-"), value)
+
+
+def _held_out(values: Mapping[str, str]) -> Iterator[str]:
+    """Files, each after the name of its folder if another one has its name."""
+    files = [file for file in _items(values.get("data.val_files", "None")) if file != "None"]
+    names = [Path(file).name for file in files]
+    if files:
+        yield "--eval-prompt-data"
+    for file in files:
+        folder = Path(file).parent.name
+        yield from (folder, file) if folder and names.count(Path(file).name) > 1 else (file,)
+
+
+def _images(values: Mapping[str, str]) -> Iterator[str]:
+    if (column := values.get("data.image_key", "None")) != "None":
+        yield from ("--multimodal-keys", json.dumps({"image": column}))
 
 
 def _gpus(values: Mapping[str, str]) -> Iterator[str]:
@@ -126,11 +144,24 @@ def _losses(values: Mapping[str, str]) -> Iterator[str]:
         yield from ("--kl-loss-type", _KL.get(kind, kind))
     if values.get("algorithm.use_kl_in_reward") == "True":
         kind = values.get("algorithm.kl_penalty", "kl")
-        yield from ("--token-advantages", "kl_in_reward", "--kl-coef", values.get("algorithm.kl_ctrl.kl_coef", "0.001"))
+        if values["algorithm.adv_estimator"] != "gae":  # which takes the coefficient itself
+            yield from ("--token-advantages", "kl_in_reward")
+        yield from ("--kl-coef", values.get("algorithm.kl_ctrl.kl_coef", "0.001"))
         yield from ("--kl-reward-type", _KL.get(kind, kind))
     if values.get(f"{_OVERLONG}.enable") == "True":
         yield from ("--overlong-buffer-len", values.get(f"{_OVERLONG}.len", "0"))
         yield from ("--overlong-penalty-factor", values.get(f"{_OVERLONG}.penalty_factor", "1.0"))
+
+
+def _saving(values: Mapping[str, str]) -> Iterator[str]:
+    """Nothing is saved, and nothing kept, without save_freq."""
+    if (interval := values.get("trainer.save_freq", "-1")) == "-1":
+        return
+    names = values.get("trainer.project_name", "verl"), values.get("trainer.experiment_name", "run")
+    yield from ("--save", values.get("trainer.default_local_dir", f"checkpoints/{'/'.join(names)}"))
+    yield from ("--save-interval", interval)
+    if (kept := values.get("trainer.max_actor_ckpt_to_keep", "None")) != "None":
+        yield from ("--save-keep-last", kept)
 
 
 def _as_flag(flag: str, value: str) -> list[str]:

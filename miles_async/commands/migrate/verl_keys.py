@@ -7,10 +7,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
 
+from miles_async.arguments.algorithm_checks import LOSSES_WITH
+
 VerlVerdict = Literal["works", "noted", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """The values of another key with which a key counts; None among them: that key is left out."""
+
+    key: str
+    values: tuple[str | None, ...]
+
+    def holds(self, given: Mapping[str, str]) -> bool:
+        return given.get(self.key) in self.values
+
+    def __str__(self) -> str:
+        return f"{self.key}={' or '.join(filter(None, self.values))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +40,13 @@ class VerlKey:
     flag: str | None = None  # works: takes the value
     values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # works: value → our words; others are refused
     only: tuple[str, ...] = ()  # noted: values that change nothing; others are refused
+    when: When | None = None  # works: otherwise it changes nothing
 
 
-def _is(key: str, flag: str, **unset: str) -> VerlKey:
+def _is(key: str, flag: str, when: When | None = None, **unset: str) -> VerlKey:
     """A key that is a flag of ours; ``unset``: a value that means "not at all"."""
-    return VerlKey(key, "works", f"is `{flag}`", flag=flag, values={value: () for value in unset.values()})
+    note = f"is `{flag}`, with {when}" if when else f"is `{flag}`"
+    return VerlKey(key, "works", note, flag=flag, values={value: () for value in unset.values()}, when=when)
 
 
 def _switch(key: str, *on: str, off: tuple[str, ...] = (), note: str = "") -> VerlKey:
@@ -61,14 +79,41 @@ _REFERENCE = "the reference has the trainer's layout, and is packed like its bat
 _LONG = "prompts that are too long are skipped, and counted"
 _TOOLS = "tools are an environment of yours, --environment-path module:attr; docs/agents.md has an example"
 _JUDGE = "a reward model is a service: --rm-type remote_rm --rm-url URL, or --rm-type judge --judge-url URL"
-_CRITIC = "the critic of adv_estimator gae has --lambd, --critic-lr, --value-clip and --num-critic-only-steps"
+_CRITIC = "with adv_estimator gae the trainer's ranks have a critic, of the policy's layout, batches and weight decay"
+_HOOK = "a reward is called with (prompt, sample): --custom-rm-path module:attr"
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _MEGATRON, _OPTIM = f"{_ACTOR}.megatron", f"{_ACTOR}.optim"
+_ESTIMATOR, _LOSS_MODE = "algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode"
+_GAE = When(_ESTIMATOR, ("gae",))
+_LOSSES = {"vanilla": "ppo_clip", "geo_mean": "gmpo"} | {
+    loss: loss for loss in ("gspo", "sapo", "cispo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+}
+"""loss_mode → --policy-loss."""
+_OF_SEQUENCES = ("gspo", "sapo", "geo_mean")
+"""Modes that take the mean over sequences, whatever loss_agg_mode says."""
+_AGGREGATED = When(_LOSS_MODE, (None, *(mode for mode in _LOSSES if mode not in _OF_SEQUENCES)))
+
+
+def _read_by_losses(name: str) -> When:
+    """``name``: the field of our flag, which train refuses with a loss that does not read it."""
+    modes = tuple(mode for mode, loss in _LOSSES.items() if loss in LOSSES_WITH[name])
+    return When(_LOSS_MODE, (None, *modes) if "vanilla" in modes else modes)
+
+
+RENAMED = {
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.num_workers": "reward_model.num_workers",
+    "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
+    "reward.reward_model.": "reward_model.",
+}
+"""Key, or its beginning, since verl 0.7 → what it was before; the table has the latter."""
 
 KEYS: tuple[VerlKey, ...] = (
     # Prompts.
     VerlKey("data.train_files", "works", "is `--prompt-data`", flag="--prompt-data"),
-    VerlKey("data.val_files", "works", "is `--eval-prompt-data`", flag="--eval-prompt-data"),
+    _together("data.val_files", "is `--eval-prompt-data`, with names of folders before files that share a name"),
     _is("data.prompt_key", "--input-key"),
     _is("data.max_prompt_length", "--rollout-max-prompt-len"),
     _is("data.max_response_length", "--rollout-max-response-len"),
@@ -86,7 +131,7 @@ KEYS: tuple[VerlKey, ...] = (
     _refused("data.apply_chat_template_kwargs.*", "set their defaults in chat_template.jinja of --hf-checkpoint"),
     _refused("data.custom_cls.*", "write the prompts to a file first, or name a data set of the hub: --prompt-data"),
     _refused("data.sampler.*", "a sampler orders the rows of an epoch: --prompt-sampler module:attr"),
-    _refused("data.image_key", """name the column so: --multimodal-keys '{"image": "images"}'"""),
+    _together("data.image_key", """images is `--multimodal-keys '{"image": "images"}'`"""),
     _refused("data.video_key", "models that read videos are not trained"),
     _switch(f"{_ACTOR}.freeze_vision_tower", "--freeze-vision-tower", off=("--no-freeze-vision-tower",)),
     # The model.
@@ -119,6 +164,7 @@ KEYS: tuple[VerlKey, ...] = (
     _is(f"{_MEGATRON}.expert_model_parallel_size", "--expert-model-parallel-size"),
     _is(f"{_MEGATRON}.expert_tensor_parallel_size", "--expert-tensor-parallel-size", unset="None"),
     _is(f"{_ACTOR}.ulysses_sequence_parallel_size", "--context-parallel-size"),
+    _is(f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size", "--context-parallel-size"),
     _switch(f"{_MEGATRON}.sequence_parallel", off=("--no-sequence-parallel",)),
     _is(f"{_MEGATRON}.seed", "--seed"),
     *(_together(f"{_MEGATRON}.{key}.*", "is the flag `--X` of the same name, or `--megatron-X`") for key in
@@ -128,10 +174,14 @@ KEYS: tuple[VerlKey, ...] = (
     *(_noted(f"{_MEGATRON}.{key}", "Megatron-Bridge reads and writes Hugging Face files") for key in
       ("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path")),
     *(_noted(f"{_MEGATRON}.{key}", "it always is") for key in ("use_distributed_optimizer", "use_remove_padding")),
+    _noted(f"{_MEGATRON}.dtype", "weights are read as bf16 on GPUs; what fp16 needs, a scaled loss, is not implemented",
+           "bfloat16"),
     _noted(f"{_ACTOR}.fsdp_config.*", _MEMORY),
     _noted(f"{_ACTOR}.strategy", "Megatron trains"),
+    _noted("model_engine", "Megatron trains"),
     _noted(f"{_ACTOR}.use_torch_compile", "Megatron's layers are used"),
-    _noted(f"{_ACTOR}.entropy_checkpointing", "entropy comes in chunks, as log-probs do"),
+    *(_noted(f"{_ACTOR}.{key}", "entropy comes in chunks, as log-probs do") for key in
+      ("entropy_checkpointing", "entropy_from_logits_with_chunking")),
     _together("actor_rollout_ref.nccl_timeout", "is `--distributed-timeout-minutes`, in minutes"),
     _noted("actor_rollout_ref.hybrid_engine", "sides are apart, or take turns with --colocate"),
     _noted("actor_rollout_ref.ref.*", _REFERENCE),
@@ -139,14 +189,15 @@ KEYS: tuple[VerlKey, ...] = (
     _is(f"{_OPTIM}.lr", "--lr"),
     _is(f"{_OPTIM}.min_lr", "--min-lr"),
     _is(f"{_OPTIM}.weight_decay", "--weight-decay"),
-    _is(f"{_OPTIM}.lr_warmup_steps", "--lr-warmup-iters", unset="-1"),
+    _is(f"{_OPTIM}.lr_warmup_steps", "--lr-warmup-iters", unset="-1", null="None"),
     _choice(f"{_OPTIM}.lr_warmup_steps_ratio", "other shares: give `--lr-warmup-iters`", **{"0": "", "0.0": ""}),
     _is(f"{_OPTIM}.lr_decay_style", "--lr-decay-style"),
-    _is(f"{_OPTIM}.warmup_style", "--lr-decay-style"),
+    _is(f"{_OPTIM}.warmup_style", "--lr-decay-style", unset="None"),
+    _is(f"{_OPTIM}.lr_scheduler_type", "--lr-decay-style"),
     _is(f"{_OPTIM}.clip_grad", "--clip-grad"),
     _is(f"{_ACTOR}.grad_clip", "--clip-grad"),
     _together(f"{_OPTIM}.betas", "are `--adam-beta1` and `--adam-beta2`"),
-    _noted(f"{_OPTIM}.optimizer", "AdamW is the optimizer", "adam"),
+    _noted(f"{_OPTIM}.optimizer", "AdamW is the optimizer", "adam", "AdamW"),
     _noted(f"{_OPTIM}.total_training_steps", "the schedule ends with the run"),
     _noted(f"{_OPTIM}.lr_decay_steps", "the schedule ends with the run"),
     _together(f"{_ACTOR}.ppo_mini_batch_size", "is `--num-steps-per-rollout`: data.train_batch_size over it"),
@@ -161,7 +212,7 @@ KEYS: tuple[VerlKey, ...] = (
         "algorithm.adv_estimator",
         "grpo, rloo, gae, reinforce_plus_plus and reinforce_plus_plus_baseline; for others `--advantage-estimator` "
         "module:attr",
-        gae="--advantage-estimator reinforce --token-advantages gae",
+        gae="--advantage-estimator reinforce --token-advantages gae --normalize-advantages",
         grpo="--advantage-estimator grpo",
         grpo_vectorized="--advantage-estimator grpo",
         rloo="--advantage-estimator rloo",
@@ -170,12 +221,14 @@ KEYS: tuple[VerlKey, ...] = (
         reinforce_plus_plus_baseline="--advantage-estimator grpo --no-grpo-std-normalization --normalize-advantages",
     ),
     _switch("algorithm.norm_adv_by_std_in_grpo", off=("--no-grpo-std-normalization",)),
-    _together("algorithm.use_kl_in_reward", "with kl_ctrl.kl_coef: `--token-advantages kl_in_reward --kl-coef X`"),
+    _together("algorithm.use_kl_in_reward", "with kl_ctrl.kl_coef: `--token-advantages kl_in_reward --kl-coef X`; with "
+              "adv_estimator gae `--kl-coef X` alone"),
     _together("algorithm.kl_ctrl.kl_coef", "is `--kl-coef`, with use_kl_in_reward"),
     _together("algorithm.kl_penalty", "is `--kl-reward-type`: kl is k1, mse k2, with use_kl_in_reward"),
     _noted("algorithm.kl_ctrl.type", "fixed; for adaptive give `--kl-target` and `--kl-horizon`", "fixed"),
-    _noted("algorithm.gamma", "1 is no discount; for another give `--gamma`, with adv_estimator gae", "1", "1.0"),
-    _noted("algorithm.lam", _CRITIC),
+    # Discounted rewards without a critic are not implemented, which train says.
+    _is("algorithm.gamma", "--gamma", When(_ESTIMATOR, ("gae", "reinforce_plus_plus"))),
+    _is("algorithm.lam", "--lambd", _GAE),
     _noted("algorithm.use_pf_ppo", "it is not implemented", "False"),
     _switch("algorithm.filter_groups.enable", "--group-filter", "zero_variance",
             note="True is `--group-filter zero_variance`"),
@@ -194,27 +247,26 @@ KEYS: tuple[VerlKey, ...] = (
     _together(f"{_ACTOR}.kl_loss_coef", "is `--kl-loss-coef`, with use_kl_loss"),
     _together(f"{_ACTOR}.kl_loss_type", "is `--kl-loss-type`: kl is k1, mse k2, with use_kl_loss"),
     _is(f"{_ACTOR}.entropy_coeff", "--entropy-coef"),
-    _is(f"{_ACTOR}.clip_ratio", "--eps-clip"),
-    _is(f"{_ACTOR}.clip_ratio_low", "--eps-clip"),
-    _is(f"{_ACTOR}.clip_ratio_high", "--eps-clip-high"),
-    _is(f"{_ACTOR}.clip_ratio_c", "--eps-clip-c"),
-    _is(f"{_ACTOR}.tau_pos", "--tau-pos"),
-    _is(f"{_ACTOR}.tau_neg", "--tau-neg"),
-    _choice(f"{_ACTOR}.policy_loss.loss_mode", "vanilla is ppo_clip, geo_mean gmpo; else `--policy-loss` module:attr",
-            vanilla="--policy-loss ppo_clip", gspo="--policy-loss gspo", sapo="--policy-loss sapo",
-            cispo="--policy-loss cispo", geo_mean="--policy-loss gmpo", clip_cov="--policy-loss clip_cov",
-            kl_cov="--policy-loss kl_cov"),
-    _is(f"{_ACTOR}.policy_loss.clip_cov_ratio", "--clip-cov-ratio"),
-    _is(f"{_ACTOR}.policy_loss.clip_cov_lb", "--clip-cov-lb"),
-    _is(f"{_ACTOR}.policy_loss.clip_cov_ub", "--clip-cov-ub"),
-    _is(f"{_ACTOR}.policy_loss.kl_cov_ratio", "--kl-cov-ratio"),
-    _is(f"{_ACTOR}.policy_loss.ppo_kl_coef", "--ppo-kl-coef"),
-    _choice(f"{_ACTOR}.loss_agg_mode", "for others `--loss-aggregation` module:attr",
-            token__mean="--loss-aggregation token_mean", seq__mean__token__mean="--loss-aggregation sequence_mean",
-            seq__mean__token__sum__norm="--loss-aggregation sequence_sum"),
-    _is(f"{_ACTOR}.loss_scale_factor", "--loss-length-normalizer", unset="None"),
-    _choice(f"{_ACTOR}.router_replay.mode", "R2 is `--use-routing-replay`, R3 `--use-rollout-routing-replay`",
-            disabled="", R2="--use-routing-replay", R3="--use-rollout-routing-replay"),
+    _is(f"{_ACTOR}.clip_ratio", "--eps-clip", _read_by_losses("eps_clip")),
+    _is(f"{_ACTOR}.clip_ratio_low", "--eps-clip", _read_by_losses("eps_clip")),
+    _is(f"{_ACTOR}.clip_ratio_high", "--eps-clip-high", _read_by_losses("eps_clip_high")),
+    _is(f"{_ACTOR}.clip_ratio_c", "--eps-clip-c", _read_by_losses("eps_clip_c")),
+    *(_is(f"{_ACTOR}.{place}{key}", f"--{key.replace('_', '-')}", _read_by_losses(key))
+      for key in ("tau_pos", "tau_neg") for place in ("", "policy_loss.")),
+    _choice(_LOSS_MODE, "vanilla is ppo_clip, geo_mean gmpo; else `--policy-loss` module:attr. The loss of gspo, sapo "
+            "and geo_mean is a mean over sequences",
+            **{mode: f"--policy-loss {loss}" + " --loss-aggregation sequence_mean" * (mode in _OF_SEQUENCES)
+               for mode, loss in _LOSSES.items()}),
+    *(_is(f"{_ACTOR}.policy_loss.{key}", f"--{key.replace('_', '-')}", _read_by_losses(key)) for key in
+      ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")),
+    replace(_choice(f"{_ACTOR}.loss_agg_mode", "for others `--loss-aggregation` module:attr",
+                    token__mean="--loss-aggregation token_mean",
+                    seq__mean__token__mean="--loss-aggregation sequence_mean",
+                    seq__mean__token__sum__norm="--loss-aggregation sequence_sum"), when=_AGGREGATED),
+    _is(f"{_ACTOR}.loss_scale_factor", "--loss-length-normalizer", _AGGREGATED, unset="None"),
+    *(_choice(f"{place}.router_replay.mode", "R2 is `--use-routing-replay`, R3 `--use-rollout-routing-replay`",
+              disabled="", R2="--use-routing-replay", R3="--use-rollout-routing-replay") for place in
+      (_ACTOR, _MEGATRON)),
     # Engines.
     _is(f"{_ROLLOUT}.n", "--n-samples-per-prompt"),
     _is(f"{_ROLLOUT}.temperature", "--rollout-temperature"),
@@ -239,6 +291,9 @@ KEYS: tuple[VerlKey, ...] = (
        "dtype", "trace.*", "prometheus.*", "agent.*")),
     _noted(f"{_ROLLOUT}.load_format", "engines start empty, and the first publication brings their weights"),
     _noted(f"{_ROLLOUT}.calculate_log_probs", "engines always return log-probs"),
+    _noted(f"{_ROLLOUT}.ignore_eos", "an answer ends where the model ends it", "False"),
+    *(_noted(f"{_ROLLOUT}.{key}", "lengths are those of data.max_prompt_length and data.max_response_length") for key in
+      ("prompt_length", "response_length")),
     *(_noted(f"{_ROLLOUT}.{key}", _PACKED) for key in
       ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu",
        "log_prob_use_dynamic_bsz")),
@@ -250,8 +305,7 @@ KEYS: tuple[VerlKey, ...] = (
     _is(f"{_ROLLOUT}.multi_turn.max_assistant_turns", "--max-turns", unset="None"),
     _refused(f"{_ROLLOUT}.multi_turn.*", _TOOLS),
     # Rewards.
-    _refused("custom_reward_function.path", "a reward is called with (prompt, sample): --custom-rm-path module:attr"),
-    _refused("custom_reward_function.name", "a reward is called with (prompt, sample): --custom-rm-path module:attr"),
+    _refused("custom_reward_function.*", _HOOK),
     _choice("reward_model.enable", _JUDGE, False_=""),
     _noted("reward_model.reward_manager", "--rm-type names the reward"),
     _together("reward_model.reward_kwargs.overlong_buffer_cfg.enable", "with len: `--overlong-buffer-len`"),
@@ -263,6 +317,16 @@ KEYS: tuple[VerlKey, ...] = (
     _noted("reward_model.launch_reward_fn_async", "rewards always are computed while others are generated"),
     _refused("reward_model.sandbox_fusion.*", "programs run in a sandbox of this machine: --rm-type code"),
     _refused("reward_model.*", _JUDGE),
+    *(_together(f"{new}*" if new.endswith(".") else new, f"was {old.removesuffix('.')}, whose line says the rest")
+      for new, old in RENAMED.items()),
+    *(_refused(f"reward.{key}", _HOOK) for key in ("reward_manager.*", "compute_score_kwargs.*")),
+    # The critic.
+    _is("critic.optim.lr", "--critic-lr", _GAE),
+    _is("critic.optim.lr_warmup_steps", "--critic-lr-warmup-iters", _GAE, unset="-1", null="None"),
+    replace(_choice("critic.optim.lr_warmup_steps_ratio", "other shares: give `--critic-lr-warmup-iters`",
+                    **{"0": "", "0.0": ""}), when=_GAE),
+    _is("critic.cliprange_value", "--value-clip", _GAE),
+    _is("critic.model.path", "--critic-hf-checkpoint", _GAE),
     _noted("critic.*", _CRITIC),
     # The run.
     _together("trainer.nnodes", "is `--actor-num-nodes`; engines get separate GPUs, `--rollout-num-gpus`"),
@@ -272,7 +336,8 @@ KEYS: tuple[VerlKey, ...] = (
     _together("trainer.save_freq", "is `--save-interval`, with --save"),
     _together("trainer.default_local_dir", "is `--save`"),
     _is("trainer.test_freq", "--eval-interval", unset="-1"),
-    _is("trainer.max_actor_ckpt_to_keep", "--save-keep-last", unset="None"),
+    _together("trainer.max_actor_ckpt_to_keep", "is `--save-keep-last`, with save_freq"),
+    _noted("trainer.max_critic_ckpt_to_keep", "the critic is a part of the checkpoints"),
     _together("trainer.logger", "with wandb, tensorboard, mlflow, trackio or swanlab in it `--use-wandb` and the like; "
               "metrics.jsonl is always written"),
     _is("trainer.project_name", "--wandb-project"),
@@ -283,7 +348,7 @@ KEYS: tuple[VerlKey, ...] = (
     _noted("trainer.log_val_generations", "it logs answers of the validation: here they are in samples/ of "
            "the run directory, and W&B gets tables of them"),
     _noted("trainer.balance_batch", "tokens always are balanced over data-parallel ranks"),
-    _noted("trainer.critic_warmup", _CRITIC),
+    _is("trainer.critic_warmup", "--num-critic-only-steps", _GAE, unset="0"),
     _noted("trainer.use_legacy_worker_impl", "it chooses among verl's own parts"),
     _noted("trainer.device", "--device says where models run"),
     _noted("trainer.ray_wait_register_center_timeout", "deadlines are the run's own"),
@@ -317,10 +382,26 @@ DEFAULTS = {
     f"{_ROLLOUT}.gpu_memory_utilization": "0.5",
     f"{_OPTIM}.weight_decay": "0.01",
     f"{_OPTIM}.betas": "[0.9,0.999]",
+    _ESTIMATOR: "gae",
+    "critic.optim.lr": "1e-5",
+    "critic.cliprange_value": "0.5",
+    f"{_ACTOR}.policy_loss.ppo_kl_coef": "0.1",
     "trainer.nnodes": "1",
     "trainer.n_gpus_per_node": "8",
 }
 """verl's defaults (trainer/config/ppo_megatron_trainer.yaml) that differ from ours."""
+
+
+def older_name(key: str) -> str:
+    """The key that has a row in the table.
+
+    >>> older_name("reward.reward_kwargs.max_resp_len"), older_name("trainer.nnodes")
+    ('reward_model.reward_kwargs.max_resp_len', 'trainer.nnodes')
+    """
+    for new, old in RENAMED.items():
+        if key == new or (new.endswith(".") and key.startswith(new)):
+            return old + key.removeprefix(new)
+    return key
 
 
 def row_of(key: str) -> VerlKey | None:

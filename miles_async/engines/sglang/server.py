@@ -14,6 +14,8 @@ from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.sglang import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.engines.sglang.cpu.memory import memory_flags
+from miles_async.errors import ConfigurationError
+from miles_async.runtime.files.private import make_private
 
 _KEEP_ALIVE_SECONDS = "86400"  # closing a connection of the router's just as a request comes fails the request
 
@@ -94,6 +96,16 @@ def server_command(
     return [*command, *spec.extra]
 
 
+def _compiled_kernels() -> str:
+    """The directory that torch chooses itself, if it is this user's: what is in it is loaded and run."""
+    path = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    try:
+        make_private(path)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}; name another by TORCHINDUCTOR_CACHE_DIR") from error
+    return str(path)
+
+
 def server_environment(spec: ServerSpec) -> dict[str, str]:
     """Variables to add to the environment of the server."""
     environment = {
@@ -117,7 +129,7 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
         # Ranks of one engine look at the same memory one after the other, while neighbours take theirs.
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
     elif "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # compiled kernels outlive a server, unlike its other files
-        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        environment["TORCHINDUCTOR_CACHE_DIR"] = _compiled_kernels()
     if spec.held_weights:
         environment[HELD_WEIGHTS_VARIABLE] = "1"
     if spec.weight_group_seconds is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import stat
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -18,6 +17,7 @@ from ray._private.node import Node
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.cluster import agent_setup, worker_setup
 from miles_async.runtime.cluster.ray_address import TOKEN_MODE, find_entry
+from miles_async.runtime.files.private import make_private
 from miles_async.runtime.processes.run_process import is_alive
 from miles_async.runtime.texts import last_lines, shortened
 
@@ -139,14 +139,11 @@ def ray_directory() -> Path:
     """
     path = Path(os.environ.get(_DIRECTORY_VARIABLE) or "/tmp") / f"ray-{os.getuid()}"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ConfigurationError(
-                f"{path}: expected a directory of this user for Ray's files, found another's: remove it, or name "
-                f"another place by {_DIRECTORY_VARIABLE}"
-            )
-        path.chmod(0o700)
+        make_private(path)
+    except PermissionError as error:
+        raise ConfigurationError(
+            f"{path}: {error.strerror}: remove it, or name another place by {_DIRECTORY_VARIABLE}"
+        ) from error
     except OSError as error:
         raise ConfigurationError(
             f"{path}: cannot hold Ray's files ({error.strerror}): name another place by {_DIRECTORY_VARIABLE}"

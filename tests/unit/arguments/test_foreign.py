@@ -15,6 +15,7 @@ from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
 from miles_async.arguments.foreign.checks import check_foreign, layer_kinds
 from miles_async.arguments.foreign.record import ForeignFlag
 from miles_async.arguments.foreign.shapes import SHAPES
+from miles_async.arguments.foreign.slime import FULLY_ASYNC_LOOPS
 from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.parser import ParsedCommandLine, build_parser, parse_arguments
@@ -154,6 +155,16 @@ class TestTranslation:
         path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
         assert parse("--dynamic-sampling-filter-path", path).arguments.rewards.group_filter == ("zero_variance",)
         assert "--group-filter-path" in refusal("--dynamic-sampling-filter-path", "mine.filter")
+
+    @pytest.mark.parametrize("path", FULLY_ASYNC_LOOPS)
+    def test_a_loop_that_every_run_has(self, path: str):
+        parsed = parse("--rollout-function-path", path)
+        assert parsed.arguments == Arguments()
+        (note,) = parsed.notes
+        assert note.startswith(f"--rollout-function-path {path} changes nothing: generation never waits")
+        assert "another loop cannot be put in" in refusal(
+            "--rollout-function-path", "mine.generate_rollout_fully_async"
+        )
 
     def test_a_reward_of_groups(self):
         assert "--group-rm does not exist here: use --group-rm-path module:attr" in refusal("--group-rm")

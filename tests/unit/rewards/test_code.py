@@ -125,6 +125,39 @@ if __name__ == "__main__" and (line := input() if tests_read else ""):
     assert await reward(prompt(tests), make_sample([0], text=f"```python\n{program}\n```")) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("program", "statement", "right"),
+    [
+        (
+            "class math: isclose = staticmethod(lambda *a: True)\ndef f(x): return 0",
+            "assert math.isclose(f(2), 4)",
+            0.0,
+        ),
+        ("import math\ndef f(x): return 2 * x", "assert math.isclose(f(2), 4)", 1.0),
+        ("import math\ndef f(x): return 0", "assert math.isclose(f(2), 4)", 0.0),
+        ("import cmath as math\ndef f(x): return 0", "assert math.isclose(f(2), 4)", 0.0),
+        ("import numpy as np\ndef f(x): return np.array([x])", "assert np.allclose(f(2), [2])", 1.0),
+        ("class np: allclose = print\ndef f(x): return 0", "assert not np.allclose(f(2), [2])", 0.0),
+        ("def queue(x): return x", "assert queue(2) == 2", 1.0),  # a function's name may be a module's
+    ],
+)
+async def test_a_program_cannot_stand_in_for_a_module_of_its_tests(
+    reward: CodeReward, program: str, statement: str, right: float
+):
+    assert await reward(prompt([statement]), make_sample([0], text=f"```python\n{program}\n```")) == right
+
+
+def test_buffers_of_sockets_are_bounded():
+    program = """
+import socket
+pairs = []
+while len(pairs) < 1000:
+    pairs.append(socket.socketpair())
+print(len(pairs))
+"""
+    assert run(program) is None
+
+
 async def test_a_response_without_a_program_is_wrong(reward: CodeReward):
     assert await reward(prompt(SUMS), make_sample([0], text="I don't know; print(3)?")) == 0.0
     thought = "<think>```python\nprint(sum(map(int, input().split())))\n```</think> I don't know."

@@ -163,6 +163,93 @@ def test_defaults_of_slime_are_written_out(
     assert arguments.evaluation.eval_temperature == 0.8
 
 
+def test_held_out_prompts_of_a_file_have_the_temperature_of_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text = from_stdin("--eval-config sets.yaml --rollout-temperature 0.8", monkeypatch, capsys)
+    assert "\n--eval-temperature 0.8\n" in text
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--fully-async", "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"],
+)
+def test_a_loop_without_a_bound_gets_one(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--hf-checkpoint m --prompt-data p.jsonl --n-samples-per-prompt 8 --rm-type math --label-key label"
+    status, text = from_stdin(f"{words} {flag}", monkeypatch, capsys, "train_async.py")
+    assert status == 0, text
+    assert "the version before" not in text
+    assert "\n--max-weight-staleness 2\n--use-rollout-logprobs\n" in text
+    _, text = from_stdin(f"{words} {flag} --max-weight-staleness 4", monkeypatch, capsys, "train_async.py")
+    assert text.count("--max-weight-staleness") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--ref-load r --kl-coef 0.00",
+            "--ref-load r changes nothing: without a KL there is no reference, and the run",
+        ),
+        ("--num-epoch 3 --num-rollout 50", "--num-epoch 3 changes nothing: --num-rollout is given"),
+    ],
+)
+def test_what_others_leave_without_effect_is_no_obstacle(
+    words: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fine = "--hf-checkpoint m --prompt-data p.jsonl --n-samples-per-prompt 8 --rm-type math --label-key label"
+    status, text = from_stdin(f"{fine} {words}", monkeypatch, capsys)
+    assert status == 0, text
+    assert line in text.partition("# Not needed here:\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--ref-load r --use-kl-loss", "--ref-load does not exist here: use --ref-hf-checkpoint"),
+        ("--ref-load r --kl-coef 0.1", "--ref-load does not exist here: use --ref-hf-checkpoint"),
+        ("--ref-load r --kl-coef $KL", "--ref-load does not exist here: use --ref-hf-checkpoint"),
+        ("--num-epoch 3", "--num-epoch does not exist here: use --num-rollout"),
+    ],
+)
+def test_what_has_an_effect_has_to_be_replaced(
+    words: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = from_stdin(words, monkeypatch, capsys)
+    assert status == 1
+    assert line in text.partition("# Could not be mapped:\n")[2]
+
+
+def test_what_a_condition_decides_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = "ARGS=(--lr 1)\nif true; then\n  ARGS+=(--seed 3)\nfi\npython3 train.py ${ARGS[@]}"
+    monkeypatch.setattr("sys.stdin", io.StringIO(script))
+    main(["migrate", "-"])
+    text = capsys.readouterr().out
+    assert "--lr 1\n--seed 3\n" in text
+    assert "under a condition or in a loop, taken once as if it held: look at them:\n#   ARGS\n" in text
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        'LINE="$(python3 "${HERE}/utils/model_args_utils.py" "qwen3-4B")" || exit 1\nread -ra MODEL_ARGS <<< "${LINE}"',
+        'read -r -a MODEL_ARGS <<< "$(python3 /root/utils/model_args_utils.py qwen3-4B)"',
+        "MODEL_ARGS=($(python3 /root/utils/model_args_utils.py qwen3-4B))",
+    ],
+)
+def test_flags_that_describe_the_model_are_left_out(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{script}\npython3 train.py ${{MODEL_ARGS[@]}} --swiglu --lr 1\n"))
+    main(["migrate", "-"])
+    text = capsys.readouterr().out
+    assert "another flag says it:\n#   --swiglu, MODEL_ARGS\n" in text
+    assert "Only the shell knows" not in text
+    assert "\n--lr 1\n" in text
+
+
 def test_defaults_stay_out_where_the_script_decides(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,7 +314,7 @@ def test_what_cannot_be_mapped_or_known_is_told(tmp_path: Path, capsys: pytest.C
     assert "[@]" not in text
     assert "#   --moe-enable-deepep does not exist here: tokens reach experts by alltoall" in text
     assert "#   unknown flag --no-such-flag" in text
-    assert "# Only the shell knows these variables: write their values:\n#   MODEL_ARGS\n#   BASE_DIR\n" in text
+    assert "# Only the shell knows these: write their values:\n#   MODEL_ARGS\n#   BASE_DIR\n" in text
     assert "# Assigned more than once, the last one was taken: look at them:\n#   TP\n" in text
     assert "# Sourced by the script and not found, so its flags are missing:\n#   models/tiny.sh\n" in text
 

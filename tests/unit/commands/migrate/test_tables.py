@@ -26,6 +26,8 @@ def test_every_flag_and_value_has_a_line_with_verdict_and_reason(
     for flag, row in FOREIGN_FLAGS.items():
         (line,) = [line for line in printed if line.startswith((f"{flag}  ", f"{flag} {' or '.join(row.only)}  "))]
         assert line.endswith(f"  {row.verdict}: {row.note.replace('`', '')}")
+        for idle, why in row.idle.items():
+            assert f"{flag} {idle}  noted: {why}" in printed
     for value in FOREIGN_VALUES.values():
         (line,) = [line for line in printed if line.startswith(f"{value.flag} {value.value}  ")]
         assert (f"works, as {' '.join(value.ours)}" if value.ours else "refused") in line
@@ -37,12 +39,14 @@ def test_every_default_that_differs_has_a_line(capsys: pytest.CaptureFixture[str
     assert [line.split()[0] for line in ours] == [default.flag for default in DEFAULTS]
     assert "--kl-loss-type k1  with --use-kl-loss" in ours
     assert "--loss-aggregation sequence_mean  unless --calculate-per-token-loss" in ours
+    assert "--eval-temperature  that of training, with --eval-prompt-data or --eval-config" in ours
 
 
 def test_every_key_of_verl_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     printed = lines("verl", capsys)
     assert len(printed) == len(KEYS)
     assert "data.train_batch_size  works: is --rollout-batch-size" in printed
+    assert "critic.optim.lr  works: is --critic-lr, with algorithm.adv_estimator=gae" in printed
     assert "algorithm.kl_ctrl.type fixed  noted: fixed; for adaptive give --kl-target and --kl-horizon" in printed
 
 

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 
 from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.parser import build_parser, parse_arguments
 from miles_async.arguments.pass_through import is_pass_through
+from miles_async.commands.migrate.command import VERL, refusals
 from miles_async.commands.migrate.shell_script import find_command
 from miles_async.commands.migrate.verl import from_verl
 from miles_async.commands.migrate.verl_keys import DEFAULTS, KEYS, row_of
@@ -19,6 +21,7 @@ from miles_async.errors import ConfigurationError
 
 OURS = list(build_parser("miles-async train")._option_string_actions)
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LOSS = f"{ACTOR}.policy_loss"
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
 
@@ -59,19 +62,31 @@ def test_no_row_hides_a_later_one() -> None:
         (f"{ROLLOUT}.enforce_eager=True", "--sglang-disable-cuda-graph"),
         ("algorithm.norm_adv_by_std_in_grpo=False", "--no-grpo-std-normalization"),
         ("algorithm.adv_estimator=rloo", "--advantage-estimator rloo"),
-        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", "--policy-loss gmpo"),
-        (f"{ACTOR}.policy_loss.loss_mode=kl_cov", "--policy-loss kl_cov"),
-        (f"{ACTOR}.policy_loss.kl_cov_ratio=0.002", "--kl-cov-ratio 0.002"),
+        ("algorithm.gamma=0.9 algorithm.lam=0.95", "--gamma 0.9 --lambd 0.95"),
+        (
+            "critic.optim.lr=2e-5 critic.optim.lr_warmup_steps=7",
+            "--critic-lr 2e-5 --value-clip 0.5 --critic-lr-warmup-iters 7",
+        ),
+        ("critic.model.path=/m", "--critic-lr 1e-5 --value-clip 0.5 --critic-hf-checkpoint /m"),
+        ("critic.cliprange_value=0.3 trainer.critic_warmup=5", "--value-clip 0.3 --num-critic-only-steps 5"),
+        (f"{LOSS}.loss_mode=geo_mean", "--policy-loss gmpo --loss-aggregation sequence_mean"),
+        (f"{LOSS}.loss_mode=gspo", "--policy-loss gspo --loss-aggregation sequence_mean"),
+        (f"{LOSS}.loss_mode=dppo_tv {ACTOR}.clip_ratio_high=0.3", "--policy-loss dppo_tv --eps-clip-high 0.3"),
+        (f"{LOSS}.loss_mode=kl_cov", "--ppo-kl-coef 0.1 --policy-loss kl_cov"),
+        (f"{LOSS}.loss_mode=kl_cov {LOSS}.kl_cov_ratio=0.002", "--policy-loss kl_cov --kl-cov-ratio 0.002"),
+        (f"{LOSS}.loss_mode=sapo {LOSS}.tau_pos=2 {LOSS}.tau_neg=3", "--tau-pos 2 --tau-neg 3"),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", "--loss-aggregation sequence_mean"),
         (
             f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=mse",
             "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k2",
         ),
         (
-            "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
+            "algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
             "--token-advantages kl_in_reward --kl-coef 0.1 --kl-reward-type k1",
         ),
         (f"{OVERLONG}.enable=True {OVERLONG}.len=512", "--overlong-buffer-len 512 --overlong-penalty-factor 1.0"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=256",
+         "--overlong-buffer-len 256 --overlong-penalty-factor 1.0"),
         (f"data.train_batch_size=64 {ACTOR}.ppo_mini_batch_size=16", "--num-steps-per-rollout 4"),
         (
             "trainer.nnodes=2 trainer.n_gpus_per_node=4",
@@ -80,6 +95,13 @@ def test_no_row_hides_a_later_one() -> None:
         ("trainer.n_gpus_per_node=4 rollout.nnodes=3 rollout.n_gpus_per_node=8", "--rollout-num-gpus 24"),
         (f"{ACTOR}.optim.betas=[0.9,0.95]", "--adam-beta1 0.9 --adam-beta2 0.95"),
         ("trainer.save_freq=5 trainer.default_local_dir=/c", "--save /c --save-interval 5"),
+        ("trainer.max_actor_ckpt_to_keep=2 trainer.save_freq=5", "--save-interval 5 --save-keep-last 2"),
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4", "--context-parallel-size 4"),
+        (f"{ACTOR}.megatron.router_replay.mode=R3", "--use-rollout-routing-replay"),
+        (f"{ACTOR}.optim.lr_scheduler_type=cosine", "--lr-decay-style cosine"),
+        ("data.val_files=['/d/a/test.parquet','/d/b/test.parquet','/d/c.parquet']",
+         "--eval-prompt-data a /d/a/test.parquet b /d/b/test.parquet /d/c.parquet"),
+        ("data.image_key=pictures", '--multimodal-keys {"image": "pictures"}'),
         ("trainer.logger=[console,wandb]", "--use-wandb"),
         ("trainer.logger=['swanlab','tensorboard']", "--use-tensorboard --use-swanlab"),
         ("actor_rollout_ref.nccl_timeout=1200", "--distributed-timeout-minutes 20"),
@@ -99,6 +121,14 @@ def test_what_keys_become(overrides: str, words: str) -> None:
         (f"{ACTOR}.use_kl_loss=False", "--use-kl-loss"),
         (f"{ACTOR}.kl_loss_coef=0.1", "--kl-loss-coef"),
         ("actor_rollout_ref.model.target_modules=all-linear", "--target-modules"),
+        ("trainer.max_actor_ckpt_to_keep=2", "--save-keep-last"),
+        (f"{ACTOR}.optim.lr_warmup_steps=null", "--lr-warmup-iters"),
+        ("trainer.critic_warmup=0", "--num-critic-only-steps"),
+        ("algorithm.use_kl_in_reward=True", "kl_in_reward"),
+        ("algorithm.adv_estimator=grpo", "--critic-lr"),
+        (f"{LOSS}.loss_mode=sapo", "--ppo-kl-coef"),
+        ("data.val_files=null", "--eval-prompt-data"),
+        ("data.image_key=null", "--multimodal-keys"),
     ],
 )
 def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> None:
@@ -111,7 +141,11 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
     ("override", "named"),
     [
         ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: expected gae, grpo"),
-        ("algorithm.gamma=0.9", "give `--gamma`"),
+        ("critic.optim.lr_warmup_steps_ratio=0.05", "give `--critic-lr-warmup-iters`"),
+        (f"{ROLLOUT}.ignore_eos=True", "an answer ends where the model ends it"),
+        (f"{ACTOR}.megatron.dtype=float16", "what fp16 needs, a scaled loss, is not implemented"),
+        ("reward.custom_reward_function.path=r.py", "reward.custom_reward_function.path=r.py: a reward is called"),
+        ("reward.compute_score_kwargs.method=flexible", "--custom-rm-path"),
         ("algorithm.kl_ctrl.type=adaptive", "--kl-target"),
         (f"{ACTOR}.ppo_mini_batch_size=100", "give --num-steps-per-rollout"),
         (f"{ROLLOUT}.multi_turn.tool_config_path=t.yaml", "--environment-path module:attr"),
@@ -126,9 +160,62 @@ def test_what_has_no_counterpart_is_told(override: str, named: str) -> None:
 
 
 def test_keys_of_one_reason_share_a_line() -> None:
-    done = from_verl(["critic.optim.lr=1e-5", "critic.model.path=m", "--config-name=x", "$@"])
-    (line,) = done.not_needed
-    assert line.startswith("critic.optim.lr=1e-5, critic.model.path=m: the critic of adv_estimator gae has ")
+    done = from_verl([f"{ACTOR}.strategy=fsdp", "model_engine=dp", "--config-name=x", "$@"])
+    assert done.not_needed == [f"{ACTOR}.strategy=fsdp, model_engine=dp: Megatron trains"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            "algorithm.adv_estimator=grpo critic.optim.lr=1e-5 trainer.critic_warmup=0 algorithm.gamma=0.9",
+            "critic.optim.lr=1e-5, trainer.critic_warmup=0: no effect without algorithm.adv_estimator=gae",
+        ),
+        (f"{LOSS}.loss_mode=sapo {ACTOR}.clip_ratio_c=10", "clip_ratio_c=10: no effect without "),
+        (f"{LOSS}.loss_mode=gspo {ACTOR}.loss_agg_mode=token-mean", "loss_agg_mode=token-mean: no effect without "),
+        (f"{LOSS}.tau_pos=2", f"{LOSS}.tau_pos=2: no effect without {LOSS}.loss_mode=sapo"),
+        (f"{ROLLOUT}.prompt_length=512", "lengths are those of data.max_prompt_length and data.max_response_length"),
+        (f"{ACTOR}.entropy_from_logits_with_chunking=True", "entropy comes in chunks"),
+        (f"{ACTOR}.optim.optimizer=AdamW", "AdamW is the optimizer"),
+        ("trainer.max_critic_ckpt_to_keep=2", "the critic is a part of the checkpoints"),
+        ("reward.num_workers=8", "reward.num_workers=8: --rm-workers bounds"),
+        ("reward.reward_manager.name=dapo", "reward.reward_manager.name=dapo: --rm-type names the reward"),
+    ],
+)  # fmt: skip
+def test_keys_that_count_for_nothing_are_told(overrides: str, line: str) -> None:
+    done = from_verl(overrides.split())
+    assert line in "\n".join(done.not_needed)
+    assert done.unmapped == []
+
+
+GRPO = f"algorithm.adv_estimator=grpo {ROLLOUT}.n=8"
+MODEL = "data.train_files=a.parquet actor_rollout_ref.model.path=/m trainer.total_training_steps=50"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "algorithm.use_kl_in_reward=True algorithm.lam=0.95 critic.model.path=/m trainer.critic_warmup=10",
+        f"{GRPO} {LOSS}.loss_mode=sapo {ACTOR}.clip_ratio_high=0.28 {ACTOR}.clip_ratio_c=10",
+        f"{GRPO} {LOSS}.loss_mode=geo_mean {ACTOR}.clip_ratio_c=10",
+        f"{GRPO} trainer.max_actor_ckpt_to_keep=2",
+        f"{GRPO} data.val_files=['$HOME/gsm8k/test.parquet','$HOME/math/test.parquet']",
+    ],
+)
+def test_what_train_would_refuse_is_left_out(overrides: str) -> None:
+    words = from_verl(f"{MODEL} {overrides}".split()).words
+    assert refusals(f"{shlex.join(words)}\n{VERL}--use-rollout-logprobs\n", {}) == []
+
+
+def test_ppo_whitens_and_has_a_critic() -> None:
+    arguments = parse_arguments(from_verl(()).words).arguments  # gae is verl's default
+    assert (arguments.algorithm.token_advantages, arguments.algorithm.normalize_advantages) == ("gae", True)
+    assert (arguments.critic.critic_lr, arguments.critic.value_clip) == (1e-5, 0.5)
+
+
+def test_discounted_rewards_without_a_critic_are_refused() -> None:
+    words = from_verl(["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"]).words
+    assert any("--gamma 0.9 has no effect" in line for line in refusals(shlex.join(words), {}))
 
 
 @pytest.mark.parametrize(
@@ -139,6 +226,8 @@ def test_keys_of_one_reason_share_a_line() -> None:
         ("A=${A:-5}", "5"),
         ("B=${B:-7}\nA=${A:-$B}", "7"),
         ("A=${A}", "${A}"),
+        ("B=${B:-}\nA=${B:-7}", "7"),
+        ("B=\nA=${B-7}", ""),
         ("H=${HOME_OF:-'/h'}\nA=${A:-\"${H}/x\"}", "/h/x"),
         ("A=$(($UNKNOWN + 1))", "$(($UNKNOWN+1))"),
     ],

@@ -1,0 +1,122 @@
+"""Words of a shell script that is read, not run: where an array ends, what can be computed, what a condition decides.
+
+# covers: P8
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miles_async.commands.migrate.shell_script import ShellCommand, find_command
+
+
+def read(script: str) -> ShellCommand:
+    """``script``, and a command with the words of ARGS."""
+    return find_command(f"{script}\npython3 train.py ${{ARGS[@]}}\n", ["train.py"], Path("no_such_folder"))
+
+
+def test_an_array_ends_at_its_own_bracket() -> None:
+    command = read(
+        "ARGS=(\n --rollout-max-response-len $((1024 * 8))\n --sglang-cuda-graph-bs 1 2 $(seq 16 8 32)\n"
+        " --n-samples-per-prompt 4\n)\n"
+    )
+    assert command.words == [
+        *("--rollout-max-response-len", "8192", "--sglang-cuda-graph-bs", "1", "2", "16", "24", "32"),
+        *("--n-samples-per-prompt", "4"),
+    ]
+    assert command.unknown == []
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("ARGS=(--a 'x)' \\) \"y)\" 1)  # a)", ["--a", "x)", ")", "y)", "1"]),
+        ("ARGS=(--a 1); ARGS+=(--b 2)", ["--a", "1", "--b", "2"]),
+        ("ARGS=(--a\n  1  # one)\n  --b) # two", ["--a", "1", "--b"]),
+        ("N=24\nARGS=(--a $(seq 8 8 $N))", ["--a", "8", "16", "24"]),
+        ("ARGS=(--a $(seq 3) $(seq 4 5) $(seq 9 -2 5) $(seq 2 1))", ["--a", *"12345975"]),
+    ],
+)  # fmt: skip
+def test_words_of_arrays(script: str, words: list[str]) -> None:
+    command = read(script)
+    assert command.words == words
+    assert (command.unknown, command.conditional) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["$(cat a b)", "`nproc --all`", "$(seq 1 0 5)", "$(seq 1 2 3 4)", "$(seq 0.5 2)", "$(seq)", "x$(f $(g (h)))"],
+)
+def test_what_another_program_prints_is_told(word: str) -> None:
+    command = read(f"ARGS=(--a {word} --b 2)")
+    assert command.words == ["--a", word, "--b", "2"]
+    assert command.unknown == [word]
+
+
+def test_a_number_of_seq_that_only_the_shell_knows() -> None:
+    assert read("ARGS=($(seq 1 $N) --b)").unknown == ["N", "$(seq 1 $N)"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if [ "$X" = 1 ]; then\n  ARGS+=(--b 2)\nfi',
+        'if [ "$X" = 1 ]\nthen\nARGS+=(--b\n 2)\nfi',
+        'if [ "$X" = 1 ]; then\n  echo 1\nelif [ "$X" = 2 ]; then\n  echo 2\nelse\n  ARGS+=(--b 2)\nfi',
+        'if [ "$X" = 1 ]; then ARGS+=(--b 2); fi',
+        'if [ "$X" = 1 ]; then echo 1; else ARGS+=(--b 2); fi',
+        '[ "$X" = 1 ] && ARGS+=(--b 2)  # not always',
+        'test "$X" = 1 || ARGS+=(--b 2)',
+        "case $X in\n  1) ARGS+=(--b 2) ;;\nesac",
+        "case $X in\n  1)\n    ARGS+=(--b 2)\n    ;;\nesac",
+        "for i in 1; do\n  ARGS+=(--b 2)\ndone",
+    ],
+)
+def test_what_a_condition_decides_is_taken_and_told(line: str) -> None:
+    command = read(f"ARGS=(--a 1)\n{line}\nARGS+=(--c 3)")
+    assert command.words == ["--a", "1", "--b", "2", "--c", "3"]
+    assert command.conditional == ["ARGS"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "if true; then\n  echo 1\nfi\nARGS=(--a)\n",
+        "if true; then echo 1; elif false; then echo 2; fi\nARGS=(--a)",
+        "main() {\n  ARGS=(--a)\n}",
+        "if true; then\n  ARGS=(--b)\nfi\nARGS=(--a)",
+        "python3 - <<PY\nfor x in y:\n    print(x)\nPY\nARGS=(--a)",
+    ],
+)
+def test_what_no_condition_decides_is_not_told(script: str) -> None:
+    command = read(script)
+    assert (command.words, command.conditional) == (["--a"], [])
+
+
+def test_a_variable_with_a_value_per_branch_is_told_once() -> None:
+    command = read("if true; then\n  N=1\nelse\n  N=2\nfi\nARGS=(--a $N)")
+    assert (command.words, command.repeated, command.conditional) == (["--a", "2"], ["N"], [])
+
+
+@pytest.mark.parametrize("rest", ["2>&1 | tee a.log", "> a.log", "|| exit 1", "&& echo 1", "; echo 1", "&"])
+def test_the_words_of_a_command_end_with_it(rest: str) -> None:
+    command = find_command(
+        f"python3 train.py --a '|' \"x > $(date)\" b;c {rest}\n", ["train.py"], Path("no_such_folder")
+    )
+    assert command.words == ["--a", "|", "x > $(date)", "b;c"]
+
+
+def test_words_that_are_read_from_a_variable() -> None:
+    command = read('LINE="--a 1"\nread -ra ARGS <<< "${LINE}"')
+    assert (command.words, command.unknown) == (["--a", "1"], [])
+    assert read('read -ra ARGS <<< "$(tr a b < c)"').unknown == ["ARGS"]
+
+
+@pytest.mark.parametrize("path", ['"$(dirname "$0")/models/tiny.sh"', '"${HERE}/models/tiny.sh" || exit 1'])
+def test_a_file_next_to_the_script(path: str, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text("ARGS=(--a)\n")
+    command = find_command(f"source {path}\npython3 train.py ${{ARGS[@]}}\n", ["train.py"], tmp_path)
+    assert (command.words, command.missing) == (["--a"], [])
