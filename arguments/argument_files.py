@@ -52,6 +52,8 @@ def _preset(word: str) -> Path:
 
 def _read_words(path: Path, word: str, including: tuple[Path, ...]) -> list[str]:
     origin = f" (named in {including[-1]})" if including else ""
+    if path.suffix == ".toml":
+        raise ConfigurationError(f"{word}: {path} is TOML{origin}: give it as --config {path}")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:

@@ -22,7 +22,7 @@ from miles_async.arguments.pass_through import (
     values_from_toml,
 )
 from miles_async.arguments.problems import refuse
-from miles_async.arguments.specification import FlagSpecification, argument_groups, flag_specifications
+from miles_async.arguments.specification import FlagSpecification, argument_groups, flag_specifications, group_title
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.errors import ConfigurationError
 
@@ -31,6 +31,8 @@ RENAMED = {"share_prompts": "share_prefixes"}  # name that files of earlier runs
 
 def read_config_file(path: Path) -> tuple[dict[str, FlagValue], PassThrough]:
     """(field name → value, flags that are passed on). Raises ConfigurationError naming every bad key."""
+    if path.suffix == ".args":
+        raise ConfigurationError(f"--config reads TOML: give the argument file as @{path}")
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -51,9 +53,11 @@ def read_config_file(path: Path) -> tuple[dict[str, FlagValue], PassThrough]:
 
 def _entries(document: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
     """(table or "", key, value) of every key."""
+    titles = {group_title(group).lower(): group for group in argument_groups()}  # as --help calls them
     for key, value in document.items():
-        if isinstance(value, dict) and key in argument_groups():
-            yield from ((key, inner, inner_value) for inner, inner_value in value.items())
+        group = titles.get(key.lower(), key)
+        if isinstance(value, dict) and group in argument_groups():
+            yield from ((group, inner, inner_value) for inner, inner_value in value.items())
         else:
             yield "", key, value
 

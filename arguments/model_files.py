@@ -35,7 +35,16 @@ def directory_problems(path: Path, flag: str) -> Iterator[str]:
     elif not any(path.glob("*.safetensors")):
         yield f"{where}: the directory has no weights (*.safetensors)"
     else:
-        yield from (f"{where}: {problem}" for problem in _weight_problems(path, config))
+        problems = [*_number_problems(config)] or _weight_problems(path, config)
+        yield from (f"{where}: {problem}" for problem in problems)
+
+
+def _number_problems(config: JsonObject) -> Iterator[str]:
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "rope_theta"):
+        value = config.get(name, 1)
+        number = isinstance(value, int | float) if name == "rope_theta" else isinstance(value, int)
+        if not number or isinstance(value, bool) or value <= 0:
+            yield f"config.json: {name}: expected a number above 0, found {value!r}"
 
 
 def read_config(path: Path) -> JsonObject:
@@ -66,7 +75,8 @@ def read_json(path: Path) -> JsonObject:
 
 
 def _weight_problems(path: Path, config: JsonObject) -> Iterator[str]:
-    index = read_json(path / _INDEX).get("weight_map", {})
+    index = read_json(path / _INDEX).get("weight_map")
+    index = index if isinstance(index, dict) else {}
     missing = sorted({str(name) for name in index.values() if not (path / str(name)).is_file()})
     if missing:
         yield f"{_INDEX} names {len(missing)} file(s) that are not there: {_first(missing)}; download them again"

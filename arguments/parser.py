@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,10 @@ Examples:
 """
 
 
+_KEY_OF_VERL = re.compile(r"\+{0,2}[a-zA-Z_]\w*(\.\w+)+=")
+_IGNORED = re.compile(r"(\S+): ignored explicit argument (.*)")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedCommandLine:
     """Parsed command line. The arguments are typed and complete, but not validated yet."""
@@ -72,7 +77,7 @@ def parse_arguments(argv: Sequence[str], *, prog: str = "miles-async train") -> 
     refuse([*translation.problems.values(), *_unknown(words, ours)])
     namespace, unexpected = parser.parse_known_args(words)
     if unexpected:
-        raise ConfigurationError(f"unexpected argument {unexpected[0]!r}: every value needs its flag before it")
+        raise ConfigurationError(_why_unexpected(unexpected[0], words, parser))
     given = vars(namespace)
     print_config, dry_run = given.pop("print_config"), given.pop("dry_run")
     values: dict[str, FlagValue] = {}
@@ -91,6 +96,28 @@ def parse_arguments(argv: Sequence[str], *, prog: str = "miles-async train") -> 
         notes=tuple(translation.notes.values()),
         checks=translation.checks,
     )
+
+
+def _why_unexpected(word: str, words: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Say what a word was probably meant to be that no flag takes."""
+    before = words[place - 1] if (place := list(words).index(word)) else ""
+    path = Path(word)
+    advice = "every value needs its flag before it"
+    if isinstance(action := parser._option_string_actions.get(before), argparse.BooleanOptionalAction):
+        advice = _switch(action.option_strings)
+    elif _KEY_OF_VERL.match(word):
+        advice = "it looks like a key of verl, whose command lines `miles-async migrate SCRIPT` translates"
+    elif path.suffix == ".toml":
+        advice = f"files of flags are given as --config {word}"
+    elif path.suffix == ".args" or path.is_file():
+        advice = f"did you mean @{word}?"
+    elif word.startswith(("–", "—")):
+        advice = f"it begins with a dash that is no hyphen: --{word.lstrip('–—-')}"
+    return f"unexpected argument {word!r}: {advice}"
+
+
+def _switch(options: Sequence[str]) -> str:
+    return f"{options[0]} is a switch without a value; {options[-1]} turns it off"
 
 
 def _collected(values: list[str | None]) -> tuple[str, ...] | None:
@@ -166,7 +193,10 @@ class _Parser(argparse.ArgumentParser):
     """Reports errors as exceptions; ``miles_async.cli`` alone turns them into an exit code."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(message.removeprefix("argument "))
+        text = message.removeprefix("argument ")
+        if (found := _IGNORED.fullmatch(text)) is not None:
+            text = f"{found[2]}: {_switch(found[1].split('/'))}"
+        raise ConfigurationError(text)
 
 
 class _HelpMegatron(argparse.Action):

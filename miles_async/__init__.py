@@ -23,3 +23,7 @@ def __getattr__(name: str) -> object:
     if name in __all__:
         return getattr(import_module("miles_async.runs.launch" if name == "check" else "miles_async.runs"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

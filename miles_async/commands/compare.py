@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from miles_async.watch.views.flags import PLACE, as_words
 
 METRICS = ("reward/mean", "eval/reward", "age/mean", "time/step_seconds")
 SUPERVISED_METRICS = ("train/loss", "time/step_seconds")
+WIDTH = 120  # columns, where the output is not a terminal
 CURVE_WIDTH = 40  # characters of the longest curve
 
 
@@ -118,7 +120,7 @@ def _value(value: object) -> str:
 def _curve_table(runs: Sequence[Run], metrics: Sequence[str]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for name in ("metric", "run", "curve"):
-        table.add_column(name, no_wrap=name == "curve")
+        table.add_column(name, no_wrap=name == "curve", overflow="fold")
     for name in ("first", "last", f"mean of last {AVERAGE_WINDOW}"):
         table.add_column(name, justify="right")
     longest = max(run.rows[-1]["step"] for run in runs)
@@ -144,7 +146,7 @@ def _resampled(values: Sequence[float], width: int) -> list[float]:
 
 
 def _printed(*parts: Table | str) -> str:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     with console.capture() as capture:
         for part in parts:
             console.print(part)

@@ -25,7 +25,7 @@ from miles_async.commands.durations import Timing, durations
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.device import with_precision
-from miles_async.runtime.files.run_directory import CONFIG_FILE
+from miles_async.runtime.files.run_directory import CONFIG_FILE, check_directory
 from miles_async.simulation.distributions import Fixed, median, parse_distribution
 from miles_async.simulation.estimates import GB, GPUS, Assumptions
 from miles_async.simulation.plan import Row, candidates, predict, recommend
@@ -68,6 +68,7 @@ def plan(words: Sequence[str]) -> str:
     if own.run_dir is not None:
         if own.gpu is not None:
             raise ConfigurationError("--from with --gpu: durations are measured, or estimated; give one of them")
+        check_directory(own.run_dir)
         train_words = ["--config", str(own.run_dir / CONFIG_FILE), *train_words]
     base = parse_arguments(train_words, prog="miles-async plan").arguments
     base = replace(base, model=with_precision(base.model, base.cluster, for_gpus=own.gpu is not None))

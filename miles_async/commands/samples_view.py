@@ -17,12 +17,13 @@ from miles_async.samples.files import SamplesState
 NONE = "–"
 WIDTH = 120  # columns, where the output is not a terminal
 TOKENS_WIDTH = 150  # columns that all figures of a token need
+PROMPT_SHOWN = 30  # characters of a prompt's end
 RESPONSE_SHOWN = 2000  # characters of a response in a table's row before the terminal's width cuts it
 
 
 def summary_table(rows: Sequence[SampleSummary]) -> str:
     """A line per row, numbered from 1."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)  # else a long text narrows all columns alike
     for heading in ("row", "step", "group.sample", "reward", "adv.", "tokens", "age", "end"):
         table.add_column(heading, justify="left" if heading == "end" else "right", no_wrap=True)
     table.add_column("prompt → response", no_wrap=True, overflow="ellipsis", ratio=1)
@@ -33,7 +34,7 @@ def summary_table(rows: Sequence[SampleSummary]) -> str:
         table.add_row(
             *map(Text, (f"{number}", escaped(step), place, _number(row.reward), _number(row.advantage))),
             *map(Text, (f"{row.length}", NONE if row.age is None else f"{row.age}", end)),
-            Text(escaped(f"{row.prompt[-200:]} → {row.response[:RESPONSE_SHOWN]}")),
+            Text(escaped(f"{row.prompt[-PROMPT_SHOWN:]} → {row.response[:RESPONSE_SHOWN]}")),
         )
     return _printed(table)
 

@@ -34,7 +34,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
         # None, the default, would ask on the terminal.
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
     # AttributeError: of a config.json of YaRN whose model_type transformers does not know, such as Kimi-K2's
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, RecursionError) as error:
         if not trust_remote_code and (has_code or "trust_remote_code" in str(error)):
             raise ConfigurationError(_refusal(path)) from error
         raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: {error}") from error

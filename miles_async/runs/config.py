@@ -16,6 +16,12 @@ FlagArgument = bool | int | float | str | Path | None | Sequence[str | Path]
 """Value of a keyword argument: None is the word "none", False the ``--no-...`` form of a flag."""
 
 
+def expect_config(config: object) -> None:
+    """Raise ConfigurationError for what a caller may take for a Config, such as a list of words."""
+    if not isinstance(config, Config):
+        raise ConfigurationError(f"expected a Config, such as Config.from_args([...]), found {config!r:.80}")
+
+
 @dataclass(frozen=True)
 class Config:
     """Flags of one run, as ``miles-async train`` reads them."""

@@ -17,7 +17,7 @@ from miles_async.checkpoints.files import find_checkpoint
 from miles_async.checkpoints.kept_settings import kept_settings
 from miles_async.checkpoints.start import where_to_resume
 from miles_async.runs.checks import check_hooks, check_surroundings, run_notes
-from miles_async.runs.config import Config
+from miles_async.runs.config import Config, expect_config
 from miles_async.runs.keep_running import keep_running
 from miles_async.runs.prompt_checks import check_prompts, check_tokenizer
 from miles_async.runtime.cluster.ray_address import VARIABLE, with_ray_address
@@ -35,6 +35,7 @@ def check(config: Config) -> str:
 
     Returns a description of the run that would start, with notes. Raises ConfigurationError, DataError.
     """
+    expect_config(config)
     arguments, beginning = _complete(config)
     prompts, notes = _check(arguments)
     notes += [*beginning, *check_tokenizer(arguments)]

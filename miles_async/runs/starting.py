@@ -15,7 +15,7 @@ from pathlib import Path
 
 from miles_async.errors import ConfigurationError, MilesAsyncError
 from miles_async.runs.carried import Carried, carry
-from miles_async.runs.config import Config
+from miles_async.runs.config import Config, expect_config
 from miles_async.runs.run import Run
 from miles_async.runtime.files.run_directory import (
     CODE_DIRECTORY,
@@ -56,6 +56,7 @@ def start(
 
     >>> run = start(Config.from_args(["@examples/quickstart/reverse.args"]), reward=digits_right)
     """
+    expect_config(config)
     hooks = {
         "reward": reward,
         "environment": environment,

@@ -53,15 +53,22 @@ def note_run_process(run_dir: Path, control: Path) -> None:
     (run_dir / RUN_FILE).write_bytes(msgspec.json.encode(record) + b"\n")
 
 
+_RUNS_NAMED = 5
+
+
 def read_run_process(run_dir: Path) -> RunProcess:
     """Read ``run.json``. Raises ConfigurationError unless ``run_dir`` is a run directory."""
     path = run_dir / RUN_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunProcess)
-    except (OSError, msgspec.MsgspecError) as error:
+    except FileNotFoundError:
+        below = sorted(found.parent.name for found in run_dir.glob(f"*/{RUN_FILE}"))
+        named = f"; it holds the runs {', '.join(below[:_RUNS_NAMED])}{', ...' * (len(below) > _RUNS_NAMED)}: name one"
         raise ConfigurationError(
-            f"expected a run directory with a {RUN_FILE}, found none in {run_dir}: {error}"
+            f"expected a run directory with a {RUN_FILE}, found none in {run_dir}{named if below else ''}"
         ) from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from None
 
 
 def describe_driver(run_dir: Path) -> str:

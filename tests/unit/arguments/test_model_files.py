@@ -151,3 +151,22 @@ def test_experts_that_engines_would_read_transposed(model: Path):
 def test_quantized_weights_have_shapes_of_their_own(model: Path):
     configure(model, vocab_size=11, quantization_config={"quant_method": "awq"})
     assert problems(model) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": "2"}, "config.json: num_hidden_layers: expected a number above 0, found '2'"),
+        ({"num_attention_heads": None}, "num_attention_heads: expected a number above 0, found None"),
+        ({"num_attention_heads": 0}, "num_attention_heads: expected a number above 0, found 0"),
+        ({"rope_theta": "x"}, "rope_theta: expected a number above 0, found 'x'"),
+    ],
+)
+def test_numbers_of_a_config_that_are_none(model: Path, changes: dict[str, object], message: str):
+    configure(model, **changes)
+    assert message in problems(model)
+
+
+def test_an_index_without_a_table_is_no_index(model: Path):
+    (model / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    assert problems(model) == ""

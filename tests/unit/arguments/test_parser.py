@@ -20,6 +20,7 @@ from miles_async.arguments.pass_through import flatten, unflatten
 from miles_async.arguments.specification import argument_groups, flag_specifications
 from miles_async.arguments.weights import PauseMode
 from miles_async.arguments.words import did_you_mean
+from miles_async.errors import ConfigurationError
 from tests.unit.arguments.refusals import refusal
 
 
@@ -392,3 +393,38 @@ def test_a_literal_is_a_flag_that_holds_one_of_its_choices() -> None:
     assert specifications["reasoning_parser"].from_text("none") is None
     with pytest.raises(ValueError, match="expected one of abort, retract, in_place; found 'kill'"):
         specifications["pause_generation_mode"].from_text("kill")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--use-kl-loss", "false"], "--use-kl-loss is a switch without a value; --no-use-kl-loss turns it off"),
+        (["--use-kl-loss=true"], "'true': --use-kl-loss is a switch without a value; --no-use-kl-loss turns it off"),
+        (
+            ["algorithm.adv_estimator=grpo"],
+            "a key of verl, whose command lines `miles-async migrate SCRIPT` translates",
+        ),
+        (["+data.x.y=1"], "a key of verl"),
+        (["run.toml"], "given as --config run.toml"),
+        (["run.args"], "did you mean @run.args?"),
+        (["–lr", "1"], "a dash that is no hyphen: --lr"),
+        (["@run.toml"], "run.toml is TOML: give it as --config run.toml"),
+        (["--config", "run.args"], "--config reads TOML: give the argument file as @run.args"),
+        (["7"], "every value needs its flag before it"),
+    ],
+    ids=str,
+)
+def test_what_was_meant_is_said(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text("lr = 1\n")
+    with pytest.raises(ConfigurationError) as caught:
+        parse_arguments(words)
+    assert message in str(caught.value)
+
+
+def test_tables_may_have_the_names_of_help(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[prompts]\nprompt-data = ["a.jsonl"]\n[Optimizer]\nlr = 0.5\n')
+    arguments = parse_arguments(["--config", str(tmp_path / "run.toml")]).arguments
+    assert (arguments.data.prompt_data, arguments.optimizer.lr) == (("a.jsonl",), 0.5)

@@ -159,3 +159,17 @@ def test_no_figure_of_a_token_is_cut(tmp_path: Path) -> None:
     assert "-1.597e-05" in text
     assert "message or template" in text
     assert "…" not in text
+
+
+@pytest.mark.parametrize("columns", [None, "80"])
+def test_long_texts_take_no_room_from_the_figures(
+    tmp_path: Path, columns: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    long = msgspec.structs.replace(SAMPLES[0], prompt="why? " * 100, response="because " * 200)
+    write(tmp_path, [long])
+    heading, line = [line for line in shown(tmp_path).splitlines() if "17.0" in line or "reward" in line]
+    assert [word for word in ("row", "step", "reward", "tokens", "age", "end") if word not in heading] == []
+    assert line.split()[:2] == ["1", str(long.step)]
+    assert "why?  → because" in line

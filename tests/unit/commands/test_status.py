@@ -113,3 +113,13 @@ def test_what_is_no_run_directory_is_one_line(tmp_path: Path, capsys: pytest.Cap
         assert main(["status", *words]) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert message in line
+
+
+def test_the_parent_of_runs_is_told_from_a_damaged_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text('{"pid')
+    assert main(["status", str(tmp_path)]) == 2
+    assert f"found none in {tmp_path}; it holds the runs a, b: name one" in capsys.readouterr().err
+    assert main(["status", str(tmp_path / "a")]) == 2
+    assert "run.json cannot be read: " in capsys.readouterr().err

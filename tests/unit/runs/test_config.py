@@ -70,3 +70,10 @@ def test_values_that_no_flag_takes_are_refused() -> None:
 def test_what_the_package_lacks_is_named() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'absent'"):
         _ = miles_async.absent
+
+
+def test_words_in_the_place_of_a_config_are_refused_by_name() -> None:
+    for use in (miles_async.start, miles_async.check):
+        with pytest.raises(ConfigurationError, match=r"expected a Config, such as Config.from_args\(\[...\]\), found"):
+            use(["@run.args"])
+    assert {"Config", "Run", "start", "attach", "check"} <= {*dir(miles_async)}

@@ -42,7 +42,10 @@ def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
 
 def check_model(config: JsonObject, directory: Path) -> None:
     """Raise ConfigurationError naming every field that would make training silently wrong."""
-    problems = list(_problems(language_fields(config)))
+    try:
+        problems = list(_problems(language_fields(config)))
+    except ConfigurationError as error:  # of a family that is not trained
+        raise ConfigurationError(f"{directory}/{error}") from None
     if problems:
         raise ConfigurationError(f"{directory / 'config.json'} cannot be trained correctly: " + "; ".join(problems))
 
