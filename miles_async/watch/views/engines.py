@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from miles_async.errors import LedgerError
 from miles_async.ledger.reader import AttemptRecord
@@ -69,8 +70,8 @@ def engines(run: Run) -> JsonObject:
 
 def _engines(
     run: Run, names: Iterable[str], records: Sequence[AttemptRecord], reported: EnginesReport | None
-) -> list[JsonObject]:
-    found: dict[str, JsonObject] = {}
+) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
     known = {engine for record in records for engine in record.engines or ()} | {
         *(reported.engines if reported else ())
     }
@@ -98,18 +99,9 @@ def _engines(
     return sorted(found.values(), key=lambda entry: logs.natural(entry["engine"]))
 
 
-def _entry(found: dict[str, JsonObject], engine: str) -> JsonObject:
-    nothing: JsonObject = {
-        "state": None,
-        "role": None,
-        "starts": 0,
-        "log": None,
-        "groups": 0,
-        "tokens": 0,
-        "version": None,
-    }
-    nothing |= {"kv_use": None, "running": None, "waiting": None}
-    return found.setdefault(engine, {"engine": engine, **nothing})
+def _entry(found: dict[str, dict[str, Any]], engine: str) -> dict[str, Any]:
+    nothing = dict.fromkeys(("state", "role", "log", "version", "kv_use", "running", "waiting"))
+    return found.setdefault(engine, {"engine": engine, **nothing, "starts": 0, "groups": 0, "tokens": 0})
 
 
 def _events(run: Run) -> Iterator[tuple[str, str, float | None]]:

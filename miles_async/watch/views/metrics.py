@@ -45,10 +45,10 @@ def series(
     """
     run.metrics.refresh()
     points = max(2, min(points, MOST_POINTS))
-    found: JsonObject = {}
+    found: dict[str, object] = {}
     for name in wanted[:MOST_NAMES]:
         whole = run.metrics.series(name)
-        found[name] = encoded_series(down_sampled(whole, points, low, high))
-        if (means := stretch_means(whole, points, low, high)) is not None:
-            found[name]["means"] = encoded_series(means)
+        means = stretch_means(whole, points, low, high)
+        left_out = {} if means is None else {"means": encoded_series(means)}
+        found[name] = {**encoded_series(down_sampled(whole, points, low, high)), **left_out}
     return found
