@@ -49,8 +49,8 @@ def within_second_moment(batches: Sequence[TokenBatch], threshold: float, gather
 
 def _largest_kept(moments: Tensor, threshold: float) -> Tensor:
     """The largest of the moments kept, -1 if none is."""
-    ascending, counts = torch.unique(moments, return_counts=True)
     # On the host: CUDA refuses cumsum of floats in deterministic mode.
-    means = ((ascending * counts).cpu().cumsum(0) / counts.cpu().cumsum(0)).to(moments.device)
+    ascending, counts = torch.unique(moments.cpu(), return_counts=True)
+    means = (ascending * counts).cumsum(0) / counts.cumsum(0)
     kept = ascending[means < threshold]  # means of ascending numbers ascend
     return kept[-1] if len(kept) else moments.new_tensor(-1.0)
