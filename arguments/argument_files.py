@@ -76,7 +76,15 @@ def split_line(line: str) -> list[str]:
 
 def without_comment(line: str) -> str:
     """``line`` up to a ``#`` that starts a word outside of quotes (shlex would also cut inside of words)."""
-    quote, previous, escaped = "", " ", False
+    for index, character in outside_quotes(line):
+        if character == "#" and (index == 0 or line[index - 1].isspace()):
+            return line[:index]
+    return line
+
+
+def outside_quotes(line: str) -> Iterator[tuple[int, str]]:
+    """(place, character) of each character that a shell would read as neither quoted nor escaped."""
+    quote, escaped = "", False
     for index, character in enumerate(line):
         if escaped:
             escaped = False
@@ -86,7 +94,5 @@ def without_comment(line: str) -> str:
             quote = "" if character == quote else quote
         elif character in "'\"":
             quote = character
-        elif character == "#" and previous.isspace():
-            return line[:index]
-        previous = character
-    return line
+        else:
+            yield index, character

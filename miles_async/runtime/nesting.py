@@ -1,4 +1,4 @@
-"""What of JSON cannot be saved: msgspec, json and pickle each fail somewhere between 300 and 1000 nested levels, and
+"""Values that cannot be saved: msgspec, json and pickle each fail somewhere between 300 and 1000 nested levels, and
 msgpack has no integers beyond 64 bits.
 """
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_async.arguments.argument_files import without_comment
+from miles_async.arguments.argument_files import outside_quotes, without_comment
 from miles_async.errors import ConfigurationError
 
 _ASSIGNMENT = re.compile(r"\s*(?:(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(\(?)(.*)")
@@ -242,20 +242,11 @@ def _array(first: str, lines: deque[str]) -> Iterator[str]:
 
 def _closing(line: str) -> int | None:
     """Place of the first closing bracket outside of quotes that nothing in ``line`` opened."""
-    depth, quote, escaped = 0, "", False
-    for place, character in enumerate(line):
-        if escaped:
-            escaped = False
-        elif character == "\\" and quote != "'":
-            escaped = True
-        elif quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character == ")" and not depth:
+    depth = 0
+    for place, character in outside_quotes(line):
+        if character == ")" and not depth:
             return place
-        elif character in "()":
-            depth += 1 if character == "(" else -1
+        depth += {"(": 1, ")": -1}.get(character, 0)
     return None
 
 
@@ -275,7 +266,7 @@ def _is_substituted(text: str) -> bool:
 
 
 def _sequence(given: Sequence[str]) -> list[str] | None:
-    """What ``seq`` prints for LAST, FIRST LAST or FIRST STEP LAST; None for anything but whole numbers."""
+    """Output of ``seq LAST``, ``seq FIRST LAST`` or ``seq FIRST STEP LAST``; None unless all are whole numbers."""
     try:
         numbers = [int(number) for number in given]
         first, step, last = {1: (1, 1, *numbers), 2: (numbers[0], 1, numbers[-1])}.get(len(numbers), numbers)

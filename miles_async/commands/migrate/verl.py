@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS
-from miles_async.commands.migrate.verl_keys import DEFAULTS, VerlKey, older_name, row_of
+from miles_async.commands.migrate.verl_keys import DEFAULTS, older_name, row_of
+from miles_async.commands.migrate.verl_row import VerlKey
 
 PROGRAMS = (
     "verl.trainer.main_ppo",

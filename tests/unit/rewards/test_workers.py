@@ -43,6 +43,17 @@ async def test_results_come_back_and_the_worker_is_used_again():
         assert os.getsid(worker) != os.getsid(0)  # Ctrl-C in the terminal doesn't reach it before us
 
 
+async def test_workers_have_no_variable_named_like_a_secret(monkeypatch: pytest.MonkeyPatch):
+    # covers: C13
+    for name in ("MY_API_KEY", "hf_token", "DB_PASSWORD", "MY_SETTING"):
+        monkeypatch.setenv(name, "told")
+    async with pool() as workers:
+        found = [
+            await workers.call(os.getenv, name) for name in ("MY_API_KEY", "hf_token", "DB_PASSWORD", "MY_SETTING")
+        ]
+    assert found == [None, None, None, "told"]
+
+
 @pytest.mark.parametrize("endless", [hang, hang_in_c])
 async def test_a_hang_is_killed_and_the_next_call_is_fine(endless: Callable[[], object]):
     async with pool(timeout=1.0) as workers:
