@@ -19,7 +19,7 @@ from miles_async.machine.limits import (
     shared_memory_findings,
 )
 from miles_async.machine.network import interface_findings, port_findings
-from miles_async.machine.packages import package_findings, versions_tested
+from miles_async.machine.packages import installed_for, package_findings, versions_tested
 from miles_async.runtime.device import choose_device
 
 
@@ -36,7 +36,8 @@ class Intent:
 def machine_findings(intent: Intent) -> Iterator[Finding]:
     """Check this machine, contacting no other. Takes milliseconds, and unless for cpu the import of torch."""
     device = choose_device(intent.device)
-    yield from package_findings(versions_tested(device), device)
+    packages = installed_for(device)
+    yield from package_findings(versions_tested(packages), packages)
     if intent.own_gpus:
         yield from gpu_findings(None if intent.device == "cpu" else gpu_facts(), intent.device)
     yield from shared_memory_findings(device if intent.own_gpus else "cpu")

@@ -20,6 +20,15 @@ _SET_UP: Mapping[Device, str] = {"cpu": "make setup", "cuda": "make setup EXTRAS
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?(?:==([\w.]+))?")
 
 
+def installed_for(device: Device) -> Device:
+    """Which of the two sets of packages is meant here: that for GPUs may be used without one, on a login node."""
+    try:
+        importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return device
+    return "cuda"
+
+
 def versions_tested(device: Device, folder: Path = REQUIREMENTS) -> dict[str, str | None]:
     """Package → the version that was tested, or None where any will do; later files replace what earlier ones say."""
     tested: dict[str, str | None] = {}

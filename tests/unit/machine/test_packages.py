@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.machine import packages
-from miles_async.machine.packages import package_findings, platform_version, versions_tested
+from miles_async.machine.packages import installed_for, package_findings, platform_version, versions_tested
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,6 +28,14 @@ def test_the_environment_of_the_tests_is_the_tested_one() -> None:
     [finding] = package_findings(versions_tested("cpu"), "cpu")
     assert finding.verdict == "ok"
     assert "sglang" in finding.found
+
+
+def test_packages_for_gpus_on_a_machine_without_one_are_compared_with_their_own_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert (installed_for("cpu"), installed_for("cuda")) == ("cpu", "cuda")
+    monkeypatch.setattr(packages.importlib.metadata, "version", lambda name: "2.11.0")
+    assert installed_for("cpu") == "cuda"
 
 
 def test_missing_and_other_versions_are_named_with_the_command() -> None:
