@@ -312,10 +312,16 @@ def test_without_the_key_there_is_no_data(tab: Page, base: str) -> None:
     assert KEY not in tab.driver.current_url
 
 
-def test_what_a_run_writes_appears_by_itself(tab: Page, tmp_path: Path) -> None:
-    run_dir = write_finished_run(tmp_path / "live", ending=None)
-    run = (run_dir / "run.json").read_text().replace('"host":"', '"host":"another-')  # its end is unknown here
+def write_live_run(directory: Path) -> Path:
+    """A run on another machine, whose end is unknown here."""
+    run_dir = write_finished_run(directory, ending=None)
+    run = (run_dir / "run.json").read_text().replace('"host":"', '"host":"another-')
     (run_dir / "run.json").write_text(run)
+    return run_dir
+
+
+def test_what_a_run_writes_appears_by_itself(tab: Page, tmp_path: Path) -> None:
+    run_dir = write_live_run(tmp_path / "live")
     config = (run_dir / "config.toml").read_text().replace(f"num-rollout = {STEPS}\n", "num-rollout = 100\n")
     (run_dir / "config.toml").write_text(config)
     with served([run_dir]) as base:
@@ -327,6 +333,30 @@ def test_what_a_run_writes_appears_by_itself(tab: Page, tmp_path: Path) -> None:
         file.finish()
         tab.until(lambda: tab.text(".tile[data-name=step] b") == str(STEPS + 1))
         assert tab.text(".tile[data-name='step time'] small") == "ETA 1:58"
+        (run_dir / "summary.json").write_text('{"ending": "failed", "error": "no engine serves"}')
+        tab.until(lambda: tab.text(".chip .state") == "✗ failed")
+        tab.until(lambda: "no engine serves" in tab.text("main"))
+
+
+def test_metrics_and_samples_that_come_later_appear_by_themselves(tab: Page, tmp_path: Path) -> None:
+    run_dir = write_live_run(tmp_path / "live")
+    samples = run_dir / "samples"
+    files = samples.rename(tmp_path / "later")
+    with served([run_dir]) as base:
+        tab.open(base, "metrics?run=0&search=late")
+        assert "no metric fits" in tab.text("main")
+        file = MetricsFile(run_dir / FILE_NAME)
+        file.log({"my/late": 7.0}, step=STEPS + 1)
+        tab.until(lambda: [each.text for each in tab.all("figure[data-metric='my/late'] .last")] == ["7"])
+        file.log({"my/late": 8.0}, step=STEPS + 2)
+        file.finish()
+        tab.until(lambda: tab.text("figure .last") == "8")
+        tab.until(lambda: "from 7 to 8" in tab.one("figure .chart").get_attribute("aria-label"))
+        tab.go("samples?run=0")
+        assert not tab.all("tbody tr")
+        files.rename(samples)
+        tab.until(lambda: len(tab.all("tbody tr")) == 8)
+        assert tab.one("input[aria-label=step]").get_attribute("value") == "30"
 
 
 def test_the_timeline_is_saved_from_the_logs(tab: Page, base: str, tmp_path: Path) -> None:
