@@ -96,9 +96,9 @@ class RewardArguments:
     )
     reward_sandbox: SandboxMode = flag(
         "auto",
-        "confinement of the programs that the reward code runs: auto (seccomp, and Landlock if the kernel has it), "
-        "strict (both, or the run doesn't start), off (only limits of time and memory)",
-        needs=("rm_type=code", "metadata_key"),
+        "confinement of what the rewards code and reasoning_gym execute: auto (seccomp, and Landlock if the kernel has "
+        "it), strict (both, or the run doesn't start), off (only limits of time and memory)",
+        needs=("rm_type=code", "rm_type=reasoning_gym", "environment", "metadata_key"),
     )
     group_filter: tuple[str, ...] = flag(
         (),

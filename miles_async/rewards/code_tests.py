@@ -61,6 +61,10 @@ def last_program(response: str) -> str | None:
     return programs[-1] if programs else None
 
 
+CONFINED = frozenset({"code", "reasoning_gym"})
+"""Rewards that execute what the model says."""
+
+
 def sandbox_level(wanted: SandboxMode) -> Level:
     """Confinement of programs on this machine, by ``--reward-sandbox``; logs it.
 

@@ -15,7 +15,7 @@ import os
 import resource
 import struct
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 OUTPUT_BYTES = 4 << 20  # that a program may print, if stdout is a file
 
@@ -111,10 +111,10 @@ def limit(cpu_seconds: int, memory_bytes: int) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def confine(*, readable: str | None) -> None:
+def confine(*, readable: Sequence[str] | None) -> None:
     """Confine this process, forever. Raises OSError if the kernel doesn't let it.
 
-    ``readable``: directory that it may read under Landlock, as well as Python's own; None: without Landlock.
+    ``readable``: directories that it may read under Landlock, as well as Python's own; None: without Landlock.
     """
     library = ctypes.CDLL(None, use_errno=True)
     keep_memory_private()
@@ -132,10 +132,10 @@ def _drop_capabilities(library: ctypes.CDLL) -> None:
     _require(library.capset(header, ctypes.create_string_buffer(24)), "capset")
 
 
-def _restrict_reading(library: ctypes.CDLL, more: str) -> None:
+def _restrict_reading(library: ctypes.CDLL, more: Sequence[str]) -> None:
     rules = ctypes.create_string_buffer(struct.pack("Q", _HANDLED))
     ruleset = _require(_call(library, _CREATE_RULESET, rules, 8, 0), "Landlock")
-    for path in filter(os.path.exists, (more, *_readable())):
+    for path in filter(os.path.exists, (*more, *_readable())):
         allowed = _READ_FILE | _READ_DIRECTORY if os.path.isdir(path) else _READ_FILE
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         beneath = ctypes.create_string_buffer(struct.pack("=Qi", allowed, descriptor))

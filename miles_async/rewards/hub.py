@@ -8,7 +8,7 @@ from functools import cache, partial
 from miles_async.api import GroupReward, Reward
 from miles_async.arguments.rewards import RewardArguments, parse_rm_type
 from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
-from miles_async.rewards.code_tests import CodeReward, sandbox_level
+from miles_async.rewards.code_tests import CONFINED, CodeReward, sandbox_level
 from miles_async.rewards.guard import GuardedGroupReward, GuardedReward
 from miles_async.rewards.judge import JudgeReward
 from miles_async.rewards.math_answer import MathReward
@@ -40,9 +40,10 @@ class RewardHub:
         if "reasoning_gym" in named:
             require("reasoning-gym", "--rm-type reasoning_gym")
         limits = cache(partial(_limits, arguments))
-        if "code" in named:
+        if named & CONFINED:
             limits()
         self._workers = workers = WorkerPool(arguments.rm_workers, arguments.reward_timeout)
+        self._confined = WorkerPool(arguments.rm_workers, arguments.reward_timeout)
         self._remote = RemoteReward(arguments.rm_url, arguments.reward_timeout)
         self._judge = JudgeReward(
             arguments.judge_url,
@@ -59,7 +60,7 @@ class RewardHub:
             "multiple_choice": (multiple_choice, None),
             "code": (CodeReward(workers, limits, arguments.reward_timeout), verifiers),
             "format": (FormatReward(workers, arguments.rm_format), verifiers),
-            "reasoning_gym": (ReasoningGymReward(workers), verifiers),
+            "reasoning_gym": (ReasoningGymReward(self._confined, lambda: limits().level), verifiers),
             "remote_rm": (self._remote, f"the server at --rm-url {arguments.rm_url}"),
             "judge": (self._judge, f"the server at --judge-url {arguments.judge_url}"),
         }
@@ -86,6 +87,7 @@ class RewardHub:
     async def close(self) -> None:
         """End worker processes and connections."""
         await self._workers.close()
+        await self._confined.close()
         await self._remote.close()
         await self._judge.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from miles_async.arguments.rewards import COMPARING_REWARDS, RewardArguments, parse_rm_type
 from miles_async.errors import ConfigurationError, DataError, RewardError
-from miles_async.rewards.code_tests import read_tests, sandbox_level
+from miles_async.rewards.code_tests import CONFINED, read_tests, sandbox_level
 from miles_async.rewards.multiple_choice import read_letter
 from miles_async.runtime.packages import require
 from miles_async.types import JsonObject, Label
@@ -35,9 +35,9 @@ class RewardOfRow:
         if name in self._needs_checked:
             return
         self._needs_checked.add(name)
+        if name in CONFINED:
+            sandbox_level(self._arguments.reward_sandbox)
         match name:
-            case "code":
-                sandbox_level(self._arguments.reward_sandbox)
             case "reasoning_gym":
                 require("reasoning-gym", "--rm-type reasoning_gym")
             case "remote_rm" if self._arguments.rm_url is None:

@@ -41,7 +41,7 @@ def main() -> None:
             source += chunk
         limit(cpu_seconds, memory_bytes)
         if level != "off":
-            confine(readable=libraries if level == "landlock" else None)
+            confine(readable=[libraries] if level == "landlock" else None)
     except (OSError, ValueError, KeyError) as error:
         os.write(status_end, repr(error).encode())
         os._exit(1)

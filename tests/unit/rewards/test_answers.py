@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import AsyncIterator
 from itertools import chain, product
 from pathlib import Path
@@ -167,7 +168,8 @@ async def test_a_pattern_that_never_ends_costs_the_sample():
 # -------------------------------------------------------------------------------------------------------- reasoning-gym
 REASONING_GYM = """
 def get_score_answer_fn(name):
-    return {"chain_sum": lambda answer, entry: 1.0 if answer == entry["answer"] else 0.01}[name]
+    tasks = {"chain_sum": lambda answer, entry: 1.0 if answer == entry["answer"] else 0.01}
+    return (tasks | {"countdown": lambda answer, entry: eval(answer)})[name]
 """
 
 
@@ -175,9 +177,13 @@ def get_score_answer_fn(name):
 def reasoning_gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package, or what we use of it where it is not installed."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        (tmp_path / "reasoning_gym.py").write_text(REASONING_GYM)
-        monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        stand_in(tmp_path, monkeypatch)
+
+
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "reasoning_gym.py").write_text(REASONING_GYM)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
 @pytest.mark.usefixtures("reasoning_gym")
@@ -193,6 +199,30 @@ async def test_the_task_of_the_row_scores_the_answer():
             await reward(prompt("7"), make_sample([0], text="7"))
     finally:
         await reward.close()
+
+
+async def test_a_task_that_evaluates_the_answer_is_confined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stand_in(tmp_path, monkeypatch)
+    secret, written = tmp_path / "secret", tmp_path / "written"
+    secret.write_text("7")
+    reward = resolve_reward(RewardArguments(rm_type="reasoning_gym"), Services())
+    row = prompt("7", source_dataset="countdown")
+    attacks = (
+        f"int(open({str(secret)!r}).read())",
+        f"open({str(written)!r}, 'w').write('7')",
+        "__import__('socket').socket().fileno()",
+        f"__import__('os').system('touch {written}') == 0 or 1 / 0",
+        f"__import__('os').kill({os.getpid()}, 0) or 7",
+    )
+    try:
+        for computed in ("2 * 3", "__import__('fractions').Fraction(12, 2)"):
+            assert await reward(row, make_sample([0], text=computed)) == 6.0
+        for attack in attacks:
+            with pytest.raises(RewardError, match=r"ermi|ZeroDivision"):
+                await reward(row, make_sample([0], text=attack))
+    finally:
+        await reward.close()
+    assert not written.exists()
 
 
 def test_the_answer_is_in_the_last_tags():
@@ -215,5 +245,5 @@ def test_tasks_of_the_real_package_score_what_prompt_files_keep_of_them():
     for task in ("chain_sum", "countdown", "sudoku"):
         entry = json.loads(json.dumps(real.create_dataset(task, size=1, seed=1)[0]))
         assert entry["metadata"]["source_dataset"] == task
-        assert score(task, entry["answer"], entry) == 1.0
-        assert score(task, "no", entry) < 0.1
+        assert score(task, entry["answer"], entry, "off") == 1.0
+        assert score(task, "no", entry, "off") < 0.1
