@@ -53,7 +53,12 @@ def test_other_rows_pass(label: Label | None, metadata: dict[str, object]) -> No
     RewardOfRow(RewardArguments(rm_type="exact_match"))(label, metadata, "train.jsonl:7")
 
 
-def test_the_sandbox_is_asked_for_where_a_row_alone_names_code(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "metadata", [{"rm_type": "code", "tests": TESTS}, {"rm_type": "reasoning_gym", "source_dataset": "chain_sum"}]
+)
+def test_the_sandbox_is_asked_for_where_a_row_alone_names_what_executes(
+    metadata: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("miles_async.rewards.confinement.landlock_version", lambda: 0)
-    found = problem(None, {"rm_type": "code", "tests": TESTS}, reward_sandbox="strict")
+    found = problem(None, metadata, reward_sandbox="strict")
     assert "--reward-sandbox strict: expected a kernel with Landlock" in found
