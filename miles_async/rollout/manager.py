@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
 from miles_async.api import Metrics
 from miles_async.errors import StalledError, first_error
+from miles_async.ledger.queued_writer import QueuedWriter
 from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
 from miles_async.rollout.dispatcher import Dispatcher
 from miles_async.rollout.dumps import RolloutDump
@@ -27,8 +28,9 @@ from miles_async.runtime.clock import now
 from miles_async.runtime.own_thread import OwnThread
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards
+from miles_async.samples.recorder import SampleRecorder
 from miles_async.seams import PromptSource, Resumption
-from miles_async.staleness.ledger import Balance, Ledger
+from miles_async.staleness.ledger import Ledger
 from miles_async.train_data.batch_maker import BatchMaker
 from miles_async.types import Changes, EngineStats, Group, PreparedBatch, RolloutStats, TokenScores, TrainShard
 
@@ -58,24 +60,6 @@ class Evaluation(Protocol):
     async def run(self, step: int, data_sets: Collection[str] | None = None) -> Metrics: ...
 
 
-class Writer(Protocol):
-    """Writes the pool's events to disk (``ledger.queued_writer``)."""
-
-    async def run(self) -> None: ...
-
-    async def settle(self, balance: Balance) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class Samples(Protocol):
-    """Records samples on disk; nothing here waits for them but the end."""
-
-    def trained(self, step: int, scores: Sequence[TokenScores]) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 MAX_ATTEMPTS_SHOWN = 100
 CLOSE_SECONDS = 5.0  # for attempts in flight to end as cancelled, before engines are stopped anyway
 
@@ -93,15 +77,14 @@ class RolloutManager:
         evaluator: Evaluation | None,
         close_reward: Callable[[], Awaitable[None]] | None = None,
         put: Callable[[TrainShard], object],
-        writers: Sequence[Writer] = (),
+        writers: Sequence[QueuedWriter[Any]] = (),
         canary: tuple[int, ...] = (),
         dump: Callable[[RolloutDump], None] | None = None,
-        samples: Samples | None = None,
+        samples: SampleRecorder | None = None,
     ) -> None:
         """``close_reward`` ends the processes that rewards started. ``put`` stores a shard and returns the reference
         that crosses processes (``ray.put``). ``writers`` record the events of the dispatcher's pool on disk.
-        ``canary``: see :meth:`canary`. ``dump`` gets every batch, in a thread. ``samples``: see
-        ``miles_async/samples``.
+        ``canary``: see :meth:`canary`. ``dump`` gets every batch, in a thread.
         """
         self._engines = engines
         self._source = source

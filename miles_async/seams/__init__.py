@@ -1,6 +1,6 @@
 """Boundaries between rooms: protocols of the controller, the two sides and the engines.
 
-A narrow protocol with a single consumer stands next to that consumer, such as ``rollout.manager.Writer``.
+A narrow protocol with a single consumer stands next to that consumer, such as ``rollout.manager.Engines``.
 ``controller.py`` sees protocols only; the wiring chooses the implementations.
 """
 
