@@ -28,8 +28,8 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
         rewarded = rewards.rm_type is not None and not arguments.algorithm.supervised
         rows = open_prompts(data, RewardOfRow(rewards) if rewarded else None)
         earlier = earlier_rates(rows, data)
-        if earlier.rates:
-            notes.append(f"--pass-rates: known of {len(earlier.rates)} of {len(rows)} prompts")
+        if earlier:
+            notes.append(f"--pass-rates: known of {len(earlier)} of {len(rows)} prompts")
         if data is arguments.data and (cursor := _saved_cursor(arguments.checkpoint.load)):
             try:
                 notes += changed_prompts(cursor, rows, data, earlier, arguments.checkpoint.load_anyway)
