@@ -54,7 +54,6 @@ class GuardedReward:
         return await _guarded("reward", ask, [sample], check, self._timeout, self._circuit, _ENDS)
 
     async def close(self) -> None:
-        """Close the reward, if it can be."""
         await _close(self._reward, "reward")
 
 
@@ -82,7 +81,6 @@ class GuardedGroupReward:
         return await _guarded("group reward", ask, samples, check, self._timeout, self._circuit, ends)
 
     async def close(self) -> None:
-        """Close the reward, if it can be."""
         await _close(self._reward, "group reward")
 
 

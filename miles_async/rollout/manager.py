@@ -65,7 +65,7 @@ CLOSE_SECONDS = 5.0  # for attempts in flight to end as cancelled, before engine
 
 
 class RolloutManager:
-    """Implements RolloutSide."""
+    """Implements RolloutSide, whose docstrings hold."""
 
     def __init__(
         self,
@@ -172,9 +172,6 @@ class RolloutManager:
         return msgspec.structs.replace(prepared, metrics=metrics)
 
     async def change(self, changes: Changes) -> None:
-        """Apply changed settings, and record all changes in ledger and schedule. Call between two cuts; generation may
-        be paused at any time.
-        """
         self._batches = replace(self._batches, bound=changes.bound(self._batches.bound))
         await self._dispatcher.change(changes)
 
@@ -196,11 +193,9 @@ class RolloutManager:
         await self._dispatcher.commit(version)
 
     async def count_stale(self, version: int) -> int:
-        """Attempts that publishing ``version`` now would make too old to be trained, or might."""
         return self._dispatcher.pool.count_stale(version)
 
     async def wait_for_joining(self) -> None:
-        """Returns when an engine waits for weights."""
         await self._engines.wait_for_joining()
 
     async def evaluate(self, step: int, data_sets: Collection[str] | None = None) -> Metrics:
@@ -211,7 +206,6 @@ class RolloutManager:
         return await self._evaluating
 
     async def evaluated(self) -> int:
-        """Samples of the evaluation that have ended."""
         return 0 if self._evaluator is None else self._evaluator.ended
 
     async def _end_evaluation(self) -> None:
@@ -241,7 +235,6 @@ class RolloutManager:
         )
 
     async def describe(self) -> str:
-        """Describe pool, engines, requests, live attempts and tasks."""
         pool, engines = self._dispatcher.pool, self._engines.stats()
         attempts = [
             f"attempt {row.attempt_id} of {row.prompt_id}: {row.stage}, issued under version {row.issued_version}"
@@ -263,15 +256,12 @@ class RolloutManager:
         return "\n".join(line for title, lines in sections.items() for line in (title, *(f"  {x}" for x in lines)))
 
     async def scale(self, group: str, engines: int) -> None:
-        """Change the number of engines in a group. Raises ConfigurationError."""
         await self._engines.scale(group, engines)
 
     async def engines(self) -> str:
-        """Describe all engines and their states in one line."""
         return self._engines.stats().engines
 
     async def canary(self) -> tuple[int, ...]:
-        """Tokens of the text that engines and trainer score at every publication."""
         return self._canary
 
     def _elapsed(self) -> float:
@@ -308,7 +298,6 @@ class RolloutManager:
             self._closed.set()
 
     async def last_stats(self) -> RolloutStats:
-        """:meth:`close`, and the statistics when everything has ended."""
         await self.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
