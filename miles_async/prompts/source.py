@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -43,14 +42,6 @@ ExpandImages = Callable[[Sequence[int], Sequence[tuple[int, int]]], Sequence[int
 """(token ids with one token per image, width and height of each image) → token ids as the model reads them; usually
 ``PictureProcessor.expand``.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A prompt in its file."""
-
-    position: int  # in the order of the first epoch, from 1
-    tokens: int
 
 
 class FilePromptSource:
@@ -115,13 +106,13 @@ class FilePromptSource:
         """The prompt files and their digests, for the ledger."""
         return PromptsOpened({file.label: file.digest for file in self._rows.files}, len(self._earlier))
 
-    def find(self, prompt_id: str) -> Place | None:
-        """Find a prompt's place in the first epoch and its length; None if there is no such prompt."""
+    def find(self, prompt_id: str) -> tuple[int, int] | None:
+        """Find a prompt's place in the first epoch, from 1, and its tokens; None if there is no such prompt."""
         for stream in self._opened_streams():
             for position, index in enumerate(stream.rows, start=1):
                 row = self._rows.read(int(index))
                 if self._rows.prompt_id(row, int(index)) == prompt_id:
-                    return Place(position=position, tokens=self._length(row, int(index)))
+                    return position, self._length(row, int(index))
         return None
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
