@@ -220,12 +220,13 @@ def _why_never_issued(run_dir: Path, prompt_id: str, issued: int) -> tuple[str, 
         source, limit = _prompts(run_dir)
     except (ConfigurationError, DataError) as error:
         return f"it is unknown whether it exists: {error}", False
-    place = source.find(prompt_id)
-    if place is None:
+    found = source.find(prompt_id)
+    if found is None:
         return f"it never existed: {source.name} has no such prompt", False
-    if limit is not None and place.tokens > limit.tokens:
-        return f"it was filtered by length: it has {place.tokens} tokens, and {limit.reason}", True
-    where = f"number {place.position} of {len(source)} in the first epoch"
+    position, tokens = found
+    if limit is not None and tokens > limit.tokens:
+        return f"it was filtered by length: it has {tokens} tokens, and {limit.reason}", True
+    where = f"number {position} of {len(source)} in the first epoch"
     return f"it was not reached: it is {where}, and {issued} prompts have been issued", True
 
 

@@ -191,7 +191,6 @@ def engine_stats(registry: EngineRegistry, traffic: Traffic, router: Mapping[str
         in_flight=traffic.in_flight,
         oldest_request_seconds=traffic.oldest_seconds(),
         busy_seconds=traffic.busy_seconds(),
-        answers=dict(traffic.completed),
         failed_tries=traffic.failed,
         engines=registry.describe(),
         router=dict(router),

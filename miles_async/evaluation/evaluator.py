@@ -20,13 +20,12 @@ import structlog
 from miles_async.algorithms.advantages.rewards import with_reward, with_rewards
 from miles_async.api import EngineClient, Generate, GroupReward, Reward
 from miles_async.errors import StalledError
-from miles_async.evaluation.totals import Outcome, Totals
+from miles_async.evaluation.totals import Totals
 from miles_async.runtime.clock import now
 from miles_async.runtime.services import Circuit, Services
 from miles_async.runtime.tasks import first_of
 from miles_async.runtime.user_code import run_user_code
 from miles_async.samples.evaluation import EvaluationSamples
-from miles_async.staleness.versions import loss_versions
 from miles_async.types import Attempt, Prompt, Sample
 
 log = structlog.get_logger(__name__)
@@ -53,10 +52,11 @@ class _AskedPrompt:
 
     name: str  # of the data set
     data_set: DataSet
+    totals: Totals  # of the data set
     attempt: Attempt
     ended: int = 0  # samples, failed ones too
     samples: dict[int, Sample] = field(default_factory=dict)  # by index, waiting for the reward of their group
-    outcomes: list[Outcome] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
 
 
 class Evaluator:
@@ -128,12 +128,12 @@ class Evaluator:
             remaining = iter(data_set.prompts())
             while (prompt := await asyncio.to_thread(next, remaining, None)) is not None:
                 attempt = Attempt(attempt_id=next(attempt_ids), prompt=prompt, epoch=0)
-                asked = _AskedPrompt(name=name, data_set=data_set, attempt=attempt)
+                asked = _AskedPrompt(name=name, data_set=data_set, totals=totals[name], attempt=attempt)
                 if self._recorded is not None:
                     self._recorded.ask(name, data_set.n_samples)
                 for index in range(data_set.n_samples):
                     await slots.acquire()
-                    scope.create_task(self._one_sample(asked, index, totals[name], slots))
+                    scope.create_task(self._one_sample(asked, index, slots))
         return totals
 
     async def _until_stalled(self) -> NoReturn:
@@ -148,7 +148,7 @@ class Evaluator:
         """Seconds since a sample ended, excluding outages."""
         return now() - max(self._last_end, self._services.paused_until())
 
-    async def _one_sample(self, asked: _AskedPrompt, index: int, totals: Totals, slots: asyncio.Semaphore) -> None:
+    async def _one_sample(self, asked: _AskedPrompt, index: int, slots: asyncio.Semaphore) -> None:
         try:
             with _supervised(asked):
                 sample = await self._sample(asked, index)
@@ -160,7 +160,7 @@ class Evaluator:
             if asked.ended == asked.data_set.n_samples:
                 with _supervised(asked):
                     await self._reward_group(asked)
-                totals.add_prompt([*asked.outcomes, *[None] * (asked.ended - len(asked.outcomes))])
+                asked.totals.end_prompt(asked.rewards)
         finally:
             self._last_end = now()
             self.ended += 1
@@ -185,7 +185,8 @@ class Evaluator:
             self._finished(asked, index, sample)
 
     def _finished(self, asked: _AskedPrompt, index: int, sample: Sample) -> None:
-        asked.outcomes.append(_outcome(sample))
+        asked.totals.add(sample)
+        asked.rewards.append(sample.reward or 0.0)
         if self._recorded is not None:
             self._recorded.add(asked.name, asked.attempt, index, sample, samples=asked.data_set.n_samples)
 
@@ -196,15 +197,3 @@ def _supervised(asked: _AskedPrompt) -> Iterator[None]:
         yield
     except Exception as error:  # supervision point: one sample of an evaluation is no reason to end a run
         log.warning("evaluation sample failed", prompt_id=asked.attempt.prompt.prompt_id, error=repr(error))
-
-
-def _outcome(sample: Sample) -> Outcome:
-    versions = loss_versions(sample)
-    assert sample.reward is not None, "it is rewarded"
-    return Outcome(
-        reward=sample.reward,
-        length=sample.response_length,
-        truncated=sample.finish_reason != "stop",
-        oldest_version=int(versions.min()),
-        newest_version=int(versions.max()),
-    )

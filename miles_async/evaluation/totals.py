@@ -7,18 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from miles_async.staleness.versions import loss_versions
+from miles_async.types import Sample
+
 PASS = 1.0  # smallest reward of a correct sample
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """Facts about one evaluated sample."""
-
-    reward: float
-    length: int  # tokens of the response
-    truncated: bool
-    oldest_version: int  # among the tokens that carry loss
-    newest_version: int
 
 
 @dataclass(slots=True)
@@ -31,21 +23,24 @@ class Totals:
     _counts: Counter[str] = field(default_factory=Counter)
     _extremes: dict[str, int] = field(default_factory=dict)
 
-    def add_prompt(self, samples: Sequence[Outcome | None]) -> None:
-        """The samples of one prompt; None for one that failed."""
-        outcomes = [sample for sample in samples if sample is not None]
-        self.failed += len(samples) - len(outcomes)
-        right = sum(outcome.reward >= PASS for outcome in outcomes)
+    def add(self, sample: Sample) -> None:
+        """Add a rewarded sample. Raises VersionUnknownError."""
+        versions = loss_versions(sample)
+        assert sample.reward is not None, "it is rewarded"
+        self._add("reward/mean", sample.reward)
+        self._add("response_length/mean", sample.response_length)
+        self._add("truncated_ratio", sample.finish_reason != "stop")
+        self._keep(max, "response_length/max", sample.response_length)
+        self._keep(min, "weight_version/min", int(versions.min()))
+        self._keep(max, "weight_version/max", int(versions.max()))
+
+    def end_prompt(self, rewards: Sequence[float]) -> None:
+        """Note that a prompt has ended, with the rewards of the samples that did not fail."""
+        self.failed += self.n_samples - len(rewards)
+        right = sum(reward >= PASS for reward in rewards)
         for k in ks(self.n_samples):
-            if k <= len(outcomes):
-                self._add(f"pass@{k}", pass_at_k(len(outcomes), right, k))
-        for outcome in outcomes:
-            self._add("reward/mean", outcome.reward)
-            self._add("response_length/mean", outcome.length)
-            self._add("truncated_ratio", outcome.truncated)
-            self._keep(max, "response_length/max", outcome.length)
-            self._keep(min, "weight_version/min", outcome.oldest_version)
-            self._keep(max, "weight_version/max", outcome.newest_version)
+            if k <= len(rewards):
+                self._add(f"pass@{k}", pass_at_k(len(rewards), right, k))
 
     def metrics(self) -> dict[str, float]:
         """Metrics by name; those without data are omitted."""

@@ -133,15 +133,7 @@ class NemoGymEpisode:
             await self._http.close()
 
     def _answer(self, number: int) -> Answer:
-        request = self._request
-        return Answer(
-            request,
-            f"resp_{number}",
-            int(time.time()),
-            request.free_text_tools,
-            request.namespaces,
-            keep=lambda turn: None,
-        )
+        return Answer(self._request, f"resp_{number}", int(time.time()), keep=lambda turn: None)
 
     async def _called(self, tool: str, arguments: object) -> tuple[str, bool]:
         """The answer of a tool, and whether it is an error: the model reads the text of an error status."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
 
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
@@ -16,20 +12,12 @@ from miles_async.prompts.rows import PromptRows
 from miles_async.runtime.files.run_directory import LEDGER_FILE
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierRates:
-    """Pass rates of rows, measured by earlier runs."""
-
-    rates: Mapping[int, float] = field(default_factory=dict)  # row → pass rate
-    digest: str = ""  # of the rates; empty without any
-
-
 def pass_rate(rewards: Sequence[float], solved_reward: float) -> float:
     """Share of the rewards that are at least ``solved_reward``; there is one at least."""
     return sum(reward >= solved_reward for reward in rewards) / len(rewards)
 
 
-def earlier_rates(rows: PromptRows, arguments: DataArguments) -> EarlierRates:
+def earlier_rates(rows: PromptRows, arguments: DataArguments) -> dict[int, float]:
     """The pass rate of each row's last finished group; of several runs, the last one that has the prompt decides.
 
     Raises DataError for a directory whose ledger is absent, has no rewards, or has other prompts, and LedgerError.
@@ -40,9 +28,7 @@ def earlier_rates(rows: PromptRows, arguments: DataArguments) -> EarlierRates:
         if not found:
             raise DataError(f"--pass-rates {directory}: this run finished no group of a prompt of {rows.name}")
         rates |= found
-    if not rates:
-        return EarlierRates()
-    return EarlierRates(rates, hashlib.blake2b(msgspec.json.encode(sorted(rates.items())), digest_size=8).hexdigest())
+    return rates
 
 
 def _rates(directory: Path, rows: PromptRows, solved_reward: float) -> dict[int, float]:

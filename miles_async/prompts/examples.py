@@ -55,7 +55,6 @@ class ExampleSource:
         self.skipped = 0
 
     def require_rendered(self) -> None:
-        """See :meth:`FilePromptSource.require_rendered`. Raises DataError."""
         if self._templated:
             self._source.require_rendered(self._check)
 
@@ -91,11 +90,9 @@ class ExampleSource:
         return taken
 
     def state(self) -> JsonObject:
-        """Return the cursor, with the identity of the file it points into."""
         return self._source.state()
 
     def restore(self, state: JsonObject) -> Sequence[str]:
-        """See :meth:`FilePromptSource.restore`."""
         return self._source.restore(state)
 
     def _branches(self, prompt: Prompt) -> list[Answered]:

@@ -48,7 +48,6 @@ class RowFile(ABC):
         """The row as it is in the file. Raises DataError beginning with the location when it is malformed."""
 
     def raws(self) -> Iterator[JsonObject]:
-        """All of them."""
         return map(self.raw, range(len(self)))
 
     def number(self, index: int) -> int:

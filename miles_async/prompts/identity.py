@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
 
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.prompt_files import HUB, hub_name, split_slice
 from miles_async.errors import CheckpointError
-from miles_async.prompts.earlier_rates import EarlierRates
 from miles_async.prompts.rows import PromptRows
 from miles_async.types import JsonObject
 
@@ -24,8 +26,11 @@ _FLAGS = {
 _SOMETIMES = ("revision", "weights", "sampler", "pass_rates")  # keys that a state may lack
 
 
-def identity(rows: PromptRows, arguments: DataArguments, earlier: EarlierRates) -> JsonObject:
-    """Facts that stay the same in a run that resumes; lists, with an entry per file, if there are several."""
+def identity(rows: PromptRows, arguments: DataArguments, earlier: Mapping[int, float]) -> JsonObject:
+    """Facts that stay the same in a run that resumes; lists, with an entry per file, if there are several.
+
+    ``earlier``: row → pass rate in earlier runs.
+    """
     facts: dict[str, Sequence[object]] = {
         "file": [file.label for file in rows.files],
         "rows": [len(file) for file in rows.files],
@@ -42,8 +47,9 @@ def identity(rows: PromptRows, arguments: DataArguments, earlier: EarlierRates) 
         found["sampler"] = f"difficulty, from {window[0]:g} to {window[1]:g}, else in one of {window[2]} epochs"
     elif arguments.prompt_sampler != "uniform":
         found["sampler"] = arguments.prompt_sampler
-    if earlier.digest:
-        found["pass_rates"] = f"{len(earlier.rates)} prompts, {earlier.digest}"
+    if earlier:
+        digest = hashlib.blake2b(msgspec.json.encode(sorted(earlier.items())), digest_size=8).hexdigest()
+        found["pass_rates"] = f"{len(earlier)} prompts, {digest}"
     return found
 
 
@@ -51,7 +57,7 @@ def changed_prompts(
     state: JsonObject,
     rows: PromptRows,
     arguments: DataArguments,
-    earlier: EarlierRates,
+    earlier: Mapping[int, float],
     anyway: Collection[str] = (),
 ) -> Sequence[str]:
     """Describe how these rows in this order differ from ``state``, a cursor.

@@ -121,16 +121,13 @@ def _turn(turn: Any, where: str) -> Any:
 def _calls(value: Any, where: str) -> Sequence[JsonObject]:
     try:
         calls = msgspec.json.decode(value, type=JsonObject | list[JsonObject])
-        named = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in _listed(calls)]
+        listed = calls if isinstance(calls, list) else [calls]
+        named = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in listed]
     except (msgspec.MsgspecError, TypeError, KeyError) as error:
         raise DataError(
             f'{where}.value of a function_call must be JSON such as {{"name": "search", "arguments": {{}}}}: {error!r}'
         ) from None
     return [{"type": "function", "function": call} for call in named]
-
-
-def _listed(calls: Any) -> list[Any]:
-    return calls if isinstance(calls, list) else [calls]
 
 
 def _split(messages: Any) -> tuple[Any, str | None]:

@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from operator import index as as_index
-from typing import Protocol
 
 import numpy as np
 
@@ -31,59 +30,20 @@ Choose = Callable[[int, Rates], Int64]
 BARREN_EPOCHS = 100  # of a user's sampler whose rows are all too long, in a row, before the run ends
 
 
-class Order(Protocol):
-    """The rows of each epoch."""
+class Order:
+    """The rows of each epoch, as a sampler chooses them."""
 
-    patience: int  # epochs in a row without a usable row before the run ends
-
-    def begin(self, epoch: int) -> Int64:
-        """Indices of the rows that an epoch gives, in order."""
-        ...
-
-    def state(self) -> JsonObject:
-        """Inputs of the current epoch's order, besides its number."""
-        ...
-
-    def restore(self, epoch: int, state: JsonObject) -> Int64:
-        """The order of the epoch in which :meth:`state` was taken. Raises CheckpointError."""
-        ...
-
-
-class UniformOrder:
-    """Each row once per epoch, shuffled by the epoch or in file order."""
-
-    patience = 1
-
-    def __init__(self, rows: range, seed: Sequence[int], *, shuffled: bool) -> None:
-        """``seed``: first ``--rollout-seed``."""
-        self._rows = rows
-        self._seed = seed
-        self._shuffled = shuffled
-
-    def begin(self, epoch: int) -> Int64:
-        """See :class:`Order`."""
-        if not self._shuffled:
-            return np.arange(self._rows.start, self._rows.stop)
-        return self._rows.start + self.random(epoch).permutation(len(self._rows))
-
-    def random(self, epoch: int) -> np.random.Generator:
-        """The generator of an epoch."""
-        return np.random.default_rng([self._seed[0], epoch, *self._seed[1:]])
-
-    def state(self) -> JsonObject:
-        """See :class:`Order`."""
-        return {}
-
-    def restore(self, epoch: int, state: JsonObject) -> Int64:
-        """See :class:`Order`."""
-        return self.begin(epoch)
-
-
-class SampledOrder:
-    """The order of a sampler that looks at pass rates."""
-
-    def __init__(self, choose: Choose, rates: Callable[[], Rates], *, patience: int, name: str) -> None:
-        """``rates``: those known now. ``name``: of the sampler, for messages."""
+    def __init__(
+        self,
+        choose: Choose,
+        rates: Callable[[], Rates] | None = None,
+        *,
+        patience: int = 1,
+        name: str = "uniform",
+    ) -> None:
+        """``rates``: those known now; None for a sampler that does not look at them. ``patience``: epochs in a row
+        without a usable row before the run ends. ``name``: of the sampler, for messages.
+        """
         self.patience = patience
         self._choose = choose
         self._rates = rates
@@ -92,19 +52,19 @@ class SampledOrder:
         self._digest = ""
 
     def begin(self, epoch: int) -> Int64:
-        """See :class:`Order`."""
-        self._frozen = dict(self._rates())
+        """Indices of the rows that an epoch gives, in order."""
+        self._frozen = {} if self._rates is None else dict(self._rates())
         return self._chosen(epoch)
 
     def state(self) -> JsonObject:
-        """See :class:`Order`."""
-        return {"rates": rates_to_json(self._frozen), "order": self._digest}
+        """Inputs of the current epoch's order, besides its number."""
+        return {} if self._rates is None else {"rates": rates_to_json(self._frozen), "order": self._digest}
 
     def restore(self, epoch: int, state: JsonObject) -> Int64:
-        """See :class:`Order`."""
+        """The order of the epoch in which :meth:`state` was taken. Raises CheckpointError."""
         self._frozen = rates_from_json(state.get("rates", []))
         order = self._chosen(epoch)
-        if self._digest != state.get("order"):
+        if self._rates is not None and self._digest != state.get("order"):
             raise CheckpointError(
                 f"--prompt-sampler {self._name} orders epoch {epoch} differently than before the checkpoint: it has to "
                 "depend on its argument alone. Fix it, or add --load-anyway prompt_data to begin the next epoch"
@@ -127,7 +87,23 @@ def rates_from_json(pairs: Sequence[Sequence[float]]) -> dict[int, float]:
     return {int(row): float(rate) for row, rate in pairs}
 
 
-def difficulty_window(rows: range, uniform: UniformOrder, arguments: DataArguments, seed: Sequence[int]) -> Choose:
+def random_of(seed: Sequence[int], epoch: int) -> np.random.Generator:
+    """The generator of an epoch. ``seed``: first ``--rollout-seed``."""
+    return np.random.default_rng([seed[0], epoch, *seed[1:]])
+
+
+def uniform(rows: range, seed: Sequence[int], *, shuffled: bool) -> Choose:
+    """Each row once per epoch, shuffled by the epoch or in file order."""
+
+    def choose(epoch: int, rates: Rates) -> Int64:
+        if not shuffled:
+            return np.arange(rows.start, rows.stop)
+        return rows.start + random_of(seed, epoch).permutation(len(rows))
+
+    return choose
+
+
+def difficulty_window(rows: range, all_rows: Choose, arguments: DataArguments, seed: Sequence[int]) -> Choose:
     """Rows outside the window rest: each comes in one of ``--difficulty-rest`` epochs in a row. Others come in each."""
     turns = np.random.default_rng([*seed, len(rows)]).integers(arguments.difficulty_rest, size=len(rows))
 
@@ -136,7 +112,7 @@ def difficulty_window(rows: range, uniform: UniformOrder, arguments: DataArgumen
         for row, rate in rates.items():
             if row in rows:
                 resting[row - rows.start] = rate <= arguments.difficulty_low or rate >= arguments.difficulty_high
-        order = uniform.begin(epoch)
+        order = all_rows(epoch, rates)
         has_turn = ~resting | ((turns + epoch) % arguments.difficulty_rest == 0)
         return order[has_turn[order - rows.start]]
 
@@ -144,14 +120,15 @@ def difficulty_window(rows: range, uniform: UniformOrder, arguments: DataArgumen
 
 
 def by_user(
-    sampler: PromptSampler, rows: range, uniform: UniformOrder, metadata: Callable[[int], JsonObject], name: str
+    sampler: PromptSampler, rows: range, seed: Sequence[int], metadata: Callable[[int], JsonObject], name: str
 ) -> Choose:
     """The order that a user's sampler returns. It raises DataError if that is not an order of these rows."""
 
     def choose(epoch: int, rates: Rates) -> Int64:
         where = f"--prompt-sampler {name}: epoch {epoch}"
         known = {row: rate for row, rate in rates.items() if row in rows}
-        given = EpochRows(epoch=epoch, rows=rows, pass_rates=known, random=uniform.random(epoch), metadata=metadata)
+        random = random_of(seed, epoch)
+        given = EpochRows(epoch=epoch, rows=rows, pass_rates=known, random=random, metadata=metadata)
         try:
             order = [as_index(row) for row in call_user_code(sampler, given)]
         except Exception as error:  # supervision point: users' code raises anything
@@ -173,15 +150,15 @@ def make_order(
     metadata: Callable[[int], JsonObject],
 ) -> Order:
     """The order of ``--prompt-sampler`` over these rows. Raises ConfigurationError for a hook that cannot be used."""
-    uniform, name = UniformOrder(rows, seed, shuffled=arguments.rollout_shuffle), arguments.prompt_sampler
+    all_rows, name = uniform(rows, seed, shuffled=arguments.rollout_shuffle), arguments.prompt_sampler
     if name == "uniform":
-        return uniform
+        return Order(all_rows)
     if name == "difficulty":
-        choose, patience = difficulty_window(rows, uniform, arguments, seed), arguments.difficulty_rest + 1
+        choose, patience = difficulty_window(rows, all_rows, arguments, seed), arguments.difficulty_rest + 1
     else:
         sampler = load_object(name, PromptSampler, "--prompt-sampler")  # type: ignore[type-abstract]
-        choose, patience = by_user(sampler, rows, uniform, metadata, name), BARREN_EPOCHS
-    return SampledOrder(choose, rates, patience=patience, name=name)
+        choose, patience = by_user(sampler, rows, seed, metadata, name), BARREN_EPOCHS
+    return Order(choose, rates, patience=patience, name=name)
 
 
 class Stream:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -45,14 +44,6 @@ ExpandImages = Callable[[Sequence[int], Sequence[tuple[int, int]]], Sequence[int
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A prompt in its file."""
-
-    position: int  # in the order of the first epoch, from 1
-    tokens: int
-
-
 class FilePromptSource:
     """``PromptSource`` over ``--prompt-data``.
 
@@ -81,7 +72,7 @@ class FilePromptSource:
         self._rows = open_prompts(arguments)
         self._weights = arguments.weights or (1.0,)
         self._earlier = earlier_rates(self._rows, arguments)
-        self._rates = {**self._earlier.rates}  # row → pass rate of its last group; of prompts that were tried
+        self._rates = dict(self._earlier)  # row → pass rate of its last group; of prompts that were tried
         self._began = began
         self._streams = self._opened_streams()
         self._skipped: set[str] = set()  # ids of prompts
@@ -113,15 +104,15 @@ class FilePromptSource:
     @property
     def opened(self) -> PromptsOpened:
         """The prompt files and their digests, for the ledger."""
-        return PromptsOpened({file.label: file.digest for file in self._rows.files}, len(self._earlier.rates))
+        return PromptsOpened({file.label: file.digest for file in self._rows.files}, len(self._earlier))
 
-    def find(self, prompt_id: str) -> Place | None:
-        """Find a prompt's place in the first epoch and its length; None if there is no such prompt."""
+    def find(self, prompt_id: str) -> tuple[int, int] | None:
+        """Find a prompt's place in the first epoch, from 1, and its tokens; None if there is no such prompt."""
         for stream in self._opened_streams():
             for position, index in enumerate(stream.rows, start=1):
                 row = self._rows.read(int(index))
                 if self._rows.prompt_id(row, int(index)) == prompt_id:
-                    return Place(position=position, tokens=self._length(row, int(index)))
+                    return position, self._length(row, int(index))
         return None
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
@@ -226,7 +217,7 @@ class FilePromptSource:
         """
         saved = state.get("streams", [state])
         changes = changed_prompts(state, self._rows, self._arguments, self._earlier, self._anyway)
-        self._rates = {**self._earlier.rates} if changes else rates_from_json(state.get("known", []))
+        self._rates = dict(self._earlier) if changes else rates_from_json(state.get("known", []))
         for number, stream in enumerate(self._streams):
             if changes:
                 stream.skip_to(1 + max(int(position["epoch"]) for position in saved))

@@ -56,7 +56,7 @@ class ChatTemplate:
                 f"--apply-chat-template: the tokenizer in {tokenizer.name_or_path} has no chat template; "
                 "use --no-apply-chat-template with prompts that are plain texts"
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._apply_chat_template = apply_chat_template
         self._continues_answers = continues_answers
         self._ends = ends
@@ -83,7 +83,7 @@ class ChatTemplate:
             self._render_prompt(content, tools)
 
     def _render_prompt(self, content: str | Sequence[JsonObject], tools: Sequence[JsonObject]) -> str:
-        messages = _messages(content)
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
         self.check_roles(messages)
         if messages[-1]["role"] != "assistant":
             return self.render(messages, tools, {}, generation_prompt=True)
@@ -106,7 +106,7 @@ class ChatTemplate:
             raise TrajectoryError(problem)
 
     def _role_problem(self, messages: Sequence[JsonObject]) -> str | None:
-        source = str(self._tokenizer.chat_template)
+        source = str(self.tokenizer.chat_template)
         for role in (message["role"] for message in messages):
             if role not in _ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
                 return (
@@ -134,13 +134,13 @@ class ChatTemplate:
     @property
     def _file(self) -> Path:
         """File that the template is from."""
-        directory = Path(self._tokenizer.name_or_path)
+        directory = Path(self.tokenizer.name_or_path)
         own = directory / "chat_template.jinja"
         return own if own.is_file() else directory / "tokenizer_config.json"
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
-        bos = self._tokenizer.bos_token
-        return tuple(self._tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos))))
+        bos = self.tokenizer.bos_token
+        return tuple(self.tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos))))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode a response exactly as sampled, without the tokens at its ends that bound a text or pad it.
@@ -155,24 +155,18 @@ class ChatTemplate:
         return closing.sub("", opening.sub("", text)[::-1])[::-1]
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer."""
-        return self._tokenizer
-
-    @property
     def source(self) -> str:
         """Source of the template for conversations with tools."""
-        return str(self._tokenizer.get_chat_template(tools=list[JsonObject]()))
+        return str(self.tokenizer.get_chat_template(tools=list[JsonObject]()))
 
     @cached_property
     def decoder_id(self) -> int | None:
-        """See ``GenerateRequest``."""
-        return fingerprint(self._tokenizer)
+        return fingerprint(self.tokenizer)
 
     @cached_property
     def _bounds(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
         """Patterns of what opens a response, and of what closes it in the reversed text."""
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         bounds = {self.decode_all([token]) for token in self.stop_ids | self._ends}
         bounds |= {token for token in (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) if token}
         written = self._written_after_a_turn() if tokenizer.chat_template else ""
@@ -194,8 +188,8 @@ class ChatTemplate:
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a turn: the tokenizer's, and the ones in generation_config.json."""
-        ids = {self._tokenizer.eos_token_id}
-        path = Path(self._tokenizer.name_or_path) / "generation_config.json"
+        ids = {self.tokenizer.eos_token_id}
+        path = Path(self.tokenizer.name_or_path) / "generation_config.json"
         if path.is_file():
             try:
                 named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
@@ -207,9 +201,9 @@ class ChatTemplate:
     @property
     def end_id(self) -> int:
         """The tokenizer's token for the end of a text. Raises ConfigurationError if it has none."""
-        token: int | None = self._tokenizer.eos_token_id
+        token: int | None = self.tokenizer.eos_token_id
         if token is None:
-            raise ConfigurationError(f"the tokenizer in {self._tokenizer.name_or_path} has no eos_token")
+            raise ConfigurationError(f"the tokenizer in {self.tokenizer.name_or_path} has no eos_token")
         return token
 
     def render(
@@ -226,7 +220,7 @@ class ChatTemplate:
         """
         deadline = time.monotonic() + CONVERSATION_SECONDS
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 [_TimedMessage(message, deadline) for message in self._as_expected(messages)],
                 tools=list(tools) or None,
                 add_generation_prompt=generation_prompt,
@@ -246,12 +240,12 @@ class ChatTemplate:
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
         read: set[str] = set()
         for tools in (None, list[JsonObject]()):  # a tokenizer may have another template for conversations with tools
-            source = self._tokenizer.get_chat_template(tools=tools)
+            source = self.tokenizer.get_chat_template(tools=tools)
             source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)  # a tag of transformers' own
             read |= jinja2.meta.find_undeclared_variables(environment.parse(source))
         filled = {
-            *inspect.signature(self._tokenizer.apply_chat_template).parameters,
-            *self._tokenizer.special_tokens_map,
+            *inspect.signature(self.tokenizer.apply_chat_template).parameters,
+            *self.tokenizer.special_tokens_map,
         }
         return frozenset(read - filled - {"messages", "raise_exception", *self._clock, *_SPECIAL_TOKENS})
 
@@ -286,16 +280,15 @@ class ChatTemplate:
     def _renders(self, messages: Sequence[JsonObject]) -> str | None:
         """Render a short conversation; None if the template refuses it."""
         try:
-            text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **self._clock)
+            text: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, **self._clock)
         except Exception:  # supervision point: as in ``render``
             return None
         return text
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokenize rendered text; nothing is added to it."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:  # a tokenizer in Python
-            slowly: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+            slowly: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
             return slowly
         # Less than half the time of the tokenizer's own encode, which also computes the characters of every token.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
@@ -303,8 +296,7 @@ class ChatTemplate:
         return ids
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Decode with all tokens."""
-        return decode_tokens(self._tokenizer, list(token_ids))
+        return decode_tokens(self.tokenizer, list(token_ids))
 
 
 class _TimedMessage(dict[str, Any]):
@@ -323,10 +315,6 @@ class _TimedMessage(dict[str, Any]):
         if time.monotonic() > self._deadline:
             raise TimeoutError(f"it takes more than {CONVERSATION_SECONDS:g} s; send fewer messages")
         return super().__getitem__(key)
-
-
-def _messages(content: str | Sequence[JsonObject]) -> Sequence[JsonObject]:
-    return [{"role": "user", "content": content}] if isinstance(content, str) else content
 
 
 def _within(seconds: float, function: Callable[[], T]) -> T:

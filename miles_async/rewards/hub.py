@@ -39,7 +39,13 @@ class RewardHub:
         named = {name for name, _ in self._parts}
         if "reasoning_gym" in named:
             require("reasoning-gym", "--rm-type reasoning_gym")
-        limits = cache(partial(_limits, arguments))
+        limits = cache(
+            lambda: Limits(
+                seconds=arguments.rm_code_timeout,
+                memory_bytes=arguments.rm_code_memory << 20,
+                level=sandbox_level(arguments.reward_sandbox),
+            )
+        )
         if named & CONFINED:
             limits()
         self._workers = workers = WorkerPool(arguments.rm_workers, arguments.reward_timeout)
@@ -85,7 +91,6 @@ class RewardHub:
         return await (self._circuits[name].call(ask) if name in self._circuits else ask())
 
     async def close(self) -> None:
-        """End worker processes and connections."""
         await self._workers.close()
         await self._confined.close()
         await self._remote.close()
@@ -99,15 +104,6 @@ class RewardHub:
             return parse_rm_type(str(own))
         except ConfigurationError as error:
             raise RewardError(f"prompt {prompt.prompt_id}, rm_type in its metadata: {error}") from error
-
-
-def _limits(arguments: RewardArguments) -> Limits:
-    """Limits of one program. Raises ConfigurationError if this machine cannot enforce ``--reward-sandbox``."""
-    return Limits(
-        seconds=arguments.rm_code_timeout,
-        memory_bytes=arguments.rm_code_memory << 20,
-        level=sandbox_level(arguments.reward_sandbox),
-    )
 
 
 def resolve_reward(arguments: RewardArguments, services: Services) -> GuardedReward:

@@ -33,10 +33,6 @@ class _Choice(msgspec.Struct):
     message: _Message
     finish_reason: str | None = None
 
-    @property
-    def said(self) -> str:
-        return self.message.content or ""
-
 
 class _Completion(msgspec.Struct):
     choices: list[_Choice]
@@ -73,7 +69,7 @@ class JudgeReward:
         said = ""
         for _ in range(_TRIES):
             choice = _choice(await self._server.post(body), self._server.url)
-            said = choice.said
+            said = choice.message.content or ""
             mark = read_verdict(answer_part(said), low, high)
             if mark is not None and choice.finish_reason != "length":  # a 1 may be a 10 that was cut
                 return (mark - low) / (high - low)
@@ -83,7 +79,6 @@ class JudgeReward:
         )
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._server is not None:
             await self._server.close()
 

@@ -38,7 +38,6 @@ class Poster:
             return await self._post(body)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -89,6 +88,5 @@ class RemoteReward:
         return answer.reward if isinstance(answer, _Reward) else answer
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._server is not None:
             await self._server.close()

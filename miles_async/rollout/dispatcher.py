@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -136,9 +136,15 @@ class Dispatcher:
                     self.pool.offer(epoch, prompt)
 
     async def _run_attempt(self, attempt: Attempt) -> None:
+        reward = None if self._hooks.group_reward is None else self._reward_group
+        flight = GroupInFlight(attempt, self._arguments, self._min_samples, self._generate_sample, reward)
+        self._in_flight[attempt.attempt_id] = flight  # aborted if it becomes too old
         try:
-            with self._watched(attempt) as flight:
+            try:
                 group = await flight.run()
+            finally:
+                del self._in_flight[attempt.attempt_id]
+                flight.forget(self._oldest_versions)
             reason = self._filter(group) if group is not None else None
         except* AttemptFailed as failures:
             failure = first_error(failures)
@@ -155,18 +161,6 @@ class Dispatcher:
                 self.pool.finished(group)
                 self._progressed = now()
         await self._notify()
-
-    @contextmanager
-    def _watched(self, attempt: Attempt) -> Iterator[GroupInFlight]:
-        """Keep the attempt in flight during the context, in which it is aborted if it becomes too old."""
-        reward = None if self._hooks.group_reward is None else self._reward_group
-        flight = GroupInFlight(attempt, self._arguments, self._min_samples, self._generate_sample, reward)
-        self._in_flight[attempt.attempt_id] = flight
-        try:
-            yield flight
-        finally:
-            del self._in_flight[attempt.attempt_id]
-            flight.forget(self._oldest_versions)
 
     def _filter(self, group: Group) -> str | None:
         try:

@@ -5,9 +5,8 @@ samples of any origin.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from miles_async.api import EngineClient
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.errors import TransientEngineError
 from miles_async.staleness.versions import oldest_version
+from miles_async.trajectory.rendering import Decoder, ImageTokens
 from miles_async.trajectory.turn import take_turn, with_last_token
 from miles_async.types import (
     HIGHEST_LOGPROB,
@@ -35,37 +35,6 @@ LOWEST_LOGPROB = -1e4
 
 Began = Callable[[str, int], None]
 """``staleness.versions.OldestVersions.note``: (routing key, version of a token that carries loss)."""
-
-
-class Decoder(Protocol):
-    """Tokens to text (``prompts.templates.ChatTemplate``)."""
-
-    @property
-    def decoder_id(self) -> int | None:
-        """See ``GenerateRequest``."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode a response without the tokens that bound it."""
-        ...
-
-    def trim(self, text: str) -> str:
-        """Leave these out of the text of all tokens."""
-        ...
-
-
-class ImageTokens(Protocol):
-    """Tokens in whose place a model reads something else (``runtime.picture_processor.PictureProcessor``)."""
-
-    @property
-    def image_token(self) -> int:
-        """The one that stands for a part of an image."""
-        ...
-
-    @property
-    def placeholders(self) -> frozenset[int]:
-        """All of them."""
-        ...
 
 
 def routing_key(attempt: Attempt, sample_index: int) -> str:

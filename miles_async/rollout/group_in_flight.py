@@ -103,7 +103,6 @@ class GroupInFlight:
             self._tasks[index].cancel()
 
     def forget(self, oldest_versions: OldestVersions) -> None:
-        """Stop watching the group's samples."""
         for index in range(self._begun):
             oldest_versions.forget(routing_key(self.attempt, index))
 

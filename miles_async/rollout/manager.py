@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
 from miles_async.api import Metrics
 from miles_async.errors import StalledError, first_error
+from miles_async.ledger.queued_writer import QueuedWriter
 from miles_async.rollout.checkpoint import RolloutSnapshot, read_snapshot, write_snapshot
 from miles_async.rollout.dispatcher import Dispatcher
 from miles_async.rollout.dumps import RolloutDump
@@ -27,8 +28,9 @@ from miles_async.runtime.clock import now
 from miles_async.runtime.own_thread import OwnThread
 from miles_async.runtime.stall_report import waiting_tasks
 from miles_async.runtime.tasks import afterwards
+from miles_async.samples.recorder import SampleRecorder
 from miles_async.seams import PromptSource, Resumption
-from miles_async.staleness.ledger import Balance, Ledger
+from miles_async.staleness.ledger import Ledger
 from miles_async.train_data.batch_maker import BatchMaker
 from miles_async.types import Changes, EngineStats, Group, PreparedBatch, RolloutStats, TokenScores, TrainShard
 
@@ -58,30 +60,12 @@ class Evaluation(Protocol):
     async def run(self, step: int, data_sets: Collection[str] | None = None) -> Metrics: ...
 
 
-class Writer(Protocol):
-    """Writes the pool's events to disk (``ledger.queued_writer``)."""
-
-    async def run(self) -> None: ...
-
-    async def settle(self, balance: Balance) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class Samples(Protocol):
-    """Records samples on disk; nothing here waits for them but the end."""
-
-    def trained(self, step: int, scores: Sequence[TokenScores]) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 MAX_ATTEMPTS_SHOWN = 100
 CLOSE_SECONDS = 5.0  # for attempts in flight to end as cancelled, before engines are stopped anyway
 
 
 class RolloutManager:
-    """Implements RolloutSide."""
+    """Implements RolloutSide, whose docstrings hold."""
 
     def __init__(
         self,
@@ -93,15 +77,14 @@ class RolloutManager:
         evaluator: Evaluation | None,
         close_reward: Callable[[], Awaitable[None]] | None = None,
         put: Callable[[TrainShard], object],
-        writers: Sequence[Writer] = (),
+        writers: Sequence[QueuedWriter[Any]] = (),
         canary: tuple[int, ...] = (),
         dump: Callable[[RolloutDump], None] | None = None,
-        samples: Samples | None = None,
+        samples: SampleRecorder | None = None,
     ) -> None:
         """``close_reward`` ends the processes that rewards started. ``put`` stores a shard and returns the reference
         that crosses processes (``ray.put``). ``writers`` record the events of the dispatcher's pool on disk.
-        ``canary``: see :meth:`canary`. ``dump`` gets every batch, in a thread. ``samples``: see
-        ``miles_async/samples``.
+        ``canary``: see :meth:`canary`. ``dump`` gets every batch, in a thread.
         """
         self._engines = engines
         self._source = source
@@ -189,9 +172,6 @@ class RolloutManager:
         return msgspec.structs.replace(prepared, metrics=metrics)
 
     async def change(self, changes: Changes) -> None:
-        """Apply changed settings, and record all changes in ledger and schedule. Call between two cuts; generation may
-        be paused at any time.
-        """
         self._batches = replace(self._batches, bound=changes.bound(self._batches.bound))
         await self._dispatcher.change(changes)
 
@@ -213,11 +193,9 @@ class RolloutManager:
         await self._dispatcher.commit(version)
 
     async def count_stale(self, version: int) -> int:
-        """Attempts that publishing ``version`` now would make too old to be trained, or might."""
         return self._dispatcher.pool.count_stale(version)
 
     async def wait_for_joining(self) -> None:
-        """Returns when an engine waits for weights."""
         await self._engines.wait_for_joining()
 
     async def evaluate(self, step: int, data_sets: Collection[str] | None = None) -> Metrics:
@@ -228,7 +206,6 @@ class RolloutManager:
         return await self._evaluating
 
     async def evaluated(self) -> int:
-        """Samples of the evaluation that have ended."""
         return 0 if self._evaluator is None else self._evaluator.ended
 
     async def _end_evaluation(self) -> None:
@@ -258,7 +235,6 @@ class RolloutManager:
         )
 
     async def describe(self) -> str:
-        """Describe pool, engines, requests, live attempts and tasks."""
         pool, engines = self._dispatcher.pool, self._engines.stats()
         attempts = [
             f"attempt {row.attempt_id} of {row.prompt_id}: {row.stage}, issued under version {row.issued_version}"
@@ -280,15 +256,12 @@ class RolloutManager:
         return "\n".join(line for title, lines in sections.items() for line in (title, *(f"  {x}" for x in lines)))
 
     async def scale(self, group: str, engines: int) -> None:
-        """Change the number of engines in a group. Raises ConfigurationError."""
         await self._engines.scale(group, engines)
 
     async def engines(self) -> str:
-        """Describe all engines and their states in one line."""
         return self._engines.stats().engines
 
     async def canary(self) -> tuple[int, ...]:
-        """Tokens of the text that engines and trainer score at every publication."""
         return self._canary
 
     def _elapsed(self) -> float:
@@ -325,7 +298,6 @@ class RolloutManager:
             self._closed.set()
 
     async def last_stats(self) -> RolloutStats:
-        """:meth:`close`, and the statistics when everything has ended."""
         await self.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):

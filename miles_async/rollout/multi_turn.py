@@ -129,6 +129,5 @@ class GivenReward:
             raise RewardError(f"prompt {prompt.prompt_id}: given by the environment or agent: {error}") from None
 
     async def close(self) -> None:
-        """Close the other reward, if it has a close method."""
         if close := getattr(self._otherwise, "close", None):
             await close()

@@ -28,8 +28,8 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
         rewarded = rewards.rm_type is not None and not arguments.algorithm.supervised
         rows = open_prompts(data, RewardOfRow(rewards) if rewarded else None)
         earlier = earlier_rates(rows, data)
-        if earlier.rates:
-            notes.append(f"--pass-rates: known of {len(earlier.rates)} of {len(rows)} prompts")
+        if earlier:
+            notes.append(f"--pass-rates: known of {len(earlier)} of {len(rows)} prompts")
         if data is arguments.data and (cursor := _saved_cursor(arguments.checkpoint.load)):
             try:
                 notes += changed_prompts(cursor, rows, data, earlier, arguments.checkpoint.load_anyway)
@@ -73,11 +73,11 @@ def _saved_cursor(load: Path | None) -> JsonObject | None:
     import msgspec
 
     from miles_async.checkpoints.files import find_checkpoint
-    from miles_async.rollout.checkpoint import read_cursor
+    from miles_async.rollout.checkpoint import read_state
 
     if load is None:
         return None
     try:
-        return read_cursor(find_checkpoint(load).directory)
+        return read_state(find_checkpoint(load).directory).source
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError):  # the load says what is wrong with it
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -42,13 +43,8 @@ def read_sample(run_dir: Path, kind: Kind, step: int, attempt_id: int, sample: i
 
 def read_note(path: Path) -> FileNote:
     """Read the metadata of a file. Raises as :func:`read_summaries` does."""
-    import pyarrow as arrow
-
-    try:
-        with _open(path) as file:
-            return _note(file)
-    except (OSError, ValueError, arrow.ArrowException) as error:
-        raise _unreadable(path, error) from error
+    with _opened(path) as file:
+        return _note(file)
 
 
 def read_state(run_dir: Path) -> SamplesState | None:
@@ -64,25 +60,27 @@ def read_state(run_dir: Path) -> SamplesState | None:
 
 def _read(path: Path, row_type: type[R], only: Mapping[str, int] = MappingProxyType({})) -> list[R]:
     """``only``: values of columns that the wanted rows have."""
-    import pyarrow as arrow
     from pyarrow import compute
 
-    try:
-        with _open(path) as file:
-            _note(file)
-            table = file.read([*row_type.__struct_fields__])
+    with _opened(path) as file:
+        _note(file)
+        table = file.read([*row_type.__struct_fields__])
         for name, value in only.items():
             table = table.filter(compute.equal(table.column(name), value))
         rows: list[R] = msgspec.convert(table.to_pylist(), list[row_type])  # type: ignore[valid-type]
-    except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
-        raise _unreadable(path, error) from error
     return sorted(rows, key=lambda row: (abs(row.attempt_id), row.sample, row.branch))
 
 
-def _open(path: Path) -> pyarrow.parquet.ParquetFile:
+@contextmanager
+def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
+    import pyarrow as arrow
     from pyarrow import parquet
 
-    return parquet.ParquetFile(path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            yield file
+    except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
+        raise DataError(f"{path}: expected a file of --save-samples: {error}") from error
 
 
 def _note(file: pyarrow.parquet.ParquetFile) -> FileNote:
@@ -93,7 +91,3 @@ def _note(file: pyarrow.parquet.ParquetFile) -> FileNote:
     if note.schema != SCHEMA_VERSION:
         raise ValueError(f"its schema is number {note.schema}, and this version reads number {SCHEMA_VERSION}")
     return note
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path}: expected a file of --save-samples: {error}")

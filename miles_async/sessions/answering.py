@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
 
 import msgspec
 from aiohttp import web
@@ -41,7 +40,7 @@ class Answering:
         Raises TrajectoryError for a request that is malformed or asks for something unsupported, and EngineError.
         """
         body = await _body(request, session)
-        asked: Exchange = await self._read(session, read, body, self._around(session))
+        asked = await self._read(session, read, body)
         session.check(asked.turn)
         await self._check_text(session, asked.turn, len(body))
         if asked.writer is not None:
@@ -59,19 +58,21 @@ class Answering:
 
     def _around(self, session: Session) -> Surroundings:
         self._counts["requests"] += 1
+        trajectory = session.taker.trajectory
         return Surroundings(
             answer_id=f"{self._instance_id}-{self._counts['requests']}",
-            decode=session.taker.decode,
-            variables=session.taker.trajectory.renderer.chat.variables,
+            decode=trajectory.renderer.chat.decode_all,
+            variables=trajectory.renderer.chat.variables,
             history=session.history,
-            keep_image=session.taker.trajectory.keep_image,
+            keep_image=trajectory.keep_image,
         )
 
-    async def _read(self, session: Session, read: Callable[..., Exchange], body: bytes, *arguments: Any) -> Exchange:
+    async def _read(self, session: Session, read: Read, body: bytes) -> Exchange:
+        around = self._around(session)
         images = session.taker.trajectory.renderer.images is not None  # a small one may be many pixels to decode
         if len(body) <= _SHORT_BYTES and not images:
-            return read(body, *arguments)
-        asked: Exchange = await self._in_thread(read, body, *arguments)
+            return read(body, around)
+        asked: Exchange = await self._in_thread(read, body, around)
         return asked
 
     async def _check_text(self, session: Session, turn: TurnRequest, body: int) -> None:

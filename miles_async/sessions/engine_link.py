@@ -88,7 +88,6 @@ class EngineLink:
         return await self._call(request, None)
 
     async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> Generation:
-        """See ``seams.streams.StreamingClient``."""
         return await self._call(request, on_tokens)
 
     async def _call(self, request: GenerateRequest, on_tokens: OnTokens | None) -> Generation:
@@ -142,7 +141,6 @@ class EngineLink:
             answer.set_exception(error)
 
     async def close(self) -> None:
-        """Close the connection."""
         self._writer.close()
 
     async def _send(self, frame: ToRollout) -> None:

@@ -45,7 +45,7 @@ from miles_async.sessions.middleware import as_json, gone, locked, read_object
 from miles_async.sessions.protocols import chat_completions, messages, responses
 from miles_async.sessions.protocols.exchange import Read
 from miles_async.sessions.session import Session, SessionSettings
-from miles_async.trajectory.taker import Limits, MakeTrajectory, TurnTaker
+from miles_async.trajectory.taker import MakeTrajectory, TurnTaker
 from miles_async.types import CollectedSession, JsonObject, OpenSession, RewardParts, Sample
 from miles_async.types.shared_pictures import slim
 
@@ -143,7 +143,6 @@ class SessionServer:
                     del self._sessions[session_id]
 
     async def stop(self) -> None:
-        """Close the socket and all connections."""
         if self._runner is not None:
             await self._runner.cleanup()
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -169,7 +168,7 @@ class SessionServer:
             trajectory=self._make_trajectory(),
             client=self._client,
             sampling=settings.sampling,
-            limits=Limits(response=settings.max_response, total=settings.max_total, turn=settings.max_turn),
+            limits=settings.limits,
             routing_key=settings.routing_key,
             in_thread=self._in_thread,
             began=partial(self._note, session_id),

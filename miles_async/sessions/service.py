@@ -99,7 +99,6 @@ class SessionService:
         await gathered(*(worker.supervise() for worker in self.workers))
 
     async def stop(self) -> None:
-        """End all processes and connections."""
         await gathered(*(worker.stop() for worker in self.workers))
         if self._http is not None:
             await self._http.close()

@@ -13,7 +13,7 @@ from miles_async.runtime.clock import now
 from miles_async.sessions.protocols.exchange import History
 from miles_async.trajectory.rendering import check_options
 from miles_async.trajectory.schema_bounds import check_bounds
-from miles_async.trajectory.taker import TurnRequest, TurnTaker
+from miles_async.trajectory.taker import Limits, TurnRequest, TurnTaker
 from miles_async.types import JsonObject, RewardParts, SessionEnding
 
 
@@ -22,9 +22,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     routing_key: str
     sampling: JsonObject  # SGLang's parameters
-    max_response: int  # tokens
-    max_total: int
-    max_turn: int | None = None
+    limits: Limits
     may_constrain: bool = True  # answers may be made to fit a grammar: the loss corrects for it, or there is none
 
 

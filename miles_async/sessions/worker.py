@@ -103,7 +103,6 @@ class SessionWorker:
             await self._start_process()
 
     async def stop(self) -> None:
-        """End the process and its connection."""
         self._up.clear()
         if self._child is not None:
             await self._child.stop(grace_seconds=0)

@@ -23,7 +23,7 @@ from miles_async.ledger.writer import LedgerWriter
 from miles_async.rewards.guard import GuardedReward
 from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.dispatcher import Dispatcher, Hooks
-from miles_async.rollout.generate import Decoder, SingleTurnGenerate, sampling_parameters
+from miles_async.rollout.generate import SingleTurnGenerate, sampling_parameters
 from miles_async.rollout.manager import RolloutManager
 from miles_async.runtime.garbage import rare_collections
 from miles_async.runtime.services import Services
@@ -43,6 +43,7 @@ from miles_async.simulation.trainer import SimulatedTrainer
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.staleness.versions import OldestVersions
 from miles_async.train_data.batch_maker import BatchMaker, RecordBatch
+from miles_async.trajectory.rendering import Decoder
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.distributed.driver import DistributedTransport
 from miles_async.weights.transports.spec import DriverSide

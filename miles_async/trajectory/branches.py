@@ -14,19 +14,22 @@ _Piece = tuple[Int32, UInt8, Float32, Int32, Float32]
 """Tokens, loss mask, log-probs, weight versions and rewards of a part of a branch."""
 
 
-def make_branch(leaf: Turn, counted: set[Turn], rewards: Mapping[Turn, float]) -> Branch:
-    """Build a branch. ``counted``: turns that carry loss in other branches."""
+def make_branch(leaf: Turn, counted: set[Turn], rewards: Mapping[Turn, float]) -> tuple[Branch, list[TurnSpan]]:
+    """Build a branch; return it with the places of its turns. ``counted``: turns that carry loss in other branches."""
     path = path_to(leaf)
-    pieces: list[_Piece] = []
+    pieces, spans = list[_Piece](), list[TurnSpan]()
     for turn, following in zip(path, [*path[1:], None], strict=True):
-        kept = len(turn.sampled.output_ids) if following is None else following.context.kept
+        sampled, start = turn.sampled, turn.context.length
+        kept = len(sampled.output_ids) if following is None else following.context.kept
         pieces.append(_without_loss(turn.context.appended))
         if turn in counted:
-            pieces.append(_without_loss(turn.sampled.output_ids[:kept]))
+            pieces.append(_without_loss(sampled.output_ids[:kept]))
         else:
-            pieces.append(_with_loss(turn.sampled, kept, rewards.get(turn, 0.0)))
+            pieces.append(_with_loss(sampled, kept, rewards.get(turn, 0.0)))
+        times = sampled.started_at, sampled.finished_at
+        spans.append(TurnSpan(start, start + kept, turn in counted, sampled.constrained, *times))
     tokens, loss_mask, logprobs, versions, token_rewards = map(np.concatenate, zip(*pieces, strict=True))
-    return Branch(
+    branch = Branch(
         tokens=tokens,
         prompt_length=leaf.context.prompt_length,
         loss_mask=loss_mask,
@@ -36,17 +39,7 @@ def make_branch(leaf: Turn, counted: set[Turn], rewards: Mapping[Turn, float]) -
         token_rewards=token_rewards if rewards else None,
         pictures=leaf.context.pictures,
     )
-
-
-def turn_spans(leaf: Turn, counted: set[Turn]) -> list[TurnSpan]:
-    """The turns of a branch, in the places where :func:`make_branch` puts them. ``counted``: as there."""
-    path, spans = path_to(leaf), list[TurnSpan]()
-    for turn, following in zip(path, [*path[1:], None], strict=True):
-        sampled, start = turn.sampled, turn.context.length
-        end = start + (len(sampled.output_ids) if following is None else following.context.kept)
-        times = sampled.started_at, sampled.finished_at
-        spans.append(TurnSpan(start, end, turn in counted, sampled.constrained, *times))
-    return spans
+    return branch, spans
 
 
 def _without_loss(tokens: Int32) -> _Piece:

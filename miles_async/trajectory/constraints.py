@@ -9,10 +9,11 @@ Source: XGrammar's structural tags, https://xgrammar.mlc.ai/docs/tutorials/struc
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from miles_async.errors import TrajectoryError
+from miles_async.trajectory.context import Tools
 from miles_async.trajectory.replies import THINK_TAGS
 from miles_async.types import JsonObject
 
@@ -20,7 +21,6 @@ GRAMMAR = "structural_tag"
 """Name of SGLang's sampling parameter for a grammar."""
 
 Format = JsonObject
-Tools = Sequence[JsonObject]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,24 @@ _LONGEST_OPTION = 256  # characters of an option's text
 _LARGEST_OPTION = 1_000_000  # of numbers, with which a template might repeat something; budgets of thinking are tokens
 
 
-class ChatFormat(Protocol):
+class Decoder(Protocol):
+    """Tokens to text."""
+
+    @property
+    def decoder_id(self) -> int | None:
+        """See ``GenerateRequest``."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode a response without the tokens that bound it, such as the one that ends a turn."""
+        ...
+
+    def trim(self, text: str) -> str:
+        """Leave the tokens that bound a response out of its text."""
+        ...
+
+
+class ChatFormat(Decoder, Protocol):
     """A tokenizer and its chat template (``prompts.templates.ChatTemplate``)."""
 
     @property
@@ -51,26 +68,13 @@ class ChatFormat(Protocol):
         """Tokenize rendered text; nothing is added to it."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode a response without the tokens that bound it, such as the one that ends a turn."""
-        ...
-
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Decode with all tokens."""
         ...
 
-    @property
-    def decoder_id(self) -> int | None:
-        """See ``GenerateRequest``."""
-        ...
 
-    def trim(self, text: str) -> str:
-        """Leave the tokens that bound a response out of its text."""
-        ...
-
-
-class ImageFormat(Protocol):
-    """How a model reads images (``runtime.picture_processor.PictureProcessor``)."""
+class ImageTokens(Protocol):
+    """Tokens in whose place a model reads something else."""
 
     @property
     def image_token(self) -> int:
@@ -79,8 +83,12 @@ class ImageFormat(Protocol):
 
     @property
     def placeholders(self) -> frozenset[int]:
-        """All tokens in whose place the model reads something else."""
+        """All of them."""
         ...
+
+
+class ImageFormat(ImageTokens, Protocol):
+    """How a model reads images (``runtime.picture_processor.PictureProcessor``)."""
 
     def read(self, url: str, known: Mapping[str, Picture]) -> Picture:
         """Read the image of a ``data:`` URL, unless its digest is ``known``. Raises TrajectoryError."""

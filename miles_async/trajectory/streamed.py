@@ -73,7 +73,6 @@ class StreamedTurn:
         self._text = GrowingText(self._decode)
 
     def __call__(self, at: int, token_ids: Sequence[int]) -> None:
-        """See ``OnTokens``."""
         known = self._token_ids[at:]
         if known and known == [*token_ids[: len(known)]]:
             self._token_ids += token_ids[len(known) :]

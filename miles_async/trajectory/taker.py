@@ -75,11 +75,6 @@ class TurnTaker:
     in_thread: InThread
     began: Callable[[int], None] = lambda version: None  # called with the version of a token that carries loss
 
-    @property
-    def decode(self) -> Callable[[Sequence[int]], str]:
-        """Decoder that keeps special tokens."""
-        return self.trajectory.renderer.chat.decode_all
-
     async def take(self, request: TurnRequest, streamed: StreamedTurn | None = None) -> Turn:
         """Sample the model's answer to a conversation and keep it in the trajectory. ``streamed``: gets its tokens
         while they are sampled.

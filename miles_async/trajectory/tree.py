@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from miles_async.errors import EngineError, TrajectoryError
-from miles_async.trajectory.branches import make_branch, turn_spans
+from miles_async.trajectory.branches import make_branch
 from miles_async.trajectory.context import Context, Tools, Turn, conversation_to, depth_of, path_to
 from miles_async.trajectory.messages import Message, canonical, images_of, is_echo, no_images
 from miles_async.trajectory.next_text import check_abridged, next_text, renders_whole
@@ -306,10 +306,10 @@ class Trajectory:
         counted: set[Turn] = set()
         branches, spans = list[Branch](), list[list[TurnSpan]]()
         for leaf in leaves:
-            branch = make_branch(leaf, counted, rewards or {})
+            branch, of_branch = make_branch(leaf, counted, rewards or {})
             if not branches or branch.loss_mask.any():
                 branches.append(branch)
-                spans.append(turn_spans(leaf, counted))
+                spans.append(of_branch)
             counted.update(path_to(leaf))
         first, *more = branches
         last, sampled = self.turns[-1], [turn.sampled for turn in self.turns]
@@ -321,7 +321,7 @@ class Trajectory:
             metadata={
                 "messages": conversation_to(leaves[0]),
                 "turns": len(self.turns),
-                "turn_spans": [[[*span] for span in of_branch] for of_branch in spans],  # plain data
+                "turn_spans": [[[*span] for span in each] for each in spans],  # plain data
                 "constrained_turns": sum(turn.constrained for turn in sampled),
                 "engines": list(dict.fromkeys(engine for turn in sampled for engine in turn.engines)),
                 "chunks": sum(turn.chunks for turn in sampled),

@@ -71,7 +71,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int  # requests
     oldest_request_seconds: float
     busy_seconds: float  # in which any request was in flight
-    answers: Mapping[str, int]  # by engine
     failed_tries: int
     engines: str  # each with its state, for people
     router: Mapping[str, float]  # its own metrics, as last read

@@ -179,9 +179,7 @@ class SessionsOfRun:
             SessionSettings(
                 routing_key=routing_key,
                 sampling=self.sampling,
-                max_response=self.limits.response,
-                max_total=self.limits.total,
-                max_turn=self.limits.turn,
+                limits=self.limits,
                 may_constrain=self.may_constrain,
             )
         )

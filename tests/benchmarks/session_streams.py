@@ -29,6 +29,7 @@ from miles_async.engines.traffic import Traffic
 from miles_async.seams.streams import OnTokens
 from miles_async.sessions.service import SessionService
 from miles_async.sessions.session import SessionSettings
+from miles_async.trajectory.taker import Limits
 from miles_async.types import GenerateRequest, Generation
 from tests.benchmarks.report import Row
 from tests.benchmarks.sessions import running
@@ -73,7 +74,7 @@ async def measure(sessions: int, streams: bool, log_dir: Path) -> Row:
     async def agent(number: int, service: SessionService, http: aiohttp.ClientSession) -> None:
         key = f"0-{number}"
         opened = await service.open(
-            SessionSettings(routing_key=key, sampling={"temperature": 1.0}, max_response=1000, max_total=1000)
+            SessionSettings(routing_key=key, sampling={"temperature": 1.0}, limits=Limits(response=1000, total=1000))
         )
         await asyncio.sleep(random.uniform(0, TOKENS * TOKEN_SECONDS))
         messages = [{"role": "user", "content": f"rev {number}"}]

@@ -25,6 +25,7 @@ from miles_async.runtime.network.keys import make_run_keys
 from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.sessions.service import SessionService
 from miles_async.sessions.session import SessionSettings
+from miles_async.trajectory.taker import Limits
 from miles_async.types import GenerateRequest, Generation, Int32
 from miles_async.wiring.session_process import ServerSettings
 from tests.benchmarks.report import Row, report
@@ -87,7 +88,9 @@ async def measure(
     async def agent(number: int, http: aiohttp.ClientSession) -> None:
         key = f"0-{number}"
         opened = await service.open(
-            SessionSettings(routing_key=key, sampling={"temperature": 1.0}, max_response=2 * LONG, max_total=2 * LONG)
+            SessionSettings(
+                routing_key=key, sampling={"temperature": 1.0}, limits=Limits(response=2 * LONG, total=2 * LONG)
+            )
         )
         await asyncio.sleep(random.uniform(0, seconds))  # agents don't all begin in the same moment
         client = CLIENTS[protocol]()
@@ -202,7 +205,7 @@ def lengths() -> Iterator[Row]:
         repeats = LONG // (2 * turns * len(chat.tokenize(text)))
         answer = np.array([*chat.tokenize(text * repeats), *chat.tokenize("<|im_end|>")], np.int32)
         with TemporaryDirectory() as directory:
-            chat._tokenizer.save_pretrained(directory)
+            chat.tokenizer.save_pretrained(directory)
             result = asyncio.run(
                 measure(
                     *(32, 0.02, Path(directory)),

@@ -56,7 +56,7 @@ async def test_a_conversation_with_a_command_is_one_branch(program: str, tmp_pat
 @each_program
 def test_a_tiny_model_is_trained_on_what_it_said(program: str, tmp_path: Path) -> None:
     """Log-probs of engine and trainer are compared token by token, so the tokens sampled are the tokens trained."""
-    tokenizer = CHAT._tokenizer
+    tokenizer = CHAT.tokenizer
     model = save_tiny("qwen3-tied", tmp_path / "model", vocab_size=len(tokenizer), max_position_embeddings=24_000)
     tokenizer.save_pretrained(model)
     (prompts := tmp_path / "prompts.jsonl").write_text(

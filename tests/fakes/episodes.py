@@ -124,7 +124,7 @@ class Episode:
         return turn
 
     def output_ids(self, say: Say, appended: Sequence[JsonObject]) -> list[int]:
-        stops = self.chat._tokenizer.convert_tokens_to_ids(list(STOPS[self.style]))
+        stops = self.chat.tokenizer.convert_tokens_to_ids(list(STOPS[self.style]))
         ids = list(say.ids) or self.chat.tokenize(self.written(say))
         return ids if say.stop is None else [*ids, stops[say.stop]]
 

@@ -17,7 +17,7 @@ from miles_async.sessions.server import SessionServer
 from miles_async.sessions.session import SessionSettings
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import THINK_TAGS, ReplyParser
-from miles_async.trajectory.taker import MakeTrajectory
+from miles_async.trajectory.taker import Limits, MakeTrajectory
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import CollectedSession, JsonObject, OpenSession
 from tests.fakes.chat_formats import chat_format
@@ -86,21 +86,20 @@ class Agent:
 
 @asynccontextmanager
 async def agent_of(
-    model: ScriptedModel, *, timeout: float = 60.0, make: MakeTrajectory = make_trajectory, **settings: object
+    model: ScriptedModel,
+    *,
+    timeout: float = 60.0,
+    make: MakeTrajectory = make_trajectory,
+    max_response: int = 500,
+    max_total: int = 900,
+    **settings: object,
 ) -> AsyncIterator[Agent]:
     server = SessionServer(model, make, keys=KEYS.sessions, session_timeout=timeout)
     await server.start("127.0.0.1")
     expiry = asyncio.ensure_future(server.expire())
     async with aiohttp.ClientSession(headers=KEYS.sessions.run.headers()) as http:
-        body = SessionSettings(
-            **{
-                "routing_key": "7-1",
-                "sampling": {"temperature": 1.0},
-                "max_response": 500,
-                "max_total": 900,
-                **settings,
-            }
-        )
+        limits = Limits(response=max_response, total=max_total)
+        body = SessionSettings(**{"routing_key": "7-1", "sampling": {"temperature": 1.0}, "limits": limits, **settings})
         async with http.post(f"{server.url}/sessions", data=encode(body)) as response:
             opened = decode(await response.read(), OpenSession)
         api_key = KEYS.sessions.agents.reveal()

@@ -1,4 +1,4 @@
-"""A ``rollout.generate.Decoder`` without a tokenizer."""
+"""A ``trajectory.rendering.Decoder`` without a tokenizer."""
 
 from __future__ import annotations
 

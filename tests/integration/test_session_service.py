@@ -17,6 +17,7 @@ from miles_async.errors import EngineStartError, RequestRejectedError, Transient
 from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.sessions.service import SessionService
 from miles_async.sessions.session import SessionSettings
+from miles_async.trajectory.taker import Limits
 from miles_async.types import OpenSession
 from miles_async.wiring.session_process import ServerSettings
 from tests.fakes.keys import KEYS
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "assets" / "reverse" / "model"
 QUESTION = {"role": "user", "content": "rev 12"}
-SETTINGS = SessionSettings(routing_key="7-1", sampling={"temperature": 1.0}, max_response=50, max_total=100)
+SETTINGS = SessionSettings(routing_key="7-1", sampling={"temperature": 1.0}, limits=Limits(response=50, total=100))
 ANSWER = [14, 13, 2]  # "21" and <eos>
 
 

@@ -38,7 +38,7 @@ FLAGS = (
 @pytest.fixture
 def flags(tmp_path: Path) -> tuple[str, ...]:
     """Those of a run of agents whose model has random weights, so that its answers are long and each is another."""
-    tokenizer = chat_format("qwen3")._tokenizer
+    tokenizer = chat_format("qwen3").tokenizer
     model = save_tiny("qwen3-tied", tmp_path / "model", vocab_size=len(tokenizer), max_position_embeddings=2048)
     tokenizer.save_pretrained(model)
     metadata = {"folder": str(tmp_path)}

@@ -48,7 +48,7 @@ class Served:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[Served]:
     folder = tmp_path_factory.mktemp("streams")
-    tokenizer = chat_format("qwen3")._tokenizer
+    tokenizer = chat_format("qwen3").tokenizer
     model = save_tiny("qwen3-tied", folder / "model", vocab_size=len(tokenizer), max_position_embeddings=4096)
     tokenizer.save_pretrained(model)
     spec = ServerSpec(

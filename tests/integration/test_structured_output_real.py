@@ -45,7 +45,7 @@ class Served:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[Served]:
-    model, tokenizer = tmp_path_factory.mktemp("structured") / "model", chat_format("qwen3")._tokenizer
+    model, tokenizer = tmp_path_factory.mktemp("structured") / "model", chat_format("qwen3").tokenizer
     async with grammar_engine(model, tokenizer, engine_imports, request_timeout=120.0) as (client, _):
         yield Served(client, model)
 

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from miles_async.errors import TrajectoryError
 from miles_async.sessions.protocols.exchange import (
     Decode,
     Delta,
@@ -15,6 +14,8 @@ from miles_async.sessions.protocols.exchange import (
     IgnoredOfOpenAI,
     Progress,
     Surroundings,
+    answer_schema,
+    called_tools,
     check_supported,
     effort_options,
     parsed,
@@ -90,7 +91,7 @@ class ChatRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """
         tools = [] if self.tool_choice == "none" else self.tools or []  # shown to the model
         parallel = self.parallel_tool_calls is not False
-        schema, called = _schema(self.response_format), self._called_tools()
+        schema, called = answer_schema(self.response_format, "response_format"), called_tools(self.tool_choice, tools)
         return TurnRequest(
             messages=[with_kept_images(message, keep) for message in self.messages],
             tools=tools,
@@ -100,23 +101,6 @@ class ChatRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             parallel_calls=parallel,
             constraint=constraint_of(called, schema, tools, parallel=parallel),
         )
-
-    def _called_tools(self) -> list[JsonObject]:
-        """Tools one of which must be called (``tool_choice``); empty if calls are optional."""
-        match self.tool_choice:
-            case None | "auto" | "none":
-                return []
-            case "required":
-                called = self.tools or []
-            case {"type": "function", "function": {"name": name}}:
-                called = [tool for tool in self.tools or [] if _name(tool) == name]
-            case _:
-                raise TrajectoryError(
-                    f"tool_choice = {self.tool_choice}: expected auto, none, required, or a function and its name"
-                )
-        if not called:
-            raise TrajectoryError(f"tool_choice = {self.tool_choice}: no such tool is offered")
-        return called
 
 
 def read(body: bytes, around: Surroundings) -> Exchange:
@@ -151,20 +135,6 @@ def read_request(body: bytes) -> ChatRequest:
 def _name(tool: JsonObject) -> object:
     function = tool.get("function")
     return function.get("name") if isinstance(function, Mapping) else None
-
-
-def _schema(response_format: object) -> JsonObject | None:
-    """JSON Schema of the answer; None for free text."""
-    match response_format:
-        case None | {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
-            return schema
-    raise TrajectoryError(
-        f"response_format = {response_format}: expected type text, json_object, or json_schema with a schema"
-    )
 
 
 def completion(turns: Sequence[Turn], request: ChatRequest, completion_id: str, decode: Decode) -> JsonObject:

@@ -154,6 +154,44 @@ def effort_options(effort: object, variables: frozenset[str]) -> JsonObject:
     return {"reasoning_effort": effort} if known else {}
 
 
+def called_tools(choice: object, tools: Sequence[JsonObject]) -> Sequence[JsonObject]:
+    """Tools one of which must be called, by OpenAI's ``tool_choice``; empty if calls are optional. Raises
+    TrajectoryError.
+    """
+    match choice:
+        case None | "auto" | "none":
+            return ()
+        case "required":
+            return offered(choice, tools)
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function" | "custom", "name": str(name)}:
+            return offered(choice, tools, name)
+    raise TrajectoryError(f"tool_choice = {choice}: expected auto, none, required, or a function and its name")
+
+
+def offered(choice: object, tools: Sequence[JsonObject], name: str | None = None) -> Sequence[JsonObject]:
+    """The tools that a ``tool_choice`` means: the one of a name, or all. Raises TrajectoryError if there are none."""
+    called = [tool for tool in tools if name in (None, tool["function"]["name"])]
+    if not called:
+        raise TrajectoryError(f"tool_choice = {choice}: no such tool is offered")
+    return called
+
+
+def answer_schema(format: object, field: str) -> JsonObject | None:
+    """JSON Schema of the answer, by the format in a field of OpenAI's requests; None for free text. Raises
+    TrajectoryError naming the field.
+    """
+    match format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema}}:
+            return schema
+        case {"type": "json_schema", "schema": Mapping() as schema}:
+            return schema
+    raise TrajectoryError(f"{field} = {format}: expected type text, json_object, or json_schema with a schema")
+
+
 def arguments_text(call: JsonObject) -> str:
     """Arguments of a call as text, from which ``messages.canonical`` reads them: JSON, or what the model wrote if that
     isn't.

@@ -12,6 +12,7 @@ from miles_async.sessions.protocols.exchange import (
     check_supported,
     content_of,
     effort_options,
+    offered,
     parsed,
     stop_problems,
     texts,
@@ -239,11 +240,7 @@ def _called(choice: JsonObject, tools: Sequence[JsonObject]) -> Sequence[JsonObj
         case {"type": "auto" | "none"}:
             return ()
         case {"type": "any"}:
-            called = list(tools)
+            return offered(choice, tools)
         case {"type": "tool", "name": str(name)}:
-            called = [tool for tool in tools if tool["function"]["name"] == name]
-        case _:
-            raise TrajectoryError(f"tool_choice = {choice}: expected type auto, any, none, or tool and its name")
-    if not called:
-        raise TrajectoryError(f"tool_choice = {choice}: no such tool is offered")
-    return called
+            return offered(choice, tools, name)
+    raise TrajectoryError(f"tool_choice = {choice}: expected type auto, any, none, or tool and its name")

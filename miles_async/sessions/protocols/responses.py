@@ -36,7 +36,7 @@ def read(body: bytes, around: Surroundings) -> Exchange:
         if request.store is not False:
             history[response_id] = Kept(messages=[*conversation, as_sent(turn.reply)])
 
-    answer = Answer(request, response_id, int(time.time()), request.free_text_tools, request.namespaces, keep)
+    answer = Answer(request, response_id, int(time.time()), keep)
     return Exchange(
         turn=request.turn(conversation, around.variables),
         answer=answer.whole,
@@ -51,8 +51,6 @@ class Answer:
     request: ResponsesRequest
     response_id: str
     created: int  # seconds since 1970
-    free_text_tools: frozenset[str]
-    namespaces: dict[str, str]  # by names of tools
     keep: Callable[[Turn], None]  # for requests that continue it
 
     def whole(self, turns: Sequence[Turn]) -> JsonObject:
@@ -107,16 +105,16 @@ class Answer:
             return {**message, "content": [_output_text(part.text)] if done else []}
         name, text = part.call["function"]["name"], self.written(part.call)
         call = {"id": self._id(f"fc{part.number}"), "call_id": part.call["id"], "name": name, "status": status}
-        if name in self.free_text_tools:
+        if name in self.request.free_text_tools:
             return {**call, "type": "custom_tool_call", "input": text if done else ""}
-        if name in self.namespaces:
-            call["namespace"] = self.namespaces[name]
+        if name in self.request.namespaces:
+            call["namespace"] = self.request.namespaces[name]
         return {**call, "type": "function_call", "arguments": text if done else ""}
 
     def written(self, call: JsonObject) -> str:
         """The model's text for the arguments of a call, or for a custom tool."""
         arguments = call["function"]["arguments"]
-        free = call["function"]["name"] in self.free_text_tools
+        free = call["function"]["name"] in self.request.free_text_tools
         if free and isinstance(arguments, dict) and isinstance(arguments.get(FREE_TEXT), str) and len(arguments) == 1:
             return str(arguments[FREE_TEXT])
         return arguments_text(call)
@@ -175,7 +173,7 @@ class _ResponseWriter:
         if part is None:
             return b""
         if part.kind == "call":
-            field = "input" if part.call["function"]["name"] in self._answer.free_text_tools else "arguments"
+            field = "input" if part.call["function"]["name"] in self._answer.request.free_text_tools else "arguments"
             done = self._item_event(f"{self._name(part)}.done", part, **{field: self._answer.written(part.call)})
         else:
             done = self._item_event(f"{self._name(part)}.done", part, text=part.text)
@@ -190,7 +188,7 @@ class _ResponseWriter:
         """Names of a part's events."""
         if part.kind != "call":
             return {"reasoning": "reasoning_text", "content": "output_text"}[part.kind]
-        free = part.call["function"]["name"] in self._answer.free_text_tools
+        free = part.call["function"]["name"] in self._answer.request.free_text_tools
         return "custom_tool_call_input" if free else "function_call_arguments"
 
     def _content(self, kind: str, text: str) -> JsonObject:

@@ -8,6 +8,8 @@ from typing import Any
 from miles_async.errors import TrajectoryError
 from miles_async.sessions.protocols.exchange import (
     IgnoredOfOpenAI,
+    answer_schema,
+    called_tools,
     check_supported,
     content_of,
     effort_options,
@@ -96,14 +98,14 @@ class ResponsesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_field
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         tools = [] if self.tool_choice == "none" else self.functions
         parallel = self.parallel_tool_calls is not False
-        schema, called = _schema((self.text or {}).get("format")), _called(self.tool_choice, tools)
+        schema = answer_schema((self.text or {}).get("format"), "text.format")
         return TurnRequest(
             messages=[*instructions, *conversation],
             tools=tools,
             options=effort_options((self.reasoning or {}).get("effort"), variables),
             max_tokens=self.max_output_tokens,
             parallel_calls=parallel,
-            constraint=constraint_of(called, schema, tools, parallel=parallel),
+            constraint=constraint_of(called_tools(self.tool_choice, tools), schema, tools, parallel=parallel),
         )
 
 
@@ -203,31 +205,3 @@ def _function(tool: JsonObject) -> JsonObject:
     if kind == "custom":
         parameters = {"type": "object", "properties": {FREE_TEXT: {"type": "string"}}, "required": [FREE_TEXT]}
     return {"type": "function", "function": {"name": name, **described, "parameters": parameters or {}}}
-
-
-def _called(choice: object, tools: Sequence[JsonObject]) -> Sequence[JsonObject]:
-    """Tools one of which must be called; empty if calls are optional."""
-    match choice:
-        case None | "auto" | "none":
-            return ()
-        case "required":
-            called = list(tools)
-        case {"type": "function" | "custom", "name": str(name)}:
-            called = [tool for tool in tools if tool["function"]["name"] == name]
-        case _:
-            raise TrajectoryError(f"tool_choice = {choice}: expected auto, none, required, or a function and its name")
-    if not called:
-        raise TrajectoryError(f"tool_choice = {choice}: no such tool is offered")
-    return called
-
-
-def _schema(format: object) -> JsonObject | None:
-    """JSON Schema of the answer; None for free text."""
-    match format:
-        case None | {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return {"type": "object"}
-        case {"type": "json_schema", "schema": Mapping() as schema}:
-            return schema
-    raise TrajectoryError(f"text.format = {format}: expected type text, json_object, or json_schema with a schema")

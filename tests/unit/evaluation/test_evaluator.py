@@ -18,7 +18,7 @@ import pytest
 from miles_async.commands.evaluation_report import evaluated
 from miles_async.errors import RewardError, StalledError
 from miles_async.evaluation.evaluator import DataSet, Evaluator, Record
-from miles_async.evaluation.totals import Outcome, Totals, pass_at_k
+from miles_async.evaluation.totals import Totals, pass_at_k
 from miles_async.runtime.services import Circuit, Services
 from miles_async.samples import recorder as recorder_module
 from miles_async.samples.reader import read_note, read_rows, samples_files
@@ -307,18 +307,14 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_sample(n: int, k: int):
 @pytest.mark.parametrize(("n", "ks"), [(1, {1}), (2, {1, 2}), (6, {1, 2, 4, 6}), (8, {1, 2, 4, 8})])
 def test_k_doubles_up_to_the_number_of_samples(n: int, ks: set[int]):
     totals = Totals(n)
-    totals.add_prompt([Outcome(reward=1.0, length=1, truncated=False, oldest_version=0, newest_version=1)] * n)
+    totals.end_prompt([1.0] * n)
     assert {name for name in totals.metrics() if name.startswith("pass")} == {f"pass@{k}" for k in ks}
 
 
 def test_versions_that_differ_are_seen():
     totals = Totals(2)
-    totals.add_prompt(
-        [
-            Outcome(reward=1.0, length=1, truncated=False, oldest_version=3, newest_version=4),
-            Outcome(reward=1.0, length=1, truncated=False, oldest_version=4, newest_version=4),
-        ]
-    )
+    for versions in ([3, 4], [4, 4]):
+        totals.add(make_sample(versions, reward=1.0))
     assert (totals.metrics()["weight_version/min"], totals.metrics()["weight_version/max"]) == (3, 4)
 
 

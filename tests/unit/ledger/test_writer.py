@@ -88,7 +88,6 @@ class Engines:
             in_flight=0,
             oldest_request_seconds=0.0,
             busy_seconds=0.0,
-            answers={},
             failed_tries=0,
             engines="",
             router={"workers": 2.0},

@@ -218,7 +218,7 @@ def test_examples_that_are_too_long_are_logged_a_few_times_only(tmp_path: Path) 
 
 def test_plain_texts_are_answered_without_a_template(tmp_path: Path) -> None:
     path = rows(tmp_path / "a.jsonl", {"prompt": "three and", "label": " four"})
-    template = ChatTemplate(chat_format("llama3")._tokenizer, apply_chat_template=False)
+    template = ChatTemplate(chat_format("llama3").tokenizer, apply_chat_template=False)
     arguments = DataArguments(prompt_data=(str(path),), apply_chat_template=False)
     [example] = ExampleSource(arguments, template, 100).take(1)
     assert learned(template, example.branches[0]) == " four<|eot_id|>"

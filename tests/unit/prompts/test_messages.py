@@ -148,7 +148,7 @@ def test_a_prompt_that_nothing_can_continue_is_refused() -> None:
     for refused in (template.check, template.encode):
         with pytest.raises(TrajectoryError, match="has tool calls, which nothing continues"):
             refused([QUESTION, canonical(called("{}"))])
-    for_environments = ChatTemplate(template._tokenizer, apply_chat_template=True, continues_answers=False)
+    for_environments = ChatTemplate(template.tokenizer, apply_chat_template=True, continues_answers=False)
     with pytest.raises(TrajectoryError, match="whose turn comes next: leave that message out"):
         for_environments.check([QUESTION, {"role": "assistant", "content": "It is"}])
     for_environments.check([QUESTION])

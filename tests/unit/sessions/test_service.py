@@ -17,6 +17,7 @@ from miles_async.sessions.engine_link import EngineLink
 from miles_async.sessions.server import SessionServer
 from miles_async.sessions.service import SessionService
 from miles_async.sessions.session import SessionSettings
+from miles_async.trajectory.taker import Limits
 from miles_async.types import OpenSession
 from miles_async.wiring.session_process import serve_sessions
 from tests.fakes.keys import KEYS
@@ -25,7 +26,7 @@ from tests.fakes.session_agents import QUESTION, make_trajectory, says
 
 
 def settings(key: str = "7-1") -> SessionSettings:
-    return SessionSettings(routing_key=key, sampling={"temperature": 1.0}, max_response=500, max_total=900)
+    return SessionSettings(routing_key=key, sampling={"temperature": 1.0}, limits=Limits(response=500, total=900))
 
 
 class Worker:

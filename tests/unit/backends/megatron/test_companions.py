@@ -193,10 +193,10 @@ def test_code_of_another_repository_is_refused_in_config_json_as_well(part: str,
 
 def test_a_tokenizer_is_loaded_from_what_was_copied(tmp_path: Path) -> None:
     chat = chat_format("qwen3")
-    chat._tokenizer.save_pretrained(tmp_path / "model")
+    chat.tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "copy").mkdir()
     hf_export.copy_companions(tmp_path / "model", tmp_path / "copy")
     (tmp_path / "copy" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     copied = load_tokenizer(tmp_path / "copy")
-    assert copied.chat_template == chat._tokenizer.chat_template
-    assert copied.encode("17 times 4") == chat._tokenizer.encode("17 times 4")
+    assert copied.chat_template == chat.tokenizer.chat_template
+    assert copied.encode("17 times 4") == chat.tokenizer.encode("17 times 4")

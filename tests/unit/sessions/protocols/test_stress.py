@@ -10,6 +10,7 @@ import pytest
 
 from miles_async.runtime.serialization import decode, encode
 from miles_async.sessions.session import SessionSettings
+from miles_async.trajectory.taker import Limits
 from miles_async.types import CollectedSession, JsonObject, OpenSession
 from tests.fakes.protocol_clients import CLIENTS, PATHS, Client
 from tests.fakes.scripted_model import ScriptedModel
@@ -73,7 +74,7 @@ async def test_episodes_at_once_stay_apart(protocol: str) -> None:
     model = ScriptedModel(lambda call, input_ids: [*CHAT.tokenize(echo(input_ids)), *END], seconds=0.01)
     async with agent_of(model) as agent:
         server = agent.opened.url.rpartition("/sessions/")[0]
-        settings = SessionSettings(routing_key="7-1", sampling={}, max_response=500, max_total=900)
+        settings = SessionSettings(routing_key="7-1", sampling={}, limits=Limits(response=500, total=900))
 
         async def episode(number: int) -> None:
             async with agent.http.post(f"{server}/sessions", data=encode(settings)) as response:
