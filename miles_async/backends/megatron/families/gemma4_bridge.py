@@ -9,7 +9,6 @@ their keys as values.
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,20 +79,13 @@ class Gemma4TextBridge(Gemma4Bridge):
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """Where each parameter is in the files."""
-        mappings = self._moe_mapping_registry().mappings
-        if not self._text_config().enable_moe_block:
-            gate = GatedMLPMapping(
-                "decoder.layers.*.mlp.linear_fc1.weight",
-                gate="model.layers.*.mlp.gate_proj.weight",
-                up="model.layers.*.mlp.up_proj.weight",
-            )
-            kept = (each for each in mappings if not any(part in each.megatron_param for part in OF_MIXTURES))
-            return MegatronMappingRegistry(*kept, gate, *(AutoMapping(*pair) for pair in DENSE.items()))
-        grouped = (each for each in mappings if ".experts.linear_fc" in each.megatron_param)
-        return MegatronMappingRegistry(*mappings, *map(_of_single_expert, grouped))
-
-
-def _of_single_expert(mapping: AutoMapping) -> AutoMapping:
-    """The same for experts of SequentialMLP."""
-    name = re.sub(r"\.(linear_fc\d\.weight)\*$", r".local_experts.*.\1", mapping.megatron_param)
-    return type(mapping)(name, str(mapping.hf_param))
+        mixture = self._moe_mapping_registry()
+        if self._text_config().enable_moe_block:
+            return mixture
+        gate = GatedMLPMapping(
+            "decoder.layers.*.mlp.linear_fc1.weight",
+            gate="model.layers.*.mlp.gate_proj.weight",
+            up="model.layers.*.mlp.up_proj.weight",
+        )
+        kept = (each for each in mixture.mappings if not any(part in each.megatron_param for part in OF_MIXTURES))
+        return MegatronMappingRegistry(*kept, gate, *(AutoMapping(*pair) for pair in DENSE.items()))
