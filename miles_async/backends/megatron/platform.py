@@ -94,16 +94,8 @@ class Platform:
 
     def layer_spec(self, bridge_spec: Callable[..., Any]) -> Callable[..., Any]:
         """Value for ``GPTModelProvider.transformer_layer_spec``. ``bridge_spec``: with Transformer Engine's layers."""
-        if self.transformer_engine:
-            return bridge_spec
-        from miles_async.backends.megatron.host.spec import host_block_spec
-
-        return host_block_spec
+        return bridge_spec if self.transformer_engine else host.layer_spec()
 
     def stack_spec(self) -> Callable[..., Any] | None:
         """Value for ``HybridModelProvider.hybrid_stack_spec``; None: the bridge's, with Transformer Engine's layers."""
-        if self.transformer_engine:
-            return None
-        from miles_async.backends.megatron.host.hybrid_spec import host_stack_spec
-
-        return host_stack_spec
+        return None if self.transformer_engine else host.stack_spec()

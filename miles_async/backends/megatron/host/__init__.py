@@ -16,7 +16,8 @@ megatron-bridge 0.6 without CUDA, and changes no numerics; bugs that matter on e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 FUSIONS = (
     "gradient_accumulation_fusion",
@@ -82,3 +83,17 @@ def install(*, on_cpu: bool) -> None:
     # The stand-ins must never make megatron believe that Transformer Engine is there: core decides first.
     import megatron.core
     import megatron.core.extensions.transformer_engine  # noqa: F401
+
+
+def layer_spec() -> Callable[..., Any]:
+    """Value for ``GPTModelProvider.transformer_layer_spec`` without Transformer Engine's layers."""
+    from miles_async.backends.megatron.host.spec import host_block_spec
+
+    return host_block_spec
+
+
+def stack_spec() -> Callable[..., Any]:
+    """Value for ``HybridModelProvider.hybrid_stack_spec`` without Transformer Engine's layers."""
+    from miles_async.backends.megatron.host.hybrid_spec import host_stack_spec
+
+    return host_stack_spec
