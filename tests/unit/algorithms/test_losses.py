@@ -110,14 +110,6 @@ def test_a_token_that_the_engine_found_unlikely_cannot_blow_up_the_gradient() ->
     assert sums["dual_clip_fraction"] == 1
 
 
-def test_truncated_importance_weight_scales_the_clipped_loss() -> None:
-    """Old log-probs are the trainer's, so that the ratio is large only after earlier optimizer steps on the batch."""
-    batch = token_batch(old=[-3.0], rollout=[-9.0], advantages=[-1.0])
-    total, sums = loss_of(batch, torch.tensor([-1.0]), use_tis=True, tis_clip=2.0)
-    assert total.item() == pytest.approx(2.0 * 3.0)  # tis_clip · eps_clip_c · |A|
-    assert sums["dual_clip_fraction"] == 1
-
-
 def test_rollout_logprobs_are_the_old_policy_on_request() -> None:  # covers: C12
     """The clip then bounds the distance from the policy that sampled, however stale."""
     batch = token_batch(old=[-1.0], rollout=[-3.0], advantages=[1.0])

@@ -52,7 +52,6 @@ class Gemma4Provider(Gemma4ModelProvider):
     """Megatron's config of Gemma 4, dense or not."""
 
     def provide(self, *args: Any, **kwargs: Any) -> GPTModel:
-        """The model of a pipeline stage."""
         model = super().provide(*args, **kwargs)
         model.rotary_pos_emb.__class__ = JoinedRotaryEmbedding
         return model
@@ -65,7 +64,6 @@ class Gemma4TextBridge(Gemma4Bridge):
     """Config and names of Gemma 4's text model."""
 
     def provider_bridge(self, hf_pretrained: PreTrainedCausalLM) -> Gemma4Provider:
-        """Megatron's config for a checkpoint."""
         config = copy.copy(hf_pretrained.config)
         config.allow_global_per_layer_attribute_access = True  # the heads of layers with a window
         provider: Any = self._build_moe_provider(config)
@@ -78,7 +76,6 @@ class Gemma4TextBridge(Gemma4Bridge):
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Where each parameter is in the files."""
         mixture = self._moe_mapping_registry()
         if self._text_config().enable_moe_block:
             return mixture
