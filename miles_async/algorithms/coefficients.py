@@ -21,14 +21,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from miles_async.arguments.algorithm import AlgorithmArguments
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from miles_async.api import TokenBatch
 
 MOST = 0.2
 
@@ -65,14 +59,3 @@ class KlCoefficient:
         if self.target is not None and math.isfinite(kl):
             error = min(max(kl / self.target - 1.0, -MOST), MOST)
             self.value *= 1.0 + error * sequences / self.horizon
-
-
-@runtime_checkable
-class KlInAdvantages(Protocol):
-    """Advantages of tokens that include a KL, with its weight."""
-
-    coefficient: KlCoefficient
-
-    def divergence(self, batch: TokenBatch) -> Tensor:
-        """The KL of each token, [N]."""
-        ...

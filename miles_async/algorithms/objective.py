@@ -17,10 +17,11 @@ from typing import Literal
 from torch import Tensor
 
 from miles_async.algorithms import registry
-from miles_async.algorithms.coefficients import EntropyBonus, KlCoefficient, KlInAdvantages
+from miles_async.algorithms.coefficients import EntropyBonus, KlCoefficient
 from miles_async.algorithms.distillation import Distillation
 from miles_async.algorithms.ratio import interpolated
 from miles_async.algorithms.reference_updates import ReferenceUpdates
+from miles_async.algorithms.token_advantages.kl_in_reward import KlInReward
 from miles_async.algorithms.whole_batch.transform import (
     BatchTransform,
     PerToken,
@@ -96,21 +97,21 @@ class Objective:
         return frozenset(needs) | self.needs_of_transforms
 
     @property
-    def kl_in_advantages(self) -> KlInAdvantages | None:
+    def kl_in_reward(self) -> KlInReward | None:
         """Token advantages that include a weighted KL, if these do."""
-        return self.token_advantages if isinstance(self.token_advantages, KlInAdvantages) else None
+        return self.token_advantages if isinstance(self.token_advantages, KlInReward) else None
 
     @property
     def adaptive(self) -> KlCoefficient | None:
         """The coefficient that adapts to the KL after each rollout step; None if none does."""
-        within = self.kl_in_advantages
+        within = self.kl_in_reward
         found = self.kl_coefficient if within is None else within.coefficient
         return found if found is not None and found.target is not None else None
 
     @property
     def adapts_to(self) -> str:
         """Name of the metric that :attr:`adaptive` adapts to."""
-        return "ref_kl" if self.kl_in_advantages is None else "reward_kl"
+        return "ref_kl" if self.kl_in_reward is None else "reward_kl"
 
     @property
     def weighs_trajectories(self) -> bool:
@@ -125,8 +126,8 @@ class Objective:
             assert self.kl_coefficient is not None, "a KL loss has a coefficient"
             self.kl_coefficient.value = kl_loss
         if kl is not None:
-            assert self.kl_in_advantages is not None, "no KL is in the reward"
-            self.kl_in_advantages.coefficient.value = kl
+            assert self.kl_in_reward is not None, "no KL is in the reward"
+            self.kl_in_reward.coefficient.value = kl
         if entropy is None:
             return self
         return replace(self, entropy_bonus=EntropyBonus(begin=entropy, end=entropy) if entropy else None)
@@ -179,8 +180,8 @@ class Objective:
             assert self.kl_coefficient is not None, "a KL loss has a coefficient"
             loss = loss + self.kl_coefficient.value * divergence
             metrics["ref_kl"] = divergence
-        if self.kl_in_advantages is not None:
-            metrics["reward_kl"] = self.kl_in_advantages.divergence(batch)
+        if self.kl_in_reward is not None:
+            metrics["reward_kl"] = self.kl_in_reward.divergence(batch)
         if self.entropy_bonus is not None:
             assert entropy is not None, "the entropy bonus needs an entropy"
             loss = loss - self.entropy_bonus.coefficient(progress) * entropy

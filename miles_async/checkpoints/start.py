@@ -1,14 +1,18 @@
-"""Meaning of ``--save`` and ``--load`` together, known before anything starts.
+"""Meaning of ``--save`` and ``--load``, known before anything starts.
 
 Only paths, nothing heavy, milliseconds: ``--dry-run`` asks here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
+
+from miles_async.arguments.live import IN_FORCE
 from miles_async.checkpoints.files import (
+    POSITION_FILE,
     Checkpoint,
     describe_disk,
     find_checkpoint,
@@ -20,7 +24,7 @@ from miles_async.checkpoints.files import (
 from miles_async.checkpoints.manifest import check_whole
 from miles_async.checkpoints.save_lock import lock_problem
 from miles_async.errors import CheckpointError
-from miles_async.types import JsonObject
+from miles_async.types import JsonObject, KeptSetting
 
 
 def where_to_resume(save: Path | None, load: Path | None) -> Path | None:
@@ -31,6 +35,26 @@ def where_to_resume(save: Path | None, load: Path | None) -> Path | None:
     if load is not None and save is not None and load.resolve() == save.resolve() and not list_checkpoints(load):
         return None
     return load
+
+
+class _Position(msgspec.Struct):
+    """The part of position.json that is read here."""
+
+    settings: dict[str, KeptSetting] = {}
+
+
+def kept_settings(load: Path | None) -> Mapping[str, KeptSetting]:
+    """Settings that ``miles-async set`` changed, in the checkpoint that ``--load`` names, with which the run continues;
+    none if it cannot be read, which is refused elsewhere. ``arguments/live.py`` says which of them it takes over.
+    """
+    if load is None:
+        return {}
+    try:
+        content = (find_checkpoint(load).directory / POSITION_FILE).read_bytes()
+        found = msgspec.json.decode(content, type=_Position).settings
+    except (CheckpointError, OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
+    return {name: kept for name, kept in found.items() if name in IN_FORCE}
 
 
 def checkpoint_problems(

@@ -14,8 +14,7 @@ from miles_async.arguments.live import with_kept
 from miles_async.arguments.server_groups import ServerGroup, server_groups
 from miles_async.arguments.validation import validate
 from miles_async.checkpoints.files import find_checkpoint
-from miles_async.checkpoints.kept_settings import kept_settings
-from miles_async.checkpoints.start import where_to_resume
+from miles_async.checkpoints.start import kept_settings, where_to_resume
 from miles_async.runs.checks import check_hooks, check_surroundings, run_notes
 from miles_async.runs.config import Config, expect_config
 from miles_async.runs.keep_running import keep_running

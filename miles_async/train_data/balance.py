@@ -210,18 +210,8 @@ def split_to(bins: list[Bin], lengths: Sequence[int], count: int) -> list[Bin]:
         if len(members) == 1:
             done.append(members)
             continue
-        for half in _halve(members, lengths):
-            heapq.heappush(queue, (-sum(lengths[i] for i in half), made, half))
+        for half in longest_first(np.array([float(lengths[i]) for i in members]), 2):
+            chosen = [members[i] for i in half]
+            heapq.heappush(queue, (-sum(lengths[i] for i in chosen), made, chosen))
             made += 1
     return done + [members for _, _, members in sorted(queue)]
-
-
-def _halve(members: Bin, lengths: Sequence[int]) -> tuple[Bin, Bin]:
-    """Two non-empty bins of similar size: longest first, each to the lighter side."""
-    halves: tuple[Bin, Bin] = ([], [])
-    totals = [0, 0]
-    for index in sorted(members, key=lambda i: -lengths[i]):
-        lighter = 0 if totals[0] <= totals[1] else 1
-        halves[lighter].append(index)
-        totals[lighter] += lengths[index]
-    return halves

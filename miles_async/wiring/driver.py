@@ -23,10 +23,10 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.debug import Sides
 from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.bad_steps import BadSteps
-from miles_async.checkpoints.kept_settings import kept_settings
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, new_run_name
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.checkpoints.save_lock import SaveLock
+from miles_async.checkpoints.start import kept_settings
 from miles_async.controller import Controller
 from miles_async.errors import (
     PublicationError,

@@ -12,33 +12,12 @@ Recorded rewards and group filters are unaffected. n includes tokens of environm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 
 from miles_async.api import AdvantageEstimator
 from miles_async.arguments.algorithm import AlgorithmArguments
-from miles_async.types import Float32, Group
-
-
-class LengthPenalty:
-    """``--overlong-buffer-len``: wraps an estimator, which sees shaped rewards."""
-
-    def __init__(self, estimator: AdvantageEstimator, *, longest: int, buffer: int, factor: float) -> None:
-        self._estimator, self._longest, self._buffer, self._factor = estimator, longest, buffer, factor
-
-    def __call__(self, groups: Sequence[Group]) -> Float32:
-        return self._estimator([self._shaped(group) for group in groups])
-
-    def _shaped(self, group: Group) -> Group:
-        lengths = np.array([sample.response_length for sample in group.samples], dtype=np.float64)
-        penalties = self._factor * overlong_penalty(lengths, self._longest, self._buffer)
-        samples = [
-            msgspec.structs.replace(sample, reward=(sample.reward or 0.0) + float(penalty))
-            for sample, penalty in zip(group.samples, penalties, strict=True)
-        ]
-        return msgspec.structs.replace(group, samples=tuple(samples))
+from miles_async.types import Group
 
 
 def overlong_penalty(lengths: np.ndarray, longest: int, buffer: int) -> np.ndarray:
@@ -54,12 +33,18 @@ def overlong_penalty(lengths: np.ndarray, longest: int, buffer: int) -> np.ndarr
 def with_length_penalty(
     estimator: AdvantageEstimator, arguments: AlgorithmArguments, longest: int
 ) -> AdvantageEstimator:
-    """Apply ``--overlong-buffer-len``, if given. ``longest``: the limit of response tokens."""
-    if arguments.overlong_buffer_len is None:
+    """Let the estimator see shaped rewards, with ``--overlong-buffer-len``. ``longest``: limit of response tokens."""
+    buffer, factor = arguments.overlong_buffer_len, arguments.overlong_penalty_factor
+    if buffer is None:
         return estimator
-    return LengthPenalty(
-        estimator,
-        longest=longest,
-        buffer=arguments.overlong_buffer_len,
-        factor=arguments.overlong_penalty_factor,
-    )
+
+    def shaped(group: Group) -> Group:
+        lengths = np.array([sample.response_length for sample in group.samples], dtype=np.float64)
+        penalties = factor * overlong_penalty(lengths, longest, buffer)
+        samples = [
+            msgspec.structs.replace(sample, reward=(sample.reward or 0.0) + float(penalty))
+            for sample, penalty in zip(group.samples, penalties, strict=True)
+        ]
+        return msgspec.structs.replace(group, samples=tuple(samples))
+
+    return lambda groups: estimator([shaped(group) for group in groups])

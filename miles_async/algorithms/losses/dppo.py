@@ -16,8 +16,6 @@ thresholds are the clip's. The paper compares with the policy that sampled
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -28,19 +26,15 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 
 TINY = 1e-8  # added to 1 - p and 1 - q, which may be 0; as in the authors' code
 
-Divergence = Callable[[Tensor, Tensor], Tensor]
-"""(log π, log π_old) → divergence, each [N]."""
 
-
-class Dppo:
-    """A policy loss with a mask by ``divergence``."""
+class DppoTv:
+    """``--policy-loss dppo_tv``."""
 
     needs = ("old_logprobs",)
 
-    def __init__(self, arguments: AlgorithmArguments, divergence: Divergence) -> None:
+    def __init__(self, arguments: AlgorithmArguments) -> None:
         self._below, self._above = epsilons(arguments)
         self._cap = arguments.eps_clip_c
-        self._divergence = divergence
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         now, old, advantages = logprobs.detach(), batch.old_logprobs, batch.advantages
@@ -53,27 +47,15 @@ class Dppo:
         loss = -(1.0 - masked) * weight * advantages * logprobs
         return loss, {"clip_fraction": masked, "ratio_mean": ratio, "ratio_max": ratio}
 
-
-class DppoTv(Dppo):
-    """``--policy-loss dppo_tv``."""
-
-    def __init__(self, arguments: AlgorithmArguments) -> None:
-        super().__init__(arguments, total_variation)
+    def _divergence(self, logprobs: Tensor, old: Tensor) -> Tensor:
+        """|p - q|, [N]."""
+        return (logprobs.exp() - old.exp()).abs()
 
 
-class DppoKl(Dppo):
+class DppoKl(DppoTv):
     """``--policy-loss dppo_kl``."""
 
-    def __init__(self, arguments: AlgorithmArguments) -> None:
-        super().__init__(arguments, binary_kl)
-
-
-def total_variation(logprobs: Tensor, old: Tensor) -> Tensor:
-    """|p - q|."""
-    return (logprobs.exp() - old.exp()).abs()
-
-
-def binary_kl(logprobs: Tensor, old: Tensor) -> Tensor:
-    """KL of (q, 1 - q) from (p, 1 - p)."""
-    other, old_other = -torch.expm1(logprobs) + TINY, -torch.expm1(old) + TINY
-    return old.exp() * (old - logprobs) - torch.expm1(old) * (old_other / other).log()
+    def _divergence(self, logprobs: Tensor, old: Tensor) -> Tensor:
+        """KL of (q, 1 - q) from (p, 1 - p), [N]."""
+        other, old_other = -torch.expm1(logprobs) + TINY, -torch.expm1(old) + TINY
+        return old.exp() * (old - logprobs) - torch.expm1(old) * (old_other / other).log()

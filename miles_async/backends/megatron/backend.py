@@ -113,7 +113,7 @@ class MegatronBackend:
             critic=values,
             reference=reference,
             objective=minimised,
-            limits=StepLimits.of(optimizer),
+            limits=StepLimits(grad_norm=optimizer.grad_norm_limit, logprob_diff=optimizer.max_logprob_diff),
             scale=StepScale.of(optimizer),
             epochs=optimizer.ppo_epochs,
             total_steps=total_steps,

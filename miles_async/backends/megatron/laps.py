@@ -20,7 +20,6 @@ class Laps:
         self._marks: list[tuple[str, float | torch.cuda.Event]] = []  # the part that ends there
 
     def begin(self) -> None:
-        """Begin a rollout step."""
         self._marks = []
         self.end("")
 

@@ -66,7 +66,6 @@ class KeyHeadsNorm(QueryHeadsNorm):
 
     @staticmethod
     def heads(config: TransformerConfig) -> int:
-        """Number of heads on all ranks."""
         return config.num_query_groups or config.num_attention_heads
 
 

@@ -7,7 +7,7 @@ of parameters, and else torch's AdamW, on every machine without CUDA.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,14 +117,23 @@ def make_state(optimizer: MegatronOptimizer) -> None:
             }
 
 
-def separate_steps(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter its own ``step`` after a load.
+def load_state(optimizer: MegatronOptimizer, states: Mapping[int, object], step: int) -> None:
+    """Load the sharded states of the optimizer's parts after ``step`` optimizer steps.
 
-    A load by megatron-core 0.19 makes all parameters of torch's Adam share one tensor, which each of them increments:
-    from the second step after a resume on, its bias correction would run too fast by the number of parameters.
+    A load by megatron-core 0.19 makes all parameters of torch's Adam share one tensor ``step``, which each of them
+    increments: from the second step after a resume on, its bias correction would run too fast by the number of
+    parameters. And it expects that tensor among the sharded states, where it isn't.
     """
-    for adam, parameter in _torch_adam_parameters(optimizer):
-        adam.state[parameter]["step"] = adam.state[parameter]["step"].clone()
+    for index, part in enumerate(parts_of(optimizer)):
+        settings = part.state_dict()  # learning rate and the like come from the flags
+        for group in settings["optimizer"]["param_groups"]:
+            group["step"] = step
+        part.load_state_dict(settings)
+        for adam, parameter in _torch_adam_parameters(part):
+            del adam.state[parameter]["step"]
+        part.load_parameter_state_from_fully_reshardable(states[index])
+        for adam, parameter in _torch_adam_parameters(part):
+            adam.state[parameter]["step"] = torch.tensor(float(step))
 
 
 def clip_by_foreach() -> None:

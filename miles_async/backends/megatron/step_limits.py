@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.distributed import reduce_metrics
 
 Reason = Literal["grad_norm", "logprob_diff", "critic_grad_norm"]
@@ -35,11 +34,6 @@ class StepLimits:
 
     grad_norm: float | None
     logprob_diff: float | None
-
-    @staticmethod
-    def of(arguments: OptimizerArguments) -> StepLimits:
-        """Read the limits from the flags."""
-        return StepLimits(grad_norm=arguments.grad_norm_limit, logprob_diff=arguments.max_logprob_diff)
 
     def breach(
         self, norm: float, sums: Mapping[str, Tensor], device: torch.device, *, same_weights: bool

@@ -185,6 +185,7 @@ CASES = (
         Case(f"{name} as a loss", {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": name})
         for name in ("k1", "k2", "k3", "low_var_kl", "abs")
     ),
+    Case("k3 as a loss, next to weights", {"use_kl_loss": True, "kl_loss_coef": 0.05, "use_tis": True, **CLIP}, EDGES),
     Case(
         "m2po",
         {"use_tis": True, "tis_clip": 1e9, "eps_clip": 1e9, "eps_clip_c": None, "m2_threshold": 0.04},

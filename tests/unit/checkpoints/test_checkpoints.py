@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.checkpoints.files import expendable, find_checkpoint, list_checkpoints
-from miles_async.checkpoints.kept_settings import kept_settings
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, least_bytes, new_run_name, write_manifest
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
-from miles_async.checkpoints.start import checkpoint_problems
+from miles_async.checkpoints.start import checkpoint_problems, kept_settings
 from miles_async.errors import CheckpointError
 from miles_async.runtime import clock
 from miles_async.runtime.files.digests import digest_pieces, split, write_digested

@@ -22,7 +22,7 @@ from torch import Tensor
 from miles_async.arguments.adapters import PEFT_CONFIG, peft_config
 from miles_async.arguments.model import ModelArguments
 from miles_async.backends.megatron.adapters.attach import adapted_layers
-from miles_async.backends.megatron.adapters.layers import columns_of_all, rows_of_all
+from miles_async.backends.megatron.adapters.layers import of_all_ranks
 from miles_async.backends.megatron.distributed import together
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.rank_records import gather_records
@@ -150,12 +150,12 @@ def _whole(wrapper: AdapterWrapper | None) -> dict[int, bytes]:
         return {}
     adapter = wrapper.adapter
     first, second, lengths = adapter.linear_in.weight.detach(), adapter.linear_out.weight.detach(), adapter.row_lengths
-    second = rows_of_all(second, adapter)
+    second = of_all_ranks(second, adapter)
     if adapter.input_is_parallel:
-        first = columns_of_all(first, adapter)
+        first = of_all_ranks(first, adapter, dim=1)
     else:
-        first = rows_of_all(first, adapter)
-        lengths = None if lengths is None else rows_of_all(lengths.detach(), adapter)
+        first = of_all_ranks(first, adapter)
+        lengths = None if lengths is None else of_all_ranks(lengths.detach(), adapter)
     expert = adapter.is_expert
     replica = (
         parallel_state.get_expert_data_parallel_rank()

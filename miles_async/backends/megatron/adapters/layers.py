@@ -102,9 +102,9 @@ def summed_weight(wrapper: AdapterWrapper) -> Tensor:
     dtype = torch.promote_types(weight.dtype, torch.float32)
     first, second = adapter.linear_in.weight.to(dtype), adapter.linear_out.weight.to(dtype)
     if adapter.input_is_parallel:  # each rank has columns of W and A, and rows of B; all rows are needed
-        second = rows_of_all(second, adapter)
+        second = of_all_ranks(second, adapter)
     else:
-        first = rows_of_all(first, adapter)
+        first = of_all_ranks(first, adapter)
     return weight.to(dtype) + adapter.alpha / adapter.dim * second @ first
 
 
@@ -127,17 +127,8 @@ def _lengths(weight: Tensor, adapter: Adapter) -> Tensor:
     return squares.sqrt()
 
 
-def rows_of_all(part: Tensor, adapter: Adapter) -> Tensor:
-    """Rows of all ranks that share the layer, in their order. Collective over them."""
-    return _gathered(part, adapter, dim=0)
-
-
-def columns_of_all(part: Tensor, adapter: Adapter) -> Tensor:
-    """Columns likewise."""
-    return _gathered(part, adapter, dim=1)
-
-
-def _gathered(part: Tensor, adapter: Adapter, dim: int) -> Tensor:
+def of_all_ranks(part: Tensor, adapter: Adapter, dim: int = 0) -> Tensor:
+    """Rows (columns for ``dim`` 1) of all ranks that share the layer, in their order. Collective over them."""
     group = adapter.linear_in.tp_group
     if group.size() == 1:
         return part

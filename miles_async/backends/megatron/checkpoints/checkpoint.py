@@ -12,7 +12,7 @@ frozen model under adapters, which is --hf-checkpoint's.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from miles_async.backends.megatron.adapters.attach import ADAPTER
 from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer, StagedSave, as_checkpoint_error
 from miles_async.backends.megatron.distributed import together
-from miles_async.backends.megatron.optimizer import parts_of, separate_steps
+from miles_async.backends.megatron.optimizer import load_state, parts_of
 from miles_async.backends.megatron.per_rollout import PerRollout
 from miles_async.errors import CheckpointError
 from miles_async.runtime.rank_records import gather_records
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 # Layout of the distributed optimizer's state: by parameter, so that any layout of ranks can load it. Without the
 # prefix, since megatron has one optimizer or two (experts apart) depending on the layout.
-FORMAT = "fully_reshardable"
-SHARDING = {"distrib_optim_sharding_type": FORMAT, "chained_optim_avoid_prefix": True}
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def stage_save(
@@ -100,7 +99,7 @@ def load(directory: Path, learner: Learner, per_rollout: PerRollout | None, *, s
         state = dist_checkpointing.load(wanted, str(directory))
         for index, module in _inner(learner).items():
             module.load_state_dict(state["model"][index], strict=not _is_adapted(state["model"][index]))
-        _load_optimizer(learner.optimizer, state["optimizer"], state["optimizer_step"])
+        load_state(learner.optimizer, state["optimizer"], state["optimizer_step"])
         learner.scheduler.num_steps = state["schedule_step"]
         learner.scheduler.step(0)  # the flags' rate at this step
         if per_rollout is not None:
@@ -161,15 +160,6 @@ def _check_ahead_layers(*, trained: bool, found: bool) -> None:
 def optimizer_step(optimizer: MegatronOptimizer) -> int:
     """Number of optimizer steps so far, the same for all parameters."""
     return int(parts_of(optimizer)[0].state_dict()["optimizer"]["param_groups"][0].get("step") or 0)
-
-
-def _load_optimizer(optimizer: MegatronOptimizer, states: Mapping[int, object], step: int) -> None:
-    for index, part in enumerate(parts_of(optimizer)):
-        settings = part.state_dict()  # learning rate and the like come from the flags
-        for group in settings["optimizer"]["param_groups"]:
-            group["step"] = step
-        part.load_state_dict({**settings, "param_state": states[index], "param_state_sharding_type": FORMAT})
-    separate_steps(optimizer)
 
 
 def _inner(learner: Learner) -> dict[str, Module]:

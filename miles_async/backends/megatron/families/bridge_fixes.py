@@ -1,6 +1,7 @@
 """Fixes of bugs in megatron-bridge 0.6 that corrupt weights silently, applied on every platform.
 
-- GLM-4.5, MiniMax-M2 and OLMoE have no names for experts of SequentialMLP (``local_experts.3.linear_fc1.weight``).
+- Some mixtures have no names for experts of SequentialMLP (``local_experts.3.linear_fc1.weight``): GLM-4.5, MiniMax-M2,
+  OLMoE, Gemma 4.
 - Gemma 3's embedding is not scaled by the root of the hidden size as bfloat16 has it, which transformers does.
 - PEFT takes names that megatron-core leaves as None for Transformer Engine's classes, where that is not installed.
 - OLMoE's norm of all heads expects them all on every tensor-parallel rank; MiniMax-M2's has no gradient across ranks.
@@ -47,23 +48,20 @@ def apply() -> bool:
 
 def _name_single_experts() -> None:
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-    from megatron.bridge.models.glm.glm45_bridge import GLM45Bridge
-    from megatron.bridge.models.minimax_m2.minimax_m2_bridge import MiniMaxM2Bridge
-    from megatron.bridge.models.olmoe.olmoe_bridge import OlMoEBridge
 
-    def of_single(mapping: Any) -> Any:
-        single = copy.copy(mapping)
-        single.megatron_param = re.sub(r"\.(linear_fc\d\.weight)\*$", r".local_experts.*.\1", mapping.megatron_param)
-        return single
+    grouped = re.compile(r"(?<=\.experts\.)(linear_fc\d\.weight)\*$")
+    add_names = MegatronMappingRegistry._add_separate_layernorm_mappings
 
-    for bridge in (GLM45Bridge, MiniMaxM2Bridge, OlMoEBridge):
+    def add_more_names(self: Any) -> None:
+        add_names(self)
+        known = {mapping.megatron_param for mapping in self.mappings}
+        for mapping in list(self.mappings):
+            single = copy.copy(mapping)
+            single.megatron_param = grouped.sub(r"local_experts.*.\1", mapping.megatron_param)
+            if single.megatron_param not in known:
+                self.mappings.append(single)
 
-        def mapping_registry(self: Any, plain: Any = bridge.mapping_registry) -> Any:
-            mappings = plain(self).mappings
-            grouped = (each for each in mappings if ".experts.linear_fc" in each.megatron_param)
-            return MegatronMappingRegistry(*mappings, *map(of_single, grouped))
-
-        bridge.mapping_registry = mapping_registry
+    MegatronMappingRegistry._add_separate_layernorm_mappings = add_more_names
 
 
 def _round_the_scale_of_embeddings() -> None:

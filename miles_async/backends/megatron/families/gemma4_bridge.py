@@ -9,7 +9,6 @@ their keys as values.
 from __future__ import annotations
 
 import copy
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,6 @@ class Gemma4Provider(Gemma4ModelProvider):
     """Megatron's config of Gemma 4, dense or not."""
 
     def provide(self, *args: Any, **kwargs: Any) -> GPTModel:
-        """The model of a pipeline stage."""
         model = super().provide(*args, **kwargs)
         model.rotary_pos_emb.__class__ = JoinedRotaryEmbedding
         return model
@@ -66,7 +64,6 @@ class Gemma4TextBridge(Gemma4Bridge):
     """Config and names of Gemma 4's text model."""
 
     def provider_bridge(self, hf_pretrained: PreTrainedCausalLM) -> Gemma4Provider:
-        """Megatron's config for a checkpoint."""
         config = copy.copy(hf_pretrained.config)
         config.allow_global_per_layer_attribute_access = True  # the heads of layers with a window
         provider: Any = self._build_moe_provider(config)
@@ -79,21 +76,13 @@ class Gemma4TextBridge(Gemma4Bridge):
         return provider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Where each parameter is in the files."""
-        mappings = self._moe_mapping_registry().mappings
-        if not self._text_config().enable_moe_block:
-            gate = GatedMLPMapping(
-                "decoder.layers.*.mlp.linear_fc1.weight",
-                gate="model.layers.*.mlp.gate_proj.weight",
-                up="model.layers.*.mlp.up_proj.weight",
-            )
-            kept = (each for each in mappings if not any(part in each.megatron_param for part in OF_MIXTURES))
-            return MegatronMappingRegistry(*kept, gate, *(AutoMapping(*pair) for pair in DENSE.items()))
-        grouped = (each for each in mappings if ".experts.linear_fc" in each.megatron_param)
-        return MegatronMappingRegistry(*mappings, *map(_of_single_expert, grouped))
-
-
-def _of_single_expert(mapping: AutoMapping) -> AutoMapping:
-    """The same for experts of SequentialMLP."""
-    name = re.sub(r"\.(linear_fc\d\.weight)\*$", r".local_experts.*.\1", mapping.megatron_param)
-    return type(mapping)(name, str(mapping.hf_param))
+        mixture = self._moe_mapping_registry()
+        if self._text_config().enable_moe_block:
+            return mixture
+        gate = GatedMLPMapping(
+            "decoder.layers.*.mlp.linear_fc1.weight",
+            gate="model.layers.*.mlp.gate_proj.weight",
+            up="model.layers.*.mlp.up_proj.weight",
+        )
+        kept = (each for each in mixture.mappings if not any(part in each.megatron_param for part in OF_MIXTURES))
+        return MegatronMappingRegistry(*kept, gate, *(AutoMapping(*pair) for pair in DENSE.items()))

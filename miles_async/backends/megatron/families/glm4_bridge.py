@@ -26,7 +26,6 @@ from transformers import Glm4ForCausalLM
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
     from megatron.core.transformer import ModuleSpec
     from torch import Tensor
     from torch.nn import Module
@@ -91,9 +90,6 @@ class FusedGateMapping(MegatronParamMapping):
 @MegatronModelBridge.register_bridge(source=Glm4ForCausalLM, target=GPTModel, provider=Glm4Provider, model_type="glm4")
 class Glm4Bridge(MegatronModelBridge):
     """Config and names of GLM-4 dense."""
-
-    def provider_bridge(self, hf_pretrained: PreTrainedCausalLM) -> Glm4Provider:
-        return super().provider_bridge(hf_pretrained)
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         layer, attention = "decoder.layers.*", "model.layers.*.self_attn"

@@ -118,7 +118,6 @@ class VisionLanguageModel(MegatronModule):
             layer.register_forward_hook(_add_features(number), with_kwargs=True)
 
     def set_input_tensor(self, input_tensor: object) -> None:
-        """Take the previous stage's output."""
         self.language_model.set_input_tensor(input_tensor)
 
     def forward(
@@ -172,7 +171,6 @@ class _Provider:
     def provide(
         self: Any, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> VisionLanguageModel:
-        """Build this rank's part of the model."""
         return VisionLanguageModel(self, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
 
 
@@ -202,7 +200,6 @@ class _Bridge(MegatronModelBridge):
     provider_type: type[Provider]
 
     def provider_bridge(self, hf_pretrained: PreTrainedCausalLM) -> Provider:
-        """Megatron's config for a checkpoint."""
         theirs = super().provider_bridge(hf_pretrained)
         provider = self.provider_type(**{each.name: getattr(theirs, each.name) for each in fields(theirs) if each.init})
         # The bridge (0.6) freezes mixtures.
@@ -225,7 +222,6 @@ class WindowsBridge(_Bridge, Qwen25VLBridge):
 
 class _DeepstackBridge(_Bridge):
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Where each parameter is in the files."""
         theirs = super().mapping_registry().mappings
         return MegatronMappingRegistry(
             *(each for each in theirs if each.megatron_param.startswith("language_model.")),
@@ -257,7 +253,6 @@ class DeepstackMixtureBridge(_DeepstackBridge, Qwen3VLMoEBridge):
     provider_type = Qwen3VLMixtureProvider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """Where each parameter is in the files."""
         others = (each for each in super().mapping_registry().mappings if ".experts." not in each.megatron_param)
         experts = _moe_routed_expert_mappings(
             "model.language_model.", "language_model.", experts_packed=True, transpose_on_export=True

@@ -35,34 +35,21 @@ class View(types.ModuleType):
         return getattr(self.__dict__["_real"], name)
 
 
-class HostStream:
-    """A stream on the host: one in-order queue, always drained."""
+class HostEvent(torch.cpu.Event):
+    """An event that has already happened, with the arguments of CUDA's."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    def wait_stream(self, *_: object) -> None: ...
 
-    def wait_event(self, *_: object) -> None: ...
+class HostStream(torch.cpu.Stream):
+    """A stream on the host: one in-order queue, always drained, with the arguments of CUDA's."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
 
     def synchronize(self) -> None: ...
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
         return event or HostEvent()
-
-
-class HostEvent:
-    """An event that has already happened."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def record(self, *_: object) -> None: ...
-
-    def wait(self, *_: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
 
 def torch_view() -> View:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from miles_async.backends.megatron.host import gated_delta, mamba
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def _patch_random(module: types.ModuleType) -> None:
@@ -79,46 +75,19 @@ def _cuda_type_names() -> Iterator[None]:
         del torch.Tensor.type
 
 
-def _under_cuda_type_names(function: Callable[P, T]) -> Callable[P, T]:
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with _cuda_type_names():
-            return function(*args, **kwargs)
-
-    return call
-
-
-def _patch_optimizer(module: types.ModuleType) -> None:
-    mixed: Any = module.Float16OptimizerWithFloat16Params
-    mixed.__init__ = _under_cuda_type_names(mixed.__init__)
-
-
-def _patch_distrib_optimizer(module: types.ModuleType) -> None:
-    distributed: Any = module.DistributedOptimizer
-    distributed.__init__ = _under_cuda_type_names(distributed.__init__)
-    put = distributed._set_main_param_and_optimizer_states
-
-    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, object]) -> Any:
-        # torch's AdamW keeps "step" per parameter, the fused Adam does not; 0.19 loads it elsewhere
-        # (load_parameter_state) and then trips over its absence here.
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        kept = {"step": state["step"]} if "step" in state else {}
-        return put(self, model_param, {**kept, **tensors})
-
-    distributed._set_main_param_and_optimizer_states = _set_main_param_and_optimizer_states
-
-
-def _patch_clip_grads(module: types.ModuleType) -> None:
-    clip = module.clip_grad_by_total_norm_fp32
-    module.clip_grad_by_total_norm_fp32 = _under_cuda_type_names(clip)  # type: ignore[attr-defined]
+def _under_cuda_type_names(owner: Any, name: str) -> None:
+    setattr(owner, name, _cuda_type_names()(getattr(owner, name)))
 
 
 PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "megatron.core.jit": _patch_jit,
-    "megatron.core.optimizer.clip_grads": _patch_clip_grads,
-    "megatron.core.optimizer.distrib_optimizer": _patch_distrib_optimizer,
-    "megatron.core.optimizer.optimizer": _patch_optimizer,
+    "megatron.core.optimizer.clip_grads": lambda module: _under_cuda_type_names(module, "clip_grad_by_total_norm_fp32"),
+    "megatron.core.optimizer.distrib_optimizer": lambda module: _under_cuda_type_names(
+        module.DistributedOptimizer, "__init__"
+    ),
+    "megatron.core.optimizer.optimizer": lambda module: _under_cuda_type_names(
+        module.Float16OptimizerWithFloat16Params, "__init__"
+    ),
     "megatron.core.ssm.gated_delta_net.common": gated_delta.patch,
     "megatron.core.ssm.mamba_context_parallel": mamba.patch_context_parallel,
     "megatron.core.ssm.mamba_mixer": mamba.patch_mixer,

@@ -97,19 +97,23 @@ class WholeLinear(torch.nn.Linear):
         return super().forward(x), None
 
 
-class LatentAttention(MLASelfAttention):
-    """MLASelfAttention with whole down projections, as Transformer Engine's spec has them.
+class WholeDownProjections:
+    """Latent attention with whole down projections, as Transformer Engine's spec has them.
 
     The local spec splits them by columns. Then the gradient of the shared rotary key, to which every rank's heads
     contribute, is not summed over ranks (megatron-core 0.19).
     """
 
-    def __init__(self, config: MLATransformerConfig, *args: object, **kwargs: object) -> None:
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         rank = config.kv_lora_rank + config.qk_pos_emb_head_dim
         self.linear_kv_down_proj = WholeLinear(config.hidden_size, rank, config)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
+
+
+class LatentAttention(WholeDownProjections, MLASelfAttention):
+    """MLASelfAttention with whole down projections."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Keep the spec's layers: megatron-core (0.19) refuses them without q_lora_rank, but with normalised keys."""
@@ -124,14 +128,8 @@ class LayerNorm(torch.nn.LayerNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
-class SparseLatentAttention(AbsorbedMLASelfAttention):
-    """AbsorbedMLASelfAttention with whole down projections, as Transformer Engine's spec has them."""
-
-    def __init__(self, config: MLATransformerConfig, *args: object, **kwargs: object) -> None:
-        super().__init__(config, *args, **kwargs)
-        rank = config.kv_lora_rank + config.qk_pos_emb_head_dim
-        self.linear_kv_down_proj = WholeLinear(config.hidden_size, rank, config)
-        self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
+class SparseLatentAttention(WholeDownProjections, AbsorbedMLASelfAttention):
+    """AbsorbedMLASelfAttention with whole down projections."""
 
 
 def host_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:

@@ -186,9 +186,7 @@ def _measure_part(
         if request.model.lora_rank:
             with_adapters([module], request.model)
         kept, peak = _forward_backward(module, provider, request, last=last)
-        sizes = dict.fromkeys(("parameters", "expert_parameters", "ahead", "expert_ahead", "output_layer"), 0)
-        sizes |= {"adapters": 0, "expert_adapters": 0, "tower": 0}
-        sizes["value_head"] = provider.hidden_size if last else 0
+        sizes = Counter(parameters=0, expert_parameters=0, value_head=provider.hidden_size if last else 0)
         for name, parameter in module.named_parameters():
             expert = "expert_" if ".experts." in name else ""
             sizes[f"{expert}adapters" if ADAPTER in name else f"{expert}parameters"] += parameter.numel()

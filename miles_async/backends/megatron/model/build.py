@@ -72,7 +72,7 @@ class LoadedModel:
         routing = None
         if config.moe_enable_routing_replay:
             routing = RoutingLayout(
-                layers=tuple(router.layer for routers in self.routers.values() for router in routers.routers),
+                layers=tuple(layer for routers in self.routers.values() for layer in routers.replays),
                 topk=config.moe_router_topk,
                 experts=config.num_moe_experts,
                 share=share,
@@ -91,7 +91,7 @@ class LoadedModel:
     def routers(self) -> dict[Module, Routers]:
         """Routers with replayed choices, by module that has any."""
         routers = {module: Routers.of(module) for module in self.modules}
-        return {module: found for module, found in routers.items() if found.routers}
+        return {module: found for module, found in routers.items() if found.replays}
 
     def pipeline(self, device: torch.device) -> Pipeline:
         """The part of the model on this rank, ready to run."""

@@ -30,10 +30,5 @@ def enforce(module: torch.nn.Module, dtype: torch.dtype) -> None:
         for name, parameter in parameters.items():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(torch.float32 if name.endswith(KEPT_IN_FP32) else dtype)
-        keep_in_fp32(part, *(name.rpartition(".")[2] for name in parameters if name.endswith(KEPT_IN_FP32)))
-
-
-def keep_in_fp32(module: torch.nn.Module, *names: str) -> None:
-    """Have megatron-bridge (0.6) leave these parameters of ``module`` unchanged when it casts the model."""
-    if names:
-        module._keep_in_float32_parameter_names = names  # type: ignore[assignment]
+        if kept := tuple(name.rpartition(".")[2] for name in parameters if name.endswith(KEPT_IN_FP32)):
+            part._keep_in_float32_parameter_names = kept  # type: ignore[assignment]  # megatron-bridge (0.6) casts, too

@@ -87,10 +87,14 @@ def output_of(module: Module, hidden: Tensor) -> ModelOutput:
     model = language_model(module)
     tied = model.share_embeddings_and_output_weights
     weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
-    if isinstance(model.output_layer, ValueHead):  # on every rank the same, and so is the gradient
-        spread = _gather_equal if model.config.sequence_parallel else _same
-    else:  # what ColumnParallelLinear does with its input
-        spread = gather_from_sequence_parallel_region if model.config.sequence_parallel else _copy
+    values = isinstance(model.output_layer, ValueHead)  # whose gradients are the same on every rank
+
+    def spread(part: Tensor) -> Tensor:
+        """What ColumnParallelLinear does with its input."""
+        if model.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=not values)
+        return part if values else copy_to_tensor_model_parallel_region(part)
+
     overlapped = isinstance(module, DistributedDataParallel) and module.ddp_config.overlap_grad_reduce
     policy, *ahead = (spread(part[0]).to(weight.dtype) for part in split_output(model, hidden))
     return ModelOutput(
@@ -100,15 +104,3 @@ def output_of(module: Module, hidden: Tensor) -> ModelOutput:
         softcap=getattr(model.config, "final_logit_softcapping", None),
         awaits_gradient=overlapped,
     )
-
-
-def _copy(hidden: Tensor) -> Tensor:
-    return copy_to_tensor_model_parallel_region(hidden)
-
-
-def _same(hidden: Tensor) -> Tensor:
-    return hidden
-
-
-def _gather_equal(hidden: Tensor) -> Tensor:
-    return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

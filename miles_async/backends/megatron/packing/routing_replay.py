@@ -8,7 +8,7 @@ micro-batches of a module go backward in the order in which they went forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -40,19 +40,11 @@ class RoutingLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
-    """A router whose choices can be replayed."""
-
-    layer: int  # from 0, over the whole model
-    replay: RouterReplay
-
-
-@dataclass(frozen=True, slots=True)
 class Routers:
     """The routers of a module that can be replayed: it must be built with ``moe_enable_routing_replay``."""
 
-    routers: Sequence[Router] = ()
-    recomputed: bool = False  # they run again in the backward pass
+    replays: Mapping[int, RouterReplay]  # by layer of the whole model, from 0
+    recomputed: bool  # they run again in the backward pass
 
     @classmethod
     def of(cls, module: Module) -> Routers:
@@ -60,7 +52,7 @@ class Routers:
         config = get_model_config(module)
         whole = config.recompute_granularity == "full"
         selected = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
-        return cls([Router(part.layer_number - 1, part.router_replay) for part in found], whole or selected)
+        return cls({part.layer_number - 1: part.router_replay for part in found}, whole or selected)
 
     @contextmanager
     def choosing(
@@ -69,25 +61,25 @@ class Routers:
         """Around a forward pass: choose ``experts``, or let routers choose; then add their choices to ``record``, if it
         is given. After a pass with gradients, recomputed layers choose ``experts`` again.
         """
-        for router in self.routers:
+        for layer, replay in self.replays.items():
             if experts is not None:
-                router.replay.set_target_indices(experts[router.layer].to(device).long())
-                router.replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+                replay.set_target_indices(experts[layer].to(device).long())
+                replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
             elif record is not None:
-                router.replay.set_router_replay_action(RouterReplayAction.RECORD)
+                replay.set_router_replay_action(RouterReplayAction.RECORD)
         yield
-        for router in self.routers:
+        for layer, replay in self.replays.items():
             if record is not None:
-                record[router.layer] = router.replay.get_recorded_indices().to(torch.int16).cpu()
+                record[layer] = replay.get_recorded_indices().to(torch.int16).cpu()
             if not (self.recomputed and torch.is_grad_enabled()):
-                router.replay.clear_indices()
-            router.replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD if experts is not None else None)
+                replay.clear_indices()
+            replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD if experts is not None else None)
 
     def forget(self) -> None:
         """Let routers choose for themselves again."""
-        for router in self.routers:
-            router.replay.clear_indices()
-            router.replay.clear_router_replay_action()
+        for replay in self.replays.values():
+            replay.clear_indices()
+            replay.clear_router_replay_action()
 
 
 def replayed_experts(experts: RoutedExperts, token_at: Int64, layout: RoutingLayout) -> Experts:
