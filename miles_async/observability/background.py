@@ -16,6 +16,8 @@ from miles_async.api import Tracker
 
 log = structlog.get_logger(__name__)
 
+_SILENT_SECONDS = 5.0  # of waiting at the end, before it says so
+
 _Step = tuple[dict[str, float], int]  # metrics, step
 
 
@@ -64,7 +66,10 @@ class BackgroundTracker:
             return
         self._finished = True
         self._queue.put(None)
-        self._thread.join(self._finish_timeout)
+        self._thread.join(min(_SILENT_SECONDS, self._finish_timeout))
+        if self._thread.is_alive() and (longer := self._finish_timeout - _SILENT_SECONDS) > 0:
+            log.warning("waiting for a tracker to write its last metrics", tracker=self._name, at_most_seconds=longer)
+            self._thread.join(longer)
         if self._thread.is_alive():
             log.warning("tracker did not finish in time; its last metrics may be lost", tracker=self._name)
             self._abandon()

@@ -12,6 +12,7 @@ import pytest
 from miles_async.api import Tracker
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
+from miles_async.observability import background
 from miles_async.observability.background import BackgroundTracker
 from miles_async.observability.metrics_file import age_metrics
 from miles_async.observability.trackers import CompositeTracker, check_tracker, open_trackers
@@ -131,6 +132,23 @@ def test_background_drops_and_counts_when_the_tracker_hangs_and_finish_gives_up(
     tracker.finish()
     assert abandoned == [True]
     release.set()
+
+
+def test_a_long_wait_at_the_end_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, said = threading.Event(), list[tuple[str, object]]()
+
+    def hang() -> Tracker:
+        release.wait()
+        return RecordingTracker()
+
+    def warn(event: str, **fields: object) -> None:
+        said.append((event, fields))
+        release.set()
+
+    monkeypatch.setattr(background, "_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(background.log, "warning", warn)
+    BackgroundTracker("test", hang, finish_timeout=60.5).finish()
+    assert said == [("waiting for a tracker to write its last metrics", {"tracker": "test", "at_most_seconds": 60.0})]
 
 
 @pytest.mark.parametrize(
