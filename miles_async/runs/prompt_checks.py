@@ -73,11 +73,11 @@ def _saved_cursor(load: Path | None) -> JsonObject | None:
     import msgspec
 
     from miles_async.checkpoints.files import find_checkpoint
-    from miles_async.rollout.checkpoint import read_state
+    from miles_async.rollout.checkpoint import read_cursor
 
     if load is None:
         return None
     try:
-        return read_state(find_checkpoint(load).directory).source
+        return read_cursor(find_checkpoint(load).directory)
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError):  # the load says what is wrong with it
         return None
