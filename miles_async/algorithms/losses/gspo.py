@@ -16,24 +16,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from miles_async.algorithms.losses.ppo_clip import ClipRange, surrogate_loss
+from miles_async.algorithms.losses.ppo_clip import PpoClip
 from miles_async.algorithms.ratio import bounded_difference
 from miles_async.algorithms.sequences import mean_per_sequence
 from miles_async.api import TokenBatch
-from miles_async.arguments.algorithm import AlgorithmArguments
 
 
-class Gspo:
+class Gspo(PpoClip):
     """``--policy-loss gspo``."""
 
-    needs = ("old_logprobs",)
-
-    def __init__(self, arguments: AlgorithmArguments) -> None:
-        self._clip = ClipRange.of(arguments)
-
-    def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = sequence_log_ratio(logprobs, batch.old_logprobs, batch).exp()
-        return surrogate_loss(ratio, self._clip.bounded(ratio), batch.advantages, self._clip.cap)
+    def _ratio_of(self, logprobs: Tensor, batch: TokenBatch) -> Tensor:
+        return sequence_log_ratio(logprobs, batch.old_logprobs, batch).exp()
 
 
 def sequence_log_ratio(logprobs: Tensor, old: Tensor, batch: TokenBatch) -> Tensor:

@@ -38,8 +38,11 @@ class PpoClip:
         self._clip = ClipRange.of(arguments)
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = importance_ratio(logprobs, batch.old_logprobs)
+        ratio = self._ratio_of(logprobs, batch)
         return surrogate_loss(ratio, self._clip.bounded(ratio), batch.advantages, self._clip.cap)
+
+    def _ratio_of(self, logprobs: Tensor, batch: TokenBatch) -> Tensor:
+        return importance_ratio(logprobs, batch.old_logprobs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,6 +62,8 @@ class MegatronBackend:
         platform.choose_kernels(deterministic=bool(deterministic))
 
         # After prepare(), which makes megatron importable.
+        from megatron.core import parallel_state
+
         from miles_async.backends.megatron import distributed
         from miles_async.backends.megatron.checkpoints.checkpoint import seed_all
         from miles_async.backends.megatron.kept_weights import KeptWeights
@@ -87,6 +89,11 @@ class MegatronBackend:
         minimised = objective()
         replays_routing = minimised.routing_replay is not None
         self._model = load_model(directory, model, platform, trainable=True, replays_routing=replays_routing)
+        self.data_parallel_rank = parallel_state.get_data_parallel_rank()
+        self.data_parallel_size = parallel_state.get_data_parallel_world_size()
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        first = parallel_state.get_tensor_model_parallel_rank() == replica == 0
+        self.pipeline_stage = parallel_state.get_pipeline_model_parallel_rank() if first else None
         training = Training(
             model=model, optimizer=optimizer, platform=platform, device=self.device, total_steps=total_steps
         )
@@ -129,26 +136,6 @@ class MegatronBackend:
         self._on_host: HostStorages | None = None
         self._host_buffers: dict[str, HostBuffer] = {}  # of staged saves
         self._staged: list[StagedSave] | None = None
-
-    @property
-    def data_parallel_rank(self) -> int:
-        from megatron.core import parallel_state
-
-        return parallel_state.get_data_parallel_rank()
-
-    @property
-    def data_parallel_size(self) -> int:
-        from megatron.core import parallel_state
-
-        return parallel_state.get_data_parallel_world_size()
-
-    @property
-    def pipeline_stage(self) -> int | None:
-        from megatron.core import parallel_state as state
-
-        replica = state.get_data_parallel_rank(with_context_parallel=True)
-        first = state.get_tensor_model_parallel_rank() == replica == 0
-        return state.get_pipeline_model_parallel_rank() if first else None
 
     def train(self, shard: TrainShard) -> dict[str, float]:
         from miles_async.backends.megatron.distributed import complete_parameters

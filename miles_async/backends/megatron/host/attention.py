@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +18,10 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -37,10 +37,13 @@ class SdpaAttention(MegatronModule):
     head that takes a share of attention (gpt-oss), materialize all scores.
     """
 
+    sharded_state_dict = DotProductAttention.sharded_state_dict
+
     def __init__(
         self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: object
     ) -> None:
         super().__init__(config=config)
+        self.tp_group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -133,19 +136,6 @@ class SdpaAttention(MegatronModule):
             scores = torch.cat([scores, sinks], -1)
         shares = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
         return F.dropout(shares, self.dropout, self.training) @ value
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Sinks are split over tensor-parallel ranks, as in megatron's own attention."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=(metadata or {})["dp_cp_group"],
-        )
 
     def _visible(self, queries: int, keys: int, depths: Tensor | None, device: torch.device) -> Tensor:
         """Which keys each query sees, bool [b, 1, q, k], where b may be 1."""
