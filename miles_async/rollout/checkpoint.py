@@ -48,7 +48,7 @@ def write_snapshot(directory: Path, snapshot: RolloutSnapshot) -> dict[str, str]
             return {STATE_FILE: digest, GROUPS_FILE: file.finish()}
     except OSError as error:
         raise CheckpointError(f"cannot write {directory}: {error}") from error
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
             f"cannot write {directory}: a group cannot be saved: {error} (metadata of a sample?)"
         ) from error

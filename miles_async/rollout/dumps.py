@@ -97,7 +97,7 @@ def write_dump(path: Path, dump: RolloutDump) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(table, partial, compression="zstd")
         partial.replace(path)
-    except (OSError, TypeError, arrow.ArrowException) as error:  # TypeError: metadata that JSON does not know
+    except (OSError, TypeError, ValueError, arrow.ArrowException) as error:  # metadata that JSON does not know
         raise DataError(f"--save-debug-rollout-data: cannot write {path}: {error}") from error
 
 

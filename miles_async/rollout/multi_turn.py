@@ -22,7 +22,7 @@ from miles_async.rollout.prompt_messages import conversation
 from miles_async.runtime.services import Circuit
 from miles_async.runtime.user_code import expect, run_user_code
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import canonical, with_kept_images
+from miles_async.trajectory.messages import as_sent, canonical, with_kept_images
 from miles_async.trajectory.taker import Limits, TurnRequest, TurnTaker
 from miles_async.trajectory.tree import Trajectory
 from miles_async.types import AssistantTurn, Attempt, JsonObject, Observation, Prompt, Rewarded, Sample
@@ -86,7 +86,10 @@ class MultiTurnGenerate:
                 rewards[turn] = check_reward(end.turn_reward)
             if end.done:
                 break
-            messages += [turn.reply, *(with_kept_images(message, trajectory.keep_image) for message in end.messages)]
+            messages += [
+                as_sent(turn.reply),
+                *(with_kept_images(message, trajectory.keep_image) for message in end.messages),
+            ]
         return end, metrics, rewards
 
     async def _step(self, environment: Environment, index: int, turn: Turn) -> Observation:

@@ -153,8 +153,8 @@ async def written_meanwhile(
     changed: asyncio.Event,
     answer: Awaitable[list[Turn]],
 ) -> list[Turn]:
-    """Await the answer, one turn for each of ``streamed``, and write events meanwhile; comments if nothing is new for
-    long, to keep proxies from closing the connection.
+    """Await the answer, one turn for each of ``streamed``, and write events meanwhile: ``Writer.waits`` if nothing is
+    new for long.
 
     ``changed``: set when something may be new. Raises what ``answer`` raises.
     """
@@ -167,7 +167,7 @@ async def written_meanwhile(
             replies = ((index, turn.advance()) for index, turn in enumerate(streamed))
             events = b"".join(writer.wrote(index, reply) for index, reply in replies if reply is not None)
             if not events and now() - written_at >= _KEEP_ALIVE_SECONDS:
-                events = b": generating\n\n"
+                events = writer.waits()
             if events:
                 await response.write(events)
                 written_at = now()

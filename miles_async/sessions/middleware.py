@@ -58,8 +58,9 @@ def failure(error: MilesAsyncError) -> tuple[int, JsonObject]:
     status, code = next((status, code) for kind, status, code in _STATUS_OF if isinstance(error, kind))
     if upstream := re.match(r"HTTP (\d{3}): ", str(error)):
         status = int(upstream[1])
-    # Claude Code shortens its conversation where an error begins so.
-    message = f"prompt is too long: {error}" if isinstance(error, NoRoomError) else str(error)
+    message = str(error)
+    if isinstance(error, NoRoomError):  # the words by which Claude Code and LiteLLM know it
+        message = f"prompt is too long: this model's maximum context length is exceeded: {error}"
     return status, problem(message, code, status)
 
 

@@ -92,6 +92,39 @@ def from_data(message: object) -> Message:
     return {**others, **known}
 
 
+def arguments_text(call: JsonObject) -> str:
+    """Arguments of a call as text, from which :func:`canonical` reads them: JSON, or what the model wrote if that
+    isn't.
+    """
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str) and arguments and not _is_json(arguments):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def with_text_arguments(call: JsonObject) -> JsonObject:
+    """A call with its arguments as text, as chat completions have it."""
+    return {**call, "function": {**call["function"], "arguments": arguments_text(call)}}
+
+
+def as_sent(reply: Message) -> JsonObject:
+    """A reply as a client would send it back."""
+    calls = [with_text_arguments(call) for call in reply.get("tool_calls", ())]
+    return {**reply, "tool_calls": calls} if calls else reply
+
+
+def storable(value: object) -> object:
+    """Return plain data with integers beyond 64 bits as texts: JSON of samples has none, and models write them."""
+    match value:
+        case Mapping():
+            return {key: storable(each) for key, each in value.items()}
+        case list() | tuple():
+            return [storable(each) for each in value]
+        case int() if not -(1 << 63) <= value < 1 << 64:
+            return str(value)
+    return value
+
+
 def is_echo(sent: Message, reply: Message) -> bool:
     """Return whether a message is the model's reply given back. Agents may drop reasoning and white space around the
     content, and add a name.
@@ -180,3 +213,11 @@ def _tool_call(call: object) -> Message:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -30,7 +30,7 @@ import numpy as np
 from miles_async.errors import EngineError, TrajectoryError
 from miles_async.trajectory.branches import make_branch
 from miles_async.trajectory.context import Context, Tools, Turn, conversation_to, depth_of, path_to
-from miles_async.trajectory.messages import Message, canonical, images_of, is_echo, no_images
+from miles_async.trajectory.messages import Message, canonical, images_of, is_echo, no_images, storable
 from miles_async.trajectory.next_text import check_abridged, next_text, renders_whole
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import CALL_ID, ReplyParser, extends
@@ -319,7 +319,7 @@ class Trajectory:
             text=last.text,
             finish_reason=finish_reason or last.sampled.finish_reason,
             metadata={
-                "messages": conversation_to(leaves[0]),
+                "messages": storable(conversation_to(leaves[0])),
                 "turns": len(self.turns),
                 "turn_spans": [[[*span] for span in each] for each in spans],  # plain data
                 "constrained_turns": sum(turn.constrained for turn in sampled),

@@ -253,9 +253,13 @@ def _tool(tool: JsonObject) -> Any:
 
 
 def _arguments(text: str) -> object:
-    """Arguments as an object, or as they were written; null is what models write for a function without any."""
+    """Arguments as an object, or as they were written; null is what models write for a function without any. Half a
+    surrogate pair, which UTF-8 cannot have, is a question mark.
+    """
     try:
         arguments = json.loads(text)
+        if "\\ud" in text.lower():
+            arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return text
     return {} if arguments is None else arguments

@@ -21,11 +21,10 @@ from miles_async.sessions.protocols.exchange import (
     parsed,
     sse,
     stop_problems,
-    with_text_arguments,
 )
 from miles_async.trajectory.constraints import constraint_of
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import KeepImage, Message, no_images, with_kept_images
+from miles_async.trajectory.messages import KeepImage, Message, no_images, with_kept_images, with_text_arguments
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
@@ -162,6 +161,9 @@ class _ChatWriter:
 
     def opened(self) -> bytes:
         return b""
+
+    def waits(self) -> bytes:
+        return b": generating\n\n"
 
     def wrote(self, index: int, reply: Message) -> bytes:
         begins = index not in self._progress

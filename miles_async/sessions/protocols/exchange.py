@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
@@ -46,6 +45,10 @@ class Writer(Protocol):
 
     def opened(self) -> bytes:
         """Return the events before the first token."""
+        ...
+
+    def waits(self) -> bytes:
+        """Return what says to proxies, and to clients that count events, that the answer is under way."""
         ...
 
     def wrote(self, index: int, reply: Message) -> bytes:
@@ -192,40 +195,11 @@ def answer_schema(format: object, field: str) -> JsonObject | None:
     raise TrajectoryError(f"{field} = {format}: expected type text, json_object, or json_schema with a schema")
 
 
-def arguments_text(call: JsonObject) -> str:
-    """Arguments of a call as text, from which ``messages.canonical`` reads them: JSON, or what the model wrote if that
-    isn't.
-    """
-    arguments = call["function"]["arguments"]
-    if isinstance(arguments, str) and arguments and not _is_json(arguments):
-        return arguments
-    return json.dumps(arguments, ensure_ascii=False)
-
-
-def with_text_arguments(call: JsonObject) -> JsonObject:
-    """A call with its arguments as text, as chat completions have it."""
-    return {**call, "function": {**call["function"], "arguments": arguments_text(call)}}
-
-
-def as_sent(reply: Message) -> JsonObject:
-    """A reply as a client would send it back."""
-    calls = [with_text_arguments(call) for call in reply.get("tool_calls", ())]
-    return {**reply, "tool_calls": calls} if calls else reply
-
-
 def kept(history: History, answer_id: str, field: str) -> Kept:
     """The conversation that an answer ended. Raises TrajectoryError naming the field of the request."""
     if answer_id not in history:
         raise TrajectoryError(f"{field} = {answer_id[:100]}: this session has kept no such answer")
     return history[answer_id]
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def texts(content: object, where: str) -> str:

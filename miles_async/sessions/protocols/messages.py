@@ -11,14 +11,12 @@ from miles_async.sessions.protocols.exchange import (
     Kept,
     Progress,
     Surroundings,
-    arguments_text,
-    as_sent,
     kept,
     sse,
 )
 from miles_async.sessions.protocols.messages_request import UNPARSED, MessagesRequest, read_counted, read_request
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import Message
+from miles_async.trajectory.messages import Message, arguments_text, as_sent
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
@@ -93,6 +91,9 @@ class _MessageWriter:
         usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end
         message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=message)
+
+    def waits(self) -> bytes:
+        return _event("ping")
 
     def wrote(self, index: int, reply: Message) -> bytes:
         return b"".join(map(self._part, self._progress.advance(reply)))

@@ -12,14 +12,12 @@ from miles_async.sessions.protocols.exchange import (
     Kept,
     Progress,
     Surroundings,
-    arguments_text,
-    as_sent,
     kept,
     sse,
 )
 from miles_async.sessions.protocols.responses_request import FREE_TEXT, ResponsesRequest, read_request
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import Message
+from miles_async.trajectory.messages import Message, arguments_text, as_sent
 from miles_async.types import JsonObject
 
 
@@ -138,6 +136,9 @@ class _ResponseWriter:
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
+
+    def waits(self) -> bytes:
+        return self._event("response.in_progress", response=self._answer.begun("in_progress"))
 
     def wrote(self, index: int, reply: Message) -> bytes:
         return b"".join(map(self._part, self._progress.advance(reply)))
