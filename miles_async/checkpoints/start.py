@@ -6,6 +6,7 @@ Only paths, nothing heavy, milliseconds: ``--dry-run`` asks here too.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from miles_async.checkpoints.files import (
@@ -31,6 +32,17 @@ def where_to_resume(save: Path | None, load: Path | None) -> Path | None:
     if load is not None and save is not None and load.resolve() == save.resolve() and not list_checkpoints(load):
         return None
     return load
+
+
+def resumption_notes(load: Path, num_rollout: int) -> Iterator[str]:
+    """Yield that nothing is left to train, if so. A checkpoint that cannot be found is refused elsewhere."""
+    with suppress(CheckpointError):
+        step = find_checkpoint(load).step
+        if step >= num_rollout:
+            yield (
+                f"--load {load}: the checkpoint is of step {step}, --num-rollout {num_rollout} is reached: nothing to "
+                "train"
+            )
 
 
 def checkpoint_problems(
