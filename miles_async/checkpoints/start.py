@@ -6,6 +6,7 @@ Only paths, nothing heavy, milliseconds: ``--dry-run`` asks here too.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -55,6 +56,17 @@ def kept_settings(load: Path | None) -> Mapping[str, KeptSetting]:
     except (CheckpointError, OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return {}
     return {name: kept for name, kept in found.items() if name in IN_FORCE}
+
+
+def resumption_notes(load: Path, num_rollout: int) -> Iterator[str]:
+    """Yield that nothing is left to train, if so. A checkpoint that cannot be found is refused elsewhere."""
+    with suppress(CheckpointError):
+        step = find_checkpoint(load).step
+        if step >= num_rollout:
+            yield (
+                f"--load {load}: the checkpoint is of step {step}, --num-rollout {num_rollout} is reached: nothing to "
+                "train"
+            )
 
 
 def checkpoint_problems(

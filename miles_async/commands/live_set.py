@@ -18,7 +18,8 @@ def set_live(words: Sequence[str]) -> str:
     """Return the output of ``miles-async set``.
 
     Raises:
-        ConfigurationError: no such run, it is over, on another machine or starting, or it refuses a change.
+        ConfigurationError: no such run, it is over, on another machine, another user's or starting, or it refuses a
+            change.
     """
     parser = CommandParser(
         prog="miles-async set",

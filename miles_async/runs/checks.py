@@ -200,12 +200,14 @@ def passed_on_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def place_problems(arguments: Arguments) -> Iterator[str]:
-    """Yield problems with the run directory (in use, or not a run's) and the Ray cluster."""
+    """Yield problems with the run directory (in use, or not a run's), the Ray cluster and the module path."""
     from miles_async.runtime.cluster.ray_address import check_ray_address
+    from miles_async.runtime.environment import hidden_modules
     from miles_async.runtime.files.run_directory import check_run_directory
 
     yield from refusal(lambda: check_run_directory(arguments.observability.run_dir))
     yield from refusal(lambda: check_ray_address(arguments.cluster.ray_address))
+    yield from hidden_modules()
 
 
 def device_problems(arguments: Arguments) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.argument_files import expand_argument_files
 from miles_async.arguments.evaluation_alone import evaluation_alone
 from miles_async.arguments.parser import ParsedCommandLine, parse_arguments
 from miles_async.errors import ConfigurationError
@@ -26,7 +27,7 @@ def expect_config(config: object) -> None:
 class Config:
     """Flags of one run, as ``miles-async train`` reads them."""
 
-    words: tuple[str, ...]  # of a command line
+    words: tuple[str, ...]  # of a command line, without argument files: these may change
     parsed: ParsedCommandLine = field(repr=False, compare=False)
 
     @classmethod
@@ -50,6 +51,7 @@ class Config:
     @classmethod
     def read(cls, words: Sequence[str]) -> Config:
         """Read a whole command line, which may ask for more than a run: ``--help``, ``--dry-run``."""
+        words = expand_argument_files(words)
         parsed = parse_arguments(words)
         if parsed.arguments.evaluation.eval_only:
             parsed = replace(parsed, arguments=evaluation_alone(parsed.arguments))

@@ -15,6 +15,7 @@ from miles_async.runtime.files.owned_directory import sweep_temporary
 from miles_async.runtime.files.run_directory import CONFIG_FILE, KILLED_FILE
 from miles_async.runtime.processes.run_process import (
     RunProcess,
+    expect_own,
     find_driver,
     find_marked,
     kill_marked,
@@ -32,7 +33,7 @@ def end_run(run_dir: Path, timeout: float = STOP_SECONDS, say: Say = lambda text
     """End the run as Ctrl-C would; after ``timeout`` seconds kill its processes. No-op if it is over.
 
     Raises:
-        ConfigurationError: no such run, or it is on another machine.
+        ConfigurationError: no such run, or it is on another machine or another user's.
         StalledError: a process cannot be ended.
     """
     run = read_run_process(run_dir)
@@ -42,6 +43,7 @@ def end_run(run_dir: Path, timeout: float = STOP_SECONDS, say: Say = lambda text
     if driver is None:
         say(f"the run in {run_dir} is over")
     else:
+        expect_own(driver, run_dir)
         say(f"stopping the run in {run_dir} (process {driver.pid})")
         driver.send_signal(signal.SIGTERM)
         if not _until(lambda: find_driver(run) is None, timeout):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +17,9 @@ from typing import TypeVar, cast
 
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.texts import shortened
+from miles_async.runtime.user_code import own_place
 
 Kind = TypeVar("Kind")
-
-_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
 def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
@@ -126,10 +124,11 @@ def _place(error: BaseException) -> str:
     """`` at FILE:LINE``: the innermost line of the user's own code, else of the library that raised."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f" at {error.filename}:{error.lineno}"
+    if own := own_place(error):
+        return own
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<")]
     frames = [frame for frame in frames if Path(frame.filename).parent.name != "importlib"]
-    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
-    return "".join(f" at {frame.filename}:{frame.lineno}" for frame in (own or frames)[-1:])
+    return "".join(f" at {frame.filename}:{frame.lineno}" for frame in frames[-1:])
 
 
 def _attribute(module: ModuleType, attribute: str, named: str) -> object:

@@ -7,10 +7,14 @@ leaves this boundary: nothing else may reach a task group or the event loop.
 from __future__ import annotations
 
 import asyncio
+import os
 import reprlib
+import sysconfig
+import traceback
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
+from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
 
 import structlog
@@ -27,10 +31,16 @@ TRAINED_ON = ("tokens", "loss_mask", "rollout_logprobs", "weight_versions")
 
 END_SECONDS = 5.0  # that a cancelled coroutine may take to clean up
 
+_NOT_OWN = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
+    f"{Path(__file__).parents[1]}{os.sep}",  # this project's code
+)
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _in_user_code = ContextVar("_in_user_code", default=False)  # inherited by tasks that the code starts
+_logged: set[str] = set()  # places of user code whose traceback the log has
 _left_behind: set[asyncio.Task[object]] = set()  # the event loop itself only holds weak references
 
 
@@ -106,8 +116,24 @@ def _digests(samples: Sequence[Sample]) -> list[tuple[str, int]]:
 
 
 def raised(error: Exception) -> str:
-    """Describe what user code raised or wrongly returned, shortened, for the end of a sentence."""
-    return shortened(str(error) if isinstance(error, UserCodeError) else f"raised {error!r}")
+    """Describe what user code raised and where, or wrongly returned, shortened, for the end of a sentence.
+
+    The first error of each line of user code is logged with its traceback.
+    """
+    source = error.__cause__ if isinstance(error, UserCodeError) else error  # None of a wrong value
+    place = "" if source is None else own_place(source)
+    if place and place not in _logged:
+        _logged.add(place)
+        text = shortened("".join(traceback.format_exception(source)))
+        log.warning(f"user code raised an error{place}; its line is not logged again", traceback=text)
+    return shortened(str(error) if isinstance(error, UserCodeError) else f"raised {error!r}") + place
+
+
+def own_place(error: BaseException) -> str:
+    """`` at FILE:LINE``: the innermost line of the user's own code; empty if the error passed none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_OWN)]
+    return "".join(f" at {frame.filename}:{frame.lineno}" for frame in own[-1:])
 
 
 async def _done(task: asyncio.Task[object], seconds: float | None) -> bool:

@@ -94,15 +94,22 @@ def find_driver(run: RunProcess) -> psutil.Process | None:
         return None
 
 
+def expect_own(driver: psutil.Process, run_dir: Path) -> None:
+    """Raise ConfigurationError if the driver is another user's, whose processes and files this user cannot reach."""
+    if os.geteuid() not in (0, driver.uids().real):
+        raise ConfigurationError(f"{run_dir}: the run belongs to {driver.username()}: use this command as that user")
+
+
 def control_of(run_dir: Path) -> Path:
-    """Return the control socket of a live run. Raises ConfigurationError: there is no such run, it is over, or on
-    another machine.
+    """Return the control socket of a live run. Raises ConfigurationError: there is no such run, it is over, on another
+    machine, or another user's.
     """
     run = read_run_process(run_dir)
     if run.host != socket.gethostname():
         raise ConfigurationError(f"{run_dir}: the run was started on {run.host}; use this command there")
-    if find_driver(run) is None:
+    if (driver := find_driver(run)) is None:
         raise ConfigurationError(f"the run in {run_dir} is over")
+    expect_own(driver, run_dir)
     return Path(run.control)
 
 

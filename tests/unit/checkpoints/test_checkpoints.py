@@ -22,7 +22,7 @@ from miles_async.arguments.model import ModelArguments
 from miles_async.checkpoints.files import expendable, find_checkpoint, list_checkpoints
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, least_bytes, new_run_name, write_manifest
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
-from miles_async.checkpoints.start import checkpoint_problems, kept_settings
+from miles_async.checkpoints.start import checkpoint_problems, kept_settings, resumption_notes
 from miles_async.errors import CheckpointError
 from miles_async.runtime import clock
 from miles_async.runtime.files.digests import digest_pieces, split, write_digested
@@ -468,3 +468,12 @@ async def test_a_checkpoint_of_an_earlier_version_has_no_settings_and_of_a_later
     assert kept_settings(tmp_path) == {"lr": KeptSetting(flag=1, value=2)}
     path.write_text("{")
     assert kept_settings(tmp_path) == {}
+
+
+def test_a_checkpoint_that_leaves_nothing_to_train_is_noted(tmp_path: Path) -> None:
+    assert list(resumption_notes(tmp_path, 8)) == []  # there is none, which is refused elsewhere
+    (tmp_path / "iter_0000008").mkdir()
+    assert list(resumption_notes(tmp_path, 9)) == []
+    for steps in (4, 8):
+        (note,) = resumption_notes(tmp_path, steps)
+        assert note.endswith(f"of step 8, --num-rollout {steps} is reached: nothing to train")

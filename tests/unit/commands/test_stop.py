@@ -135,3 +135,19 @@ def test_a_directory_without_a_run_of_this_machine_is_refused(
     (tmp_path / RUN_FILE).write_bytes(msgspec.json.encode(elsewhere))
     assert main(["stop", str(tmp_path)]) == 2
     assert "was started on gpu-17; stop it there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["stop", "set"])
+def test_a_run_of_another_user_is_left_alone(
+    command: str,
+    tmp_path: Path,
+    drivers: list[Driver],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drivers.append(driver := Driver(tmp_path))
+    user = psutil.Process().username()
+    monkeypatch.setattr("os.geteuid", lambda: 4_000_000)
+    assert main([command, str(tmp_path)]) == 2
+    assert f"the run belongs to {user}: use this command as that user" in capsys.readouterr().err
+    assert alive(psutil.Process(driver.process.pid))

@@ -53,6 +53,17 @@ def test_keyword_arguments_are_the_words_of_a_command_line_and_win(tmp_path: Pat
     )
 
 
+def test_an_argument_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.args"
+    file.write_text("--lr 1e-3 --run-dir runs/one")
+    monkeypatch.chdir(tmp_path)
+    config = miles_async.Config.from_args(["@run.args"])
+    file.write_text("--lr 1e-4")
+    monkeypatch.chdir(tmp_path.parent)
+    assert config.having().arguments == config.arguments
+    assert config.words == ("--lr", "1e-3", "--run-dir", "runs/one")
+
+
 def test_every_wrong_name_is_reported_at_once() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)--learning-rat.*--num-rolout"):
         miles_async.Config.from_args(learning_rat=1.0, num_rolout=3)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from miles_async.arguments.cluster import FORWARDED, ClusterArguments
-from miles_async.runtime.environment import apply_secrets, is_secret, secret_environment, worker_environment
+from miles_async.runtime.environment import (
+    apply_secrets,
+    hidden_modules,
+    is_secret,
+    secret_environment,
+    worker_environment,
+)
 from miles_async.runtime.network.keys import KEY_VARIABLES, Secret
 from miles_async.runtime.network.proxies import without_proxies_for
 
@@ -22,6 +29,19 @@ def test_named_variables_reach_the_workers_and_no_others(monkeypatch: pytest.Mon
     assert environment["NCCL_DEBUG"] == environment["MY_SETTING"] == "1"
     assert "OTHER" not in environment
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == os.getcwd()  # where hooks are looked up
+
+
+def test_files_that_hide_pythons_modules_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    for package in ("json", "test", "logging"):
+        (elsewhere / package).mkdir(parents=True)
+    hiding = [tmp_path / "random.py", elsewhere / "json" / "__init__.py"]
+    for file in (*hiding, tmp_path / "sys.py", tmp_path / "rewards.py", elsewhere / "test" / "__init__.py"):
+        file.touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, elsewhere, tmp_path / "absent"))))
+    assert [problem.partition(": ")[0] for problem in hidden_modules()] == list(map(str, hiding))
+    assert "in the place of Python's random; rename it" in next(hidden_modules())
 
 
 TRAVELS = {

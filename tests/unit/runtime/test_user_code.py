@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
+import structlog
 
 from miles_async.errors import OverdueError, UserCodeError
 from miles_async.runtime import user_code
@@ -203,3 +205,20 @@ def test_a_wrong_value_is_shown_shortened_and_a_right_one_returned():
     with pytest.raises(UserCodeError) as caught:
         expect([*range(1000)], str, "a text")
     assert raised(caught.value) == "returned [0, 1, 2, 3, 4, 5, ...], expected a text"
+
+
+def test_an_error_is_described_with_its_line_and_logged_with_its_traceback_once(tmp_path: Path) -> None:
+    hook = tmp_path / "my_hook.py"
+    hook.write_text("import json, sys\ndef parse(text):\n    json.loads(text)\ndef leave(text):\n    sys.exit(text)\n")
+    names: dict[str, Callable[[str], None]] = {}
+    exec(compile(hook.read_text(), hook, "exec"), names)  # what importing it does
+    with structlog.testing.capture_logs() as logged:
+        for text in ("{", "["):
+            with pytest.raises(ValueError, match="Expecting") as caught:
+                call_user_code(names["parse"], text)
+            assert raised(caught.value).endswith(f" at {hook}:3")  # not of the library that it calls
+        with pytest.raises(UserCodeError) as left:
+            call_user_code(names["leave"], "bye")
+        assert raised(left.value) == f"raised SystemExit('bye') at {hook}:5"
+    assert [line["traceback"].splitlines()[0] for line in logged] == ["Traceback (most recent call last):"] * 2
+    assert f"{hook}:3" in logged[0]["event"]
