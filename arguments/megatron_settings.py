@@ -98,6 +98,23 @@ def check_megatron_fields(arguments: Arguments) -> Iterator[str]:
     if not settings.optimizer.get("use_precision_aware_optimizer"):
         for name in (name for name in PRECISION_AWARE if settings.optimizer.get(name, "fp32") != "fp32"):
             yield f"{_flag(name)} {settings.optimizer[name]}: Megatron needs --use-precision-aware-optimizer with it"
+    if arguments.checkpoint.save is not None:
+        yield from _unsaveable(settings.optimizer)
+
+
+def _unsaveable(optimizer: Values) -> Iterator[str]:
+    """States of the optimizer of which megatron-core (0.19) writes checkpoints that it cannot load."""
+    precision_aware = optimizer.get("use_precision_aware_optimizer")
+    if optimizer.get("optimizer_cpu_offload") and not precision_aware:
+        yield (
+            f"{_flag('optimizer_cpu_offload')} with --save: Megatron cannot load such a checkpoint; "
+            "add --use-precision-aware-optimizer"
+        )
+    if optimizer.get("store_param_remainders") and precision_aware:
+        yield (
+            f"{_flag('store_param_remainders')} with --save: Megatron saves 16 bits of each fp32 weight as the whole; "
+            "leave it out"
+        )
 
 
 def _provider_conflicts(model: ModelArguments, settings: MegatronSettings) -> Mapping[str, Mapping[str, bool]]:

@@ -145,6 +145,7 @@ class TrainerActor:
         stage = self._backend.pipeline_stage
         if stage is not None and stage < senders:
             self._sender = sender(self._network.address(), sender=stage, senders=senders)
+        gc.collect()  # frozen garbage would stay: megatron drops a first offloaded optimizer, with all its weights
         gc.freeze()  # exclude torch, megatron and the model from later collections
         return RankInfo(
             rank=self._rank,

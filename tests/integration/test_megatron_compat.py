@@ -144,6 +144,8 @@ def test_a_gpu_machine_without_transformer_engine_can_import_all_that_a_rank_doe
         # host/spec.py: gated delta nets are of Transformer Engine only; GateNorm: its weight is whole on every rank
         ("megatron.core.models.gpt.gpt_layer_specs", "assert config.experimental_attention_variant is None"),
         ("megatron.core.distributed.finalize_model_grads", '("q_layernorm" in name or "k_layernorm" in name)'),
+        # optimizer.make_state
+        ("megatron.core.optimizer", "opt.initialize_state(p)"),
         # optimizer.load_state
         ("megatron.core.optimizer.distrib_optimizer", 's["step"] = step'),
         ("megatron.core.optimizer.distrib_optimizer", "for key in dst_tensors:"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from torch.nn import Module
@@ -41,6 +42,7 @@ def make_optimizer(modules: list[Module], training: Training) -> tuple[MegatronO
     """Build AdamW over data-parallel shards and the learning-rate schedule."""
     arguments, model = training.optimizer, training.model
     clip_by_foreach()
+    load_all_offloaded_weights()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -105,16 +107,32 @@ def make_state(optimizer: MegatronOptimizer) -> None:
     Without it, megatron-core 0.19 can't save a checkpoint before the first step, nor load one into a new optimizer.
     """
     for part in parts_of(optimizer):
-        if part.optimizer is None or isinstance(part.optimizer, TORCH_ADAM) or part.init_state_fn is None:
-            continue
-        part.init_state_fn(part.optimizer, part.config)  # fused Adam: what Megatron calls before a load
-    for adam, parameter in _torch_adam_parameters(optimizer):
-        if not adam.state[parameter]:
-            adam.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter.data),
-                "exp_avg_sq": torch.zeros_like(parameter.data),
-            }
+        adam = part.optimizer
+        if isinstance(adam, HybridDeviceOptimizer):
+            for each in adam.sub_optimizers:
+                _make_zeros(each)
+            adam._sync_sub_optimizers_state_to_hdo()
+        elif isinstance(adam, TORCH_ADAM):
+            _make_zeros(adam)
+        elif adam is not None and part.config.use_precision_aware_optimizer:
+            # Megatron's init_state_fn omits an argument that Transformer Engine 2.11 requires.
+            for parameter in _without_state(adam):
+                adam.initialize_state(parameter, adam.store_param_remainders and parameter.dtype == torch.bfloat16)
+        elif adam is not None and part.init_state_fn is not None:
+            part.init_state_fn(adam, part.config)  # fused Adam: what Megatron calls before a load
+
+
+def _make_zeros(adam: torch.optim.Optimizer) -> None:
+    for parameter in _without_state(adam):
+        adam.state[parameter] = {
+            "exp_avg": torch.zeros_like(parameter.data),
+            "exp_avg_sq": torch.zeros_like(parameter.data),
+            **({"step": torch.tensor(0.0)} if isinstance(adam, TORCH_ADAM) else {}),
+        }
+
+
+def _without_state(adam: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in adam.param_groups for parameter in group["params"] if not adam.state[parameter]]
 
 
 def load_state(optimizer: MegatronOptimizer, states: Mapping[int, object], step: int) -> None:
@@ -134,6 +152,20 @@ def load_state(optimizer: MegatronOptimizer, states: Mapping[int, object], step:
         part.load_parameter_state_from_fully_reshardable(states[index])
         for adam, parameter in _torch_adam_parameters(part):
             adam.state[parameter]["step"] = torch.tensor(float(step))
+
+
+def load_all_offloaded_weights() -> None:
+    """Let a load fill the main weights of every parameter of an offloaded optimizer.
+
+    HybridDeviceOptimizer (megatron-core 0.19) looks for fp32 copies only, and parameters that are fp32 themselves have
+    none: a load of theirs fails with a KeyError.
+    """
+    HybridDeviceOptimizer._update_fp32_params_by_new_state = _load_main_weights
+
+
+def _load_main_weights(self: HybridDeviceOptimizer) -> None:
+    for parameter, state in self.state.items():
+        self.param_to_inner_param[parameter].data.copy_(state["master_param"])
 
 
 def clip_by_foreach() -> None:

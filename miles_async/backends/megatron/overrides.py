@@ -32,9 +32,9 @@ def config_values(settings: Values, platform: Platform) -> dict[str, object]:
 
 def optimizer_values(settings: Values, platform: Platform) -> dict[str, object]:
     """As :func:`config_values`; ``--optimizer-cpu-offload`` alone offloads all of the state, as on Megatron's command
-    line; the config's default is none.
+    line; the config's default is none. Main weights are whole by default, since checkpoints can't hold remainders.
     """
-    values = config_values(settings, platform)
+    values = {"store_param_remainders": False, **config_values(settings, platform)}
     if values.get("optimizer_cpu_offload"):
         values.setdefault("optimizer_offload_fraction", 1.0)
     return values

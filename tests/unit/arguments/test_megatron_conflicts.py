@@ -33,6 +33,11 @@ def problems(directory: Path, words: str) -> list[str]:
             "--megatron-defer-embedding-wgrad-compute with --pipeline-model-parallel-size 1",
         ),
         ("--exp-avg-dtype bf16", "--megatron-exp-avg-dtype bf16: Megatron needs --use-precision-aware-optimizer"),
+        ("--optimizer-cpu-offload --save here", "--megatron-optimizer-cpu-offload with --save"),
+        (
+            "--use-precision-aware-optimizer --store-param-remainders --save here",
+            "--megatron-store-param-remainders with --save",
+        ),
     ],
 )
 def test_fields_that_megatron_refuses_beside_other_flags(tmp_path: Path, words: str, message: str) -> None:
@@ -50,6 +55,9 @@ def test_fields_that_megatron_refuses_beside_other_flags(tmp_path: Path, words: 
         f"--defer-embedding-wgrad-compute {PIPELINE}",
         "--use-precision-aware-optimizer --exp-avg-dtype bf16",
         "--exp-avg-dtype fp32",
+        "--optimizer-cpu-offload",
+        "--optimizer-cpu-offload --use-precision-aware-optimizer --save here",
+        "--use-precision-aware-optimizer --store-param-remainders",
     ],
 )
 def test_fields_that_megatron_takes(tmp_path: Path, words: str) -> None:

@@ -86,6 +86,9 @@ class DistributedSender(Staging):
         except GroupBrokenError as error:  # supervision point: as in join_group
             log.warning("process group broke while sending", group=group_name, error=str(error))
             return f"the sender's process group broke: {error}"
+        except torch.OutOfMemoryError as error:  # supervision point: training may leave more memory for a retry
+            log.warning("out of memory while sending", group=group_name, error=str(error))
+            return f"the sender's device is out of memory (lower --update-weight-buffer-size): {error}"
         return None
 
     def leave_group(self, group_name: str) -> None:

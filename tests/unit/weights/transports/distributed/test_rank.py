@@ -103,6 +103,18 @@ def test_all_buckets_are_sent_and_the_next_one_is_loaded_meanwhile(
     assert states == [True, True]
 
 
+def test_running_out_of_memory_is_a_reason_to_retry(
+    sender: DistributedSender, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(version: int, index: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sender, "_on_device", load)
+    problem = sender.send("g", 0, announce=False)
+    assert problem is not None
+    assert "--update-weight-buffer-size" in problem
+
+
 def test_what_engines_need_to_know_goes_ahead(sender: DistributedSender, sent: Sent) -> None:
     # covers: C8
     assert sender.send("g", 0, announce=True) is None
