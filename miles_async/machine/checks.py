@@ -14,6 +14,7 @@ from miles_async.machine.finding import Finding
 from miles_async.machine.gpus import gpu_facts, gpu_findings
 from miles_async.machine.limits import (
     disk_findings,
+    home_findings,
     locked_memory_findings,
     process_findings,
     shared_memory_findings,
@@ -42,6 +43,7 @@ def machine_findings(intent: Intent) -> Iterator[Finding]:
         yield from gpu_findings(None if intent.device == "cpu" else gpu_facts(), intent.device)
     yield from shared_memory_findings(device if intent.own_gpus else "cpu")
     yield from disk_findings({**intent.directories, "TMPDIR": Path(tempfile.gettempdir())})
+    yield from home_findings()
     yield from process_findings()
     yield from locked_memory_findings()
     yield from port_findings(intent.ports)

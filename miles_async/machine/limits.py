@@ -63,6 +63,24 @@ def disk_findings(directories: Mapping[str, Path]) -> Iterator[Finding]:
             yield Finding(check="disk", verdict="ok", found=found)
 
 
+def home_findings() -> Iterator[Finding]:
+    """Check that HOME can be written to, where Ray keeps its token and packages their caches."""
+    home = Path(os.environ.get("HOME") or Path.home())
+    place = next(parent for parent in (home.absolute(), *home.absolute().parents) if parent.exists())
+    if place.is_dir() and os.access(place, os.W_OK):
+        yield Finding(check="home", verdict="ok", found=f"HOME={home}")
+        return
+    named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    has_token = named or os.environ.get("RAY_AUTH_MODE") == "disabled" or (home / ".ray" / "auth_token").is_file()
+    lost = "packages keep caches there" if has_token else "Ray keeps its token there"
+    yield Finding(
+        check="home",
+        verdict="warning" if has_token else "failure",
+        found=f"HOME={home} cannot be written to, and {lost}",
+        mend="export HOME=/a/directory/of/yours",
+    )
+
+
 def connection_findings() -> Iterator[Finding]:
     """Check open files and ports for a large run; a run with other numbers is checked with its own."""
     limits = connection_limits(REQUESTS)

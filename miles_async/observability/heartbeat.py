@@ -39,7 +39,8 @@ async def _beat(progress: Progress, ledger: Path, seconds: float) -> None:
             continue
         try:
             balance = await asyncio.to_thread(read_balance, ledger, settled)
-            progress.heartbeat("" if balance is None else standing_line(balance))
+            paused = balance is not None and await asyncio.to_thread(generation_paused, ledger)
+            progress.heartbeat("" if balance is None else standing_line(balance, paused=paused))
         except Exception as error:  # supervision point: a display never ends training
             log.warning("the heartbeat ends; the run continues", error=repr(error))
             return
@@ -59,26 +60,45 @@ def read_balance(ledger: Path, settled: Settled | None = None) -> Balance | None
         return None
 
 
-def standing_line(balance: Balance) -> str:
-    """Groups in flight, buffered, and filtered or failed with the most common reason; then what the run waits for."""
-    parts = [f"{balance.in_flight} groups in flight", f"{balance.buffered} buffered"]
+def generation_paused(ledger: Path) -> bool:
+    """True if the last of the ledger's requests for generation is to pause."""
+    try:
+        with open_ledger(ledger) as reader:
+            asked = [change.value for change in reader.changes() if change.name == "generation"]
+    except LedgerError:
+        return False
+    return asked[-1:] == ["paused"]
+
+
+def standing_line(balance: Balance, *, paused: bool) -> str:
+    """Groups in flight, buffered, and filtered or failed with the most common reason; then what the run waits for.
+
+    ``paused``: generation is, by ``miles-async set``.
+    """
+    parts = [f"{_groups(balance.in_flight)} in flight", f"{balance.buffered} buffered"]
     finished = sum(balance.ended.values()) + balance.buffered + balance.cut
     for outcome in (Outcome.FILTERED, Outcome.FAILED):
         if count := balance.ended.get(outcome, 0):
             reason = commonest_reason(balance, outcome)
             parts.append(f"{count} of {finished} finished ones {outcome}" + (f" (mostly: {reason})" if reason else ""))
-    return f"{', '.join(parts)}; {waits_for(balance)}"
+    return f"{', '.join(parts)}; {waits_for(balance, paused=paused)}"
 
 
-def waits_for(balance: Balance) -> str:
+def waits_for(balance: Balance, *, paused: bool) -> str:
     """Name the cause of the wait for the next step, judging by the states of groups."""
     if balance.cut:
-        return f"{balance.cut} groups are with the trainer"
+        return f"{_groups(balance.cut)} {'is' if balance.cut == 1 else 'are'} with the trainer"
     if balance.in_flight:
         return "the trainer waits for groups in flight"
+    if paused:
+        return "nothing is in flight: generation is paused until `miles-async set RUN_DIR generation=running`"
     if balance.issued:
         return "nothing is in flight: rollouts wait for the trainer or for engines"
     return "rollouts wait for the first weights"
+
+
+def _groups(count: int) -> str:
+    return f"{count} group{'' if count == 1 else 's'}"
 
 
 def commonest_reason(balance: Balance, outcome: Outcome) -> str:

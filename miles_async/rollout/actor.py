@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import ray
@@ -20,6 +21,7 @@ from miles_async.errors import ProcessLostError
 from miles_async.runtime import garbage
 from miles_async.runtime.cluster.actor_link import ActorLink, why_gone
 from miles_async.runtime.cluster.call_once import CallId, CallOnce
+from miles_async.runtime.processes.output import redirect_output
 from miles_async.runtime.user_code import contain_user_code
 from miles_async.seams import EngineFleet, RolloutSide
 
@@ -43,8 +45,10 @@ BuildParts = Callable[[], Awaitable[RolloutParts]]
 class RolloutActor:
     """Hosts the parts and runs their methods on one event loop."""
 
-    def __init__(self, build: BuildParts) -> None:
-        """``build`` starts the parts; it runs in the actor's process."""
+    def __init__(self, build: BuildParts, log_file: Path | None = None) -> None:
+        """``build`` starts the parts; it runs in the actor's process. ``log_file``: for what hooks print."""
+        if log_file is not None:
+            redirect_output(log_file)
         self._build = build
         self._parts: RolloutParts | None = None
         self._once = CallOnce()
@@ -91,18 +95,20 @@ async def _result(link: ActorLink, make: Callable[[CallId], Awaitable[T]]) -> T:
 class RolloutProcess:
     """The rollout actor from outside: placed at construction, parts usable after :meth:`start`."""
 
-    def __init__(self, build: BuildParts, interpreter: str | None = None, *, patience: float) -> None:
+    def __init__(
+        self, build: BuildParts, interpreter: str | None = None, *, patience: float, log_file: Path | None = None
+    ) -> None:
         """Place it on this node, where the run directory is.
 
         ``interpreter``: command that Ray starts its process with; None: this process's. ``patience``: seconds that its
-        event loop may be blocked, once it has started.
+        event loop may be blocked, once it has started. ``log_file``: of its output.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         process = {} if interpreter is None else {"runtime_env": {"py_executable": interpreter}}
         options = {"num_cpus": 0, "scheduling_strategy": here, "max_concurrency": 1000, **process}
-        self._actor = ray.remote(RolloutActor).options(**options).remote(build)
+        self._actor = ray.remote(RolloutActor).options(**options).remote(build, log_file)
         self._link = ActorLink("the rollout manager's process", self._ping, patience=patience)
         self._started = False
         self.manager = stand_in(RolloutSide, partial(self._call, "manager"))

@@ -69,6 +69,17 @@ def carry(hooks: Mapping[str, object]) -> Carried:
     return Carried(words=tuple(words), code=_pickled(rest) if rest else b"")
 
 
+def by_argument(text: str) -> str:
+    """Replace the flags of carried hooks by the arguments that carried them, in an error of the run.
+
+    >>> by_argument("--custom-rm-path miles_async_carried:reward is not a Reward: it must be `async def`")
+    'reward=... is not a Reward: it must be `async def`'
+    """
+    for name, words in HOOKS.items():
+        text = text.replace(f"{words[-1]} {MODULE}:{name}", f"{name}=...")
+    return text
+
+
 def _reference(hook: object) -> str | None:
     """``module:attr`` of what another process can import; None of the rest."""
     if isinstance(hook, str):

@@ -152,7 +152,7 @@ def _evaluated(arguments: Arguments) -> Mapping[str, object]:
             f"{each.temperature_in_force(evaluation, rollout):g}"
             for each in evaluation_sets(evaluation)
         ),
-        "reward": arguments.rewards.named,
+        "reward": _rewarded(arguments),
     }
 
 
@@ -163,8 +163,13 @@ def _sampled(arguments: Arguments, steps: int) -> Mapping[str, object]:
         "rollout": f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts × "
         f"{rollout.n_samples_per_prompt} samples, {steps} optimizer step(s) each",
         "staleness": f"age {bound}, {staleness.lead} batch(es) admitted ahead",
-        "reward": arguments.rewards.named,
+        "reward": _rewarded(arguments),
     }
+
+
+def _rewarded(arguments: Arguments) -> str:
+    """Rewards that flags name, or who else gives them."""
+    return arguments.rewards.named or ("the agent's" if arguments.sessions.runs_agent else "the environment's")
 
 
 def _describe_group(group: ServerGroup) -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from miles_async.errors import ConfigurationError, MilesAsyncError
-from miles_async.runs.carried import Carried, carry
+from miles_async.runs.carried import Carried, by_argument, carry
 from miles_async.runs.config import Config, expect_config
 from miles_async.runs.run import Run
 from miles_async.runtime.files.run_directory import (
@@ -139,7 +139,7 @@ def _wait_for_directory(
         return  # it is over already, and its summary says how
     said = console.read_text(errors="replace").strip()
     if status == EXIT_CONFIGURATION:
-        raise ConfigurationError(re.split("^error: ", said, maxsplit=1, flags=re.MULTILINE)[-1])
+        raise ConfigurationError(by_argument(re.split("^error: ", said, maxsplit=1, flags=re.MULTILINE)[-1]))
     raise MilesAsyncError(f"the run ended before it began, with status {status}:\n{said}")
 
 

@@ -105,8 +105,9 @@ def _module(name: str, named: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            file = f"; a module's name has no .py: {Path(name).stem}" if name.endswith(".py") else ""
             raise ConfigurationError(
-                f"{named}: there is no module {error.name!r}; put the directory that holds it into PYTHONPATH (it "
+                f"{named}: there is no module {error.name!r}{file}; put the directory that holds it into PYTHONPATH (it "
                 "reaches every Ray worker, see --forward-env)"
             ) from None
         raise ConfigurationError(f"{named}: importing {name} failed{_place(error)}: {error}") from error

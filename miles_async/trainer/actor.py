@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.runtime.cluster.call_once import CallId, CallOnce
 from miles_async.runtime.files.digests import Piece, read_pieces, write_digested
 from miles_async.runtime.network.addresses import Network
+from miles_async.runtime.processes.output import redirect_output
 from miles_async.seams import WeightSender
 from miles_async.trainer.profiling import Profiling, RankProfiler
 from miles_async.types import RankTimes, SettingValue, StagedWeights, TokenScores, TrainShard
@@ -88,7 +88,7 @@ class TrainerActor:
 
     def __init__(self, rank: int, world_size: int, *, network: Network, log_file: Path | None) -> None:
         if log_file is not None:
-            _redirect_output(log_file)
+            redirect_output(log_file)
         warnings.filterwarnings("ignore", module="megatron")  # about absent fused kernels
         self._rank = rank
         self._world_size = world_size
@@ -275,14 +275,3 @@ class TrainerActor:
     def _ready(self) -> TrainBackend:
         assert self._backend is not None, "initialize() comes first"
         return self._backend
-
-
-def _redirect_output(path: Path) -> None:
-    """Redirect stdout and stderr of this process, including C++, to a file in the run directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)

@@ -158,6 +158,7 @@ class Run:
             ),
             servers.interpreter(f"ray::{RolloutActor.__name__}"),
             patience=arguments.observability.stall_timeout,
+            log_file=self._run_dir / "logs" / "rollout-output.log",
         )
 
     def _live_settings(self, rollout: RolloutProcess, trainer: TrainerRanks) -> LiveSettings:

@@ -88,6 +88,7 @@ MADE_LATER = {
     ),
     *("logs/driver.log", "logs/rollout.log", "logs/engine-0.0.log", "logs/engine-0.1.log"),
     *(
+        "logs/rollout-output.log",
         "logs/mcp-servers.log",
         "logs/verifiers.log",
         "logs/router.0.log",

@@ -24,7 +24,7 @@ OUTSIDE = ("console.log", "stall.txt")
 """Texts that stand in the run directory itself."""
 
 PROCESSES: Mapping[str, str] = {
-    "driver and rollout": r"(driver|rollout|actor_imports)\.log|" + "|".join(map(re.escape, OUTSIDE)),
+    "driver and rollout": r"(driver|rollout|rollout-output|actor_imports)\.log|" + "|".join(map(re.escape, OUTSIDE)),
     "trainer ranks": r"(trainer-\d+|rank_imports)\.log",
     "routers": r"router.*",
     "sessions and environments": r"(sessions-|agents|verifiers|mcp-servers).*",

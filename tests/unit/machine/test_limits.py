@@ -14,6 +14,7 @@ from miles_async.machine import limits
 from miles_async.machine.limits import (
     connection_findings,
     disk_findings,
+    home_findings,
     locked_memory_findings,
     process_findings,
     shared_memory_findings,
@@ -99,3 +100,19 @@ def test_locked_memory_matters_where_there_is_infiniband(monkeypatch: pytest.Mon
     assert "memlock=-1" in finding.mend
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (8 << 20, resource.RLIM_INFINITY))
     assert [finding.verdict for finding in locked_memory_findings(tmp_path)] == ["ok"]
+
+
+def test_a_home_that_cannot_be_written_to_has_no_place_for_rays_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [finding.verdict for finding in home_findings()] == ["ok"]
+    monkeypatch.setattr(limits.os, "access", lambda path, mode: False)
+    [closed] = home_findings()
+    assert closed.verdict == "failure"
+    assert closed.problem.startswith(f"home: HOME={tmp_path} cannot be written to, and Ray keeps its token there")
+    assert "export HOME=" in closed.problem
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
+    assert [finding.verdict for finding in home_findings()] == ["warning"]

@@ -51,7 +51,7 @@ def test_a_run_that_filters_everything_is_not_silent(tmp_path: Path) -> None:
 
     asyncio.run(quiet_run())
     assert lines[0] == (
-        "no step for 0:00: 1 groups in flight, 0 buffered, 3 of 3 finished ones filtered (mostly: zero_std); "
+        "no step for 0:00: 1 group in flight, 0 buffered, 3 of 3 finished ones filtered (mostly: zero_std); "
         "the trainer waits for groups in flight"
     )
 
@@ -90,7 +90,7 @@ def test_what_a_run_waits_for(tmp_path: Path) -> None:
         _ledger(ledger, reasons, in_flight)
         balance = read_balance(ledger)
         assert balance is not None
-        assert standing_line(balance).endswith(expected)
+        assert standing_line(balance, paused=False).endswith(expected)
 
 
 def test_a_long_reason_is_one_short_line(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class BlockedRay:
         return SimpleNamespace(get_node_id=lambda: "node")
 
     def remote(self, kind: type[RolloutActor]) -> object:
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda build: self._handle(kind(build))))
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *given: self._handle(kind(*given))))
 
     def _handle(self, hosted: RolloutActor) -> object:
         def remote(name: str) -> object:

@@ -334,7 +334,7 @@ def test_logs_are_paged_and_searched(client: TestClient, run_dir: Path) -> None:
 
 def test_logs_of_all_processes_are_there_in_groups_and_searched_at_once(client: TestClient, run_dir: Path) -> None:
     names = {
-        "driver and rollout": ("driver.log", "stall.txt"),
+        "driver and rollout": ("driver.log", "rollout-output.log", "stall.txt"),
         "trainer ranks": ("trainer-2.log", "trainer-10.log"),
         "routers": ("router-judge.0.log",),
         "sessions and environments": ("sessions-0.1.log", "agents.log"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+_LOCK_DIRECTORY = "MEGATRON_CONFIG_LOCK_DIR"
 COPIES = {"model.embed_tokens.weight": ".embed_tokens.weight", "lm_head.weight": ".shared_head.head.weight"}
 """Tensor of the model → ending of its copies in layers for multi-token prediction."""
 
@@ -156,8 +160,9 @@ def load_model(
     """
     written = hf_config.read_config(directory)
     hf_config.check_model(written, directory)
-    bridge = AutoBridge.from_hf_pretrained(str(directory))
-    config = bridge.hf_pretrained.config.to_dict()  # with transformers' defaults
+    with _config_locks():
+        bridge = AutoBridge.from_hf_pretrained(str(directory))
+        config = bridge.hf_pretrained.config.to_dict()  # with transformers' defaults
     hf_config.check_model({**written, **config}, directory)
     provider = make_provider(bridge, config, model, platform, load_weights=True)
     if replays_routing:
@@ -229,6 +234,20 @@ def with_adapters(modules: list[Module], model: ModelArguments) -> list[Module]:
     """Adapt the language model, and freeze all else. Raises as ``add_adapters`` does."""
     add_adapters([language_model(module.requires_grad_(False)) for module in modules], model)
     return modules
+
+
+@contextmanager
+def _config_locks() -> Iterator[None]:
+    """Keep Megatron-Bridge's locks of config.json out of HOME, where perhaps nothing can be written."""
+    if os.environ.get(_LOCK_DIRECTORY):
+        yield
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ[_LOCK_DIRECTORY] = directory
+        try:
+            yield
+        finally:
+            del os.environ[_LOCK_DIRECTORY]
 
 
 def _with_first_adapter(directory: Path, bridge: AutoBridge, modules: list[Module]) -> list[Module]:
