@@ -60,7 +60,7 @@ def kept_settings(load: Path | None) -> Mapping[str, KeptSetting]:
 
 def resumption_notes(load: Path, num_rollout: int) -> Iterator[str]:
     """Yield that nothing is left to train, if so. A checkpoint that cannot be found is refused elsewhere."""
-    with suppress(CheckpointError):
+    with suppress(CheckpointError, OSError):
         step = find_checkpoint(load).step
         if step >= num_rollout:
             yield (

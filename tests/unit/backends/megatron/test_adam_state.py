@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from miles_async.backends.megatron import overrides
 from miles_async.backends.megatron.optimizer import load_all_offloaded_weights, make_state
+from miles_async.backends.megatron.platform import Platform
 
 CONFIG = SimpleNamespace(use_precision_aware_optimizer=False)
 
@@ -67,7 +68,7 @@ def test_transformer_engine_makes_the_state_of_reduced_precision(remainders: boo
 
 
 def test_main_weights_are_whole_unless_asked_otherwise() -> None:
-    platform = Platform(device="cuda", process_groups="nccl")
+    platform = Platform.cuda()
     assert not overrides.optimizer_values({}, platform)["store_param_remainders"]
     assert overrides.optimizer_values({"store_param_remainders": True}, platform)["store_param_remainders"]
 
