@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import TypeVar, cast
 
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.own_place import own_place
 from miles_async.runtime.texts import shortened
-from miles_async.runtime.user_code import own_place
 
 Kind = TypeVar("Kind")
 
@@ -107,8 +107,8 @@ def _module(name: str, named: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             file = f"; a module's name has no .py: {Path(name).stem}" if name.endswith(".py") else ""
             raise ConfigurationError(
-                f"{named}: there is no module {error.name!r}{file}; put the directory that holds it into PYTHONPATH (it "
-                "reaches every Ray worker, see --forward-env)"
+                f"{named}: there is no module {error.name!r}{file}; put the directory that holds it into PYTHONPATH "
+                "(it reaches every Ray worker, see --forward-env)"
             ) from None
         raise ConfigurationError(f"{named}: importing {name} failed{_place(error)}: {error}") from error
     except SystemExit as error:  # of a script, which would end this process without a word

@@ -7,20 +7,18 @@ leaves this boundary: nothing else may reach a task group or the event loop.
 from __future__ import annotations
 
 import asyncio
-import os
 import reprlib
-import sysconfig
 import traceback
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
-from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
 
 import structlog
 from xxhash import xxh3_64_intdigest
 
 from miles_async.errors import OverdueError, UserCodeError
+from miles_async.runtime.own_place import own_place
 from miles_async.runtime.texts import shortened
 from miles_async.types import Sample
 
@@ -30,11 +28,6 @@ TRAINED_ON = ("tokens", "loss_mask", "rollout_logprobs", "weight_versions")
 """Arrays of a sample that user code may read and not change; one of experts is too large to compare."""
 
 END_SECONDS = 5.0  # that a cancelled coroutine may take to clean up
-
-_NOT_OWN = (
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
-    f"{Path(__file__).parents[1]}{os.sep}",  # this project's code
-)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -127,13 +120,6 @@ def raised(error: Exception) -> str:
         text = shortened("".join(traceback.format_exception(source)))
         log.warning(f"user code raised an error{place}; its line is not logged again", traceback=text)
     return shortened(str(error) if isinstance(error, UserCodeError) else f"raised {error!r}") + place
-
-
-def own_place(error: BaseException) -> str:
-    """`` at FILE:LINE``: the innermost line of the user's own code; empty if the error passed none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_OWN)]
-    return "".join(f" at {frame.filename}:{frame.lineno}" for frame in own[-1:])
 
 
 async def _done(task: asyncio.Task[object], seconds: float | None) -> bool:
