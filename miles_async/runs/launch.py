@@ -168,8 +168,10 @@ def _sampled(arguments: Arguments, steps: int) -> Mapping[str, object]:
 
 
 def _rewarded(arguments: Arguments) -> str:
-    """Rewards that flags name, or who else gives them."""
-    return arguments.rewards.named or ("the agent's" if arguments.sessions.runs_agent else "the environment's")
+    """Rewards that flags name, or who else may give them."""
+    if arguments.rewards.named is not None or not arguments.sessions.may_reward:
+        return arguments.rewards.named or "none"
+    return "the agent's" if arguments.sessions.runs_agent else "the environment's"
 
 
 def _describe_group(group: ServerGroup) -> str:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import os
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,14 +16,10 @@ from types import ModuleType
 from typing import TypeVar, cast
 
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.own_place import own_place
 from miles_async.runtime.texts import shortened
 
 Kind = TypeVar("Kind")
-
-_NOT_OWN = (
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
-    f"{Path(__file__).parents[1]}{os.sep}",  # this project's code
-)
 
 
 def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
@@ -113,8 +107,8 @@ def _module(name: str, named: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             file = f"; a module's name has no .py: {Path(name).stem}" if name.endswith(".py") else ""
             raise ConfigurationError(
-                f"{named}: there is no module {error.name!r}{file}; put the directory that holds it into "
-                "PYTHONPATH (it reaches every Ray worker, see --forward-env)"
+                f"{named}: there is no module {error.name!r}{file}; put the directory that holds it into PYTHONPATH "
+                "(it reaches every Ray worker, see --forward-env)"
             ) from None
         raise ConfigurationError(f"{named}: importing {name} failed{_place(error)}: {error}") from error
     except SystemExit as error:  # of a script, which would end this process without a word
@@ -125,13 +119,6 @@ def _module(name: str, named: str) -> ModuleType:
     except Exception as error:  # the user's own code runs here: any error is shown with the flag
         text = shortened(f"{type(error).__name__}: {error}")
         raise ConfigurationError(f"{named}: importing {name} failed{_place(error)}: {text}") from error
-
-
-def own_place(error: BaseException) -> str:
-    """`` at FILE:LINE``: the innermost line of the user's own code; empty if the error passed none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_OWN)]
-    return "".join(f" at {frame.filename}:{frame.lineno}" for frame in own[-1:])
 
 
 def _place(error: BaseException) -> str:

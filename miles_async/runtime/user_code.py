@@ -18,7 +18,7 @@ import structlog
 from xxhash import xxh3_64_intdigest
 
 from miles_async.errors import OverdueError, UserCodeError
-from miles_async.runtime.hooks import own_place
+from miles_async.runtime.own_place import own_place
 from miles_async.runtime.texts import shortened
 from miles_async.types import Sample
 

@@ -54,7 +54,7 @@ def test_a_run_that_goes_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -
     assert lines[4:] == [
         "evaluation after 2 steps: mean reward 0.250",
         "last checkpoint: step 2",
-        "1 groups in flight, 0 buffered, 2 of 2 finished ones filtered (mostly: zero_std); "
+        "1 group in flight, 0 buffered, 2 of 2 finished ones filtered (mostly: zero_std); "
         "the trainer waits for groups in flight",
         "set after step 2: lr 0.0005 → 0.0004",
         "set after step 2: evaluation now",

@@ -10,6 +10,7 @@ from miles_async.ledger.store import LedgerStore
 from miles_async.observability.heartbeat import (
     LONGEST_REASON,
     commonest_reason,
+    generation_paused,
     heartbeat,
     read_balance,
     standing_line,
@@ -19,8 +20,9 @@ from miles_async.observability.progress_state import ProgressState
 from miles_async.observability.recorder import RunRecorder
 from miles_async.observability.summary import RunSummary
 from miles_async.observability.trackers import CompositeTracker
-from miles_async.staleness.events import Ended, Issued
+from miles_async.staleness.events import Changed, Ended, Issued
 from miles_async.staleness.ledger import Outcome
+from miles_async.types import Changes
 from tests.property.builders import make_attempt
 
 
@@ -91,6 +93,20 @@ def test_what_a_run_waits_for(tmp_path: Path) -> None:
         balance = read_balance(ledger)
         assert balance is not None
         assert standing_line(balance, paused=False).endswith(expected)
+
+
+def test_a_pause_is_what_a_run_waits_for(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.sqlite"
+    store = LedgerStore(ledger)
+    store.write([(1.0, Issued(attempt=make_attempt(1))), (2.0, Ended(attempt_id=1, outcome=Outcome.FILTERED))])
+    for step, (value, paused) in enumerate({"paused": True, "running": False}.items()):
+        store.write([(3.0, Changed(Changes(after=step, before={}, values={"generation": value})))])
+        balance = read_balance(ledger)
+        assert balance is not None
+        assert generation_paused(ledger) == paused
+        line = standing_line(balance, paused=generation_paused(ledger))
+        assert line.endswith("generation is paused until `miles-async set RUN_DIR generation=running`") == paused
+    store.close()
 
 
 def test_a_long_reason_is_one_short_line(tmp_path: Path) -> None:

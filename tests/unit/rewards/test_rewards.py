@@ -413,6 +413,7 @@ class TestHooks:
             ("own_hooks.good", Reward, "expected module:attr"),
             ("own_hooks:", Reward, "expected module:attr"),
             ("own_hookz:good", Reward, "no module 'own_hookz'; put the directory that holds it into"),
+            ("own_hooks.py:good", Reward, "a module's name has no .py: own_hooks;"),
             ("own_hooks:god", Reward, "own_hooks has no 'god'; did you mean good?"),
             ("own_hooks:not_async", Reward, "is not a Reward: it must be `async def`"),
             ("own_hooks:good", GroupFilter, "it must not be `async def`; it must take (group)"),

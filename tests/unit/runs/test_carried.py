@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.errors import ConfigurationError
-from miles_async.runs.carried import HOOKS, LARGEST_MIB, MODULE, carry
+from miles_async.runs.carried import HOOKS, LARGEST_MIB, MODULE, by_argument, carry
 from miles_async.runs.starting import start
 from miles_async.runtime.files.run_directory import CODE_DIRECTORY
 from miles_async.runtime.hooks import load_object
@@ -78,6 +78,12 @@ def test_the_page_has_every_argument_with_its_flag() -> None:
     listed = re.findall(r"^\| `(\w+)` \| `(--[\w-]+-path)`", page, re.MULTILINE)
     assert dict(listed) == {name: words[-1] for name, words in HOOKS.items()}
     assert HOOKS.keys() == inspect.signature(start).parameters.keys() - {"config"}
+
+
+def test_errors_name_the_argument_that_carried_a_hook() -> None:
+    said = f"--custom-rm-path {MODULE}:reward is not a Reward; --agent-path {MODULE}:agent: it must be async"
+    assert by_argument(said) == "reward=... is not a Reward; agent=...: it must be async"
+    assert by_argument("--custom-rm-path my_module:reward") == "--custom-rm-path my_module:reward"
 
 
 def test_code_of_a_start_that_was_killed_is_replaced(tmp_path: Path) -> None:
