@@ -136,15 +136,8 @@ class Dispatcher:
                     self.pool.offer(epoch, prompt)
 
     async def _run_attempt(self, attempt: Attempt) -> None:
-        reward = None if self._hooks.group_reward is None else self._reward_group
-        flight = GroupInFlight(attempt, self._arguments, self._min_samples, self._generate_sample, reward)
-        self._in_flight[attempt.attempt_id] = flight  # aborted if it becomes too old
         try:
-            try:
-                group = await flight.run()
-            finally:
-                del self._in_flight[attempt.attempt_id]
-                flight.forget(self._oldest_versions)
+            group = await self._generate_group(attempt)
             reason = self._filter(group) if group is not None else None
         except* AttemptFailed as failures:
             failure = first_error(failures)
@@ -161,6 +154,17 @@ class Dispatcher:
                 self.pool.finished(group)
                 self._progressed = now()
         await self._notify()
+
+    async def _generate_group(self, attempt: Attempt) -> Group | None:
+        """None if the attempt was aborted, as it is if it becomes too old meanwhile."""
+        reward = None if self._hooks.group_reward is None else self._reward_group
+        flight = GroupInFlight(attempt, self._arguments, self._min_samples, self._generate_sample, reward)
+        self._in_flight[attempt.attempt_id] = flight
+        try:
+            return await flight.run()
+        finally:
+            del self._in_flight[attempt.attempt_id]
+            flight.forget(self._oldest_versions)
 
     def _filter(self, group: Group) -> str | None:
         try:

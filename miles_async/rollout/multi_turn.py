@@ -74,8 +74,9 @@ class MultiTurnGenerate:
         end, metrics, rewards = Observation(), dict[str, float](), dict[Turn, float]()
         for index in range(self.max_turns):
             try:
-                # Copies: an environment may reuse its messages.
-                turn = await taker.take(TurnRequest(messages=[canonical(each) for each in messages], tools=tools))
+                # Copies: an environment may reuse its messages. As a client sends them, since they are read once more.
+                sent = [as_sent(canonical(each)) for each in messages]
+                turn = await taker.take(TurnRequest(messages=sent, tools=tools))
             except NoRoomError:
                 if index == 0:
                     raise

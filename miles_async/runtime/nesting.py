@@ -36,9 +36,29 @@ def too_large(value: object) -> bool:
     """
     match value:
         case int():
-            return not -(2**63) <= value < 2**64
+            return not _fits(value)
         case Mapping():
             return any(map(too_large, value.values()))
         case list() | tuple():
             return any(map(too_large, value))
     return False
+
+
+def storable(value: object) -> object:
+    """Return plain data with a text in the place of each integer beyond 64 bits: models write them.
+
+    >>> storable({"a": [2**64, 1]})
+    {'a': ['18446744073709551616', 1]}
+    """
+    match value:
+        case int() if not _fits(value):
+            return str(value)
+        case Mapping():
+            return {key: storable(each) for key, each in value.items()}
+        case list() | tuple():
+            return [storable(each) for each in value]
+    return value
+
+
+def _fits(number: int) -> bool:
+    return -(2**63) <= number < 2**64

@@ -20,7 +20,7 @@ from miles_async.trajectory.context import Turn
 from miles_async.trajectory.streamed import StreamedTurn
 from miles_async.trajectory.taker import InThread, TurnRequest
 
-_KEEP_ALIVE_SECONDS = 15.0  # without an event before a comment is written
+_KEEP_ALIVE_SECONDS = 15.0  # without an event, before one says that the answer is under way
 _PAUSE_SECONDS = 0.05  # between readings of a reply, each of which takes time in proportion to its length
 _SHORT_BYTES = 1 << 16  # of a request: parsed faster than handed to a thread and back
 

@@ -113,18 +113,6 @@ def as_sent(reply: Message) -> JsonObject:
     return {**reply, "tool_calls": calls} if calls else reply
 
 
-def storable(value: object) -> object:
-    """Return plain data with integers beyond 64 bits as texts: JSON of samples has none, and models write them."""
-    match value:
-        case Mapping():
-            return {key: storable(each) for key, each in value.items()}
-        case list() | tuple():
-            return [storable(each) for each in value]
-        case int() if not -(1 << 63) <= value < 1 << 64:
-            return str(value)
-    return value
-
-
 def is_echo(sent: Message, reply: Message) -> bool:
     """Return whether a message is the model's reply given back. Agents may drop reasoning and white space around the
     content, and add a name.

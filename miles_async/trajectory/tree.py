@@ -28,9 +28,10 @@ import msgspec
 import numpy as np
 
 from miles_async.errors import EngineError, TrajectoryError
+from miles_async.runtime.nesting import storable
 from miles_async.trajectory.branches import make_branch
 from miles_async.trajectory.context import Context, Tools, Turn, conversation_to, depth_of, path_to
-from miles_async.trajectory.messages import Message, canonical, images_of, is_echo, no_images, storable
+from miles_async.trajectory.messages import Message, canonical, images_of, is_echo, no_images
 from miles_async.trajectory.next_text import check_abridged, next_text, renders_whole
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import CALL_ID, ReplyParser, extends

@@ -21,6 +21,7 @@ import structlog
 
 from miles_async.engines.sglang.cpu import stand_ins
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.nesting import DEEPEST, too_deep
 from miles_async.trajectory.replies import Call
 from miles_async.types import JsonObject
 
@@ -253,13 +254,15 @@ def _tool(tool: JsonObject) -> Any:
 
 
 def _arguments(text: str) -> object:
-    """Arguments as an object, or as they were written; null is what models write for a function without any. Half a
-    surrogate pair, which UTF-8 cannot have, is a question mark.
+    """Arguments as an object, or as they were written if that is no JSON or too deep to be saved. null is what models
+    write for a function without any. Half a surrogate pair, which UTF-8 cannot have, is a question mark.
     """
     try:
         arguments = json.loads(text)
         if "\\ud" in text.lower():
             arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
+        return text
+    if too_deep(arguments, DEEPEST // 2):  # messages add some levels
         return text
     return {} if arguments is None else arguments

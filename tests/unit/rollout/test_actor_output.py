@@ -1,4 +1,4 @@
-"""What hooks print is found in the run directory."""
+"""Hooks print to a log in the run directory."""
 
 from __future__ import annotations
 

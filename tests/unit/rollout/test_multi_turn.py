@@ -107,6 +107,18 @@ async def test_an_episode_becomes_one_sample_whose_observations_carry_no_loss() 
     assert turn.message["tool_calls"][0]["function"] == {"name": "search", "arguments": {"query": "17*4"}}
 
 
+@pytest.mark.parametrize("arguments", [r'"{\"query\": 1}"', '"null"', str(2**64)])
+async def test_any_arguments_that_a_model_writes_are_continued_and_can_be_saved(arguments: str) -> None:
+    call = f'<tool_call>\n{{"name": "search", "arguments": {arguments}}}\n</tool_call>'
+    model = ScriptedModel(says(call, "68"))
+    sample = await generate_with()(model, ATTEMPT, 0)
+    first, second = model.requests
+    assert sample.more_branches == ()
+    assert second[: len(first)] == first
+    assert arguments in CHAT.decode_all(second)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample.metadata)) == sample.metadata
+
+
 async def test_images_of_the_prompt_and_of_observations_are_read() -> None:
     chat = chat_format("qwen25_vl")
     images = picture_processor(chat)

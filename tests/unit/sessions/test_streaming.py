@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from aiohttp import ClientResponse
 
+from miles_async.sessions import answering
 from miles_async.types import JsonObject
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.protocol_clients import joined
@@ -41,12 +43,18 @@ def tools_of(protocol: str) -> list[JsonObject]:
 
 
 @asynccontextmanager
-async def events_of(agent: Agent, protocol: str, **options: object) -> AsyncIterator[AsyncIterator[JsonObject]]:
-    """Data of the events of an answer, as they come."""
+async def answer_to(agent: Agent, protocol: str, **options: object) -> AsyncIterator[ClientResponse]:
     url = f"{agent.opened.base_url}/{PATHS[protocol]}"
     headers = {"Authorization": f"Bearer {agent.client.api_key}"}
     async with agent.http.post(url, json=body_of(protocol, **options), headers=headers) as response:
         assert response.status == 200, await response.text()
+        yield response
+
+
+@asynccontextmanager
+async def events_of(agent: Agent, protocol: str, **options: object) -> AsyncIterator[AsyncIterator[JsonObject]]:
+    """Data of the events of an answer, as they come."""
+    async with answer_to(agent, protocol, **options) as response:
 
         async def events() -> AsyncIterator[JsonObject]:
             async for line in response.content:
@@ -71,6 +79,24 @@ async def test_text_is_there_before_the_engine_has_finished(protocol: str) -> No
     assert joined([*first, *rest]) == {"content": LONG}
     assert sample is not None
     assert sample.tokens[sample.loss_mask == 1].tolist() == [*CHAT.tokenize(LONG), *END]
+
+
+@each_protocol
+async def test_a_silent_stream_is_kept_open_by_what_its_clients_read(
+    protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "_KEEP_ALIVE_SECONDS", 0.2)
+    kept_open = {"chat": b": generating", "responses": b"event: response.in_progress", "messages": b"event: ping"}
+    model = ScriptedModel(says(LONG))
+    finish = model.holds[12] = asyncio.Event()
+    async with asyncio.timeout(30), agent_of(model) as agent, answer_to(agent, protocol) as response:
+        silent = 0
+        while silent < 3:  # a stream of responses begins with one
+            silent += (await response.content.readline()).startswith(kept_open[protocol])
+        finish.set()
+        rest = [line async for line in response.content]
+        assert (await agent.collect()).sample is not None
+    assert not any(line.startswith(b"event: error") for line in rest)
 
 
 @each_protocol

@@ -6,8 +6,11 @@ import msgspec
 import pytest
 
 from miles_async.engines.sglang.reply_parsers import _arguments
-from miles_async.trajectory.messages import Message, as_sent, canonical, storable
+from miles_async.runtime.nesting import storable
+from miles_async.trajectory.messages import Message, as_sent, canonical
 from miles_async.types import JsonObject
+
+DEEP = '{"a": ' + "[" * 60 + "]" * 60 + "}"
 
 
 @pytest.mark.parametrize(
@@ -17,9 +20,10 @@ from miles_async.types import JsonObject
         (r'{"text": "\ud83d\ude00 \u00e9"}', {"text": "😀 é"}),
         (r'{"\uDE00": ["\uD83D"]}', {"?": ["?"]}),
         ('{"query": 1', '{"query": 1'),
+        (DEEP, DEEP),
     ],
 )
-def test_half_a_surrogate_pair_is_a_question_mark(written: str, read: object) -> None:
+def test_arguments_can_be_sent_and_saved(written: str, read: object) -> None:
     assert _arguments(written) == read
     msgspec.json.encode(read)
 

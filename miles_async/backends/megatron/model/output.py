@@ -90,7 +90,7 @@ def output_of(module: Module, hidden: Tensor) -> ModelOutput:
     values = isinstance(model.output_layer, ValueHead)  # whose gradients are the same on every rank
 
     def spread(part: Tensor) -> Tensor:
-        """What ColumnParallelLinear does with its input."""
+        """Prepare the input as ColumnParallelLinear does."""
         if model.config.sequence_parallel:
             return gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=not values)
         return part if values else copy_to_tensor_model_parallel_region(part)
