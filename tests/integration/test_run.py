@@ -38,6 +38,8 @@ ONE_EACH = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1")
 NOT_METRICS = {"kind", "step", "time"}
 NO_EVALUATION = ("--eval-prompt-data", "none", "--eval-interval", "none")
 
+SPECIAL = re.compile(r"</?\|?\w+\|?>")  # <eos>, <|user|>, </call>; a text may have < alone
+
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> RealRun:
@@ -100,7 +102,7 @@ def assert_samples_are_kept(run: RealRun) -> None:
         for row in rows:
             assert row.turns[0].seconds is not None
             sampled = "".join(row.token_texts[row.prompt_length :])  # a model that has learned little may say <bos>
-            assert re.sub("<.*?>", "", sampled).startswith(re.sub("<.*?>", "", row.response))
+            assert SPECIAL.sub("", sampled).startswith(SPECIAL.sub("", row.response))
             assert max(age or 0 for age in row.ages()) == (row.age or 0) <= 2
             assert (row.advantages is not None) == (file.kind == "train")
             trained = file.kind == "train" and row.filtered is None
