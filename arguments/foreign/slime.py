@@ -41,6 +41,7 @@ def _works(flag: str, *ours: str, takes: Takes = "one") -> ForeignFlag:
 
 
 _ALWAYS_WATCHED = "engines always are watched, restarted and brought up to date; --max-run-restarts restarts the run"
+_CPU_OFFLOAD = "--optimizer-cpu-offload --use-precision-aware-optimizer"
 _OFFLOAD = "--colocate offloads both sides in turns, and without it nothing is offloaded"
 _DEBUGGING = "it is for debugging the other system: remove it"
 _TESTS = "it belongs to the tests of another system: remove it"
@@ -71,7 +72,7 @@ SLIME: tuple[ForeignFlag, ...] = (
             "no-offload-train no-offload-rollout rematerialize-param-from-master-weight "
             "check-rematerialize-param-from-master-weight", many="offload-rollout-level"),
     *_noted(_OFFLOAD, one="offload-train-target", only=("cpu",)),
-    *_refused("nothing is kept on disk: use --optimizer-cpu-offload", switches="stream-optimizer-state-to-disk",
+    *_refused(f"nothing is kept on disk: use {_CPU_OFFLOAD}", switches="stream-optimizer-state-to-disk",
             one="stream-optimizer-state-moment-dtype offload-train-disk-dir offload-train-disk-chunk-mb"),
     *_refused("trainer ranks stay: use --colocate to release their memory in turns", switches="release-train"),
     *_refused("all ranks are one group: remove it, --max-run-restarts restarts the run after a fault",
@@ -95,7 +96,7 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("hooks find their settings by themselves, in a file or the environment", one="custom-config-path"),
     *_refused("it is for transformers' models. Megatron trains here: remove it", one="attn-implementation"),
     *_refused("use --recompute-granularity full", switches="gradient-checkpointing"),
-    *_refused("Megatron trains here: use --optimizer-cpu-offload", switches="fsdp-cpu-offload"),
+    *_refused(f"Megatron trains here: use {_CPU_OFFLOAD}", switches="fsdp-cpu-offload"),
     *_noted("Megatron-Bridge pads the vocabulary of config.json", one="padded-vocab-size"),
     *_noted("model_type of config.json names the family", one="model-name"),
     *_refused("layers come from Megatron-Bridge, by the model_type of config.json: remove it",

@@ -32,7 +32,7 @@ from miles_async.runs.config import Config
 from miles_async.runs.launch import Show
 from miles_async.runs.starting import train_command
 from miles_async.runtime.files.run_directory import CONFIG_FILE
-from miles_async.runtime.processes.last_resort import sigterm_interrupts
+from miles_async.runtime.processes.last_resort import signals_interrupt
 from miles_async.samples.reader import samples_files
 from miles_async.wiring.generated_prompts import with_generated_prompts
 
@@ -107,7 +107,7 @@ def _run(name: str, text: str, words: Sequence[str], show: Show) -> int:
         _require_shared(before, [each.name for each in evaluation_sets(arguments.evaluation)])
     run_dir = arguments.observability.run_dir
     _keep_training(run_dir)
-    with sigterm_interrupts():
+    with signals_interrupt():
         if load is not None:
             exported = _export(run_dir, parsed, show)
             arguments = replace(arguments, model=replace(arguments.model, hf_checkpoint=exported))

@@ -9,12 +9,12 @@ from pathlib import Path
 from miles_async.arguments.config_file import to_toml
 from miles_async.runs.config import Config
 from miles_async.runs.launch import Show, check, launch
-from miles_async.runtime.processes.last_resort import sigterm_interrupts
+from miles_async.runtime.processes.last_resort import signals_interrupt
 
 
 def train(words: Sequence[str], show: Show) -> int:
     """Run ``miles-async train``; return the exit code. Raises what :func:`runs.launch.launch` does."""
-    with sigterm_interrupts():
+    with signals_interrupt():
         return train_config(Config.read(words), show)
 
 

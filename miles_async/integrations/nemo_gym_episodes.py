@@ -20,7 +20,6 @@ import msgspec
 from miles_async.errors import ConfigurationError, ServiceUnavailableError, TrajectoryError, UserCodeError
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.user_code import wrong_value
-from miles_async.sessions.protocols.exchange import Progress
 from miles_async.sessions.protocols.responses import Answer
 from miles_async.sessions.protocols.responses_request import ResponsesRequest
 from miles_async.types import AssistantTurn, JsonObject, Observation, Prompt
@@ -110,7 +109,7 @@ class NemoGymEpisode:
             await self._expected("seed_session", self._task)
         cut = turn.finish_reason == "length"
         answer = self._answer(turn.index)
-        self._output += answer.items(Progress().advance(turn.message))
+        self._output += answer.items(turn.message)
         calls: Sequence[JsonObject] = () if cut else turn.message.get("tool_calls", ())
         if not calls:
             return Observation(done=True, reward=await self._verify(answer, cut=cut))

@@ -6,6 +6,7 @@ displays always show lead and age together (P9): a run that is ahead is not nece
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -199,4 +200,7 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def _write_line(line: str) -> None:
-    print(line, file=sys.stdout, flush=True)  # flushed: readers of a log want the step when it happens
+    try:
+        print(line, file=sys.stdout, flush=True)  # flushed: readers of a log want the step when it happens
+    except OSError:  # `| head`, a tee that died, a log on a full disk: the run continues, and its files have everything
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

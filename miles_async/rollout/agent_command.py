@@ -22,6 +22,7 @@ import msgspec
 
 from miles_async.errors import ConfigurationError, RequestRejectedError
 from miles_async.rollout.wrapped_process import end, wrapped
+from miles_async.runtime.files.owned_directory import OwnedDirectory, temporary_parent
 from miles_async.runtime.network.keys import Secret, without_keys
 from miles_async.runtime.network.proxies import without_proxies_for
 from miles_async.runtime.texts import last_lines_of
@@ -40,6 +41,7 @@ class CommandAgent:
         self._command = wrapped(command_words(command))
         self._log_path = log_path
         self._api_key = api_key
+        self._temporary: OwnedDirectory | None = None
 
     async def __call__(self, base_url: str, prompt: Prompt) -> Any:
         """Run the command and return its result, None if it wrote none.
@@ -48,19 +50,23 @@ class CommandAgent:
         """
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         # Its output goes to a file: a pipe ends when the last process that holds it does, which may be none of ours.
+        if self._temporary is None:
+            self._temporary = OwnedDirectory(temporary_parent(), mode=0o700)
+        temporary = tempfile.mkdtemp(prefix="", dir=self._temporary.path)
         with self._log_path.open("ab") as log, tempfile.TemporaryFile() as output:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=log,
-                env=_environment(base_url, self._api_key),
+                env={**_environment(base_url, self._api_key), "TMPDIR": temporary},
                 start_new_session=True,
             )
             try:
                 await process.communicate(prompt_json(prompt))
             finally:
                 await end(process)
+                await asyncio.to_thread(shutil.rmtree, temporary, ignore_errors=True)
             lines = last_lines_of(output, _LAST_BYTES)
         if process.returncode == EX_TEMPFAIL:
             raise ConnectionError(f"the agent ended with status {EX_TEMPFAIL}: a temporary failure")

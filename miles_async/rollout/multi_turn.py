@@ -112,7 +112,9 @@ class MultiTurnGenerate:
 
 
 class GivenReward:
-    """A Reward that keeps the reward given by an environment or agent."""
+    """A Reward that keeps the reward given by an environment or agent. Cut at the length limit before it gave any, and
+    without a reward of the run, a sample has earned nothing: 0.
+    """
 
     def __init__(self, otherwise: Reward | None) -> None:
         """``otherwise``: rewards samples that have none."""
@@ -122,6 +124,8 @@ class GivenReward:
         """Raises RewardError if there is none, or one that cannot be trained on."""
         if sample.reward is None and self._otherwise is not None:
             return await self._otherwise(prompt, sample)
+        if sample.reward is None and sample.finish_reason == "length":
+            return 0.0
         if sample.reward is None:
             raise RewardError(
                 f"prompt {prompt.prompt_id}: expected a reward of the environment or agent, found none "

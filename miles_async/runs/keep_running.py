@@ -66,7 +66,7 @@ class RunKeeper:
         budget = RestartBudget(self._max_restarts, WINDOW_SECONDS)
         resume: tuple[str, ...] = ()
         # Before the first life: a signal that comes as it starts is for it, too.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number)
         while True:

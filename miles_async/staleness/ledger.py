@@ -51,6 +51,12 @@ STALE = frozenset({Outcome.STALE_RECYCLED, Outcome.STALE_DROPPED})
 """Too old to be trained, swept at a cut or aborted before."""
 
 
+MOST_REASONS = 1_000
+"""Reasons that are counted one by one: errors may all differ, in runs of months."""
+
+OTHER_REASONS = "other reasons"
+
+
 class Row(msgspec.Struct, kw_only=True):
     """One live attempt."""
 
@@ -190,7 +196,7 @@ class Ledger:
         self._ended[outcome] += 1
         self._aborted += outcome in STALE and row.stage is Stage.IN_FLIGHT
         if reason:
-            self._reasons[f"{outcome}: {reason}"] += 1
+            self._count_reason(f"{outcome}: {reason}", f"{outcome}: {OTHER_REASONS}")
 
     @property
     def in_flight(self) -> int:
@@ -268,6 +274,10 @@ class Ledger:
             self._ended[Outcome.CANCELLED] += len(rows)
             self._reasons[f"{Outcome.CANCELLED}: restart"] += len(rows)
         return rows
+
+    def _count_reason(self, reason: str, other: str) -> None:
+        known = reason in self._reasons or len(self._reasons) < MOST_REASONS
+        self._reasons[reason if known else other] += 1
 
     def _live(self, attempt_ids: Iterable[int]) -> list[Row]:
         attempt_ids = list(attempt_ids)

@@ -26,7 +26,8 @@ from miles_async.runtime.serialization import decode, encode
 from miles_async.types import Picture, SettingValue, TokenScores, TrainShard
 
 if TYPE_CHECKING:
-    from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer, StagedSave
+    from miles_async.backends.megatron.checkpoints.checkpoint_writer import StagedSave
+    from miles_async.backends.megatron.host_buffer import HostBuffer
     from miles_async.backends.megatron.offload import HostStorages
 
 POLICY, CRITIC = "", "critic"
@@ -232,7 +233,7 @@ class MegatronBackend:
     def stage_save(self, directory: Path) -> None:
         """Copy the state that :meth:`save` writes to the host, for :meth:`write_save`."""
         from miles_async.backends.megatron.checkpoints.checkpoint import stage_save
-        from miles_async.backends.megatron.checkpoints.checkpoint_writer import HostBuffer
+        from miles_async.backends.megatron.host_buffer import HostBuffer
 
         self._staged = [
             stage_save(

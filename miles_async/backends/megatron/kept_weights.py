@@ -12,13 +12,15 @@ A token whose version is not kept (of an earlier run) is scored by the oldest ke
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+
+from miles_async.backends.megatron.host_buffer import HostBuffer
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -30,14 +32,18 @@ class KeptWeights:
 
     modules: Sequence[Module]
     most: int  # versions
-    of_version: dict[int, list[Tensor]] = field(default_factory=dict)  # ascending
+    of_version: dict[int, list[Tensor]] = field(default_factory=dict)  # ascending; copies on the host
+    _memory: dict[int, HostBuffer] = field(default_factory=dict)  # of each version
+    _present: HostBuffer = field(default_factory=HostBuffer)  # the model's weights while it has others
 
     @torch.no_grad()
     def keep(self, version: int) -> None:
         """Copy the present weights as this version, in place of the oldest beyond ``most``."""
         full = version not in self.of_version and len(self.of_version) == self.most
-        places = self.of_version.pop(min(self.of_version) if full else version, None)
-        self.of_version[version] = _to_host(self._tensors(), places)
+        replaced = min(self.of_version) if full else version
+        self.of_version.pop(replaced, None)
+        memory = self._memory.pop(replaced, None) or HostBuffer()
+        self._memory[version], self.of_version[version] = memory, memory.copy([*self._tensors()])
 
     def scoring(self, versions: Tensor) -> Tensor:
         """The kept version that scores tokens of each of these versions, int64 [n]: itself, or the next kept one."""
@@ -47,7 +53,7 @@ class KeptWeights:
     @contextlib.contextmanager
     def at(self, version: int) -> Iterator[None]:
         """Load the weights of a kept version, bitwise, and restore the present ones afterwards."""
-        present = _to_host(self._tensors())
+        present = self._present.copy([*self._tensors()])
         try:
             self._load(self.of_version[version])
             yield
@@ -63,20 +69,3 @@ class KeptWeights:
         for module in map(unwrap_model, self.modules):
             yield from (parameter.detach() for parameter in module.parameters() if parameter.requires_grad)
             yield from (buffer for buffer in module.buffers() if buffer.is_floating_point())
-
-
-def _to_host(tensors: Iterable[Tensor], places: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Complete copies in host memory, pinned if they come from a GPU, which then writes it directly. ``places``:
-    earlier copies of the same tensors, whose memory is used again.
-    """
-    present = [*tensors]
-    copies = [*places] if places else [_host_memory(tensor) for tensor in present]
-    for place, tensor in zip(copies, present, strict=True):
-        place.copy_(tensor, non_blocking=True)
-    if any(tensor.is_cuda for tensor in present):
-        torch.cuda.current_stream().synchronize()
-    return copies
-
-
-def _host_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

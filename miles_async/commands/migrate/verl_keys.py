@@ -22,7 +22,10 @@ from miles_async.commands.migrate.verl_row import (
 
 _PACKED = "samples are packed: --max-tokens-per-gpu is the size of a micro-batch"
 _SGLANG = "SGLang generates, with CUDA graphs, its own chunks and caches: --sglang-X reaches it"
-_MEMORY = "Megatron trains here, and keeps weights where they are: --recompute-granularity and --optimizer-cpu-offload"
+_MEMORY = (
+    "Megatron trains here, and keeps weights where they are: --recompute-granularity, and --optimizer-cpu-offload "
+    "with --use-precision-aware-optimizer"
+)
 _REFERENCE = "the reference has the trainer's layout, and is packed like its batches"
 _LONG = "prompts that are too long are skipped, and counted"
 _TOOLS = "tools are an environment of yours, --environment-path module:attr; docs/agents.md has an example"

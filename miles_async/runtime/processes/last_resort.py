@@ -1,18 +1,20 @@
 """End the driver when it cannot end by itself: a call into a dead Ray blocks for a minute, then aborts.
 
 SIGTERM to a whole process group, as ``timeout``, scancel and systemd send it, also ends Ray's own processes. So a
-thread receives signals directly, watches Ray, and ends the process after a grace period.
+thread receives signals directly, watches Ray, and ends the process after a grace period. SIGHUP, which a terminal sends
+as it closes, is the same, unless it is ignored, as by nohup.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
@@ -23,17 +25,28 @@ _POLL_SECONDS = 0.5
 
 
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def signals_interrupt(
+    handler: Callable[[int, FrameType | None], object] = signal.default_int_handler,
+) -> Iterator[None]:
+    """Make SIGTERM and SIGHUP call ``handler``; by default they raise KeyboardInterrupt, as Ctrl-C does."""
+    terminals = [output for output in (1, 2) if os.isatty(output)]  # a closed one is none any more
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _discard(terminals)
+        handler(number, frame)
+
+    ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in ending}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 class LastResort:
-    """SIGTERM interrupts as Ctrl-C does while the context is open; ``end`` is called where that is not enough.
+    """Signals interrupt as Ctrl-C does while the context is open; ``end`` is called where that is not enough.
 
     >>> with LastResort(end) as last_resort:
     ...     asyncio.run(main())  # calls last_resort.interrupts_this_task()
@@ -57,7 +70,8 @@ class LastResort:
         self._wakeup.setblocking(False)
         # The interpreter's own handler, in C, writes to this descriptor; Python's wait until the main thread is back.
         self._old_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        self._old_handler = signal.signal(signal.SIGTERM, self._interrupt)
+        self._handlers = signals_interrupt(self._interrupt)
+        self._handlers.__enter__()
         self._thread.start()
         return self
 
@@ -66,7 +80,7 @@ class LastResort:
     ) -> None:
         self._over.set()
         self._thread.join()
-        signal.signal(signal.SIGTERM, self._old_handler)
+        self._handlers.__exit__(None, None, None)
         signal.set_wakeup_fd(self._old_wakeup)
         self._heard.close()
         self._wakeup.close()
@@ -76,7 +90,7 @@ class LastResort:
         self._patience = ORDERLY_SECONDS
 
     def interrupts_this_task(self) -> None:
-        """Make SIGTERM cancel the current task from now on."""
+        """Make them cancel the current task from now on."""
         self._task = asyncio.current_task()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -106,4 +120,12 @@ def _signalled(heard: socket.socket) -> bool:
     """Wait a moment for a signal that asks for the end."""
     if not select.select([heard], [], [], _POLL_SECONDS)[0]:
         return False
-    return any(number in (signal.SIGINT, signal.SIGTERM) for number in heard.recv(4096))
+    return any(number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for number in heard.recv(4096))
+
+
+def _discard(outputs: Iterable[int]) -> None:
+    """Drop what is still written to these: writing to a terminal that is closed fails."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in outputs:
+        os.dup2(nowhere, output)
+    os.close(nowhere)

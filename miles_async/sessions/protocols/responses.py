@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from miles_async.sessions.protocols.exchange import (
@@ -42,6 +42,9 @@ def read(body: bytes, around: Surroundings) -> Exchange:
     )
 
 
+NOTHING = Delta("content")  # what a model says that ends its turn at once
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An answer, and the parts that it is made of."""
@@ -58,7 +61,7 @@ class Answer:
         return {
             **self.begun("incomplete" if cut else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [*self.items(Progress().advance(turn.reply))],
+            "output": self.items(turn.reply),
             "usage": _usage(turn),
         }
 
@@ -87,10 +90,11 @@ class Answer:
             "usage": None,
         }
 
-    def items(self, parts: Iterator[Delta]) -> Iterator[JsonObject]:
-        """Output items that are complete."""
-        for part in parts:
-            yield self.item(part, "completed")
+    def items(self, reply: Message) -> list[JsonObject]:
+        """Output items that are complete. A message if the model said nothing: clients send items again, and none would
+        be no turn.
+        """
+        return [self.item(part, "completed") for part in [*Progress().advance(reply)] or [NOTHING]]
 
     def item(self, part: Delta, status: str) -> JsonObject:
         """An output item; without content unless it is completed."""
@@ -144,7 +148,10 @@ class _ResponseWriter:
         return b"".join(map(self._part, self._progress.advance(reply)))
 
     def ended(self, turns: Sequence[Turn]) -> bytes:
-        rest = self.wrote(0, turns[0].reply) + self._close()
+        rest = self.wrote(0, turns[0].reply)
+        if self._open is None:
+            rest += self._part(NOTHING)
+        rest += self._close()
         response = self._answer.whole(turns)
         return rest + self._event(f"response.{response['status']}", response=response)
 

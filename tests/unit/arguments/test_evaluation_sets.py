@@ -181,6 +181,12 @@ class TestChecks:
             "--eval-config /data/gsm.parquet@[0:10]: there is no such file",
         ]
 
+    def test_an_absent_file_of_an_example_is_made_by_its_program(self, file: Path) -> None:
+        maker, made = file.parent / "prepare.py", file.parent / "assets" / "test.jsonl"
+        maker.touch()
+        (line,) = self.problems(file, f"datasets: {{a: {{path: {made}}}}}", rewards=RewardArguments(rm_type="math"))
+        assert line == f"--eval-config {made}: there is no such file ({maker} makes it)"
+
     def test_several_greedy_samples_would_be_equal(self, file: Path) -> None:
         content = "datasets: {a: {path: hf:a, n_samples_per_eval_prompt: 4, temperature: 0}}"
         [found] = self.problems(file, content, rewards=RewardArguments(rm_type="math"))

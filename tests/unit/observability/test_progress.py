@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -50,6 +52,18 @@ def test_plain_progress_is_one_line_per_phase_and_step_with_lead_and_age() -> No
         "trainer idle 25%  4.00 s  ETA 2:36",
         "evaluation after 1 steps: mean reward 0.250",
     ]
+
+
+def test_a_run_outlives_the_reader_of_its_lines() -> None:
+    source = "from miles_async.observability.progress import open_progress\nprogress = open_progress(1)\n"
+    source += "for name in ('engines', 'trainer', 'rollout') * 9999:\n    progress.phase(name)\nraise SystemExit(7)"
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"starting engines ...\n"
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 7
 
 
 def test_metrics_that_are_absent_or_not_a_number_show_as_a_dash() -> None:

@@ -352,6 +352,15 @@ async def test_a_command_that_cannot_be_run_says_so(tmp_path: Path) -> None:
     assert f"{script}: " in (tmp_path / "agents.log").read_text()
 
 
+async def test_temporary_files_of_a_command_go_with_it(tmp_path: Path) -> None:
+    source = "import json, tempfile\nprint(json.dumps([tempfile.mkstemp()[1], 0.5]))"
+    agent = command(tmp_path, source)
+    places = {Path((await agent("http://x/v1", PROMPT))[0]).parent for _ in range(2)}
+    assert len(places) == 2
+    assert not any(place.exists() for place in places)
+    assert all(place.parent.exists() for place in places), "a directory of the run's own, which is swept"
+
+
 async def test_only_the_end_of_what_a_command_prints_is_read(tmp_path: Path) -> None:
     source = "for _ in range(50): print('x' * 100_000)\nprint('[2, 0.5]')"
     assert await command(tmp_path, source)("http://x/v1", PROMPT) == [2, 0.5]

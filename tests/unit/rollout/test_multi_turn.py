@@ -29,7 +29,16 @@ from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.taker import Limits
 from miles_async.trajectory.tree import Trajectory
-from miles_async.types import NO_VERSION, AssistantTurn, Attempt, JsonObject, Observation, Prompt, Sample
+from miles_async.types import (
+    NO_VERSION,
+    AssistantTurn,
+    Attempt,
+    FinishReason,
+    JsonObject,
+    Observation,
+    Prompt,
+    Sample,
+)
 from miles_async.types.pictures import data_url
 from tests.fakes.chat_formats import TOOLS, chat_format
 from tests.fakes.pictures import picture, picture_processor
@@ -353,7 +362,7 @@ async def test_a_step_that_returns_no_observation_says_so() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ rewards
-def rewarded(reward: float | None) -> Sample:
+def rewarded(reward: float | None, finish_reason: FinishReason = "stop") -> Sample:
     return Sample(
         tokens=np.array([1, 2], np.int32),
         prompt_length=1,
@@ -361,7 +370,7 @@ def rewarded(reward: float | None) -> Sample:
         rollout_logprobs=np.zeros(2, np.float32),
         weight_versions=np.array([-1, 0], np.int32),
         text="",
-        finish_reason="stop",
+        finish_reason=finish_reason,
         reward=reward,
     )
 
@@ -373,6 +382,9 @@ async def test_a_reward_that_was_given_stays_and_the_runs_own_fills_in() -> None
 
     assert await GivenReward(otherwise)(PROMPT, rewarded(0.0)) == 0.0
     assert await GivenReward(otherwise)(PROMPT, rewarded(None)) == 0.25
+    assert await GivenReward(otherwise)(PROMPT, rewarded(None, "length")) == 0.25
+    assert await GivenReward(None)(PROMPT, rewarded(0.5, "length")) == 0.5
+    assert await GivenReward(None)(PROMPT, rewarded(None, "length")) == 0.0
     with pytest.raises(RewardError, match="--rm-type"):
         await GivenReward(None)(PROMPT, rewarded(None))
     for reward in (float("nan"), 1e39):

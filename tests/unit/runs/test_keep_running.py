@@ -194,7 +194,7 @@ def test_a_run_that_has_to_be_killed_to_stop_it_is_not_started_again(tmp_path: P
     assert lives.words == [[]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_ends_it_at_once_and_for_good(tmp_path: Path, number: signal.Signals) -> None:
     lives = Lives(tmp_path, "wait done")
     keeper = lives.start(5)

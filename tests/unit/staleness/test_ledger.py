@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from miles_async.errors import ContractViolation
-from miles_async.staleness.ledger import Ledger, LedgerState, Outcome, Stage
+from miles_async.staleness.ledger import MOST_REASONS, Ledger, LedgerState, Outcome, Stage
 from tests.property.builders import make_attempt
 
 
@@ -56,6 +56,21 @@ def test_balance_counts_outcomes_and_reasons_and_adds_up() -> None:
         "issued": 6, "recycled": 1, "dropped": 0, "trained": 0, "filtered": 1, "failed": 2, "quarantined": 0,
         "cancelled": 1, "in_flight": 1, "buffered": 0, "cut": 0,
     }  # fmt: skip
+    ledger.check()
+
+
+def test_reasons_that_all_differ_are_counted_together_from_some_number_on() -> None:
+    ledger = issued(MOST_REASONS + 4)
+    for attempt_id in range(MOST_REASONS + 2):
+        ledger.end(attempt_id, Outcome.FAILED, f"error {attempt_id}")
+    ledger.end(MOST_REASONS + 2, Outcome.FAILED, "error 0")
+    ledger.end(MOST_REASONS + 3, Outcome.QUARANTINED, "error 0")
+    reasons = ledger.balance().reasons
+    assert reasons["failed: error 0"] == 2
+    assert reasons["failed: other reasons"] == 2
+    assert reasons["quarantined: other reasons"] == 1
+    assert len(reasons) == MOST_REASONS + 2
+    assert sum(reasons.values()) == MOST_REASONS + 4
     ledger.check()
 
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 import contextlib
 import pickle
 import queue
-import weakref
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
@@ -27,12 +25,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo, _write_item
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
+from miles_async.backends.megatron.host_buffer import HostBuffer
 from miles_async.errors import CheckpointError
 from miles_async.runtime.files.digests import DigestedFile
 
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 FORMAT, VERSION = "torch_dist", 1
-ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
 
 # Errors of megatron and torch for files that cannot be written, read or understood. CheckpointException is a
 # BaseException in torch 2.
@@ -56,45 +53,6 @@ FOREIGN_ERRORS = (
     CheckpointingException,
     CheckpointException,
 )
-
-
-class HostBuffer:
-    """Host memory for copies of a rank's state, reused by later saves; pinned if the state is on a GPU."""
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy ``tensors``; the copies are valid until the next call."""
-        starts = [0]
-        for tensor in tensors:
-            starts.append(-(-(starts[-1] + tensor.nbytes) // ALIGNMENT) * ALIGNMENT)
-        on_gpu = any(tensor.is_cuda for tensor in tensors)
-        if self._memory is None or self._memory.nbytes < starts[-1]:
-            self._memory = None  # freed before there is another
-            self._memory = _host_memory(starts[-1], pinned=on_gpu)
-        memory = self._memory.numpy()
-        copies = [_place(memory, start, tensor) for start, tensor in zip(starts, tensors, strict=False)]
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor.detach(), non_blocking=True)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return copies
-
-
-def _place(memory: np.ndarray, start: int, tensor: Tensor) -> Tensor:
-    """A tensor like ``tensor`` at ``start``, with a separate storage, since torch saves whole storages."""
-    if tensor.numel() == 0:
-        return torch.empty_like(tensor, device="cpu")
-    return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
-
-
-def _host_memory(size: int, *, pinned: bool) -> Tensor:
-    memory = torch.empty(size, dtype=torch.uint8)
-    if pinned:  # in place: torch's allocator of pinned memory would take the next power of two
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
-        weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, memory.data_ptr())
-    return memory
 
 
 class StagedSave:

@@ -39,7 +39,7 @@ class RankBytes:
     reference: int  # weights of a frozen model
     critic: int  # weights, gradients and optimizer of a second model that is trained
     activations: int  # of all micro-batches that are under way at once
-    staging: int  # one bucket of exported weights
+    staging: int  # buckets of exported weights: one is sent while the next is copied
     saved_copy: int  # in host memory, on the first of the data-parallel ranks: what --async-save writes from
     kept_weights: int  # in host memory: trained weights of earlier versions
 
@@ -117,7 +117,7 @@ def rank_bytes(
         reference=per_weight * (parameters - stage.ahead - stage.expert_ahead) if reference else 0,
         critic=of_critic,
         activations=stage.activations,
-        staging=bucket,
+        staging=2 * bucket,
         # Checkpoints hold the trained weights, their fp32 copies and both moments, gathered from all replicas.
         saved_copy=(per_weight + 12) * (trained + expert_trained + critic_parameters) if copies_saves else 0,
         # One more while the newest is added, or while the model has the weights of another version.

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from miles_async.backends.megatron.kept_weights import KeptWeights, _to_host
+from miles_async.backends.megatron.host_buffer import HostBuffer
+from miles_async.backends.megatron.kept_weights import KeptWeights
 from tests.fakes.fake_gpu import FakeGpu
 
 
@@ -106,13 +107,18 @@ class GpuTensor(Tensor):
 def test_copies_of_a_gpu_are_pinned_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     GpuTensor.gpu = FakeGpu()
     GpuTensor.gpu.install(monkeypatch)
-    pinned = []
+    asked = []
 
-    def memory(tensor: Tensor, *, device: str, pin_memory: bool) -> Tensor:
-        pinned.append((device, pin_memory))
-        return torch.zeros(tensor.shape)
+    def memory(size: int, *, pinned: bool) -> Tensor:
+        asked.append((size, pinned))
+        return torch.zeros(size, dtype=torch.uint8)
 
-    monkeypatch.setattr("miles_async.backends.megatron.kept_weights.torch.empty_like", memory)
-    (copy,) = _to_host([torch.ones(3).as_subclass(GpuTensor)])  # type: ignore[list-item]
+    monkeypatch.setattr("miles_async.backends.megatron.host_buffer._host_memory", memory)
+    buffer = HostBuffer()
+    (copy,) = buffer.copy([torch.ones(3).as_subclass(GpuTensor)])  # type: ignore[list-item]
     assert copy.tolist() == [1, 1, 1]
-    assert pinned == [("cpu", True)]
+    small, other = buffer.copy([torch.full((2,), each).as_subclass(GpuTensor) for each in (2.0, 3.0)])  # type: ignore[misc]
+    assert (small.tolist(), other.tolist()) == ([2, 2], [3, 3])
+    assert asked == [(64, True), (128, True)], "more room is asked for only where the memory does not suffice"
+    buffer.copy([torch.ones(3).as_subclass(GpuTensor)])  # type: ignore[list-item]
+    assert len(asked) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,8 @@ async def main(resort):
             time.sleep(300)
     await asyncio.sleep(300)
 
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 if "stuck" in sys.argv or "lost" in sys.argv:
     last_resort.STARTING_SECONDS, last_resort.GRACE_SECONDS = 0.5, 0.5
 ready = []
@@ -66,10 +69,34 @@ def driver(drivers: list[subprocess.Popen[str]], *manners: str) -> subprocess.Po
     return process
 
 
-def test_sigterm_cancels_the_run(drivers: list[subprocess.Popen[str]]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_cancels_the_run(drivers: list[subprocess.Popen[str]], number: signal.Signals) -> None:
     process = driver(drivers)
+    process.send_signal(number)
+    assert process.communicate(timeout=50)[0] == "ended in order True\n"
+
+
+def test_under_nohup_a_terminal_that_closes_does_not_end_it(drivers: list[subprocess.Popen[str]]) -> None:
+    process = driver(drivers, "nohup")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(1)
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=50)[0] == "ended in order True\n"
+
+
+def test_a_run_whose_terminal_closes_ends_in_order(drivers: list[subprocess.Popen[str]]) -> None:
+    """What it still says there has no reader, and is no error."""
+    outside, terminal = os.openpty()
+    adopt = "import fcntl, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0)"
+    words = [sys.executable, "-c", f"{adopt}\n{DRIVER}"]
+    process = subprocess.Popen(
+        words, stdin=terminal, stdout=terminal, stderr=terminal, text=True, start_new_session=True
+    )
+    drivers.append(process)
+    os.close(terminal)
+    assert os.read(outside, 100) == b"ready\r\n"
+    os.close(outside)
+    assert process.wait(50) == 0
 
 
 def test_a_main_thread_that_is_stuck_is_not_waited_for(drivers: list[subprocess.Popen[str]]) -> None:

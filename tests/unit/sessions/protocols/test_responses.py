@@ -94,6 +94,17 @@ def continuing(response: Any, stateful: bool) -> dict[str, str]:
     return {"previous_response_id": response.id} if stateful else {}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("said", ["", "<think>\nhm\n</think>\n\n"])
+async def test_a_turn_without_an_answer_is_continued(said: str, stream: bool) -> None:
+    async with agent_of(ScriptedModel(says(said, "68"))) as agent:
+        first = await (streamed if stream else Agent.respond)(agent, QUESTION)
+        assert first.output_text == ""
+        await agent.respond(QUESTION, *first.output, {"role": "user", "content": "Well?"})
+        sample = (await agent.collect()).sample
+    assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
+
+
 async def test_a_response_can_be_continued_twice() -> None:
     async with agent_of(ScriptedModel(says("68"))) as agent:
         first = await agent.respond(QUESTION)
