@@ -201,9 +201,11 @@ class Controller:
         self, scope: asyncio.TaskGroup, step: int, ages: Mapping[int, int], metrics: dict[str, float], *, delivers: bool
     ) -> None:
         """Finish a step while the trainer continues: publication, metrics, evaluation."""
-        if delivers:
-            metrics |= _publication_metrics(await self._deliver(self.position.version))
-        self._recorder.step(step, metrics, ages)
+        try:
+            if delivers:
+                metrics |= _publication_metrics(await self._deliver(self.position.version))
+        finally:  # it was trained, and may be in a checkpoint, even if the run ends here
+            self._recorder.step(step, metrics, ages)
         self._start_evaluation(scope, step)
 
     async def _deliver(self, version: int) -> Publication:

@@ -263,6 +263,7 @@ async def test_weights_that_cannot_be_staged_stop_the_run_and_reach_no_engine() 
     assert "--weight-staging-dir" in str(first_error(caught.value))
     assert only(b.events, "commit") == ["commit 0", "commit 1"]
     assert not only(b.events, "announce and send 2")
+    assert [step for step, *_ in b.records.steps] == [1, 2], "the second step was trained"
 
 
 async def test_a_delivery_that_fails_stops_the_run_although_the_trainer_was_ahead() -> None:

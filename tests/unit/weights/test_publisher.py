@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from miles_async.arguments import WeightsArguments
-from miles_async.errors import EngineError, PublicationError
+from miles_async.errors import EngineError, EngineTimeoutError, PublicationError
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.types import HeldPart, HeldWeights, Incarnation, StagedWeights, TensorShare
 from miles_async.weights.publisher import WeightPublisher
@@ -252,6 +252,30 @@ async def test_engine_that_hangs_costs_its_own_deadline_not_the_run() -> None:
     fleet.receive_stream = hang  # type: ignore[method-assign]
     publication = await publish(make(fleet, publication_timeout=5.0), 3)
     assert publication.engines == ("engine-0",)
+    assert fleet.fenced == ["engine-1"]
+
+
+@pytest.mark.parametrize("step", ["join_group", "receive_stream"])
+async def test_engines_that_wait_for_one_that_died_are_not_to_blame(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others hear nothing from it, and time out."""
+    # covers: C8
+    fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
+    plain = getattr(fleet, step)
+
+    async def wait_for_the_dead(engines: Sequence[Incarnation], *rest: object) -> Results:
+        if "engine-1" not in ids(engines):
+            return await plain(engines, *rest)
+        fleet.faults["probe"] = {"engine-1"}
+        return {
+            engine: EngineError("connection refused") if engine.engine == "engine-1" else EngineTimeoutError("silent")
+            for engine in engines
+        }
+
+    monkeypatch.setattr(fleet, step, wait_for_the_dead)
+    publication = await publish(make(fleet, publication_timeout=5.0), 3)
+    assert set(publication.engines) == {"engine-0", "engine-2"}
     assert fleet.fenced == ["engine-1"]
 
 

@@ -5,11 +5,12 @@ in the manifest's order, by themselves where they can (one call per engine), els
 have reached the oldest bucket that any of them waits for, and none waits forever.
 
 An engine that fails breaks the delivery for all, and the others mostly report that soon. So after a failure these are
-to blame: engines that gave no answer within their deadline although others did, and engines that don't answer a probe
-afterwards. The rest get everything again together. If no engine can be blamed it is tried once more with all, and then
-with each half by itself, down to an engine that fails alone. If no engine answers at all, which says nothing about any
-of them, each half is tried once, and engines that don't answer then are to blame. So a hang costs at most two
-deadlines, however many engines there are.
+to blame: engines that answered, or failed at once, and don't answer a probe afterwards, for whom the silent ones may
+have waited; if there are none, engines that gave no answer within their deadline although others did. The rest get
+everything again together. If no engine can be blamed it is tried once more with all, and then with each half by itself,
+down to an engine that fails alone. If no engine answers at all, which says nothing about any of them, each half is
+tried once, and engines that don't answer then are to blame. So a hang costs at most two deadlines, however many engines
+there are, and a third one if another engine died.
 """
 
 from __future__ import annotations
@@ -93,13 +94,12 @@ class DistributedTransport:
     async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Set up a process group of each sender with exactly these engines.
 
-        If that fails, delivery finds out which engine is to blame. Only engines that gave no answer while others did
-        are known to be.
+        Errors are of engines that are to blame if that fails; if none is, delivery finds out.
         """
         await self._leave_lost()
         errors = await self._connect(staged, engines)
-        silent = _without_answer(errors)
-        return {engine: silent.get(engine) if len(silent) < len(engines) else None for engine in engines}
+        blamed = await self._to_blame(errors) if _failed(errors) else {}
+        return {engine: blamed.get(engine) for engine in engines}
 
     async def deliver(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         """Send all buckets; an engine that breaks the delivery gets an error, and the others get everything again."""
@@ -124,16 +124,14 @@ class DistributedTransport:
         self, part: _Part, errors: EngineErrors
     ) -> tuple[Mapping[Incarnation, Exception], Sequence[_Part]]:
         """After a failed delivery: the engines to blame, and the parts in which the others are retried."""
-        blamed = _without_answer(errors)
+        silent = _without_answer(errors)
         again, patient = part.again, part.patient
-        none_answered = len(blamed) == len(part.engines)
+        none_answered = len(silent) == len(part.engines)
         if none_answered:
             if not patient:
-                return blamed, ()
-            blamed, patient = {}, False
-        suspects = [engine for engine in part.engines if engine not in blamed]
-        probed = await self._fleet.call(suspects, InferenceServer.probe, brief=True)
-        blamed |= {engine: answer for engine, answer in probed.items() if isinstance(answer, Exception)}
+                return silent, ()
+            patient = False
+        blamed = await self._to_blame(errors)
         log.warning(
             "delivery broke",
             engines=len(part.engines),
@@ -147,6 +145,15 @@ class DistributedTransport:
             return blamed, [_Part(rest, False, patient)]
         half = len(rest) // 2
         return blamed, [_Part(rest[:half], again, patient), _Part(rest[half:], again, patient)]
+
+    async def _to_blame(self, errors: EngineErrors) -> dict[Incarnation, Exception]:
+        """Engines that broke what failed with these errors, as far as they show."""
+        silent = _without_answer(errors)
+        if len(silent) == len(errors):
+            silent = {}
+        suspects = [engine for engine in errors if engine not in silent]
+        probed = await self._fleet.call(suspects, InferenceServer.probe, brief=True)
+        return {engine: answer for engine, answer in probed.items() if isinstance(answer, Exception)} or silent
 
     async def _connect(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
         if any(set(groups.engines) == set(engines) for groups in self._kept):
