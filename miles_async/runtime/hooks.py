@@ -154,9 +154,8 @@ def _problems(loaded: object, protocol: type) -> Iterator[str]:
         label = "it" if name == "__call__" else f"{name}()"
         if inspect.iscoroutinefunction(expected) != _is_async(found):
             yield f"{label} must {'' if inspect.iscoroutinefunction(expected) else 'not '}be `async def`"
-        problem = _arity_problem(found, expected)
-        if problem:
-            yield f"{label} must take {problem}"
+        if takes := _arity_problem(found, expected):
+            yield f"{label} must take {takes}"
 
 
 def _methods(protocol: type) -> dict[str, Callable[..., object]]:
@@ -172,14 +171,19 @@ def _is_async(found: object) -> bool:
 
 
 def _arity_problem(found: Callable[..., object], expected: Callable[..., object]) -> str | None:
-    """The expected parameters, if ``found`` cannot be called the way the protocol is."""
+    """The expected parameters, if ``found`` cannot be called the way the protocol is, or would take them for others."""
     parameters = list(inspect.signature(expected).parameters.values())[1:]  # without self
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    wanted = f"({', '.join([*positional, *(f'{name}=' for name in keywords)])})"
     try:
-        inspect.signature(found).bind(*positional, **dict.fromkeys(keywords))
+        signature = inspect.signature(found)
+        signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError:
-        return f"({', '.join([*positional, *(f'{name}=' for name in keywords)])})"
+        return wanted
     except ValueError:  # a builtin without a signature: believed
         return None
+    first = next(iter(signature.parameters.values()), None)
+    if len(positional) > 1 and first is not None and first.name == "args" and first.kind is not first.VAR_POSITIONAL:
+        return f"{wanted}, and takes (args, ...), as slime's hooks do: docs/extending/README.md has a wrapper"
     return None

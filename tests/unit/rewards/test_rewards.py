@@ -393,6 +393,8 @@ class HasNoLength:
 class Source:
     def take(self, count): return []
     def state(self): return {}
+async def slime(args, sample, **kwargs): return 1.0
+async def open(*args, **kwargs): return 1.0
 number = 3
 """
     exec(source, module.__dict__)
@@ -402,7 +404,7 @@ number = 3
 
 
 class TestHooks:
-    @pytest.mark.parametrize("attribute", ["good", "extra", "Good"])
+    @pytest.mark.parametrize("attribute", ["good", "extra", "Good", "open"])
     async def test_function_or_class_that_fits(self, hooks: types.ModuleType, attribute: str):
         reward = load_object(f"own_hooks:{attribute}", Reward, "--custom-rm-path")
         assert await reward(PROMPT, sample("21")) in (0.5, 1.0, 2.0)
@@ -418,6 +420,7 @@ class TestHooks:
             ("own_hooks:not_async", Reward, "is not a Reward: it must be `async def`"),
             ("own_hooks:good", GroupFilter, "it must not be `async def`; it must take (group)"),
             ("own_hooks:too_few", Reward, "it must take (prompt, sample)"),
+            ("own_hooks:slime", Reward, "it must take (prompt, sample), and takes (args, ...), as slime's hooks do: docs/"),
             ("own_hooks:good", Generate, "it must take (client, attempt, sample_index)"),
             ("own_hooks:NeedsArguments", Reward, "cannot make one without arguments"),
             ("own_hooks:number", Reward, "it cannot be called (found int)"),
