@@ -47,9 +47,10 @@ class ChatTemplate:
         *,
         continues_answers: bool = True,
         ends: frozenset[int] = frozenset(),
+        stops: Sequence[str] = (),
     ) -> None:
         """``continues_answers``: a prompt may end with the beginning of the assistant's answer. ``ends``: more tokens
-        that bound a response. Raises ConfigurationError.
+        that bound a response. ``stops``: texts that end a response in this run. Raises ConfigurationError.
         """
         if apply_chat_template and not tokenizer.chat_template:
             raise ConfigurationError(
@@ -60,6 +61,7 @@ class ChatTemplate:
         self._apply_chat_template = apply_chat_template
         self._continues_answers = continues_answers
         self._ends = ends
+        self._stop_texts = stops
         # Some templates write the date: a trajectory that lives past midnight keeps its first date.
         self._clock = {"strftime_now": datetime.now().strftime}
         self._role_problems: dict[tuple[str, ...], str | None] = {}  # roles of a conversation → why it is refused
@@ -187,15 +189,19 @@ class ChatTemplate:
     # The interface for trajectories (``trajectory.rendering.ChatFormat``).
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end a turn: the tokenizer's, and the ones in generation_config.json."""
+        """Tokens that end a turn: the tokenizer's, those of generation_config.json and config.json, which engines heed
+        as well, and texts that do if each is one token.
+        """
         ids = {self.tokenizer.eos_token_id}
-        path = Path(self.tokenizer.name_or_path) / "generation_config.json"
-        if path.is_file():
-            try:
-                named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError, RecursionError) as error:
-                raise ConfigurationError(f"{path}: expected a JSON object: {error}") from error
-            ids.update(named if isinstance(named, list) else [named])
+        for name in ("generation_config.json", "config.json"):
+            path = Path(self.tokenizer.name_or_path) / name
+            if path.is_file():
+                try:
+                    named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+                except (ValueError, AttributeError, RecursionError) as error:
+                    raise ConfigurationError(f"{path}: expected a JSON object: {error}") from error
+                ids.update(named if isinstance(named, list) else [named])
+        ids.update(tokens[0] for text in self._stop_texts if len(tokens := self.tokenize(text)) == 1)
         return frozenset(ids - {None})
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +49,7 @@ class ReplyParser:
     call_style: str | None = None  # a name of ``constraints.CALL_STYLES``, if calls are written in one of these ways
     call_begins: Sequence[str] | None = None  # every call begins with one of these; None: unknown, so no content is
     # certain before the turn is over
+    call_end: str | None = None  # ends every call, and a turn that may have one; None: unknown, or more follows
     reasoning_grows: bool = True  # reasoning in a text stays reasoning when the text grows
 
     def reply(
@@ -156,7 +157,3 @@ def _without_beginning(text: str, marks: Sequence[str]) -> str:
 def _until(text: str, stops: Sequence[str]) -> str:
     """Cut the text at the first occurrence of any of ``stops``."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)]
-
-
-CALL_ENDS: Mapping[str, str] = {"qwen": "</tool_call>", "glm": "</tool_call>"}
-"""Text that ends a call, by style; used to end a turn that may have one call."""

@@ -13,7 +13,7 @@ from miles_async.errors import NoRoomError
 from miles_async.trajectory.constraints import GRAMMAR, Constraint, grammar
 from miles_async.trajectory.context import Context, Tools, Turn
 from miles_async.trajectory.rendering import ImageFormat, Renderer
-from miles_async.trajectory.replies import CALL_ENDS, ReplyParser
+from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.streamed import StreamedTurn
 from miles_async.trajectory.tree import Trajectory
 from miles_async.trajectory.turn import take_turn
@@ -93,8 +93,8 @@ class TurnTaker:
         parser, images, stops = self.trajectory.parser, self.trajectory.renderer.images, [*request.stops]
         if images is not None:
             sampling["stop_token_ids"] = sorted(images.placeholders)
-        if request.tools and not request.parallel_calls and (end := CALL_ENDS.get(parser.call_style or "")):
-            stops.append(end)
+        if request.tools and not request.parallel_calls and parser.call_end is not None:
+            stops.append(parser.call_end)
         if stops:
             sampling["stop"] = [*self.sampling.get("stop", ()), *stops]
         if request.constraint is not None:

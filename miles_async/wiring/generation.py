@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from miles_async.algorithms.advantages.rewards import with_rewards
@@ -150,6 +151,7 @@ class Episodes:
             tool_call_parser=arguments.sessions.tool_call_parser,
             reasoning_parser=arguments.sessions.reasoning_parser,
             turn_history=arguments.sessions.turn_history,
+            stops=_stops(arguments),
         )
 
         def launch(socket: Path, worker: int, starts: int) -> ChildProcess:
@@ -215,7 +217,14 @@ def run_template(arguments: Arguments) -> ChatTemplate:
         arguments.data.apply_chat_template,
         continues_answers=not plays,
         ends=images.placeholders if plays and images is not None else frozenset(),
+        stops=_stops(arguments),
     )
+
+
+def _stops(arguments: Arguments) -> tuple[str, ...]:
+    """Texts that end a response, in training or in an evaluation."""
+    of_evaluations = (each.stop or () for each in evaluation_sets(arguments.evaluation))
+    return (*arguments.rollout.rollout_stop, *chain.from_iterable(of_evaluations))
 
 
 def run_services(arguments: Arguments) -> Services:

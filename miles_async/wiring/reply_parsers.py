@@ -5,6 +5,7 @@ from __future__ import annotations
 from miles_async.arguments.sessions import AUTO
 from miles_async.engines.sglang.reply_parsers import (
     CALL_BEGINS,
+    CALL_ENDS,
     SGLangCalls,
     SGLangReasoning,
     detected_call_parser,
@@ -29,6 +30,7 @@ def reply_parser(template: ChatTemplate, tool_calls: str | None, reasoning: str 
         reasoning_tags=(split.begin, split.end) if split is not None and split.begin and split.end else None,
         call_style=_STYLES.get(tool_calls or ""),
         call_begins=CALL_BEGINS.get(tool_calls or ""),
+        call_end=CALL_ENDS.get(tool_calls or ""),
         reasoning_grows=split is None or split.grows,
     )
 

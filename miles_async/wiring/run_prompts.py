@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation_sets import EvaluationSet
-from miles_async.arguments.model_files import read_config
 from miles_async.arguments.prompt_limit import PromptLimit, prompt_limit, response_length
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate
@@ -79,9 +78,7 @@ def turn_end_notes(arguments: Arguments, template: ChatTemplate) -> Iterator[str
     """One line if the chat template ends the assistant's turn with text that does not stop engines."""
     if not arguments.data.apply_chat_template:
         return
-    named = read_config(arguments.model.directory).get("eos_token_id") or []  # which engines heed as well
-    stops = template.stop_ids.union(named if isinstance(named, list) else [named])
-    texts = [template.decode_all([token]) for token in sorted(stops)]
+    texts = [template.decode_all([token]) for token in sorted(template.stop_ids)]
     after = template.after_answer()
     if not after.strip() or any(text in after for text in (*texts, *arguments.rollout.rollout_stop)):
         return

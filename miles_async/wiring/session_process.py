@@ -42,6 +42,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: str | None
     reasoning_parser: str | None
     turn_history: TurnHistory = "sampled"
+    stops: tuple[str, ...] = ()
 
     def command(self, socket: Path) -> tuple[str, ...]:
         """Arguments of the interpreter. ``socket``: to report to."""
@@ -53,7 +54,7 @@ async def serve(settings: ServerSettings, keys: SessionKeys, socket_path: Path) 
     tokenizer = load_tokenizer(Path(settings.hf_checkpoint), settings.trust_remote_code)
     images = load_picture_processor(Path(settings.hf_checkpoint))
     ends = images.placeholders if images is not None else frozenset[int]()
-    template = ChatTemplate(tokenizer, apply_chat_template=True, ends=ends)
+    template = ChatTemplate(tokenizer, apply_chat_template=True, ends=ends, stops=settings.stops)
     parser = reply_parser(template, settings.tool_call_parser, settings.reasoning_parser)
     make = trajectory_factory(parser, turn_history=settings.turn_history, images=images)
     link = await EngineLink.connect(socket_path)

@@ -37,6 +37,7 @@ PARSER = ReplyParser(
     split_reasoning=split_think,
     reasoning_tags=THINK_TAGS,
     call_style="qwen",
+    call_end="</tool_call>",
     call_begins=BEGINS["qwen"],
 )
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from miles_async.arguments.sessions import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
-from miles_async.engines.sglang.reply_parsers import CALL_BEGINS, SGLangCalls, SGLangReasoning, importable
+from miles_async.engines.sglang.reply_parsers import CALL_BEGINS, CALL_ENDS, SGLangCalls, SGLangReasoning, importable
 from miles_async.errors import ConfigurationError
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser, extends
@@ -230,6 +230,27 @@ def test_calls_go_round_and_the_tokens_stay(family: str, conversation: str, prot
     assert sample is not None
     assert not sample.more_branches
     assert sample.tokens[sample.loss_mask == 1].tolist() == said
+
+
+@each_family
+def test_a_turn_that_may_have_one_call_ends_with_it(family: str) -> None:
+    """``call_end`` ends a call whose format closes no list after the last one, which is a stop token with gpt-oss."""
+    name, write = FORMATS[family]
+    one, both = (write([("search", SIMPLE)] * number) for number in (1, 2))
+    end = CALL_ENDS.get(name)
+    assert (end is not None) == (both.startswith(one) and name not in ("gpt-oss", "llama3"))
+    if end is not None:
+        text, calls = SGLangCalls(name)(both[: both.index(end) + len(end)], [TOOL])
+        assert (text, [call[:2] for call in calls]) == ("", [("search", SIMPLE)])
+
+
+@each_family
+def test_a_call_can_be_saved_whatever_the_model_wrote_in_it(family: str) -> None:
+    """Half of a surrogate pair is no UTF-8."""
+    name, write = FORMATS[family]
+    written = write([("search", {"query": "MARK"}), ("MARK", {"query": "x"})]).replace("MARK", r"a\ud83d")
+    _, calls = SGLangCalls(name)(written, [TOOL])
+    json.dumps([call[:2] for call in calls], ensure_ascii=False).encode()
 
 
 @each_family

@@ -55,6 +55,12 @@ CALL_BEGINS: Mapping[str, Sequence[str]] = {
 space at its ends.
 """
 
+CALL_ENDS: Mapping[str, str] = {
+    **dict.fromkeys(("qwen", "qwen25", "hermes", "glm", "glm45", "glm47", "qwen3_coder"), "</tool_call>"),
+    "gemma4": "<tool_call|>",
+}
+"""Text that ends a call, by parser; not of formats that close a list of calls after the last one."""
+
 _DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>"
 _DEEPSEEK_V3 = "```json"  # around arguments; otherwise its calls have 3.1's marks
 _HARMONY = "gpt-oss"  # both parsers' name for the format of gpt-oss
@@ -120,7 +126,7 @@ class SGLangCalls:
         except Exception as error:  # supervision point: a model writes what it likes, and detectors raise
             log.debug("a detector of SGLang failed", parser=self.name, error=repr(error))
             return text, []
-        calls: list[Call] = [(item.name, _arguments(item.parameters)) for item in found if item.name]
+        calls: list[Call] = [(_utf8(item.name), _arguments(_utf8(item.parameters))) for item in found if item.name]
         if self.name == _KIMI:
             calls = _with_ids(calls, text)
         return (rest.rstrip(), calls) if calls else (text, [])
@@ -253,14 +259,19 @@ def _tool(tool: JsonObject) -> Any:
     return Tool.model_construct(type="function", function=known)
 
 
+def _utf8(text: str) -> str:
+    """Half of a surrogate pair, which a model can write in JSON and UTF-8 cannot have, is a question mark."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _arguments(text: str) -> object:
     """Arguments as an object, or as they were written if that is no JSON or too deep to be saved. null is what models
-    write for a function without any. Half a surrogate pair, which UTF-8 cannot have, is a question mark.
+    write for a function without any.
     """
     try:
         arguments = json.loads(text)
         if "\\ud" in text.lower():
-            arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace"))
+            arguments = json.loads(_utf8(json.dumps(arguments, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return text
     if too_deep(arguments, DEEPEST // 2):  # messages add some levels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -178,6 +179,17 @@ def thinking(request: pytest.FixtureRequest, tmp_path: Path) -> ChatTemplate:
 )
 def test_a_response_keeps_the_tokens_that_mark_its_parts(thinking: ChatTemplate, sampled: str, text: str) -> None:
     assert thinking.decode(thinking.tokenize(sampled)) == text
+
+
+def test_every_token_at_which_engines_stop_ends_a_turn(thinking: ChatTemplate) -> None:
+    directory = Path(thinking.tokenizer.name_or_path)
+    end, pad, start, eos, bos = thinking.tokenize("<|end|><pad><|start|><eos><bos>")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": [pad]}))
+    stops = ("<|start|>", "<bos><eos>", "a<|end|>")  # those of several tokens end a turn as texts
+    template = ChatTemplate(load_tokenizer(directory), apply_chat_template=True, stops=stops)
+    assert template.stop_ids == {end, pad, start, eos}
+    assert bos not in template.stop_ids
 
 
 def test_rewards_see_thoughts_as_thoughts(thinking: ChatTemplate) -> None:
