@@ -64,6 +64,8 @@ DEFAULTS: tuple[ForeignDefault, ...] = (
 
 def missing_defaults(given: Given, supervised: bool) -> Iterator[tuple[str, ...]]:
     """Yield our words for each default that the flags of ``given`` leave unset."""
+    if supervised:
+        given = {"--apply-chat-template": (), **given}  # what is learned are messages, rendered in any case
     for default in DEFAULTS:
         opposite = default.flag.replace("--no-", "--", 1)
         decided = any(flag in given for flag in (default.flag, opposite, *default.unless))

@@ -260,15 +260,18 @@ def test_defaults_stay_out_where_the_script_decides(
     assert "--input-key q\n" in text or "--input-key=q\n" in text
 
 
+@pytest.mark.parametrize("template", ["", "--apply-chat-template"])
 def test_a_script_of_supervised_fine_tuning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    template: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (
-        "--hf-checkpoint m --prompt-data p.parquet --input-key messages --apply-chat-template --rollout-batch-size 8 "
+        f"--hf-checkpoint m --prompt-data p.parquet --input-key messages {template} --rollout-batch-size 8 "
         "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --calculate-per-token-loss"
     )
     status, text = from_stdin(words, monkeypatch, capsys)
     assert status == 0, text
+    assert "--no-apply-chat-template" not in text  # messages are rendered without the flag, too
+    assert "\n--tool-key tools\n" in text
     assert "--on-policy" not in text
     assert "--eps-clip-c" not in text
 
