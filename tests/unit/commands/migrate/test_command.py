@@ -163,6 +163,24 @@ def test_defaults_of_slime_are_written_out(
     assert arguments.evaluation.eval_temperature == 0.8
 
 
+@pytest.mark.parametrize(
+    ("words", "dual"),
+    [
+        ("--advantage-estimator cispo", 0),
+        ("--advantage-estimator gspo", 1),
+        ("--policy-loss=sapo", 0),
+        ("--policy-loss losses:Own", 1),
+    ],
+)
+def test_the_default_of_dual_clipping_is_for_losses_that_read_it(
+    words: str, dual: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fine = "--hf-checkpoint m --prompt-data p.jsonl --n-samples-per-prompt 8 --rm-type math --label-key label"
+    status, text = from_stdin(f"{fine} {words}", monkeypatch, capsys)
+    assert status == 0, text
+    assert text.count("\n--eps-clip-c none\n") == dual
+
+
 def test_held_out_prompts_of_a_file_have_the_temperature_of_training(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
