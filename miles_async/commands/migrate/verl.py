@@ -87,7 +87,7 @@ def _one(row: VerlKey, value: str, done: Migrated, shown: str) -> None:
 
 def _several(values: Mapping[str, str], done: Migrated) -> None:
     """Keys that are worked out together."""
-    for words in (_held_out, _images, _gpus, _losses, _saving):
+    for words in (_prompts, _images, _gpus, _losses, _saving):
         done.words += words(values)
     batch, mini = values["data.train_batch_size"], values[f"{_ACTOR}.ppo_mini_batch_size"]
     if batch.isdigit() and mini.isdigit() and int(mini) and int(batch) % int(mini) == 0:
@@ -113,15 +113,16 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
             done.words += _as_flag(_AS_FLAGS[beginning] + key.removeprefix(beginning).replace("_", "-"), value)
 
 
-def _held_out(values: Mapping[str, str]) -> Iterator[str]:
+def _prompts(values: Mapping[str, str]) -> Iterator[str]:
     """Files, each after the name of its folder if another one has its name."""
-    files = [file for file in _items(values.get("data.val_files", "None")) if file != "None"]
-    names = [Path(file).name for file in files]
-    if files:
-        yield "--eval-prompt-data"
-    for file in files:
-        folder = Path(file).parent.name
-        yield from (folder, file) if folder and names.count(Path(file).name) > 1 else (file,)
+    for key, flag in (("data.train_files", "--prompt-data"), ("data.val_files", "--eval-prompt-data")):
+        files = [file for file in _items(values.get(key, "None")) if file != "None"]
+        names = [Path(file).name for file in files]
+        if files:
+            yield flag
+        for file in files:
+            folder = Path(file).parent.name
+            yield from (folder, file) if folder and names.count(Path(file).name) > 1 else (file,)
 
 
 def _images(values: Mapping[str, str]) -> Iterator[str]:

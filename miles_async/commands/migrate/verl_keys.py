@@ -63,8 +63,8 @@ RENAMED = {
 
 KEYS: tuple[VerlKey, ...] = (
     # Prompts.
-    VerlKey("data.train_files", "works", "is `--prompt-data`", flag="--prompt-data"),
-    together("data.val_files", "is `--eval-prompt-data`, with names of folders before files that share a name"),
+    *(together(f"data.{key}", f"is `{flag}`, with names of folders before files that share a name") for key, flag in
+      (("train_files", "--prompt-data"), ("val_files", "--eval-prompt-data"))),
     is_flag("data.prompt_key", "--input-key"),
     is_flag("data.max_prompt_length", "--rollout-max-prompt-len"),
     is_flag("data.max_response_length", "--rollout-max-response-len"),

@@ -101,6 +101,8 @@ def test_no_row_hides_a_later_one() -> None:
         (f"{ACTOR}.optim.lr_scheduler_type=cosine", "--lr-decay-style cosine"),
         ("data.val_files=['/d/a/test.parquet','/d/b/test.parquet','/d/c.parquet']",
          "--eval-prompt-data a /d/a/test.parquet b /d/b/test.parquet /d/c.parquet"),
+        ("data.train_files=[/d/gsm8k/train.parquet,/d/math/train.parquet]",
+         "--prompt-data gsm8k /d/gsm8k/train.parquet math /d/math/train.parquet"),
         ("data.image_key=pictures", '--multimodal-keys {"image": "pictures"}'),
         ("trainer.logger=[console,wandb]", "--use-wandb"),
         ("trainer.logger=['swanlab','tensorboard']", "--use-tensorboard --use-swanlab"),
