@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS
-from miles_async.commands.migrate.verl_keys import DEFAULTS, older_name, row_of
+from miles_async.commands.migrate.verl_keys import DEFAULTS, FULLY_ASYNC_DEFAULTS, older_name, row_of
 from miles_async.commands.migrate.verl_row import VerlKey
 
+FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 PROGRAMS = (
     "verl.trainer.main_ppo",
     "recipe.dapo.main_dapo",
-    "verl.experimental.fully_async_policy.fully_async_main",
+    FULLY_ASYNC,
     "verl.experimental.one_step_off_policy.main_ppo",
 )
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
@@ -23,6 +25,7 @@ TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs", "low_var_kl": "low_var_kl", "k3": "k3"}
 _OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+_NEVER = ("-1", "0")
 _AS_FLAGS = {  # subtree → beginning of our flag
     f"{_ACTOR}.megatron.override_transformer_config.": "--",
     f"{_ACTOR}.megatron.override_ddp_config.": "--",
@@ -41,11 +44,12 @@ class Migrated:
     checked: list[str] = field(default_factory=list)  # flags that config.json or another flag answers
 
 
-def from_verl(words: Sequence[str]) -> Migrated:
-    """Translate the words after the program's name. verl's defaults that differ from ours are written out."""
+def from_verl(words: Sequence[str], program: str = PROGRAMS[0]) -> Migrated:
+    """Translate the words after the name of ``program``. verl's defaults that differ from ours are written out."""
     typed = list(_overrides(words))
     names = {older_name(key): key for key, _ in typed}
-    values = {**DEFAULTS, **{older_name(key): value for key, value in typed}}
+    given = {older_name(key): value for key, value in typed}
+    values = _in_steps({**DEFAULTS, **FULLY_ASYNC_DEFAULTS, **given}) if program == FULLY_ASYNC else DEFAULTS | given
     done, noted = Migrated(), dict[str, list[str]]()
     for key, value in values.items():
         row, shown = row_of(key), f"{names.get(key, key)}={value}"
@@ -61,8 +65,37 @@ def from_verl(words: Sequence[str]) -> Migrated:
         elif row.flag is not None or row.values:
             _one(row, value, done, shown)
     _several(values, done)
+    if program == FULLY_ASYNC and "trainer.total_epochs" in given:
+        noted["fewer prompts than rollout.total_rollout_steps end the run earlier: lower --num-rollout then"] = [
+            f"trainer.total_epochs={given['trainer.total_epochs']}"
+        ]
     done.not_needed += [f"{', '.join(keys)}: {note}" for note, keys in noted.items()]
     return done
+
+
+def _in_steps(values: Mapping[str, str]) -> dict[str, str]:
+    """``values`` of the fully asynchronous trainer with the meanings that keys have elsewhere, in training steps.
+
+    A step takes require_batches mini-batches there; checkpoints and evaluations are counted in publications.
+    """
+    published = values["async_training.trigger_parameter_sync_step"]
+    batch = _product(values[f"{_ACTOR}.ppo_mini_batch_size"], values["async_training.require_batches"])
+    done = {**values, "data.train_batch_size": batch}
+    frequencies = {
+        "trainer.save_freq": values.get("trainer.save_freq", "-1"),
+        "trainer.test_freq": values.get("rollout.test_freq", values.get("trainer.test_freq", "-1")),
+    }
+    done |= {key: value if value in _NEVER else _product(value, published) for key, value in frequencies.items()}
+    prompts = values["rollout.total_rollout_steps"]
+    if prompts.isdigit() and batch.isdigit() and int(batch):
+        done["trainer.total_training_steps"] = str(int(prompts) // int(batch))
+    return done
+
+
+def _product(*factors: str) -> str:
+    """The product, or its terms if only the shell knows one."""
+    known = all(factor.isdigit() for factor in factors)
+    return str(math.prod(map(int, factors))) if known else "*".join(factors)
 
 
 def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -135,8 +168,7 @@ def _gpus(values: Mapping[str, str]) -> Iterator[str]:
     yield from ("--actor-num-gpus-per-node", values["trainer.n_gpus_per_node"])
     nodes = values.get("rollout.nnodes", values["trainer.nnodes"])
     gpus = values.get("rollout.n_gpus_per_node", values["trainer.n_gpus_per_node"])
-    yield "--rollout-num-gpus"
-    yield str(int(nodes) * int(gpus)) if nodes.isdigit() and gpus.isdigit() else f"{nodes}*{gpus}"
+    yield from ("--rollout-num-gpus", _product(nodes, gpus))
 
 
 def _losses(values: Mapping[str, str]) -> Iterator[str]:
@@ -157,7 +189,7 @@ def _losses(values: Mapping[str, str]) -> Iterator[str]:
 
 def _saving(values: Mapping[str, str]) -> Iterator[str]:
     """Nothing is saved, and nothing kept, without save_freq."""
-    if (interval := values.get("trainer.save_freq", "-1")) == "-1":
+    if (interval := values.get("trainer.save_freq", "-1")) in _NEVER:
         return
     names = values.get("trainer.project_name", "verl"), values.get("trainer.experiment_name", "run")
     yield from ("--save", values.get("trainer.default_local_dir", f"checkpoints/{'/'.join(names)}"))

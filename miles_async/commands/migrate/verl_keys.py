@@ -288,7 +288,7 @@ KEYS: tuple[VerlKey, ...] = (
     together("trainer.total_epochs", "give `--num-rollout`: prompts times epochs over data.train_batch_size"),
     together("trainer.save_freq", "is `--save-interval`, with --save"),
     together("trainer.default_local_dir", "is `--save`"),
-    is_flag("trainer.test_freq", "--eval-interval", unset="-1"),
+    is_flag("trainer.test_freq", "--eval-interval", unset="-1", never="0"),
     together("trainer.max_actor_ckpt_to_keep", "is `--save-keep-last`, with save_freq"),
     noted("trainer.max_critic_ckpt_to_keep", "the critic is a part of the checkpoints"),
     together("trainer.logger", "with wandb, tensorboard, mlflow, trackio or swanlab in it `--use-wandb` and the like; "
@@ -311,13 +311,16 @@ KEYS: tuple[VerlKey, ...] = (
     noted("global_profiler.*", "PyTorch's profiler is not part of a run"),
     noted("ray_kwargs.*", "--ray-address joins a cluster, else the run starts its own"),
     noted("transfer_queue.*", "batches go through Ray's object store"),
-    # Its asynchronous trainer.
+    # Its asynchronous trainers.
     together("rollout.nnodes", "with rollout.n_gpus_per_node `--rollout-num-gpus`"),
     together("rollout.n_gpus_per_node", "as above"),
-    is_flag("rollout.n", "--n-samples-per-prompt"),
-    is_flag("rollout.test_freq", "--eval-interval"),
-    together("rollout.total_rollout_steps", "give `--num-rollout`: it counts prompts, over data.train_batch_size"),
+    noted("rollout.n", f"{_ROLLOUT}.n counts"),
+    together("rollout.test_freq", "is `--eval-interval`, times trigger_parameter_sync_step"),
+    together("rollout.total_rollout_steps", "prompts: `--num-rollout` is this over ppo_mini_batch_size and "
+              "require_batches"),
     noted("rollout.total_epochs", "--num-rollout says when the run ends"),
+    together("async_training.require_batches", "is `--num-steps-per-rollout`; times ppo_mini_batch_size it is "
+              "`--rollout-batch-size`"),
     is_flag("async_training.trigger_parameter_sync_step", "--update-weights-interval"),
     noted("async_training.staleness_threshold", "a share of samples; --max-weight-staleness bounds each one's age"),
     noted("async_training.partial_rollout", "--pause-generation-mode says how generation continues"),
@@ -343,6 +346,15 @@ DEFAULTS = {
     "trainer.n_gpus_per_node": "8",
 }
 """verl's defaults (trainer/config/ppo_megatron_trainer.yaml) that differ from ours."""
+
+FULLY_ASYNC_DEFAULTS = {
+    "rollout.nnodes": "1",
+    "rollout.n_gpus_per_node": "8",
+    "rollout.total_rollout_steps": "100",
+    "async_training.trigger_parameter_sync_step": "4",
+    "async_training.require_batches": "1",
+}
+"""Further ones of its fully asynchronous trainer (fully_async_ppo_trainer.yaml)."""
 
 
 def older_name(key: str) -> str:

@@ -380,6 +380,27 @@ def test_keys_of_verl_that_are_left_over_have_reasons(
     assert "#   trainer.no_such_key=7: unknown key\n" in unmapped
 
 
+def test_the_fully_asynchronous_program_of_verl_is_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "data.train_files=a.parquet data.val_files=b.parquet data.train_batch_size=0 rollout.test_freq=10 "
+        "actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.ppo_mini_batch_size=32 "
+        "algorithm.adv_estimator=grpo rollout.total_rollout_steps=51200 async_training.require_batches=4"
+    )
+    program = "-m verl.experimental.fully_async_policy.fully_async_main"
+    status, text = from_stdin(words, monkeypatch, capsys, program)
+    assert status == 0, text
+    for flag in (
+        "--rollout-batch-size 128",
+        "--num-steps-per-rollout 4",
+        "--num-rollout 400",
+        "--eval-interval 40",
+        "--update-weights-interval 4",
+    ):
+        assert f"\n{flag}\n" in text
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

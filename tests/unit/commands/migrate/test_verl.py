@@ -15,7 +15,7 @@ from miles_async.arguments.parser import build_parser, parse_arguments
 from miles_async.arguments.pass_through import is_pass_through
 from miles_async.commands.migrate.command import VERL, refusals
 from miles_async.commands.migrate.shell_script import find_command
-from miles_async.commands.migrate.verl import from_verl
+from miles_async.commands.migrate.verl import FULLY_ASYNC, from_verl
 from miles_async.commands.migrate.verl_keys import DEFAULTS, KEYS, row_of
 from miles_async.errors import ConfigurationError
 
@@ -213,6 +213,40 @@ def test_ppo_whitens_and_has_a_critic() -> None:
     arguments = parse_arguments(from_verl(()).words).arguments  # gae is verl's default
     assert (arguments.algorithm.token_advantages, arguments.algorithm.normalize_advantages) == ("gae", True)
     assert (arguments.critic.critic_lr, arguments.critic.value_clip) == (1e-5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("", "--rollout-batch-size 32"),
+        ("async_training.require_batches=4", "--rollout-batch-size 128"),
+        ("async_training.require_batches=4", "--num-steps-per-rollout 4"),
+        ("async_training.require_batches=4", "--num-rollout 400"),
+        ("async_training.require_batches=$N", "--rollout-batch-size 32*$N"),
+        ("", "--update-weights-interval 4"),
+        ("trainer.nnodes=2", "--rollout-num-gpus 8"),
+        ("rollout.test_freq=10", "--eval-interval 40"),
+        ("trainer.test_freq=10", "--eval-interval 40"),  # since verl 0.8
+        ("rollout.test_freq=5 trainer.test_freq=10", "--eval-interval 20"),
+        ("trainer.save_freq=3 async_training.trigger_parameter_sync_step=2", "--save-interval 6"),
+    ],
+)
+def test_the_fully_asynchronous_trainer_counts_mini_batches_and_publications(overrides: str, words: str) -> None:
+    recipe = f"data.train_batch_size=0 {ACTOR}.ppo_mini_batch_size=32 rollout.total_rollout_steps=51200 {overrides}"
+    assert words in " ".join(from_verl(recipe.split(), FULLY_ASYNC).words)
+
+
+def test_the_end_of_the_fully_asynchronous_trainer_is_counted_in_prompts() -> None:
+    recipe = ["data.train_batch_size=0", "rollout.test_freq=-1", "trainer.save_freq=0", "trainer.total_epochs=10"]
+    done = from_verl([*recipe, "rollout.total_rollout_steps=51200", "rollout.n=4"], FULLY_ASYNC)
+    assert done.unmapped == []
+    assert "--eval-interval" not in done.words
+    assert "--save-interval" not in done.words
+    assert f"rollout.n=4: {ROLLOUT}.n counts" in done.not_needed
+    assert any("trainer.total_epochs=10: fewer prompts than" in line for line in done.not_needed)
+    (problem,) = from_verl(["rollout.total_rollout_steps=$STEPS"], FULLY_ASYNC).unmapped
+    assert "`" not in problem
+    assert "--num-rollout is this over ppo_mini_batch_size and require_batches" in problem
 
 
 def test_discounted_rewards_without_a_critic_are_refused() -> None:
