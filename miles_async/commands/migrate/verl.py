@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS
-from miles_async.commands.migrate.verl_keys import DEFAULTS, FULLY_ASYNC_DEFAULTS, older_name, row_of
+from miles_async.commands.migrate.verl_keys import DEFAULTS, FULLY_ASYNC_DEFAULTS, WARM_UPS, older_name, row_of
 from miles_async.commands.migrate.verl_row import VerlKey
 
 FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
@@ -122,14 +122,7 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
     """Keys that are worked out together."""
     for words in (_prompts, _images, _gpus, _losses, _saving):
         done.words += words(values)
-    batch, mini = values["data.train_batch_size"], values[f"{_ACTOR}.ppo_mini_batch_size"]
-    if batch.isdigit() and mini.isdigit() and int(mini) and int(batch) % int(mini) == 0:
-        done.words += ["--num-steps-per-rollout", str(int(batch) // int(mini))]
-    else:
-        done.unmapped.append(
-            f"{_ACTOR}.ppo_mini_batch_size={mini} of data.train_batch_size={batch}: give --num-steps-per-rollout, how "
-            "many of the first are in the second"
-        )
+    _optimizer_steps(values, done)
     if values.get("trainer.total_training_steps", "None") == "None":
         for key in ("trainer.total_epochs", "rollout.total_rollout_steps"):
             if key in values and (row := row_of(key)) is not None:
@@ -144,6 +137,27 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
         beginning = next((start for start in _AS_FLAGS if key.startswith(start)), None)
         if beginning is not None:
             done.words += _as_flag(_AS_FLAGS[beginning] + key.removeprefix(beginning).replace("_", "-"), value)
+
+
+def _optimizer_steps(values: Mapping[str, str], done: Migrated) -> None:
+    """Optimizer steps per rollout batch, and warm-ups, which are counted in them here and in rollout batches there."""
+    batch, mini, steps = values["data.train_batch_size"], values[f"{_ACTOR}.ppo_mini_batch_size"], ""
+    if batch.isdigit() and mini.isdigit() and int(mini) and int(batch) % int(mini) == 0:
+        steps = str(int(batch) // int(mini))
+        done.words += ["--num-steps-per-rollout", steps]
+    else:
+        done.unmapped.append(
+            f"{_ACTOR}.ppo_mini_batch_size={mini} of data.train_batch_size={batch}: give --num-steps-per-rollout, how "
+            "many of the first are in the second"
+        )
+    for key, (flag, when) in WARM_UPS.items():
+        warm_up = values.get(key, "-1")
+        if warm_up in (*_NEVER, "None") or (when is not None and not when.holds(values)):
+            continue
+        if steps:
+            done.words += [flag, _product(warm_up, steps, values.get(f"{_ACTOR}.ppo_epochs", "1"))]
+        else:
+            done.unmapped.append(f"{key}={warm_up}: give {flag}, this times --num-steps-per-rollout and --ppo-epochs")
 
 
 def _prompts(values: Mapping[str, str]) -> Iterator[str]:

@@ -61,6 +61,12 @@ RENAMED = {
 }
 """Key, or its beginning, since verl 0.7 → what it was before; the table has the latter."""
 
+WARM_UPS: dict[str, tuple[str, When | None]] = {
+    f"{_OPTIM}.lr_warmup_steps": ("--lr-warmup-iters", None),
+    "critic.optim.lr_warmup_steps": ("--critic-lr-warmup-iters", _GAE),
+}
+"""Key, in rollout batches → our flag, in optimizer steps, and when it counts."""
+
 KEYS: tuple[VerlKey, ...] = (
     # Prompts.
     *(together(f"data.{key}", f"is `{flag}`, with names of folders before files that share a name") for key, flag in
@@ -142,8 +148,10 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag(f"{_OPTIM}.lr", "--lr"),
     is_flag(f"{_OPTIM}.min_lr", "--min-lr"),
     is_flag(f"{_OPTIM}.weight_decay", "--weight-decay"),
-    is_flag(f"{_OPTIM}.lr_warmup_steps", "--lr-warmup-iters", unset="-1", null="None"),
-    choice(f"{_OPTIM}.lr_warmup_steps_ratio", "other shares: give `--lr-warmup-iters`", **{"0": "", "0.0": ""}),
+    *(replace(together(key, f"times `--num-steps-per-rollout` and `--ppo-epochs` it is `{flag}`"), when=when)
+      for key, (flag, when) in WARM_UPS.items()),
+    *(replace(choice(f"{key}_ratio", f"other shares: give `{flag}`", **{"0": "", "0.0": ""}), when=when)
+      for key, (flag, when) in WARM_UPS.items()),
     is_flag(f"{_OPTIM}.lr_decay_style", "--lr-decay-style"),
     is_flag(f"{_OPTIM}.warmup_style", "--lr-decay-style", unset="None"),
     is_flag(f"{_OPTIM}.lr_scheduler_type", "--lr-decay-style"),
@@ -275,9 +283,6 @@ KEYS: tuple[VerlKey, ...] = (
     *(refused(f"reward.{key}", _HOOK) for key in ("reward_manager.*", "compute_score_kwargs.*")),
     # The critic.
     is_flag("critic.optim.lr", "--critic-lr", _GAE),
-    is_flag("critic.optim.lr_warmup_steps", "--critic-lr-warmup-iters", _GAE, unset="-1", null="None"),
-    replace(choice("critic.optim.lr_warmup_steps_ratio", "other shares: give `--critic-lr-warmup-iters`",
-                    **{"0": "", "0.0": ""}), when=_GAE),
     is_flag("critic.cliprange_value", "--value-clip", _GAE),
     is_flag("critic.model.path", "--critic-hf-checkpoint", _GAE),
     noted("critic.*", _CRITIC),

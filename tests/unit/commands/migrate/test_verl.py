@@ -63,10 +63,10 @@ def test_no_row_hides_a_later_one() -> None:
         ("algorithm.norm_adv_by_std_in_grpo=False", "--no-grpo-std-normalization"),
         ("algorithm.adv_estimator=rloo", "--advantage-estimator rloo"),
         ("algorithm.gamma=0.9 algorithm.lam=0.95", "--gamma 0.9 --lambd 0.95"),
-        (
-            "critic.optim.lr=2e-5 critic.optim.lr_warmup_steps=7",
-            "--critic-lr 2e-5 --value-clip 0.5 --critic-lr-warmup-iters 7",
-        ),
+        (f"data.train_batch_size=256 {ACTOR}.ppo_mini_batch_size=32 {ACTOR}.optim.lr_warmup_steps=10",
+         "--num-steps-per-rollout 8 --lr-warmup-iters 80"),
+        ("critic.optim.lr=2e-5", "--critic-lr 2e-5 --value-clip 0.5"),
+        (f"{ACTOR}.ppo_epochs=3 critic.optim.lr_warmup_steps=7", "--critic-lr-warmup-iters 84"),
         ("critic.model.path=/m", "--critic-lr 1e-5 --value-clip 0.5 --critic-hf-checkpoint /m"),
         ("critic.cliprange_value=0.3 trainer.critic_warmup=5", "--value-clip 0.3 --num-critic-only-steps 5"),
         (f"{LOSS}.loss_mode=geo_mean", "--policy-loss gmpo --loss-aggregation sequence_mean"),
@@ -125,6 +125,7 @@ def test_what_keys_become(overrides: str, words: str) -> None:
         ("actor_rollout_ref.model.target_modules=all-linear", "--target-modules"),
         ("trainer.max_actor_ckpt_to_keep=2", "--save-keep-last"),
         (f"{ACTOR}.optim.lr_warmup_steps=null", "--lr-warmup-iters"),
+        (f"{ACTOR}.optim.lr_warmup_steps=0", "--lr-warmup-iters"),
         ("trainer.critic_warmup=0", "--num-critic-only-steps"),
         ("algorithm.use_kl_in_reward=True", "kl_in_reward"),
         ("algorithm.adv_estimator=grpo", "--critic-lr"),
@@ -159,6 +160,14 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
 def test_what_has_no_counterpart_is_told(override: str, named: str) -> None:
     (problem,) = from_verl([override]).unmapped
     assert named in problem
+
+
+def test_a_warm_up_over_mini_batches_of_unequal_size_is_told() -> None:
+    done = from_verl([f"{ACTOR}.ppo_mini_batch_size=100", f"{ACTOR}.optim.lr_warmup_steps=10"])
+    assert "--lr-warmup-iters" not in done.words
+    assert done.unmapped[1] == (
+        f"{ACTOR}.optim.lr_warmup_steps=10: give --lr-warmup-iters, this times --num-steps-per-rollout and --ppo-epochs"
+    )
 
 
 def test_keys_of_one_reason_share_a_line() -> None:
