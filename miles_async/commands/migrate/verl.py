@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS
+from miles_async.arguments.foreign.translate import same
 from miles_async.commands.migrate.verl_keys import DEFAULTS, FULLY_ASYNC_DEFAULTS, WARM_UPS, older_name, row_of
 from miles_async.commands.migrate.verl_row import VerlKey
 
@@ -123,6 +124,7 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
     for words in (_prompts, _images, _gpus, _losses, _saving):
         done.words += words(values)
     _optimizer_steps(values, done)
+    _kl_in_reward(values, done)
     if values.get("trainer.total_training_steps", "None") == "None":
         for key in ("trainer.total_epochs", "rollout.total_rollout_steps"):
             if key in values and (row := row_of(key)) is not None:
@@ -190,15 +192,27 @@ def _losses(values: Mapping[str, str]) -> Iterator[str]:
         kind = values.get(f"{_ACTOR}.kl_loss_type", "low_var_kl")
         yield from ("--use-kl-loss", "--kl-loss-coef", values.get(f"{_ACTOR}.kl_loss_coef", "0.001"))
         yield from ("--kl-loss-type", _KL.get(kind, kind))
-    if values.get("algorithm.use_kl_in_reward") == "True":
-        kind = values.get("algorithm.kl_penalty", "kl")
-        if values["algorithm.adv_estimator"] != "gae":  # which takes the coefficient itself
-            yield from ("--token-advantages", "kl_in_reward")
-        yield from ("--kl-coef", values.get("algorithm.kl_ctrl.kl_coef", "0.001"))
-        yield from ("--kl-reward-type", _KL.get(kind, kind))
     if values.get(f"{_OVERLONG}.enable") == "True":
         yield from ("--overlong-buffer-len", values.get(f"{_OVERLONG}.len", "0"))
         yield from ("--overlong-penalty-factor", values.get(f"{_OVERLONG}.penalty_factor", "1.0"))
+
+
+def _kl_in_reward(values: Mapping[str, str], done: Migrated) -> None:
+    """A KL of each token. Estimators that compare samples by their rewards would have to know it before."""
+    estimator, kind = values["algorithm.adv_estimator"], values.get("algorithm.kl_penalty", "kl")
+    coefficient = values.get("algorithm.kl_ctrl.kl_coef", "0.001")
+    if values.get("algorithm.use_kl_in_reward") != "True" or same(coefficient, "0"):
+        return
+    if estimator not in ("gae", "reinforce_plus_plus"):
+        done.unmapped.append(
+            f"algorithm.use_kl_in_reward=True with algorithm.adv_estimator={estimator}: verl takes the KL off the "
+            "rewards before they are compared, here it is taken off each token's advantage: give --use-kl-loss "
+            "--kl-loss-coef in its place"
+        )
+        return
+    if estimator == "reinforce_plus_plus":  # gae takes the coefficient itself
+        done.words += ["--token-advantages", "kl_in_reward"]
+    done.words += ["--kl-coef", coefficient, "--kl-reward-type", _KL.get(kind, kind)]
 
 
 def _saving(values: Mapping[str, str]) -> Iterator[str]:

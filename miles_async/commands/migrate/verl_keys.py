@@ -182,8 +182,8 @@ KEYS: tuple[VerlKey, ...] = (
         reinforce_plus_plus_baseline="--advantage-estimator grpo --no-grpo-std-normalization --normalize-advantages",
     ),
     switch("algorithm.norm_adv_by_std_in_grpo", off=("--no-grpo-std-normalization",)),
-    together("algorithm.use_kl_in_reward", "with kl_ctrl.kl_coef: `--token-advantages kl_in_reward --kl-coef X`; with "
-              "adv_estimator gae `--kl-coef X` alone"),
+    together("algorithm.use_kl_in_reward", "with kl_ctrl.kl_coef: for adv_estimator gae `--kl-coef X`, for "
+              "reinforce_plus_plus `--token-advantages kl_in_reward --kl-coef X`; for others give `--use-kl-loss`"),
     together("algorithm.kl_ctrl.kl_coef", "is `--kl-coef`, with use_kl_in_reward"),
     together("algorithm.kl_penalty", "is `--kl-reward-type`: kl is k1, mse k2, with use_kl_in_reward"),
     noted("algorithm.kl_ctrl.type", "fixed; for adaptive give `--kl-target` and `--kl-horizon`", "fixed"),

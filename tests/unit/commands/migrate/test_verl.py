@@ -81,7 +81,7 @@ def test_no_row_hides_a_later_one() -> None:
             "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k2",
         ),
         (
-            "algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
+            "algorithm.adv_estimator=reinforce_plus_plus algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
             "--token-advantages kl_in_reward --kl-coef 0.1 --kl-reward-type k1",
         ),
         (f"{OVERLONG}.enable=True {OVERLONG}.len=512", "--overlong-buffer-len 512 --overlong-penalty-factor 1.0"),
@@ -128,6 +128,7 @@ def test_what_keys_become(overrides: str, words: str) -> None:
         (f"{ACTOR}.optim.lr_warmup_steps=0", "--lr-warmup-iters"),
         ("trainer.critic_warmup=0", "--num-critic-only-steps"),
         ("algorithm.use_kl_in_reward=True", "kl_in_reward"),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.0", "--kl-coef"),
         ("algorithm.adv_estimator=grpo", "--critic-lr"),
         (f"{LOSS}.loss_mode=sapo", "--ppo-kl-coef"),
         ("data.val_files=null", "--eval-prompt-data"),
@@ -135,7 +136,7 @@ def test_what_keys_become(overrides: str, words: str) -> None:
     ],
 )
 def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> None:
-    done = from_verl([override])
+    done = from_verl(override.split())
     assert absent not in done.words
     assert done.unmapped == []
 
@@ -256,6 +257,16 @@ def test_the_end_of_the_fully_asynchronous_trainer_is_counted_in_prompts() -> No
     (problem,) = from_verl(["rollout.total_rollout_steps=$STEPS"], FULLY_ASYNC).unmapped
     assert "`" not in problem
     assert "--num-rollout is this over ppo_mini_batch_size and require_batches" in problem
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_a_kl_in_rewards_that_are_compared_is_told(estimator: str) -> None:
+    done = from_verl([f"algorithm.adv_estimator={estimator}", "algorithm.use_kl_in_reward=True"])
+    assert "--kl-coef" not in done.words
+    assert "--token-advantages" not in done.words
+    (problem,) = done.unmapped
+    assert f"adv_estimator={estimator}: verl takes the KL off the rewards before they are compared" in problem
+    assert "give --use-kl-loss --kl-loss-coef" in problem
 
 
 def test_discounted_rewards_without_a_critic_are_refused() -> None:
