@@ -30,6 +30,10 @@ _REFERENCE = "the reference has the trainer's layout, and is packed like its bat
 _LONG = "prompts that are too long are skipped, and counted"
 _TOOLS = "tools are an environment of yours, --environment-path module:attr; docs/agents.md has an example"
 _JUDGE = "a reward model is a service: --rm-type remote_rm --rm-url URL, or --rm-type judge --judge-url URL"
+_TEACHER = (
+    "learn from the log-probs of a teacher by `--use-opd`, the reverse KL of sampled tokens; docs/algorithms.md has an "
+    "example"
+)
 _CRITIC = "with adv_estimator gae the trainer's ranks have a critic, of the policy's layout, batches and weight decay"
 _HOOK = "a reward is called with (prompt, sample): --custom-rm-path module:attr"
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -122,8 +126,10 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag(f"{_MEGATRON}.context_parallel_size", "--context-parallel-size"),
     is_flag(f"{_MEGATRON}.expert_model_parallel_size", "--expert-model-parallel-size"),
     is_flag(f"{_MEGATRON}.expert_tensor_parallel_size", "--expert-tensor-parallel-size", unset="None"),
-    is_flag(f"{_ACTOR}.ulysses_sequence_parallel_size", "--context-parallel-size"),
-    is_flag(f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size", "--context-parallel-size"),
+    *(is_flag(f"{_ACTOR}.{key}", "--context-parallel-size") for key in
+      ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size",
+       "veomni.ulysses_parallel_size")),
+    is_flag(f"{_ACTOR}.veomni.expert_parallel_size", "--expert-model-parallel-size"),
     switch(f"{_MEGATRON}.sequence_parallel", off=("--no-sequence-parallel",)),
     is_flag(f"{_MEGATRON}.seed", "--seed"),
     *(together(f"{_MEGATRON}.{key}.*", "is the flag `--X` of the same name, or `--megatron-X`") for key in
@@ -135,7 +141,7 @@ KEYS: tuple[VerlKey, ...] = (
     *(noted(f"{_MEGATRON}.{key}", "it always is") for key in ("use_distributed_optimizer", "use_remove_padding")),
     noted(f"{_MEGATRON}.dtype", "weights are read as bf16 on GPUs; what fp16 needs, a scaled loss, is not implemented",
            "bfloat16"),
-    noted(f"{_ACTOR}.fsdp_config.*", _MEMORY),
+    *(noted(f"{_ACTOR}.{key}.*", _MEMORY) for key in ("fsdp_config", "veomni")),
     noted(f"{_ACTOR}.strategy", "Megatron trains"),
     noted("model_engine", "Megatron trains"),
     noted(f"{_ACTOR}.use_torch_compile", "Megatron's layers are used"),
@@ -214,8 +220,8 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag(f"{_ACTOR}.clip_ratio_c", "--eps-clip-c", _read_by_losses("eps_clip_c")),
     *(is_flag(f"{_ACTOR}.{place}{key}", f"--{key.replace('_', '-')}", _read_by_losses(key))
       for key in ("tau_pos", "tau_neg") for place in ("", "policy_loss.")),
-    choice(_LOSS_MODE, "vanilla is ppo_clip, geo_mean gmpo; else `--policy-loss` module:attr. The loss of gspo, sapo "
-            "and geo_mean is a mean over sequences",
+    choice(_LOSS_MODE, "vanilla is ppo_clip, geo_mean gmpo; for gpg, which has no ratio, cispo has a clipped one; else "
+            "`--policy-loss` module:attr. The loss of gspo, sapo and geo_mean is a mean over sequences",
             **{mode: f"--policy-loss {loss}" + " --loss-aggregation sequence_mean" * (mode in _OF_SEQUENCES)
                for mode, loss in _LOSSES.items()}),
     *(is_flag(f"{_ACTOR}.policy_loss.{key}", f"--{key.replace('_', '-')}", _read_by_losses(key)) for key in
@@ -228,6 +234,8 @@ KEYS: tuple[VerlKey, ...] = (
     *(choice(f"{place}.router_replay.mode", "R2 is `--use-routing-replay`, R3 `--use-rollout-routing-replay`",
               disabled="", R2="--use-routing-replay", R3="--use-rollout-routing-replay") for place in
       (_ACTOR, _MEGATRON)),
+    choice("distillation.enabled", _TEACHER, False_=""),
+    noted("distillation.*", "the teacher of --use-opd is a frozen group of engines, which --server-groups describes"),
     # Engines.
     is_flag(f"{_ROLLOUT}.n", "--n-samples-per-prompt"),
     is_flag(f"{_ROLLOUT}.temperature", "--rollout-temperature"),
