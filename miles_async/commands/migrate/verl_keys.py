@@ -367,7 +367,7 @@ FULLY_ASYNC_DEFAULTS = {
     "async_training.trigger_parameter_sync_step": "4",
     "async_training.require_batches": "1",
 }
-"""Further ones of its fully asynchronous trainer (fully_async_ppo_trainer.yaml)."""
+"""Further defaults, of its fully asynchronous trainer."""
 
 
 def older_name(key: str) -> str:
