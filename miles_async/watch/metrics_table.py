@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from miles_async.observability.metrics_file import AddedLinesReader, kind_of, row_of
+from miles_async.observability.metrics_file import AddedLinesReader, row_of
 
 _OWN = ("kind", "step", "time")
 
@@ -108,8 +108,6 @@ class MetricsTable:
         if row is None:
             return False
         step = row["step"]
-        if "kind" not in row and kind_of(row) == "step":  # of an earlier version, which counted from 0
-            step += 1
         if isinstance(time := row.get("time"), int | float):
             self._last_time = max(float(time), self._last_time or 0.0)
         number = self._row_of.setdefault(step, len(self._steps))

@@ -86,11 +86,8 @@ def _line(row: JsonObject) -> Line | None:
     step, time = row.get("step"), row.get("time")
     if not isinstance(step, int) or not isinstance(time, int | float):
         return None
-    kind = kind_of(row)
-    if "kind" not in row and kind == "step":  # of an earlier version, which counted from 0
-        step += 1
     values = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
-    return Line(kind, step, float(time), values)
+    return Line(kind_of(row), step, float(time), values)
 
 
 def step_items(lines: Iterable[Line], clock: Clock, *, rolling: bool = False) -> Iterator[Item]:

@@ -395,8 +395,7 @@ def test_a_directory_opens_with_what_there_is(run_dir: Path, absent: str) -> Non
             assert client.get(f"/api/{view}", params=PARAMETERS[view]).status_code == status
 
 
-def test_a_directory_of_an_earlier_release_opens(tmp_path: Path) -> None:
-    """Which has metrics and a ledger without later tables and columns, and no other file."""
+def test_a_directory_with_nothing_but_metrics_and_a_ledger_opens(tmp_path: Path) -> None:
     with client_of(*open_runs([recorded_run(tmp_path / "run")])) as client:
         for view in VIEWS.keys() - {"sample"}:
             assert client.get(f"/api/{view}", params=PARAMETERS[view]).status_code == 200, view

@@ -125,7 +125,6 @@ def test_cuts_are_those_of_the_ledger(run_dir: Path) -> None:
 def test_settings_that_were_changed_are_marked_when_they_took_effect(run_dir: Path) -> None:
     at = records(run_dir)[-1].issued_at
     with sqlite3.connect(run_dir / "ledger.sqlite") as connection:
-        connection.execute("CREATE TABLE changes (step INTEGER, name TEXT, before TEXT, value TEXT, at REAL)")
         connection.execute("INSERT INTO changes VALUES (4, 'lr', '0.0005', '0.0004', ?)", (at,))
         connection.execute("INSERT INTO changes VALUES (4, 'evaluation', 'null', '\"now\"', ?)", (at,))
     trace = timeline(run_dir)
