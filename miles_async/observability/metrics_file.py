@@ -93,7 +93,7 @@ def read_metrics(path: Path) -> list[JsonObject]:
     return [steps[step] for step in sorted(steps)]
 
 
-def row_of(line: bytes) -> dict[str, Any] | None:
+def row_of(line: bytes | str) -> dict[str, Any] | None:
     """The JSON object of a line; None if the line is torn, not UTF-8, or has no step.
 
     >>> row_of(b'{"kind": "step", "st') is None

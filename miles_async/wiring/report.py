@@ -71,7 +71,6 @@ class RunReport:
         stats = self._stats
         summary = self.summary.finish(
             balance=stats.balance if stats else self._balance_on_disk(),
-            trainer_idle_seconds=self.summary.stage_seconds("wait"),
             rollout_idle_seconds=stats.seconds - stats.busy_seconds if stats else 0.0,
             rollout_seconds=stats.seconds if stats else 0.0,
             wall_seconds=time.monotonic() - self._started,

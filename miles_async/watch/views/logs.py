@@ -71,7 +71,7 @@ def page(run: Run, name: str, before: int | None = None) -> JsonObject:
     if start > 0 and b"\n" in block:
         cut = block.index(b"\n") + 1
         start, block = start + cut, block[cut:]
-    return {"lines": [line for line in _lines(block, start)], "start": start, "end": end, "bytes": size}
+    return {"lines": [*_lines(block, start)], "start": start, "end": end, "bytes": size}
 
 
 def search(run: Run, name: str, text: str) -> JsonObject:
