@@ -32,9 +32,9 @@ PARAMETERS = {view: {"name": "driver.log", "subject": "1", **(SAMPLE if view == 
 BASE = "http://127.0.0.1:8741"
 
 
-def client_of(*runs: Run, key: str | None = KEY) -> TestClient:
+def client_of(*runs: Run, key: str | None = KEY, write_key: Secret | None = None) -> TestClient:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    return TestClient(make_app(runs, Secret(KEY)), base_url=BASE, headers=headers)
+    return TestClient(make_app(runs, Secret(KEY), write_key), base_url=BASE, headers=headers)
 
 
 @pytest.fixture
@@ -77,8 +77,7 @@ def test_nothing_can_be_changed(client: TestClient, method: str) -> None:
 
 
 def writing(run_dir: Path, key: str) -> TestClient:
-    app = make_app(open_runs([run_dir]), Secret(KEY), Secret("write-key"))
-    return TestClient(app, base_url=BASE, headers={"Authorization": f"Bearer {key}"})
+    return client_of(*open_runs([run_dir]), key=key, write_key=Secret("write-key"))
 
 
 def test_the_write_key_changes_settings_of_a_live_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,13 +201,12 @@ def test_only_files_of_the_page_are_served(client: TestClient, path: str) -> Non
     assert client.get(path).status_code in (404, 405)
 
 
-def test_a_link_out_of_the_run_directory_is_not_followed(tmp_path: Path, run_dir: Path) -> None:
+def test_a_link_out_of_the_run_directory_is_not_followed(client: TestClient, tmp_path: Path, run_dir: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret line\n")
     (run_dir / "logs" / "link.log").symlink_to(secret)
-    with client_of(*open_runs([run_dir])) as client:
-        assert "link.log" not in [log["name"] for log in client.get("/api/logs").json()]
-        assert client.get("/api/log?name=link.log").json()["lines"] == []
+    assert "link.log" not in [log["name"] for log in client.get("/api/logs").json()]
+    assert client.get("/api/log?name=link.log").json()["lines"] == []
 
 
 def test_the_overview_has_the_numbers_of_the_files(client: TestClient, run_dir: Path) -> None:
