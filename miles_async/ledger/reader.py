@@ -75,13 +75,9 @@ class ChangeRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def change(self) -> str:
         """The change without its step, such as ``lr 0.0005 → 0.0004``."""
-        before = "" if self.is_request else f"{_shown(self.before)} → "
+        asked_once = isinstance(self.value, str) and self.before is None  # a request, which replaced no value
+        before = "" if asked_once else f"{_shown(self.before)} → "
         return f"{self.name} {before}{_shown(self.value)}"
-
-    @property
-    def is_request(self) -> bool:
-        """True if it was asked for once, and replaced no value."""
-        return isinstance(self.value, str) and self.before is None
 
 
 def _shown(value: SettingValue) -> str:

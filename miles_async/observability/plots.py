@@ -23,8 +23,8 @@ REWARD_COLOR, EVAL_COLOR = "#1f77b4", "#d62728"
 Rows = Sequence[JsonObject]
 
 
-def plot_run(run_dir: Path, output: Path | None = None) -> Path:
-    """Draw ``run_dir``/metrics.jsonl into ``output`` (default: ``run_dir``/reward.png) and return that path.
+def plot_run(run_dir: Path) -> Path:
+    """Draw ``run_dir``/metrics.jsonl into ``run_dir``/reward.png and return that path.
 
     Raises FileNotFoundError without metrics.jsonl and ValueError if it has no trained step.
     """
@@ -42,7 +42,7 @@ def plot_run(run_dir: Path, output: Path | None = None) -> Path:
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
-    output = output or run_dir / "reward.png"
+    output = run_dir / "reward.png"
     figure.savefig(output, dpi=150)
     return output
 

@@ -71,7 +71,7 @@ def make_app(runs: Sequence[Run], key: Secret, write_key: Secret | None = None) 
         Route("/", lambda _: FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8")),
         Mount("/static", StaticFiles(directory=STATIC)),
         *(Route(f"/api/{name}", _endpoint(view, runs)) for name, view in VIEWS.items()),
-        Route("/api/file", _file_endpoint(runs)),
+        Route("/api/file", _answering(lambda asked: _file(_chosen(runs, asked)[0], asked.get("name", "")))),
         Route("/api/settings", _settings_endpoint(runs, write_key)),
         Route(CHANGE, _change_endpoint(runs), methods=["POST"]),
     ]
@@ -99,10 +99,6 @@ def _read_ahead(runs: Sequence[Run]) -> None:
 
 def _endpoint(view: View, runs: Sequence[Run]) -> Callable[[Request], Response]:
     return _answering(lambda parameters: _json(view(_chosen(runs, parameters), parameters)))
-
-
-def _file_endpoint(runs: Sequence[Run]) -> Callable[[Request], Response]:
-    return _answering(lambda parameters: _file(_chosen(runs, parameters)[0], parameters.get("name", "")))
 
 
 def _file(run: Run, name: str) -> Response:

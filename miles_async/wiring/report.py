@@ -93,7 +93,7 @@ class RunReport:
         try:
             if summary["reward_first"] is not None:
                 plot_run(self._run_dir)
-            print_summary(summary, run_dir=self._run_dir)
+            print_summary(summary, self._run_dir)
         except Exception as problem:  # supervision point: pictures and tables can be made again, see --run-dir
             log.warning("the run cannot be shown", error=repr(problem))
 

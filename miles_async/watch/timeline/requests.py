@@ -15,7 +15,7 @@ import msgspec
 
 from miles_async.samples.columns import Turn
 from miles_async.samples.files import SamplesFile
-from miles_async.watch.json_texts import decoded
+from miles_async.watch.json_texts import decoded_object
 from miles_async.watch.run import Run
 from miles_async.watch.sample_files import files_of
 from miles_async.watch.timeline.attempts import NO_ENGINE, Lanes
@@ -51,8 +51,7 @@ def _requests(path: Path) -> Iterator[Span]:
     except (OSError, ValueError, KeyError, arrow.ArrowException, msgspec.ValidationError):
         return
     for row, of_row in zip(rows, turns, strict=True):
-        known = decoded(row["metadata"] or "{}")
-        noted = known.get("engines") if isinstance(known, dict) else None
+        noted = decoded_object(row["metadata"] or "{}").get("engines")
         engines = tuple(map(str, noted)) if isinstance(noted, list) and noted else (NO_ENGINE,)
         sample = f"attempt {row['attempt_id']} sample {row['sample']}"
         for number, turn in enumerate(of_row, 1):

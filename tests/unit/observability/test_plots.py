@@ -94,7 +94,7 @@ def test_a_run_without_age_histograms_is_plotted_too(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.log({"reward/mean": 0.5, "age/mean": 1.0, "age/max": 2.0}, step=0)
     file.finish()
-    assert plot_run(tmp_path, tmp_path / "other.png").read_bytes().startswith(PNG)
+    assert plot_run(tmp_path).read_bytes().startswith(PNG)
 
 
 def test_a_run_without_steps_says_so(tmp_path: Path) -> None:

@@ -113,14 +113,14 @@ def test_a_run_that_ended_before_its_first_step_is_valid_json_of_nulls(tmp_path:
     assert read["age_max"] is None
     assert read["trainer_idle_fraction"] is None
     assert read["logprob_diff"] == {"mean": None, "max": None}
-    print_summary(result, console=Console(file=io.StringIO()))
+    print_summary(result, tmp_path, console=Console(file=io.StringIO()))
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_printed_summary_shows_reward_ages_and_balance(terminal: bool) -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=terminal, width=200)
-    print_summary(finished(seven_steps()), run_dir=Path("runs/x"), console=console)
+    print_summary(finished(seven_steps()), Path("runs/x"), console=console)
     text = output.getvalue()
     for expected in (
         "0.100 → 0.500",
