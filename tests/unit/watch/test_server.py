@@ -16,7 +16,6 @@ from starlette.testclient import TestClient
 
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
 from miles_async.runtime.network.keys import Secret
-from miles_async.runtime.processes.run_process import MARK
 from miles_async.types import EngineReport, EnginesReport
 from miles_async.watch.run import Run, open_runs
 from miles_async.watch.server import STATIC, VIEWS, make_app
@@ -80,8 +79,7 @@ def writing(run_dir: Path, key: str) -> TestClient:
     return client_of(*open_runs([run_dir]), key=key, write_key=Secret("write-key"))
 
 
-def test_the_write_key_changes_settings_of_a_live_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARK, "mark")
+def test_the_write_key_changes_settings_of_a_live_run(run_dir: Path) -> None:
     with live_run(run_dir) as changes, writing(run_dir, "write-key") as client:
         assert client.get("/api/settings").json() == {"settings": ["lr 1e-06", "generation running"], "over": None}
         answer = client.post("/api/set?run=0", json={"lr": "1e-5"})
@@ -95,8 +93,7 @@ def test_the_write_key_changes_settings_of_a_live_run(run_dir: Path, monkeypatch
         assert {client.get(f"/api/{view}", params=PARAMETERS[view]).status_code for view in VIEWS} == {200}
 
 
-def test_the_read_key_changes_and_asks_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARK, "mark")
+def test_the_read_key_changes_and_asks_nothing(run_dir: Path) -> None:
     with live_run(run_dir) as changes:
         for key in (KEY, "", "wrong"):
             with writing(run_dir, key) as client:
@@ -109,8 +106,7 @@ def test_the_read_key_changes_and_asks_nothing(run_dir: Path, monkeypatch: pytes
     assert changes == []
 
 
-def test_the_write_key_is_refused_elsewhere_and_to_others(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARK, "mark")
+def test_the_write_key_is_refused_elsewhere_and_to_others(run_dir: Path) -> None:
     with live_run(run_dir) as changes, writing(run_dir, "write-key") as client:
         for path in ("/", "/api/runs", "/api/settings", "/api/set/"):
             assert client.post(path, json={"lr": "1e-5"}).status_code == 405
