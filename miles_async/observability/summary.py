@@ -58,7 +58,7 @@ class Summary(TypedDict):
     rollout_idle_fraction: float | None
     publish: Publish
     logprob_diff: LogprobDifference
-    weight_version: int
+    weight_version: int | None
     stage_seconds: dict[str, float]
     ending: NotRequired[Ending]  # absent during the run
     error: NotRequired[str]  # that ended it; absent if it finished or was interrupted
