@@ -94,7 +94,7 @@ def check_prompt_files(arguments: Arguments) -> Iterator[str]:
         if file.startswith(HUB):
             continue
         if not os.path.exists(file):
-            makers = [each for folder in Path(file).parents if (each := folder / "prepare.py").exists()]
+            makers = [each for folder in Path(file).parents if os.path.exists(each := folder / "prepare.py")]
             yield f"{flag} {place}: there is no such file" + (f" ({makers[0]} makes it)" if makers else "")
         elif os.path.isdir(file) is file.endswith(SUFFIXES):
             yield f"{flag} {place}: expected {EXPECTED}"

@@ -145,6 +145,15 @@ async def test_a_conversation_without_room_is_refused_as_clients_know_it(stream:
     assert collected.sample.finish_reason == "length"
 
 
+async def test_an_agent_that_begins_again_with_less_is_not_cut() -> None:
+    async with agent_of(ScriptedModel(says("one two three four five", "a")), max_response=4) as agent:
+        answer = await agent.chat(QUESTION)
+        with pytest.raises(openai.BadRequestError):
+            await agent.chat(QUESTION, answer.choices[0].message, {"role": "user", "content": "go on"})
+        await agent.chat({"role": "user", "content": "In short?"})
+        assert not (await agent.collect()).cut
+
+
 @pytest.mark.parametrize(("room", "asked", "cut"), [(4, 100, True), (500, 4, False), (500, 100, False)])
 async def test_a_turn_that_the_limits_end_cuts_the_trajectory(room: int, asked: int, cut: bool) -> None:
     """Codex ends with an error then, and asks no more."""
