@@ -256,9 +256,7 @@ async def test_engine_that_hangs_costs_its_own_deadline_not_the_run() -> None:
 
 
 @pytest.mark.parametrize("step", ["join_group", "receive_stream"])
-async def test_engines_that_wait_for_one_that_died_are_not_to_blame(
-    step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engines_that_wait_for_one_that_died_are_not_to_blame(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others hear nothing from it, and time out."""
     # covers: C8
     fleet = FakeFleet([], joining=("engine-0", "engine-1", "engine-2"))
