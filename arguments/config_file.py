@@ -22,7 +22,7 @@ from miles_async.arguments.pass_through import (
     values_from_toml,
 )
 from miles_async.arguments.problems import refuse
-from miles_async.arguments.specification import FlagSpecification, argument_groups, flag_specifications, group_title
+from miles_async.arguments.specification import argument_groups, flag_specifications, group_flags, group_title
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.errors import ConfigurationError
 
@@ -89,19 +89,15 @@ def to_toml(arguments: Arguments) -> str:
     for group in argument_groups():
         lines.append(f"[{group}]")
         values = getattr(arguments, group)
-        for specification in _group_flags(group):
+        for specification in group_flags(group):
             key = specification.flag.removeprefix("--")
-            lines.append(f"{key} = {_toml_value(getattr(values, specification.name))}")
+            lines.append(f"{key} = {_toml_value(specification.value_in(arguments))}")
         extras = {where: getattr(values, where.field) for where in PREFIXES.values() if where.group == group}
         for flag, words in unflatten(extras):
             value = True if not words else words[0] if len(words) == 1 else words
             lines.append(f"{json.dumps(flag.removeprefix('--'))} = {_toml_value(value)}")
         lines.append("")
     return "\n".join(lines)
-
-
-def _group_flags(group: str) -> list[FlagSpecification]:
-    return [item for item in flag_specifications().values() if item.group == group]
 
 
 def _toml_value(value: FlagValue) -> str:

@@ -120,16 +120,17 @@ def teacher_group(arguments: Arguments) -> ServerGroup:
     return frozen[named]
 
 
+def given_sglang_flags(arguments: Arguments, group: ServerGroup) -> dict[str, str]:
+    """SGLang's own flags of a group → the word after each, a switch's too; the last one wins."""
+    words = [part for word in (*arguments.engines.sglang_extra, *group.sglang_extra) for part in word.split("=", 1)]
+    return {name: value for name, value in pairwise([*words, ""]) if name.startswith("--")}
+
+
 def context_lengths(arguments: Arguments) -> list[int]:
     """Tokens of context of the engines that get weights, where flags of SGLang say so, by group."""
-    lengths: list[int] = []
-    for group in server_groups(arguments):
-        if group.role != "frozen" and not group.external:
-            words = (*arguments.engines.sglang_extra, *group.sglang_extra)  # the last one wins
-            parts = pairwise(part for word in words for part in word.split("=", 1))
-            given = [int(value) for name, value in parts if name == "--context-length" and value.isdecimal()]
-            lengths += given[-1:]
-    return lengths
+    groups = [group for group in server_groups(arguments) if group.role != "frozen" and not group.external]
+    given = [given_sglang_flags(arguments, group).get("--context-length", "") for group in groups]
+    return [int(length) for length in given if length.isdecimal()]
 
 
 def check_server_groups(arguments: Arguments) -> Iterator[str]:

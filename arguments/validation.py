@@ -68,8 +68,8 @@ def validate(arguments: Arguments, given: Mapping[str, Given] = MappingProxyType
 
 def range_problems(arguments: Arguments) -> Iterator[str]:
     """Yield one line per flag whose value cannot work with any other flags."""
-    for name, flag in flag_specifications().items():
-        value = getattr(getattr(arguments, flag.group), name)
+    for flag in flag_specifications().values():
+        value = flag.value_in(arguments)
         if value is not None and (expected := flag.expected_instead(value)):
             yield f"{flag.flag}: expected {expected}, found {value}"
     if 0 < arguments.rollout.rollout_temperature < GREEDY_BELOW:
