@@ -37,8 +37,6 @@ from miles_async.wiring.environments import check_environments, run_environments
 from miles_async.wiring.reply_parsers import call_hook, reply_parser
 from miles_async.wiring.session_process import ServerSettings
 
-Sampling = JsonObject
-
 
 class Episodes:
     """Generates for training and evaluation, and the ``services`` that they need: servers of sessions and of tools."""
@@ -82,7 +80,7 @@ class Episodes:
             *(service for service in agents if service is not None),
         ]
 
-    def generate(self, sampling: Sampling, *, trained: bool) -> Generate:
+    def generate(self, sampling: JsonObject, *, trained: bool) -> Generate:
         """``sampling``: SGLang's parameters, with ``max_new_tokens`` for all turns together. ``trained``: samples are
         trained on, not only evaluated.
         """
@@ -122,7 +120,7 @@ class Episodes:
 
         return both
 
-    def _limits(self, sampling: Sampling) -> Limits:
+    def _limits(self, sampling: JsonObject) -> Limits:
         return Limits(
             response=sampling["max_new_tokens"],
             total=trajectory_limit(self._arguments),
@@ -195,15 +193,10 @@ class SessionsOfRun:
 
 def _circuit(arguments: Arguments, services: Services) -> Circuit:
     """Circuit of services that trajectories need besides engines; only users' code reports them down."""
-    origins = {
-        "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
-        "--environment": arguments.sessions.environment,
-        "--environment-path": arguments.sessions.environment_path,
-        "--mcp-server": " ".join(arguments.sessions.mcp_server) or None,
-        "--agent-path": arguments.sessions.agent_path,
-        "--agent-command": arguments.sessions.agent_command,
-    }
-    users = [f"the service of {flag} {origin}" for flag, origin in origins.items() if origin is not None]
+    origins = arguments.trajectory_origins
+    if arguments.sessions.mcp_server:
+        origins["--mcp-server"] = " ".join(arguments.sessions.mcp_server)
+    users = [f"the service of {flag} {origin}" for flag, origin in origins.items()]
     return services.circuit(users[0] if users else "generation")
 
 
