@@ -71,6 +71,11 @@ class Arguments:
         return self.rewards.named is not None or self.sessions.may_reward
 
     @property
+    def longest_sample(self) -> int:
+        """Tokens that a prompt and its response may have, as far as flags say."""
+        return self.rollout.rollout_max_response_len + (self.data.rollout_max_prompt_len or 1)
+
+    @property
     def model_directories(self) -> dict[str, Path]:
         """Flag → directory, of each model that trainer ranks load."""
         directories = {

@@ -157,8 +157,11 @@ def check_server_groups(arguments: Arguments) -> Iterator[str]:
             yield f"{where}a group for evaluation, and no --eval-prompt-data or --eval-config"
         if arguments.sessions.runs_agent:
             yield f"{where}a group for evaluation: agents always talk to the engines of training; leave it out"
-    if any(group.external for group in groups):
-        yield from _external_problems(arguments)
+    if arguments.weights.compares_digests and any(group.external for group in groups):
+        yield (
+            f"external engines with --verify-weights {arguments.weights.verify_weights}: only servers that we start "
+            "can say what they hold; use canary"
+        )
 
 
 def _asked_groups(arguments: Arguments, groups: Sequence[ServerGroup]) -> Iterator[str]:
@@ -188,12 +191,3 @@ def _group_problems(group: ServerGroup) -> Iterator[str]:
             yield f"group {group.name}: expected external engines as host:port, found {address!r}"
     if group.external and (group.sglang or group.model is not None):
         yield f"group {group.name}: external engines are up already, so sglang and model would have no effect"
-
-
-def _external_problems(arguments: Arguments) -> Iterator[str]:
-    weights = arguments.weights
-    if weights.compares_digests:
-        yield (
-            f"external engines with --verify-weights {weights.verify_weights}: only servers that we start can say what "
-            "they hold; use canary"
-        )

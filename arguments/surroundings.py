@@ -50,7 +50,7 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
             yield f"{flag} {size} does not divide the model's {key} {found}"
     if isinstance(layers := config.get("num_hidden_layers"), int):
         yield from refusal(lambda: model.stage_layers(layers))
-    longest = arguments.rollout.rollout_max_response_len + (arguments.data.rollout_max_prompt_len or 1)
+    longest = arguments.longest_sample
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and longest > positions and not arguments.algorithm.supervised:
         yield (

@@ -79,7 +79,7 @@ def check_batches(arguments: Arguments) -> Iterator[str]:
             "(--actor-num-gpus-per-node)"
         )
     prompt = arguments.data.rollout_max_prompt_len
-    longest = rollout.rollout_max_response_len + (prompt or 1)
+    longest = arguments.longest_sample
     if arguments.micro_batch_tokens < longest and not arguments.algorithm.supervised:  # which skips longer examples
         known = f"--rollout-max-prompt-len {prompt} + " if prompt else "a prompt and "
         ranks = arguments.model.context_parallel_size

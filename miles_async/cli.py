@@ -13,7 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 from miles_async import __version__
-from miles_async.errors import ConfigurationError, ContractViolation, DataError, MilesAsyncError
+from miles_async.errors import (
+    EXIT_CONFIGURATION,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ConfigurationError,
+    ContractViolation,
+    DataError,
+    MilesAsyncError,
+)
 from miles_async.runtime.texts import escaped
 
 Command = Callable[[Sequence[str]], int]
@@ -63,12 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except (ConfigurationError, DataError) as error:
-        return _report(error, 2)
+        return _report(error, EXIT_CONFIGURATION)
     except MilesAsyncError as error:
-        return _report(error, 1)
+        return _report(error, EXIT_FAILED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
 
 
 def _replace_unprintable() -> None:
@@ -82,7 +90,7 @@ def _dispatch(words: list[str]) -> int:
     command = words[0] if words else "--help"
     if command in ("-h", "--help", "help"):
         _show(HELP)
-        return 0 if words else 2
+        return 0 if words else EXIT_CONFIGURATION
     if command == "--version":
         print(f"miles-async {__version__}")
         return 0

@@ -28,7 +28,7 @@ from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.checkpoints.save_lock import SaveLock
 from miles_async.checkpoints.start import kept_settings
 from miles_async.controller import Controller
-from miles_async.errors import PublicationError, StalledError, first_error
+from miles_async.errors import EXIT_FAILED, EXIT_INTERRUPTED, PublicationError, StalledError, first_error
 from miles_async.observability.heartbeat import heartbeat
 from miles_async.observability.progress import Progress, open_progress
 from miles_async.observability.recorder import RunRecorder
@@ -71,8 +71,6 @@ _STARTING: Mapping[Sides, str] = {
     "rollout": "engines and router",
     "trainer": "trainer ranks",
 }
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 ENGINE_RESTART_SECONDS = 60.0  # for an engine's death to be noticed, before it starts again
 
 

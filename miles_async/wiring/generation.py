@@ -132,7 +132,7 @@ class Episodes:
         if self._verifiers is not None:
             return self._verifiers
         if sessions.agent_path is not None:
-            return _loaded_agent(sessions.agent_path)
+            return load_object(sessions.agent_path, Agent, "--agent-path")
         assert sessions.agent_command is not None
         return CommandAgent(sessions.agent_command, log_path=self._log_dir / "agents.log", api_key=self._keys.agents)
 
@@ -217,22 +217,17 @@ def run_services(arguments: Arguments) -> Services:
     return Services(outage_timeout=rollout.service_outage_timeout, max_failures=rollout.max_sample_failures)
 
 
-def _loaded_agent(path: str) -> RunAgent:
-    return load_object(path, Agent, "--agent-path")
-
-
 def check_hooks(arguments: Arguments) -> None:
     """Import the hooks of a run, which loads them again. Raises ConfigurationError."""
     sessions = arguments.sessions
     check_environments(sessions)
     if sessions.agent_path is not None:
-        _loaded_agent(sessions.agent_path)
+        load_object(sessions.agent_path, Agent, "--agent-path")
     if sessions.agent_command is not None:
         command_words(sessions.agent_command)
     call_hook(sessions.tool_call_parser)
-    resolve_run_reward(arguments, run_services(arguments))
-    for held_out in evaluation_sets(arguments.evaluation):
-        flags = held_out.rewards(arguments.rewards)
+    held_out = (each.rewards(arguments.rewards) for each in evaluation_sets(arguments.evaluation))
+    for flags in (arguments.rewards, *held_out):
         resolve_run_reward(replace(arguments, rewards=flags), run_services(arguments))
 
 
@@ -252,20 +247,16 @@ class RunReward:
 
 def resolve_run_reward(arguments: Arguments, services: Services) -> RunReward:
     """The rewards of these flags; what an environment or agent gives comes first. Raises ConfigurationError."""
-    group = resolve_group_reward(arguments.rewards, services)
-    return RunReward(single=_single_reward(arguments, services, alone=group is None), group=group)
-
-
-def _single_reward(arguments: Arguments, services: Services, *, alone: bool) -> GivenReward | None:
-    """``alone``: no group reward follows."""
     rewards, sessions = arguments.rewards, arguments.sessions
+    group = resolve_group_reward(rewards, services)
+    single = None
     if rewards.rm_type is not None or rewards.custom_rm_path is not None:
-        return GivenReward(resolve_reward(rewards, services))
-    if arguments.algorithm.advantage_estimator == "on_policy_distillation":
-        return GivenReward(_unrewarded)
-    if not alone or sessions.plays_verifiers:
-        return None
-    return GivenReward(None if sessions.is_multi_turn else resolve_reward(rewards, services))
+        single = GivenReward(resolve_reward(rewards, services))
+    elif arguments.algorithm.advantage_estimator == "on_policy_distillation":
+        single = GivenReward(_unrewarded)
+    elif group is None and not sessions.plays_verifiers:
+        single = GivenReward(None if sessions.is_multi_turn else resolve_reward(rewards, services))
+    return RunReward(single=single, group=group)
 
 
 async def _unrewarded(prompt: Prompt, sample: Sample) -> float:
