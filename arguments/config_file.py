@@ -26,8 +26,6 @@ from miles_async.arguments.specification import argument_groups, flag_specificat
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.errors import ConfigurationError
 
-RENAMED = {"share_prompts": "share_prefixes"}  # name that files of earlier runs have → name of the flag
-
 
 def read_config_file(path: Path) -> tuple[dict[str, FlagValue], PassThrough]:
     """(field name → value, flags that are passed on). Raises ConfigurationError naming every bad key."""
@@ -65,7 +63,6 @@ def _entries(document: Mapping[str, object]) -> Iterator[tuple[str, str, object]
 def _read_key(table: str, key: str, value: object, values: dict[str, FlagValue], passed: PassThrough) -> None:
     specifications = flag_specifications()
     name, flag = key.replace("-", "_"), "--" + key.replace("_", "-")
-    name = RENAMED.get(name, name)
     specification = specifications.get(name)
     if specification is None:
         ours = [item.flag for item in specifications.values()]

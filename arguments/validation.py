@@ -209,6 +209,17 @@ COMMON_CHECKS: tuple[Check, ...] = (
 )
 """Checks of every run: of the model, its layout, and what both kinds of data have."""
 
+GENERATED_CHECKS: tuple[Check, ...] = (
+    check_rewards,
+    check_evaluation,
+    check_hooks,
+    check_reasoning_parser,
+    check_trajectories,
+    check_deadlines,
+    check_router_port,
+)
+"""Checks of flags for what engines generate, trained on or not."""
+
 SAMPLED_CHECKS: tuple[Check, ...] = (
     check_algorithm,
     check_critic,
@@ -218,30 +229,15 @@ SAMPLED_CHECKS: tuple[Check, ...] = (
     check_off_policy_correction,
     check_distillation,
     check_routing_replay,
-    check_rewards,
+    *GENERATED_CHECKS,
     check_group_filters,
-    check_evaluation,
-    check_hooks,
-    check_reasoning_parser,
-    check_trajectories,
-    check_deadlines,
     check_weights,
-    check_router_port,
     check_colocation,
     check_debug,
 )
 """Checks of flags for sampled data."""
 
-EVALUATED_CHECKS: tuple[Check, ...] = (
-    check_evaluation_alone,
-    check_rewards,
-    check_evaluation,
-    check_hooks,
-    check_reasoning_parser,
-    check_trajectories,
-    check_deadlines,
-    check_router_port,
-)
+EVALUATED_CHECKS: tuple[Check, ...] = (check_evaluation_alone, *GENERATED_CHECKS)
 """Checks of ``--eval-only``, where nothing is trained."""
 
 SUPERVISED_CHECKS: tuple[Check, ...] = (check_supervised,)
