@@ -6,7 +6,7 @@ import argparse
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from miles_async.arguments.specification import argument_groups, group_flags, group_title
 from miles_async.arguments.words import did_you_mean
@@ -124,13 +124,7 @@ def _page(parser: argparse.ArgumentParser, sections: Iterable[Section]) -> str:
 class Help(argparse.Action):
     """``--help [GROUP | WORD ...]``."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[object] | None,
-        option_string: str | None = None,
-    ) -> NoReturn:
+    def __call__(self, parser: argparse.ArgumentParser, _: object, values: Any, *__: object) -> NoReturn:
         topic = [str(value) for value in values or ()]
         print(topic_page(parser, topic) if topic else short_page(parser), end="")
         parser.exit()
