@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -23,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.evaluation_sets import evaluation_sets
+from miles_async.arguments.evaluation_sets import readable_sets
 from miles_async.arguments.foreign import FOREIGN_FLAGS
 from miles_async.errors import ConfigurationError
 
@@ -144,7 +143,12 @@ def check_server_groups(arguments: Arguments) -> Iterator[str]:
     except ConfigurationError as error:
         yield str(error)
         return
-    yield from _asked_groups(arguments, groups)
+    asked = [each.name for each in readable_sets(arguments.evaluation) if each.engines == "evaluation"]
+    if asked and not of_role(groups, "evaluation"):
+        yield (
+            f"--eval-config {arguments.evaluation.eval_config}: {asked[0]}: engines: evaluation, and no group in "
+            '--server-groups has role = "evaluation"'
+        )
     if engines.server_groups is None and not engines.rollout_external:
         return  # the one group of flags that other checks look at
     where = f"--server-groups {engines.server_groups}: " if engines.server_groups else ""
@@ -162,16 +166,6 @@ def check_server_groups(arguments: Arguments) -> Iterator[str]:
             f"external engines with --verify-weights {arguments.weights.verify_weights}: only servers that we start "
             "can say what they hold; use canary"
         )
-
-
-def _asked_groups(arguments: Arguments, groups: Sequence[ServerGroup]) -> Iterator[str]:
-    with suppress(ConfigurationError):  # check_data_sets reports it
-        asked = [each.name for each in evaluation_sets(arguments.evaluation) if each.engines == "evaluation"]
-        if asked and not of_role(groups, "evaluation"):
-            yield (
-                f"--eval-config {arguments.evaluation.eval_config}: {asked[0]}: engines: evaluation, and no group in "
-                '--server-groups has role = "evaluation"'
-            )
 
 
 def _group_problems(group: ServerGroup) -> Iterator[str]:
