@@ -8,6 +8,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.algorithm import AlgorithmArguments, PolicyLossName
 from miles_async.arguments.model import ModelArguments, num_experts
 from miles_async.arguments.model_files import read_config
+from miles_async.arguments.specification import flag_specifications
 
 AGAINST_SAMPLER: frozenset[PolicyLossName] = frozenset({"sat", "sat_gspo", "dis"})
 """Losses whose ratio is against the policy that sampled; against another they see no staleness."""
@@ -75,10 +76,9 @@ def _check_loss(arguments: Arguments) -> Iterator[str]:
     """Check that the policy's loss has what it needs, and no option of another one."""
     algorithm = arguments.algorithm
     for name, losses in LOSSES_WITH.items():
-        value = getattr(algorithm, name)
-        changed = value != getattr(AlgorithmArguments(), name)
-        if changed and ":" not in algorithm.policy_loss and algorithm.policy_loss not in losses:
-            yield f"--{name.replace('_', '-')} {value} has no effect with --policy-loss {algorithm.policy_loss}"
+        flag, value = flag_specifications()[name], getattr(algorithm, name)
+        if value != flag.default and ":" not in algorithm.policy_loss and algorithm.policy_loss not in losses:
+            yield f"{flag.flag} {value} has no effect with --policy-loss {algorithm.policy_loss}"
     wide, high = 1 < algorithm.eps_clip < NO_CLIP, algorithm.eps_clip_high
     if wide and high is None and algorithm.policy_loss in CLIPPED_RATIO:
         yield (
