@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from miles_async.commands.parser import CommandParser
 from miles_async.runs.ending import STOP_SECONDS, end_run
 
 
-def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
+def stop(words: Sequence[str]) -> int:
     """Run ``miles-async stop``; return the exit code. Raises what ``runs.ending.end_run`` does."""
     parser = CommandParser(
         prog="miles-async stop",
@@ -24,5 +24,5 @@ def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
         help="seconds to wait for an orderly shutdown before killing processes (default: %(default)g)",
     )
     parsed = parser.parse_args(words)
-    end_run(parsed.directory, parsed.timeout, say)
+    end_run(parsed.directory, parsed.timeout, print)
     return 0

@@ -170,7 +170,7 @@ def _forgive(translation: Translation, scripted: Mapping[str, Sequence[str]]) ->
 def _sort_out(translation: Translation, migrated: Migrated) -> None:
     """Keep the words that our parser knows; put translated flags in front of what ``migrated`` says of the rest."""
     flags = flag_specifications().values()
-    ours = [flag.flag for flag in flags] + [flag.flag.replace("--", "--no-", 1) for flag in flags if flag.kind is bool]
+    ours = [flag.flag for flag in flags] + [flag.negated_flag for flag in flags if flag.kind is bool]
     known, unmapped = list[str](), list(translation.problems.values())
     for flag, values in mentions(translation.words):
         name = flag.partition("=")[0]

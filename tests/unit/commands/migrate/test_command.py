@@ -14,6 +14,7 @@ import pytest
 from miles_async.arguments.parser import parse_arguments
 from miles_async.cli import main
 from miles_async.commands.migrate.shell_script import find_command
+from tests.unit.commands.command_line import refused
 
 SCRIPT = r"""#!/bin/bash
 pkill -9 python   # before train.py
@@ -419,7 +420,6 @@ def test_wrong_input(
 ) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
-    assert main(["migrate", str(tmp_path / name)]) == 2
-    error = capsys.readouterr().err
+    error = refused(capsys, "migrate", str(tmp_path / name))
     assert str(tmp_path / name) in error
     assert message in error
