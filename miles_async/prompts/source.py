@@ -126,10 +126,16 @@ class FilePromptSource:
         """Learn from finished groups how many of their samples solved the prompt; a ``PoolObserver``."""
         if not isinstance(event, Finished) or self._arguments.prompt_sampler == "uniform":
             return
-        row = self._rows.index(event.group.attempt.prompt.prompt_id)
+        prompt = event.group.attempt.prompt
+        row = self._rows.index(prompt.prompt_id)
         rewards = [sample.reward for sample in event.group.samples if sample.reward is not None]
-        if row is not None and rewards:
+        if row is not None and rewards and self._holds(row, prompt):
             self._rates[row] = pass_rate(rewards, self._arguments.solved_reward)
+
+    def _holds(self, index: int, prompt: Prompt) -> bool:
+        """Whether the row still has this prompt: one of before ``--load-anyway`` may only share its id."""
+        row = self._rows.read(index)
+        return (row.text, row.label) == (prompt.text, prompt.label)
 
     def _next_stream(self) -> int:
         return next_stream([stream.given for stream in self._streams], self._weights)

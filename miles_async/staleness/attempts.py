@@ -84,7 +84,7 @@ class AttemptBook:
         quarantined one, as after a change of the data, ends that quarantine.
         """
         last = self._quarantined.get(prompt.prompt_id)
-        if last is None or last.prompt == prompt:
+        if last is None or _content(last.prompt) == _content(prompt):
             return last is None
         del self._quarantined[prompt.prompt_id]
         return True
@@ -187,6 +187,11 @@ class AttemptBook:
 def unissued(attempt: Attempt) -> Attempt:
     """Another try of an attempt, which waits to be issued: with its counters and nothing else of it (M7)."""
     return replace(attempt, attempt_id=UNISSUED, issued_version=0)
+
+
+def _content(prompt: Prompt) -> tuple[object, ...]:
+    """What tells prompts of one id apart; not metadata and messages, which users' code may have changed."""
+    return prompt.token_ids, prompt.label, prompt.pictures
 
 
 def dead_letter(last: Attempt) -> DeadLetter:
