@@ -135,7 +135,10 @@ def _answer(value: object) -> str | None:
     """The label as a text; None if the value cannot be a label."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         value = int(value)  # tables keep whole numbers as floats where a column has gaps
-    is_label = isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
+    if isinstance(value, Decimal):  # 1.50 in a table; normalize() would round
+        whole, _, fraction = f"{value:f}".partition(".")
+        return f"{whole}.{digits}" if (digits := fraction.rstrip("0")) else whole
+    is_label = isinstance(value, str | int | float) and not isinstance(value, bool)
     if not is_label or (isinstance(value, float) and not math.isfinite(value)):
         return None
     return str(value)

@@ -142,8 +142,10 @@ def _without_float32(kind: pyarrow.DataType, replacement: pyarrow.DataType) -> p
         return replacement
     if arrow.types.is_struct(kind):
         return arrow.struct([field.with_type(_without_float32(field.type, replacement)) for field in kind])
-    if arrow.types.is_list(kind):
-        return arrow.list_(kind.value_field.with_type(_without_float32(kind.value_type, replacement)))
+    lists = (arrow.types.is_list, arrow.types.is_large_list, arrow.types.is_fixed_size_list)
+    if any(is_kind(kind) for is_kind in lists):
+        values = _without_float32(kind.value_type, replacement)
+        return kind if values == kind.value_type else arrow.list_(kind.value_field.with_type(values))
     return kind
 
 

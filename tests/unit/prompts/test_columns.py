@@ -118,8 +118,13 @@ class TestSeveralAnswers:
             ExampleSource(DataArguments(prompt_data=(str(path),)), chat_format("qwen3"), 10_000).take(1)
 
 
-def test_short_floats_are_labels_in_objects_and_lists_too(tmp_path: Path) -> None:
-    kind = pyarrow.struct([("answers", pyarrow.list_(pyarrow.float32())), ("style", pyarrow.string())])
+@pytest.mark.parametrize(
+    "answers",
+    [pyarrow.list_(pyarrow.float32()), pyarrow.large_list(pyarrow.float32()), pyarrow.list_(pyarrow.float32(), 2)],
+    ids=str,
+)
+def test_short_floats_are_labels_in_objects_and_lists_too(answers: pyarrow.DataType, tmp_path: Path) -> None:
+    kind = pyarrow.struct([("answers", answers), ("style", pyarrow.string())])
     column = pyarrow.array([{"answers": [0.1, 42], "style": "a"}], kind)
     path = tmp_path / "p.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "reward_model": column}), path)
