@@ -48,9 +48,15 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.content)
 
 
-def read_row(row: JsonObject, arguments: DataArguments, location: str) -> PromptRow:
-    """Check one row. Raises DataError that begins with ``location`` ("train.jsonl:7")."""
+def read_row(row: JsonObject, arguments: DataArguments, location: str, *, is_json: bool) -> PromptRow:
+    """Check one row. ``is_json``: its values have no types but JSON's. Raises DataError that begins with ``location``
+    ("train.jsonl:7").
+    """
     tools, metadata = _tools(row, arguments, location), _metadata(row, arguments, location)
+    if not is_json:  # as a checkpoint keeps it: times become texts, NaN null
+        tools, metadata = msgspec.json.decode(
+            msgspec.json.encode((tools, metadata), enc_hook=str), type=tuple[tuple[JsonObject, ...], JsonObject]
+        )
     content, images = _content(row, arguments, location)
     return PromptRow(
         row_id=_row_id(row, arguments, location),

@@ -61,7 +61,7 @@ class PromptRows:
     def read(self, index: int) -> PromptRow:
         """Raises DataError."""
         file, inside = self.place(index)
-        return read_row(file.read(inside), file.keys, file.location(inside))
+        return read_row(file.read(inside), file.keys, file.location(inside), is_json=file.is_json)
 
     def location(self, index: int) -> str:
         """The beginning of every message about this row."""
@@ -102,7 +102,7 @@ class PromptRows:
         for file, rows in zip(self.files, self.ranges, strict=True):
             for index, row in enumerate(file):
                 location = file.location(index)
-                checked = read_row(row, file.keys, location)
+                checked = read_row(row, file.keys, location, is_json=file.is_json)
                 if check is not None:
                     check(checked.label, checked.metadata, location)
                 for image in checked.images:

@@ -28,6 +28,8 @@ class TableRows(RowFile):
     renders, messages and tools, null fields are left out.
     """
 
+    is_json = False
+
     def __init__(self, place: str, label: str, digest: str, tables: Sequence[pyarrow.Table], columns: Columns) -> None:
         """``tables``: with the columns of ``columns``, one after another."""
         self.place, self.label, self.digest = place, label, digest

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 from pathlib import Path
 
+import msgspec
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -19,6 +22,7 @@ from miles_async.errors import CheckpointError, ConfigurationError, DataError
 from miles_async.prompts.examples import ExampleSource
 from miles_async.prompts.source import FilePromptSource
 from miles_async.runs.prompt_checks import check_prompts
+from miles_async.types import Prompt
 from tests.fakes.chat_formats import chat_format
 from tests.unit.prompts.row_files import prompts, refusal, write
 
@@ -72,6 +76,36 @@ def test_metadata_of_the_usual_name_may_be_absent(file: Path) -> None:
     write(file, [{"prompt": QUESTION, "label": "2"}])
     assert prompts(file, metadata_key="metadata")[0].metadata == {}
     assert "'extra' (--metadata-key)" in refusal(file, metadata_key="extra")
+
+
+@pytest.mark.parametrize("part", ["", "@[0:1]"])
+def test_metadata_of_tables_is_what_a_checkpoint_can_keep(part: str, tmp_path: Path) -> None:
+    """Attempts that are owed at a checkpoint are kept as JSON, and rewards should not see other types after a resume.
+
+    # covers: C9
+    """
+    more = {
+        "at": datetime.datetime(2026, 1, 2, 3, 4),
+        "day": datetime.date(2026, 1, 2),
+        "raw": b"\x00\xff",
+        "price": decimal.Decimal("1.50"),
+        "tolerance": float("nan"),
+        "answer": decimal.Decimal("2.00"),
+        "deep": [{"at": datetime.time(3, 4)}],
+    }
+    path = write(tmp_path / "p.parquet", [{"prompt": QUESTION, "extra": more}])
+    [prompt] = prompts(Path(f"{path}{part}"), label_key="extra.answer", metadata_key="extra")
+    assert prompt.metadata == {
+        "at": "2026-01-02T03:04:00",
+        "day": "2026-01-02",
+        "raw": "AP8=",
+        "price": "1.50",
+        "tolerance": None,
+        "answer": "2.00",
+        "deep": [{"at": "03:04:00"}],
+    }
+    assert msgspec.json.decode(msgspec.json.encode(prompt), type=Prompt) == prompt
+    assert prompt.label == "2"
 
 
 VERL_ROW = {"data_source": "s", "prompt": QUESTION, "reward_model": {"ground_truth": "2", "style": "rule"}}
