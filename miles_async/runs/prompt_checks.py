@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.errors import CheckpointError, ConfigurationError
@@ -30,7 +28,7 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
         earlier = earlier_rates(rows, data)
         if earlier:
             notes.append(f"--pass-rates: known of {len(earlier)} of {len(rows)} prompts")
-        if data is arguments.data and (cursor := _saved_cursor(arguments.checkpoint.load)):
+        if data is arguments.data and (cursor := _saved_cursor(arguments)):
             try:
                 notes += changed_prompts(cursor, rows, data, earlier, arguments.checkpoint.load_anyway)
             except CheckpointError as error:
@@ -68,16 +66,20 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
     return notes
 
 
-def _saved_cursor(load: Path | None) -> JsonObject | None:
-    """The prompt cursor of the checkpoint to resume from; None if there is none, as in supervised runs."""
+def _saved_cursor(arguments: Arguments) -> JsonObject | None:
+    """The prompt cursor of the checkpoint to resume from; None if there is none."""
     import msgspec
 
-    from miles_async.checkpoints.files import find_checkpoint
+    from miles_async.checkpoints.files import EXAMPLES_FILE, find_checkpoint
     from miles_async.rollout.checkpoint import read_cursor
 
+    load = arguments.checkpoint.load
     if load is None:
         return None
     try:
-        return read_cursor(find_checkpoint(load).directory)
+        directory = find_checkpoint(load).directory
+        if arguments.algorithm.supervised:
+            return msgspec.json.decode((directory / EXAMPLES_FILE).read_bytes(), type=JsonObject)
+        return read_cursor(directory)
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError):  # the load says what is wrong with it
         return None

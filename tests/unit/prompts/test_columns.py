@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from miles_async.arguments import Arguments
+from miles_async.arguments import Arguments, CheckpointArguments
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.errors import CheckpointError, ConfigurationError, DataError
@@ -200,6 +201,28 @@ class TestRowsByNumber:
         assert parse_data_sets(["a/t.jsonl@[0:10]"]) == {"t": "a/t.jsonl@[0:10]"}
         with pytest.raises(ConfigurationError, match=r"--eval-prompt-data t\.parquet@\[1\]: expected FILE@"):
             parse_data_sets(["t.parquet@[1]"])
+
+
+@pytest.mark.parametrize("kind", ["rewards", "examples"])
+def test_a_dry_run_refuses_a_checkpoint_with_other_rows(kind: str, tmp_path: Path) -> None:
+    """As the resumed run does, with rewards and with ``--loss-type sft_loss``."""
+    # covers: C9
+    path = write(tmp_path / "p.jsonl", [{"prompt": "a", "label": "1"}])
+    data, directory = DataArguments(prompt_data=(str(path),)), tmp_path / "iter_0000005"
+    cursor = FilePromptSource(data, lambda content, tools: (1,)).state()
+    directory.mkdir()
+    (directory / "position.json").write_text('{"step": 5, "version": 0, "run": "r"}')
+    name, content = ("examples.json", cursor) if kind == "examples" else ("rollout.json", {"source": cursor})
+    (directory / name).write_text(json.dumps(content))
+    arguments = Arguments(data=data, checkpoint=CheckpointArguments(load=directory))
+    if kind == "examples":
+        arguments = replace(arguments, algorithm=replace(arguments.algorithm, loss_type="sft_loss"))
+    check_prompts(arguments)
+    write(path, [{"prompt": "b", "label": "1"}])
+    with pytest.raises(ConfigurationError, match=r"p\.jsonl: cannot continue in the middle of other prompts"):
+        check_prompts(arguments)
+    accepted = replace(arguments, checkpoint=replace(arguments.checkpoint, load_anyway=("prompt_data",)))
+    assert "prompt_data: digest was" in check_prompts(accepted)[1][0]
 
 
 def test_a_dry_run_counts_rows_without_the_columns_they_may_lack(tmp_path: Path) -> None:
