@@ -16,19 +16,23 @@ class RewardOfRow:
     A reward's needs of the machine are checked when the first row names it.
     """
 
-    def __init__(self, arguments: RewardArguments) -> None:
+    def __init__(self, arguments: RewardArguments, overrides: JsonObject | None = None) -> None:
+        """``overrides``: added to the metadata of every row; these win."""
         self._arguments = arguments
+        self._overrides = overrides or {}
         self._needs_checked: set[str] = set()
 
     def __call__(self, label: Label | None, metadata: JsonObject, location: str) -> None:
         """Check one row. Raises DataError that begins with ``location`` ("train.jsonl:7")."""
+        metadata = {**metadata, **self._overrides}
         own = metadata.get("rm_type")
         try:
             for name, _ in parse_rm_type(str(own if own is not None else self._arguments.rm_type or "")):
                 self._check_needs(name)
                 _check_row(name, label, metadata)
         except (ConfigurationError, RewardError) as error:
-            named = "its reward (--rm-type)" if own is None else f"its own reward (rm_type {own!r} in --metadata-key)"
+            place = "metadata_overrides" if "rm_type" in self._overrides else "--metadata-key"
+            named = "its reward (--rm-type)" if own is None else f"its own reward (rm_type {own!r} in {place})"
             raise DataError(f"{location}: {named}: {error}") from error
 
     def _check_needs(self, name: str) -> None:

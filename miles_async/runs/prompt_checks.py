@@ -20,11 +20,13 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
     from miles_async.rewards.row_check import RewardOfRow
 
     counts, notes = dict[str, int](), list[str]()
-    held_out = evaluation_sets(arguments.evaluation)
-    pairs = [(each.data(arguments.data), each.rewards(arguments.rewards)) for each in held_out]
-    for data, rewards in ((arguments.data, arguments.rewards), *pairs):
+    held_out = [
+        (each.data(arguments.data), each.rewards(arguments.rewards), each.metadata_overrides)
+        for each in evaluation_sets(arguments.evaluation)
+    ]
+    for data, rewards, overrides in ((arguments.data, arguments.rewards, {}), *held_out):
         rewarded = rewards.rm_type is not None and not arguments.algorithm.supervised
-        rows = open_prompts(data, RewardOfRow(rewards) if rewarded else None)
+        rows = open_prompts(data, RewardOfRow(rewards, overrides) if rewarded else None)
         earlier = earlier_rates(rows, data)
         if earlier:
             notes.append(f"--pass-rates: known of {len(earlier)} of {len(rows)} prompts")

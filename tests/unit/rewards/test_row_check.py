@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
-from miles_async.arguments import RewardArguments
+from miles_async.arguments import Arguments, DataArguments, EvaluationArguments, RewardArguments
 from miles_async.errors import DataError
 from miles_async.rewards.row_check import RewardOfRow
+from miles_async.runs.prompt_checks import check_prompts
 from miles_async.types import Label
 
 TESTS = {"inputs": ["1"], "outputs": ["2"]}
@@ -51,6 +54,30 @@ def test_a_row_that_cannot_be_rewarded_is_named(
 )
 def test_other_rows_pass(label: Label | None, metadata: dict[str, object]) -> None:
     RewardOfRow(RewardArguments(rm_type="exact_match"))(label, metadata, "train.jsonl:7")
+
+
+def test_overrides_of_an_evaluation_set_count_before_the_row_does(tmp_path: Path) -> None:
+    """As the evaluation merges them: a reward they replace is not checked, one they name is."""
+    (tmp_path / "e.jsonl").write_text('{"prompt": "2 + 2?", "label": "4", "metadata": {"rm_type": "deepscaler"}}\n')
+
+    def check(overrides: dict[str, object]) -> tuple[dict[str, int], list[str]]:
+        data_set = {"name": "a", "path": "e.jsonl", "metadata_overrides": overrides}
+        (tmp_path / "eval.json").write_text(json.dumps({"datasets": [data_set]}))
+        return check_prompts(
+            Arguments(
+                data=DataArguments(prompt_data=(str(tmp_path / "t.jsonl"),), metadata_key="metadata"),
+                rewards=RewardArguments(rm_type="exact_match"),
+                evaluation=EvaluationArguments(eval_config=tmp_path / "eval.json"),
+            )
+        )
+
+    (tmp_path / "t.jsonl").write_text('{"prompt": "2 + 2?", "label": "4"}\n')
+    with pytest.raises(DataError, match=r"e\.jsonl:1: its own reward \(rm_type 'deepscaler' in --metadata-key\)"):
+        check({})
+    counts, _ = check({"rm_type": "math"})
+    assert len(counts) == 2
+    with pytest.raises(DataError, match=r"\(rm_type 'judge' in metadata_overrides\): judge needs --judge-url"):
+        check({"rm_type": "judge"})
 
 
 @pytest.mark.parametrize(
