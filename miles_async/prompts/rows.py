@@ -17,10 +17,10 @@ from miles_async.prompts.files import JsonlFile, RowFile, RowSlice
 from miles_async.prompts.layouts import recognize
 from miles_async.prompts.row import PromptRow, read_row
 from miles_async.prompts.tables import parquet_rows
-from miles_async.types import JsonObject, Label
+from miles_async.types import JsonObject
 
-CheckRow = Callable[[Label | None, JsonObject, str], None]
-"""Check of a row by its label, metadata and location; raises DataError that begins with the location."""
+CheckRow = Callable[[PromptRow, str], None]
+"""Check of a row at a location; raises DataError that begins with the location."""
 
 
 class PromptRows:
@@ -104,7 +104,7 @@ class PromptRows:
                 location = file.location(index)
                 checked = read_row(row, file.keys, location, is_json=file.is_json)
                 if check is not None:
-                    check(checked.label, checked.metadata, location)
+                    check(checked, location)
                 for image in checked.images:
                     image.size()
                 if checked.row_id is None:

@@ -59,7 +59,7 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
     if arguments.algorithm.supervised:
         from miles_async.wiring.prepared_batches import example_source
 
-        example_source(arguments).take(1)
+        example_source(arguments)
         return []
     template = run_template(arguments)
     notes = list(prompt_notes(arguments, open_source(arguments, template), template))

@@ -47,6 +47,7 @@ def example_source(arguments: Arguments) -> ExampleSource:
     images = load_picture_processor(model.directory)
     source = ExampleSource(arguments.data, template, most, anyway=arguments.checkpoint.load_anyway, images=images)
     source.require_rendered()
+    source.require_usable()
     return source
 
 
