@@ -130,7 +130,7 @@ def test_dry_run_tells_of_prompts_that_are_too_long(
     out = printed(capsys, *flags, "--dry-run")
     assert f"  note: {prompts}: 1 of 3 prompts are skipped: they have up to" in out
     assert "--rollout-max-response-len 32 leaves 96 of the model's 128 positions" in out
-    assert "micro-batches of their own" not in out
+    assert "separate micro-batches" not in out
     assert main([*flags, "--dry-run", "--max-tokens-per-gpu", "64"]) == 0
     assert "their samples may exceed --max-tokens-per-gpu 64" in capsys.readouterr().out
 
