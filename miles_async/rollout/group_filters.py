@@ -35,7 +35,7 @@ def max_length(tokens: float) -> GroupFilter:
     """``max_length:TOKENS``: a response is longer."""
 
     def reason(group: Group) -> str | None:
-        longest = max(sample.response_length for sample in group.samples)
+        longest = max(sample.longest_response for sample in group.samples)
         return f"max_length:{tokens:g}" if longest > tokens else None
 
     return reason
