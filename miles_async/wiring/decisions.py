@@ -53,7 +53,7 @@ def make_batches(
         max_tokens=arguments.micro_batch_tokens,
         quadratic_work=quadratic_work,
         share_prefixes=arguments.model.share_prefixes,
-        samples_per_optimizer_step=arguments.global_batch_size,
+        optimizer_steps=arguments.optimizer_steps_per_epoch,
         bound=arguments.staleness.bound,
         with_experts=arguments.algorithm.routing_replay == "rollout",
         with_teacher=arguments.algorithm.use_opd,
