@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from miles_async.api import GroupFilter
 from miles_async.errors import ScheduleError
 from miles_async.ledger.queued_writer import FLUSH_SECONDS, QueuedWriter
 from miles_async.runtime.serialization import write_frames
@@ -184,11 +185,18 @@ class RecordedPool(Pool):
         *,
         record: Record,
         total_groups: int | None = None,
+        group_filter: GroupFilter | None = None,
         observers: Sequence[PoolObserver] = (),
     ) -> None:
         self._record = record
         self._decisions = Decisions()  # of the call that is running
-        super().__init__(policy, retries, total_groups=total_groups, observers=(self._note, *observers))
+        super().__init__(
+            policy,
+            retries,
+            total_groups=total_groups,
+            group_filter=group_filter,
+            observers=(self._note, *observers),
+        )
 
     def offer(self, epoch: int, prompt: Prompt) -> None:
         with self._recorded(Offered(epoch=epoch, prompt=prompt)):

@@ -105,8 +105,8 @@ class BatchMaker:
         """One shard per rank; every branch of the batch is in exactly one micro-batch of one of them.
 
         Optimizer steps take samples in batch order, so groups stay together where the sizes allow, and all branches of
-        a sample do; steps are as equal as possible. Their number doesn't depend on how many samples groups have lost, since
-        schedules count steps. Within a step, ranks get equal work as nearly as their branches allow (``balance``) and
+        a sample do; steps are as equal as possible. Their number doesn't depend on how many samples groups have lost:
+        schedules count steps. Within one, ranks get equal work as nearly as their branches allow (``balance``) and
         equally many micro-batches: else they would not meet in their collectives. A rank with fewer branches, or
         families that are kept together, than others have micro-batches gets fillers.
         """
