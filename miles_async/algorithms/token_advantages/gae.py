@@ -12,8 +12,8 @@ critic learns from λ = 1: ``--critic-lambd``.
 
 V_t is the critic's value of the prefix that token t was sampled after. r_T is the sample's advantage as
 ``--advantage-estimator`` gives it (with ``reinforce`` its reward), and the other rewards are 0; where the estimator
-gives one per token (``token_rewards``, or your own), r_t is the token's. With ``--kl-coef`` each r_t is less by kl_coef · KL_t, an estimate (``--kl-reward-type``) from
-log π_old and log π_ref (arXiv 1909.08593, eq. 2).
+gives one per token (``token_rewards``, or your own), r_t is the token's. With ``--kl-coef`` each r_t is less by
+kl_coef · KL_t, an estimate (``--kl-reward-type``) from log π_old and log π_ref (arXiv 1909.08593, eq. 2).
 
 The papers have no tokens of tools. Here t counts the tokens that carry loss, so a tool's answer between two turns takes
 no step of γ or λ, as in verl; in slime it takes one per token. A truncated sequence ends with V_{T+1} = 0, as in both.
