@@ -117,9 +117,14 @@ class Arguments:
         return self.optimizer.global_batch_size or max(1, share)
 
     @property
+    def optimizer_steps_per_epoch(self) -> int:
+        """Optimizer steps of one pass over a rollout batch."""
+        return self.rollout.samples_per_rollout // self.global_batch_size
+
+    @property
     def optimizer_steps_per_rollout(self) -> int:
         """Optimizer steps on each rollout batch."""
-        return self.rollout.samples_per_rollout // self.global_batch_size * self.optimizer.ppo_epochs
+        return self.optimizer_steps_per_epoch * self.optimizer.ppo_epochs
 
     @property
     def optimizer_steps(self) -> int:

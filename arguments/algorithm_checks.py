@@ -222,7 +222,7 @@ def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
 
 def check_critic(arguments: Arguments) -> Iterator[str]:
     """Check that the critic can learn under the other flags."""
-    algorithm, critic = arguments.algorithm, arguments.critic
+    algorithm = arguments.algorithm
     if algorithm.lambd_length_alpha is not None and algorithm.lambd != 1.0:
         yield (
             f"--lambd {algorithm.lambd} with --lambd-length-alpha {algorithm.lambd_length_alpha}, which takes its "
@@ -236,13 +236,21 @@ def check_critic(arguments: Arguments) -> Iterator[str]:
             "baseline of rewards, of which nothing or only the difference from a group's mean is left; use "
             "--advantage-estimator reinforce"
         )
+    yield from check_trained_critic(arguments)
+
+
+def check_trained_critic(arguments: Arguments) -> Iterator[str]:
+    """Check a run with a critic. Your own ``--token-advantages`` need one if their ``needs`` say so, which their code
+    tells (``runs.checks.check_hooks``).
+    """
+    alone = arguments.critic.num_critic_only_steps
     if arguments.model.lora_rank:
         yield (
-            f"--lora-rank {arguments.model.lora_rank} with --token-advantages gae: a critic is trained whole, which "
-            "takes the memory that adapters save; leave one of them out"
+            f"--lora-rank {arguments.model.lora_rank} with --token-advantages {arguments.algorithm.token_advantages}: "
+            "a critic is trained whole, which takes the memory that adapters save; leave one of them out"
         )
-    if critic.num_critic_only_steps >= arguments.rollout.num_rollout:
+    if alone >= arguments.rollout.num_rollout:
         yield (
-            f"--num-critic-only-steps {critic.num_critic_only_steps} leaves none of --num-rollout "
+            f"--num-critic-only-steps {alone} leaves none of --num-rollout "
             f"{arguments.rollout.num_rollout} for the policy: lower it, or raise --num-rollout"
         )

@@ -160,6 +160,7 @@ class Objective:
         ``logprobs``: float32 [N]. ``entropy``: likewise, with gradient, where the objective needs it. ``progress``:
         share of the run's optimizer steps made so far.
         """
+        charged = batch  # whose old log-probs the KL in the reward was computed from
         if self.old_policy == "interpolated":
             batch = batch.with_computed("old_logprobs", interpolated(logprobs, batch))
         teacher_metrics: Mapping[str, Tensor] = {}
@@ -181,7 +182,7 @@ class Objective:
             loss = loss + self.kl_coefficient.value * divergence
             metrics["ref_kl"] = divergence
         if self.kl_in_reward is not None:
-            metrics["reward_kl"] = self.kl_in_reward.divergence(batch)
+            metrics["reward_kl"] = self.kl_in_reward.divergence(charged)
         if self.entropy_bonus is not None:
             assert entropy is not None, "the entropy bonus needs an entropy"
             loss = loss - self.entropy_bonus.coefficient(progress) * entropy

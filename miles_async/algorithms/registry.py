@@ -176,6 +176,12 @@ def check_own(arguments: AlgorithmArguments) -> None:
             make(arguments)
 
 
+def own_need_critic(arguments: AlgorithmArguments) -> bool:
+    """Return whether ``--token-advantages`` from user code need a critic."""
+    made = token_advantages(arguments) if ":" in (arguments.token_advantages or "") else None
+    return made is not None and "values" in made.needs
+
+
 def switched(rows: Switched, kind: type[Part], arguments: AlgorithmArguments) -> tuple[Part, ...]:
     """Make the parts that the flags ask for, in the order of the rows."""
     return tuple(_made(path, kind, flag, arguments) for flag, on, path in rows if on(arguments))

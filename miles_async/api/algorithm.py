@@ -55,6 +55,7 @@ class TokenBatch:
     offsets: Tensor  # int64 [S + 1]: sequence s is [offsets[s], offsets[s + 1])
     loss_mask: Tensor  # float32 [N]: 1 where the token carries loss, else 0
     advantages: Tensor  # float32 [N], 0 where no loss is carried
+    per_token: bool  # ``--advantage-estimator`` gave one advantage per token, not per sample
     rewards: Tensor  # float32 [S], of the sequence's sample
     group_ids: Tensor  # int64 [S], of the sample's group in the rollout batch; negative if the sequence is a filler
     rollout_logprobs: Tensor  # float32 [N], by the engine that sampled the token

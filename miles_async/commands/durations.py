@@ -165,6 +165,7 @@ def _passes(arguments: Arguments) -> Passes:
     training = epochs + (epochs * arguments.critic.critic_updates_per_step if has_critic else 0)
     training += 1 if objective.weighs_trajectories else 0  # a separate pass per trajectory
     scoring = float(len(needs & {"ref_logprobs", "trainer_logprobs", "values"}))
+    scoring += "entropy" in objective.needs_of_transforms
     if "old_logprobs" in needs and objective.old_policy in ("trainer", "kept"):
         early = "old_logprobs" in objective.needs_of_transforms
         # The first optimizer step finds them in its own forward pass, unless it comes again.

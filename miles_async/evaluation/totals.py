@@ -28,9 +28,9 @@ class Totals:
         versions = loss_versions(sample)
         assert sample.reward is not None, "it is rewarded"
         self._add("reward/mean", sample.reward)
-        self._add("response_length/mean", sample.response_length)
+        self._add("response_length/mean", sample.longest_response)
         self._add("truncated_ratio", sample.finish_reason != "stop")
-        self._keep(max, "response_length/max", sample.response_length)
+        self._keep(max, "response_length/max", sample.longest_response)
         self._keep(min, "weight_version/min", int(versions.min()))
         self._keep(max, "weight_version/max", int(versions.max()))
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 
+from miles_async.api import GroupFilter
 from miles_async.errors import ScheduleError
 from miles_async.ledger.queued_writer import QueuedWriter
 from miles_async.runtime.serialization import write_frames
@@ -182,11 +183,18 @@ class RecordedPool(Pool):
         *,
         record: Record,
         total_groups: int | None = None,
+        group_filter: GroupFilter | None = None,
         observers: Sequence[PoolObserver] = (),
     ) -> None:
         self._record = record
         self._decisions = Decisions()  # of the call that is running
-        super().__init__(policy, retries, total_groups=total_groups, observers=(self._note, *observers))
+        super().__init__(
+            policy,
+            retries,
+            total_groups=total_groups,
+            group_filter=group_filter,
+            observers=(self._note, *observers),
+        )
 
     def offer(self, epoch: int, prompt: Prompt) -> None:
         with self._recorded(Offered(epoch=epoch, prompt=prompt)):

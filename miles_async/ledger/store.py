@@ -278,7 +278,7 @@ def _described(group: Group) -> JsonObject:
     return {
         "engines": json.dumps(_engines(group)),
         "chunks": sum(_chunks(sample.metadata) for sample in group.samples),
-        "response_lengths": json.dumps([sample.response_length for sample in group.samples]),
+        "response_lengths": json.dumps([sample.longest_response for sample in group.samples]),
         "oldest_version": group.oldest_version,
         "newest_version": group.newest_version,
         # Most groups have one version, and then no sample needs to be looked at.

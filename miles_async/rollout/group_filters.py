@@ -5,7 +5,7 @@ The ledger counts reasons, so they hold no numbers that differ from group to gro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from miles_async.api import GroupFilter
 from miles_async.arguments.rewards import RewardArguments, parse_group_filters
@@ -35,7 +35,7 @@ def max_length(tokens: float) -> GroupFilter:
     """``max_length:TOKENS``: a response is longer."""
 
     def reason(group: Group) -> str | None:
-        longest = max(sample.response_length for sample in group.samples)
+        longest = max(sample.longest_response for sample in group.samples)
         return f"max_length:{tokens:g}" if longest > tokens else None
 
     return reason
@@ -61,14 +61,24 @@ NUMBERED_GROUP_FILTERS: Mapping[str, Callable[[float], GroupFilter]] = {
 
 def group_filter(arguments: RewardArguments) -> GroupFilter | None:
     """The filters of this run as one, the user's own last; None if there are none. Raises ConfigurationError."""
+    named = named_filter(arguments.group_filter)
+    if arguments.group_filter_path is None:
+        return named
+    own = load_object(arguments.group_filter_path, GroupFilter, "--group-filter-path")
+    return own if named is None else _first_reason([named, own])
+
+
+def named_filter(words: Sequence[str]) -> GroupFilter | None:
+    """The filters of ``--group-filter`` as one; None if there are none. Raises ConfigurationError."""
     filters = [
         GROUP_FILTERS[name] if number is None else NUMBERED_GROUP_FILTERS[name](number)
-        for name, number in parse_group_filters(arguments.group_filter)
+        for name, number in parse_group_filters(words)
     ]
-    if arguments.group_filter_path is not None:
-        filters.append(load_object(arguments.group_filter_path, GroupFilter, "--group-filter-path"))
+    return _first_reason(filters) if filters else None
 
-    def first_reason(group: Group) -> str | None:
-        return next((reason for each in filters if (reason := each(group)) is not None), None)
 
-    return first_reason if filters else None
+def _first_reason(filters: Sequence[GroupFilter]) -> GroupFilter:
+    def reason(group: Group) -> str | None:
+        return next((found for each in filters if (found := each(group)) is not None), None)
+
+    return reason

@@ -86,7 +86,7 @@ class PoolRecorder:
                 self._log.add("ended", attempt=attempt_id, outcome=outcome)
 
     def _wait(self, group: Group) -> list[int]:
-        lengths = [sample.response_length for sample in group.samples]
+        lengths = [sample.longest_response for sample in group.samples]
         self._waiting[group.attempt.attempt_id] = lengths
         return lengths
 

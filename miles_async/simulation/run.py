@@ -200,7 +200,7 @@ def batch_maker(settings: SimulationSettings, *, record: RecordBatch | None = No
         estimator=Grpo(AlgorithmArguments()),
         dp_size=1,
         max_tokens=MAX_TOKENS,
-        samples_per_optimizer_step=settings.rollout.samples_per_rollout,
+        optimizer_steps=1,
         bound=settings.staleness.bound,
         record=record,
     )

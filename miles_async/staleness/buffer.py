@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from statistics import pvariance
 
+from miles_async.api import GroupFilter
 from miles_async.arguments.staleness import BatchOrder
 from miles_async.errors import ContractViolation, VersionUnknownError
 from miles_async.staleness.events import Trimmed
@@ -23,17 +24,25 @@ class StalenessBuffer:
     """
 
     def __init__(
-        self, batch_size: int, bound: int | None, *, order: BatchOrder = "oldest_first", min_samples: int | None = None
+        self,
+        batch_size: int,
+        bound: int | None,
+        *,
+        order: BatchOrder = "oldest_first",
+        min_samples: int | None = None,
+        group_filter: GroupFilter | None = None,
     ) -> None:
         """``order``: which groups a batch takes first. Those with the same place go in order of admission, and a group
         that loses samples keeps its place. ``min_samples``: a group keeps its fresh samples while that many remain
-        (C7); None: one stale sample makes its group stale.
+        (C7) and ``group_filter``, which must not raise, has no reason against them; None: one stale sample makes its
+        group stale.
         """
         self._batch_size = batch_size
         self._bound = bound
         self._batch_order = order
         self._completions = itertools.count()
         self._min_samples = min_samples
+        self._group_filter = group_filter
         self._groups: dict[int, Group] = {}  # by attempt_id
         # Heap of (place in the order, attempt id); those no longer in _groups are skipped.
         self._order: list[tuple[float, int]] = []
@@ -115,7 +124,8 @@ class StalenessBuffer:
         ]
         if not fresh or len(fresh) < self._min_samples:
             return None
-        return group_of(group.attempt, fresh, stopped=group.stopped, aborted=group.aborted)
+        rest = group_of(group.attempt, fresh, stopped=group.stopped, aborted=group.aborted)
+        return rest if self._group_filter is None or self._group_filter(rest) is None else None
 
     def _place(self, group: Group) -> float:
         match self._batch_order:

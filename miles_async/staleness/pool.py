@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import msgspec
 
+from miles_async.api import GroupFilter
 from miles_async.errors import ContractViolation
 from miles_async.staleness import events
 from miles_async.staleness.admission import Admission
@@ -60,16 +61,22 @@ class Pool:
         retries: RetryPolicy,
         *,
         total_groups: int | None = None,
+        group_filter: GroupFilter | None = None,
         observers: Sequence[PoolObserver] = (),
     ) -> None:
         """``total_groups``: groups left to train; nothing is generated beyond them (R5, P6). None: no limit.
-        ``observers`` receive every event, such as the ledger on disk.
+        ``group_filter``: asked about groups that lost stale samples. ``observers`` receive every event, such as the
+        ledger on disk.
         """
         self._observers = observers
         self._admission = Admission(policy.capacity)
         self._policy = policy
         self._buffer = StalenessBuffer(
-            policy.batch_size, policy.bound, order=policy.order, min_samples=policy.min_samples
+            policy.batch_size,
+            policy.bound,
+            order=policy.order,
+            min_samples=policy.min_samples,
+            group_filter=group_filter,
         )
         self._cut: dict[int, Group] = {}  # in a batch, not trained yet
         self._ledger = Ledger()

@@ -172,7 +172,7 @@ def part(batch: TrainBatch, first: int, end: int) -> TrainBatch:
         rollout_logprobs=batch.rollout_logprobs[tokens],
         weight_versions=batch.weight_versions[tokens],
         oldest_versions=batch.oldest_versions[branches],
-        advantages=batch.advantages[branches if _per_branch(batch) else tokens],
+        advantages=batch.advantages[branches if per_branch(batch) else tokens],
         rewards=batch.rewards[branches],
         sample_ids=batch.sample_ids[branches],
         group_ids=batch.group_ids[branches],
@@ -185,11 +185,12 @@ def part(batch: TrainBatch, first: int, end: int) -> TrainBatch:
 
 def token_advantages(batch: TrainBatch) -> Float32:
     """float32 [N]: an advantage for every token, 0 where no loss is carried."""
-    per_token = np.repeat(batch.advantages, np.diff(batch.offsets)) if _per_branch(batch) else batch.advantages
+    per_token = np.repeat(batch.advantages, np.diff(batch.offsets)) if per_branch(batch) else batch.advantages
     return np.where(batch.loss_mask != 0, per_token, np.float32(0.0))
 
 
-def _per_branch(batch: TrainBatch) -> bool:
+def per_branch(batch: TrainBatch) -> bool:
+    """Return whether the advantages are one per branch, not per token."""
     # If every branch has one token, both readings are the same.
     return len(batch.advantages) == batch.num_branches
 

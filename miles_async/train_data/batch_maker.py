@@ -45,7 +45,7 @@ class BatchMaker:
     dp_size: int  # ranks
     max_tokens: int  # per micro-batch; a longer branch gets its own
     quadratic_work: float = 0.0  # of the model, see ``work.quadratic_work``; 0: work is the number of tokens
-    samples_per_optimizer_step: int | None  # a sample counts once, whatever its branches; None: all in one step
+    optimizer_steps: int  # on each batch; fewer if it has fewer samples
     bound: int | None  # C1
     share_prefixes: bool = False  # a prompt passes through the model once per micro-batch: keep its samples together
     with_experts: bool = False  # shards have the experts that engines chose
@@ -105,14 +105,15 @@ class BatchMaker:
         """One shard per rank; every branch of the batch is in exactly one micro-batch of one of them.
 
         Optimizer steps take samples in batch order, so groups stay together where the sizes allow, and all branches of
-        a sample do; steps are as equal as possible. Within a step, ranks get equal work as nearly as their branches
-        allow (``balance``) and equally many micro-batches: else they would not meet in their collectives. A rank with
-        fewer branches, or families that are kept together, than others have micro-batches gets fillers.
+        a sample do; steps are as equal as possible. Their number doesn't depend on how many samples groups have lost:
+        schedules count steps. Within one, ranks get equal work as nearly as their branches allow (``balance``) and
+        equally many micro-batches: else they would not meet in their collectives. A rank with fewer branches, or
+        families that are kept together, than others have micro-batches gets fillers.
         """
         assert len(table.branches) > 0
         assert self.dp_size > 0
         num_samples = int(table.sample_ids[-1]) + 1
-        steps = -(-num_samples // (self.samples_per_optimizer_step or num_samples))
+        steps = min(self.optimizer_steps, num_samples)
         firsts = [int(samples[0]) for samples in np.array_split(np.arange(num_samples), steps)]
         branches = np.split(np.arange(len(table.branches)), np.searchsorted(table.sample_ids, firsts[1:]))
         dealt = [_deal(table, indices, self._plan(table, indices)) for indices in branches]

@@ -17,7 +17,7 @@ def batch_metrics(groups: Sequence[Group], table: BranchTable, target_version: i
     """Metrics of one cut's groups and their table. Versions come from the samples' tokens, not from the groups'
     summaries.
 
-    - ``reward/mean``; ``response_length/{mean,max}`` in tokens, tool output included;
+    - ``reward/mean``; ``response_length/{mean,max}`` in tokens of each sample's longest branch, tool output included;
     - ``truncated_ratio``: samples that didn't end by themselves (length limit or abort, so no EOS);
     - ``weight_version/{min,max,mean,std}`` over the tokens that carry loss;
     - ``mixed_version_ratio``: samples whose loss tokens came from several versions;
@@ -29,7 +29,7 @@ def batch_metrics(groups: Sequence[Group], table: BranchTable, target_version: i
     """
     samples = [sample for group in groups for sample in group.samples]
     firsts = np.flatnonzero(np.diff(table.sample_ids, prepend=-1))  # the first branch of each sample
-    lengths = (table.lengths - table.prompt_lengths)[firsts]
+    lengths = np.maximum.reduceat(table.lengths - table.prompt_lengths, firsts)
     versions, tokens = _count_versions(table)
     mean = np.average(versions, weights=tokens)
     oldest = np.minimum.reduceat(table.oldest_versions, firsts)
@@ -66,7 +66,7 @@ def length_bias(groups: Sequence[Group]) -> dict[str, float]:
     stopped = np.array([group.stopped for group in groups])
     if not stopped.any():
         return {}
-    lengths = [np.array([s.response_length for s in group.samples]) for group in groups]
+    lengths = [np.array([s.longest_response for s in group.samples]) for group in groups]
     total, count = sum(int(of_group.sum()) for of_group in lengths), sum(map(len, lengths))
     longest = np.array([of_group.max() for of_group in lengths])
     at_least = (total + int((stopped * longest).sum())) / (count + int(stopped.sum()))

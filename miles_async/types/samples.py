@@ -166,6 +166,11 @@ class Sample(Branch, frozen=True, kw_only=True):
         """All of them."""
         return (self, *self.more_branches)
 
+    @property
+    def longest_response(self) -> int:
+        """Number of tokens after the prompt in the longest branch: its length, which limits and metrics go by."""
+        return max(branch.response_length for branch in self.branches)
+
 
 class TokenRewards(msgspec.Struct, frozen=True, kw_only=True):
     """A reward of a sample and, on top of it, of single tokens (process rewards)."""

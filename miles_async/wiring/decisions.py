@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from miles_async.algorithms.advantages.overlong import with_length_penalty
 from miles_async.algorithms.registry import advantage_estimator
 from miles_async.arguments import Arguments, RolloutArguments, StalenessArguments
 from miles_async.arguments.model_files import read_config
 from miles_async.ledger.schedule import Record, RecordedPool
+from miles_async.rollout.group_filters import named_filter
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.events import PoolObserver
 from miles_async.staleness.policy import StalenessPolicy
@@ -21,10 +23,13 @@ def make_pool(
     rollout: RolloutArguments,
     staleness: StalenessArguments,
     *,
+    group_filter: Sequence[str] = (),
     observers: Sequence[PoolObserver] = (),
     record: Record | None = None,
 ) -> Pool:
-    """Make the pool of a run of ``--num-rollout`` steps. ``record`` is called with every call and its decisions."""
+    """Make the pool of a run of ``--num-rollout`` steps. ``group_filter``: ``--group-filter``, which is asked again
+    about groups that lost samples. ``record`` is called with every call and its decisions.
+    """
     policy = StalenessPolicy.from_arguments(staleness, rollout)
     retries = RetryPolicy(
         max_prompt_attempts=rollout.max_prompt_attempts,
@@ -32,9 +37,10 @@ def make_pool(
         recycle_stale=staleness.stale_group_action == "recycle",
     )
     total_groups = rollout.num_rollout * rollout.rollout_batch_size
-    if record is None:
-        return Pool(policy, retries, total_groups=total_groups, observers=observers)
-    return RecordedPool(policy, retries, total_groups=total_groups, observers=observers, record=record)
+    kind = Pool if record is None else partial(RecordedPool, record=record)
+    return kind(
+        policy, retries, total_groups=total_groups, group_filter=named_filter(group_filter), observers=observers
+    )
 
 
 def make_batches(
@@ -53,7 +59,7 @@ def make_batches(
         max_tokens=arguments.micro_batch_tokens,
         quadratic_work=quadratic_work,
         share_prefixes=arguments.model.share_prefixes,
-        samples_per_optimizer_step=arguments.global_batch_size,
+        optimizer_steps=arguments.optimizer_steps_per_epoch,
         bound=arguments.staleness.bound,
         with_experts=arguments.algorithm.routing_replay == "rollout",
         with_teacher=arguments.algorithm.use_opd,

@@ -89,7 +89,9 @@ class Replay:
         arguments = parse_arguments(["--config", str(run_dir / CONFIG_FILE)]).arguments
         return cls(
             path,
-            lambda record: make_pool(arguments.rollout, arguments.staleness, record=record),
+            lambda record: make_pool(
+                arguments.rollout, arguments.staleness, group_filter=arguments.rewards.group_filter, record=record
+            ),
             make_batches(arguments),
         )
 

@@ -98,6 +98,7 @@ async def build_rollout(
     pool = make_pool(
         arguments.rollout,
         arguments.staleness,
+        group_filter=arguments.rewards.group_filter,
         observers=[ledger.note, source.note, *([samples.note] if samples else [])],
         record=schedule.pool if schedule else None,
     )

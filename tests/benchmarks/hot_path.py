@@ -42,7 +42,7 @@ MAKER = BatchMaker(
     estimator=lambda groups: np.zeros(sum(len(group.samples) for group in groups), np.float32),
     dp_size=RANKS,
     max_tokens=MICRO_BATCH,
-    samples_per_optimizer_step=None,
+    optimizer_steps=1,
     bound=None,
 )
 

@@ -18,6 +18,7 @@ def token_batch(
     lengths: Sequence[int] | None = None,
     ref_logprobs: Sequence[float] | None = None,
     teacher: Sequence[float] | None = None,
+    per_token: bool = False,
 ) -> TokenBatch:
     """``rollout``: ``old`` unless given. ``lengths``: of the sequences; one by default."""
     count = len(old)
@@ -27,6 +28,7 @@ def token_batch(
         offsets=offsets,
         loss_mask=torch.tensor(mask or [1.0] * count),
         advantages=torch.tensor(advantages),
+        per_token=per_token,
         rewards=torch.zeros(len(offsets) - 1),
         group_ids=torch.arange(len(offsets) - 1),
         rollout_logprobs=torch.tensor(rollout or old),

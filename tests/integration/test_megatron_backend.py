@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from miles_async.api import TokenBatch
+from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.errors import CheckpointError, ConfigurationError, ContractViolation
 from miles_async.train_data.batch import token_advantages
 from miles_async.types import TrainBatch, TrainShard
@@ -63,8 +65,8 @@ def _single_rank(rank: int, world_size: int, store: dist.Store, model: Path, lar
 
     from miles_async.backends.megatron.packing.pack import pack_batch
 
-    def backend(name: str, directory: Path = model, layout: Layout = ONE_RANK, **optimizer: object) -> Any:
-        return make_backend(rank, world_size, dist.PrefixStore(name, store), directory, layout, **optimizer)
+    def backend(name: str, directory: Path = model, layout: Layout = ONE_RANK, **settings: Any) -> Any:
+        return make_backend(rank, world_size, dist.PrefixStore(name, store), directory, layout, **settings)
 
     seen: Seen = {}
     exporting = backend("large", large)
@@ -127,6 +129,15 @@ def _single_rank(rank: int, world_size: int, store: dist.Store, model: Path, lar
     seen["advantage per token"] = trained.train(_with_advantages(shard, token_advantages))
     seen["twice the advantage per token"] = trained.train(_with_advantages(shard, lambda b: 2 * token_advantages(b)))
 
+    trained.close()
+    own = AlgorithmArguments(
+        advantage_estimator="reinforce",
+        token_advantages=f"{__name__}:EntropyAdvantages",
+        policy_loss=f"{__name__}:EntropySurvey",
+    )
+    trained = backend("entropy", algorithm=own)
+    seen["entropy before any step"] = trained.train(shard)
+
     seen["capped logits"] = _error(_with_output_layer_of_its_own)
     trained.close()
     trained = backend("settings", layout=Layout(model={"megatron_extra": SETTINGS, "share_prefixes": True}))
@@ -152,6 +163,30 @@ def _single_rank(rank: int, world_size: int, store: dist.Store, model: Path, lar
     seen["load other"] = _error(lambda: trained.load(scratch / "occupied"))
     trained.close()
     return seen
+
+
+class EntropyAdvantages:
+    """The advantage of a token is its entropy."""
+
+    needs = ("entropy",)
+
+    def __init__(self, arguments: AlgorithmArguments) -> None:
+        pass
+
+    def __call__(self, batch: TokenBatch) -> torch.Tensor:
+        return batch.entropy
+
+
+class EntropySurvey(EntropyAdvantages):
+    """A loss that surveys the batch's entropies, and shows them and the advantages."""
+
+    needs = ("entropy", "surveyed")
+
+    def survey(self, batches: Sequence[TokenBatch], gather: object) -> list[torch.Tensor]:
+        return [batch.entropy for batch in batches]
+
+    def __call__(self, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # type: ignore[override]
+        return -batch.advantages * logprobs, {"surveyed": batch.surveyed, "advantage": batch.advantages}
 
 
 def _with_output_layer_of_its_own() -> None:
@@ -281,6 +316,13 @@ def test_an_advantage_per_token_is_what_one_per_sequence_stands_for(seen: Seen) 
     for name in ("loss", "grad_norm", "loss_tokens"):
         assert seen["advantage per token"][name] == seen["without filler"][name]
     assert seen["twice the advantage per token"]["loss"] == pytest.approx(2 * seen["without filler"]["loss"])
+
+
+def test_entropies_are_known_before_the_first_optimizer_step(seen: Seen) -> None:
+    """For your own --token-advantages, and a loss that surveys the batch."""
+    metrics = seen["entropy before any step"]
+    assert metrics["advantage"] == pytest.approx(metrics["entropy"], rel=1e-5)
+    assert metrics["surveyed"] == pytest.approx(metrics["entropy"], rel=1e-5)
 
 
 def test_a_model_whose_logits_are_more_than_a_product_is_refused(seen: Seen) -> None:

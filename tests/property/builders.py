@@ -79,9 +79,9 @@ def split(
     table: BranchTable,
     dp_size: int,
     max_tokens: int,
-    samples_per_optimizer_step: int | None,
     target_version: int,
     *,
+    optimizer_steps: int = 1,
     quadratic_work: float = 0.0,
     share_prefixes: bool = False,
 ) -> tuple[TrainShard, ...]:
@@ -91,7 +91,7 @@ def split(
         dp_size=dp_size,
         max_tokens=max_tokens,
         quadratic_work=quadratic_work,
-        samples_per_optimizer_step=samples_per_optimizer_step,
+        optimizer_steps=optimizer_steps,
         bound=None,
         share_prefixes=share_prefixes,
     )

@@ -13,6 +13,7 @@ from miles_async.arguments import (
     ClusterArguments,
     ObservabilityArguments,
     OptimizerArguments,
+    RewardArguments,
     RolloutArguments,
     StalenessArguments,
 )
@@ -48,6 +49,7 @@ def random_arguments(chance: random.Random) -> Arguments:
             batch_order=chance.choice(["oldest_first", "completion", "reward_variance"]),
         ),
         algorithm=AlgorithmArguments(use_rollout_routing_replay=chance.choice([False, True])),
+        rewards=RewardArguments(group_filter=chance.choice([(), ("max_length:5",)])),
     )
 
 
@@ -61,7 +63,12 @@ class RecordedRun:
         (run_dir / CONFIG_FILE).write_text(to_toml(arguments))
         self.run_dir, self.arguments, self.chance = run_dir, arguments, chance
         self.writer = ScheduleWriter(run_dir / SCHEDULE_FILE)
-        self.pool = make_pool(arguments.rollout, arguments.staleness, record=self.writer.pool)
+        self.pool = make_pool(
+            arguments.rollout,
+            arguments.staleness,
+            group_filter=arguments.rewards.group_filter,
+            record=self.writer.pool,
+        )
         self.batches = make_batches(arguments, quadratic_work=0.1, record=self.writer.batch)
         self.prompts, self.version, self.over = 0, 0, False
         self.bound, self.change_share = arguments.staleness.bound, chance.choice([0.0, 0.05])

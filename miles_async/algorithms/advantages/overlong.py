@@ -7,7 +7,8 @@ tokens, the reward that advantages are computed from changes by factor times::
     (L - B - n) / B     if L - B < n ≤ L
     -1                  if n > L
 
-Recorded rewards and group filters are unaffected. n includes tokens of environments and tools.
+Recorded rewards and group filters are unaffected. n is of the longest branch, and includes tokens of environments and
+tools.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def with_length_penalty(
         return estimator
 
     def shaped(group: Group) -> Group:
-        lengths = np.array([sample.response_length for sample in group.samples], dtype=np.float64)
+        lengths = np.array([sample.longest_response for sample in group.samples], dtype=np.float64)
         penalties = factor * overlong_penalty(lengths, longest, buffer)
         samples = [
             msgspec.structs.replace(sample, reward=(sample.reward or 0.0) + float(penalty))

@@ -11,9 +11,9 @@ which rewards reach back further in longer sequences; α is 0.05 there and 1.5 i
 critic learns from λ = 1: ``--critic-lambd``.
 
 V_t is the critic's value of the prefix that token t was sampled after. r_T is the sample's advantage as
-``--advantage-estimator`` gives it (with ``reinforce`` its reward), and the other rewards are 0; with ``token_rewards``
-r_t is the token's own. With ``--kl-coef`` each r_t is less by kl_coef · KL_t, an estimate (``--kl-reward-type``) from
-log π_old and log π_ref (arXiv 1909.08593, eq. 2).
+``--advantage-estimator`` gives it (with ``reinforce`` its reward), and the other rewards are 0; where the estimator
+gives one per token (``token_rewards``, or your own), r_t is the token's. With ``--kl-coef`` each r_t is less by
+kl_coef · KL_t, an estimate (``--kl-reward-type``) from log π_old and log π_ref (arXiv 1909.08593, eq. 2).
 
 The papers have no tokens of tools. Here t counts the tokens that carry loss, so a tool's answer between two turns takes
 no step of γ or λ, as in verl; in slime it takes one per token. A truncated sequence ends with V_{T+1} = 0, as in both.
@@ -37,7 +37,6 @@ class Gae:
         self._gamma, self._kl_coef = arguments.gamma, arguments.kl_coef
         self._lambd, self._alpha = arguments.lambd, arguments.lambd_length_alpha
         self._estimate = reward_kl_estimator(arguments)
-        self._has_token_rewards = arguments.advantage_estimator == "token_rewards"
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -49,7 +48,7 @@ class Gae:
         last = torch.ones_like(sequence, dtype=torch.bool)
         last[:-1] = sequence[1:] != sequence[:-1]
         rewards = batch.advantages[tokens].double()
-        if not self._has_token_rewards:
+        if not batch.per_token:
             rewards = rewards * last
         if self._kl_coef:
             rewards = rewards - self._kl_coef * self._estimate(batch.old_logprobs, batch.ref_logprobs)[tokens]

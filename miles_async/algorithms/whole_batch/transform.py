@@ -52,7 +52,10 @@ class BatchTransform(Protocol):
 
 @runtime_checkable
 class Surveys(Protocol):
-    """A policy loss that sees the whole rollout batch before the first optimizer step."""
+    """A policy loss that sees the whole rollout batch before the first optimizer step, with the arrays it needs."""
+
+    @property
+    def needs(self) -> Collection[Need]: ...
 
     def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
         """Return the values of ``TokenBatch.surveyed``, [N] per micro-batch. Collective."""
@@ -64,8 +67,11 @@ class Surveyed:
     """Adds ``TokenBatch.surveyed``, which a policy loss computes from the whole batch."""
 
     loss: Surveys
-    needs: tuple[Need, ...] = ("old_logprobs",)
     weighs_trajectories: bool = False
+
+    @property
+    def needs(self) -> Collection[Need]:
+        return {"old_logprobs", *self.loss.needs} - {"surveyed"}
 
     def prepare(self, batches: Sequence[TokenBatch], whole: WholeBatch) -> list[TokenBatch]:
         found = self.loss.survey(batches, whole.gather)

@@ -85,7 +85,7 @@ class StepRunner:
             for step in shard.optimizer_steps
         ]
         self.laps.end("packing")
-        steps = self._with_values(self._with_logprobs(steps, present))
+        steps = self._with_values(self._with_entropy(self._with_logprobs(steps, present)))
         steps = self._prepared(steps, self._trajectories(shard)) * self.epochs
         self.laps.end("scoring")
         loss_tokens = shard.loss_tokens * self.epochs
@@ -180,6 +180,12 @@ class StepRunner:
                 for both in (zip(*packs, strict=True) for packs in zip(steps, scored, strict=True))
             ]
         return steps
+
+    def _with_entropy(self, steps: list[Packs]) -> list[Packs]:
+        """Add entropies, if the objective needs them before any optimizer step; else each step has its own."""
+        if "entropy" not in self.objective.needs_of_transforms:
+            return steps
+        return self._with_scores(steps, "entropy", self.policy.model, self.scorer.entropies)
 
     def _with_values(self, steps: list[Packs]) -> list[Packs]:
         """Add values, and on the last pipeline stage returns, for the critic."""

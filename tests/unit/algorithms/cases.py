@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -51,7 +51,9 @@ class Case:
     tune: Callable[[Step, int], Flags] = lambda step, seed: {}  # flags that put an edge where the step is
 
     def step(self, seed: int) -> Step:
-        return random_step(seed, self.edges, self.adjust)
+        per_token = self.flags.get("advantage_estimator") == "token_rewards"
+        step = random_step(seed, self.edges, self.adjust)
+        return [replace(trajectory, per_token=per_token) for trajectory in step]
 
 
 REINFORCE_PP: Flags = {"token_advantages": "kl_in_reward", "kl_coef": 0.1, "normalize_advantages": True}

@@ -387,7 +387,7 @@ def with_gae(trajectory: Trajectory, flags: Flags) -> Trajectory:
         lambd = max(0.0, 1 - 1 / (flags["lambd_length_alpha"] * len(tokens)))
     deltas = []
     for place, t in enumerate(tokens):
-        earns = place == len(tokens) - 1 or flags.get("advantage_estimator") == "token_rewards"
+        earns = place == len(tokens) - 1 or trajectory.per_token
         reward = trajectory.advantages[t].item() if earns else 0.0
         if flags.get("kl_coef"):
             reward -= flags["kl_coef"] * kl(flags["kl_reward_type"], trajectory.reference[t] - trajectory.old[t]).item()

@@ -37,6 +37,7 @@ class Trajectory:
     values: Tensor  # by the critic that is trained; a leaf with gradient
     old_values: Tensor
     before: Tensor  # log-probs by the trainer before its first optimizer step, whatever ``old`` is
+    per_token: bool = False  # as in TokenBatch
 
     @property
     def carries_loss(self) -> bool:
@@ -197,6 +198,7 @@ def micro_batch(step: Step, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
         offsets=torch.tensor([0, *lengths]).cumsum(0),
         loss_mask=mask,
         advantages=joined(step, "advantages", dtype) * mask,
+        per_token=any(trajectory.per_token for trajectory in step),
         rewards=torch.zeros(len(step), dtype=dtype),
         group_ids=torch.zeros(len(step), dtype=torch.int64),
         rollout_logprobs=joined(step, "rollout", dtype),

@@ -77,6 +77,17 @@ def test_it_is_the_weight_of_the_kl_in_the_reward() -> None:
     assert objective(batch.old_logprobs, batch).metrics[objective.adapts_to] == 2
 
 
+def test_it_adapts_to_the_kl_that_was_charged_where_the_loss_interpolates_the_old_policy() -> None:
+    objective = make_objective(
+        AlgorithmArguments(
+            token_advantages="kl_in_reward", kl_coef=0.5, kl_target=0.1, use_tis=True, prox_logp_method="loglinear"
+        )
+    )
+    batch = token_batch(old=[-1.0], rollout=[-2.5], ref_logprobs=[-3.0], advantages=[1.0])
+    assert objective.advantages(batch) == 1 - 0.5 * 2
+    assert objective(torch.tensor([-1.0]), batch).metrics[objective.adapts_to] == 2
+
+
 def test_a_constant_weight_changes_in_the_loss_and_in_the_reward() -> None:
     in_loss = make_objective(AlgorithmArguments(use_kl_loss=True, kl_loss_type="k2"))  # 0 at first
     batch = token_batch(old=[-1.0], ref_logprobs=[-3.0], advantages=[0.0])

@@ -39,6 +39,13 @@ def test_advantages_see_the_shaped_reward_and_the_record_does_not() -> None:
     assert [sample.reward for sample in group.samples] == [1.0, 1.0, 1.0]
 
 
+def test_a_sample_is_as_long_as_its_longest_branch() -> None:
+    samples = [make_sample([0], more_branches=[[0] * 10, [0] * 2]), make_sample([0] * 10)]
+    arguments = AlgorithmArguments(advantage_estimator="reinforce", overlong_buffer_len=4)
+    estimator = with_length_penalty(advantage_estimator(arguments), arguments, longest=10)
+    assert estimator([group_of(make_attempt(), samples)]).tolist() == [0.0, 0.0]
+
+
 def test_without_the_flag_rewards_stay() -> None:
     arguments = AlgorithmArguments()
     estimator = advantage_estimator(arguments)

@@ -53,13 +53,13 @@ def test_gae_goes_from_loss_token_to_loss_token() -> None:
 def test_gae_takes_the_rewards_of_tokens_where_they_are() -> None:
     """Two turns of two tokens with a tool's between them; each turn's last token was rewarded."""
     batch = token_batch(
-        old=[0.0] * 5, advantages=[0.0, 2.0, 0.0, 0.0, 6.0], mask=[1.0, 1.0, 0.0, 1.0, 1.0]
+        old=[0.0] * 5, advantages=[0.0, 2.0, 0.0, 0.0, 6.0], mask=[1.0, 1.0, 0.0, 1.0, 1.0], per_token=True
     ).with_computed("values", torch.tensor([1.0, 2.0, 99.0, 2.0, 4.0]))
     # δ: 0.5 · 2 - 1, 2 + 0.5 · 2 - 2, 0.5 · 4 - 2, 6 - 4
     expected = [0.25 * (1 + 0.25 * 0.25 * 2), 1 + 0.25 * 0.25 * 2, 0.0, 0.25 * 2, 2.0]
-    of_tokens = dataclasses.replace(GAE, advantage_estimator="token_rewards")
-    assert make_objective(of_tokens).advantages(batch).tolist() == expected
-    assert make_objective(GAE).advantages(batch).tolist() != expected
+    assert make_objective(GAE).advantages(batch).tolist() == expected
+    of_sample = dataclasses.replace(batch, per_token=False)
+    assert make_objective(GAE).advantages(of_sample).tolist() != expected
 
 
 def test_gae_of_nothing_and_of_values_that_are_right() -> None:

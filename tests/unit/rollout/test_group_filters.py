@@ -52,6 +52,7 @@ def test_names_are_those_that_the_flag_may_say():
         ("aborted", group(0.0, 1.0, finish_reasons=["length"]), None),
         ("max_length:3", group(0.0, 1.0, tokens=3), None),
         ("max_length:3", group(0.0, 1.0, tokens=4), "max_length:3"),
+        ("max_length:3", group_of(make_attempt(), [make_sample([0], more_branches=[[0] * 4])]), "max_length:3"),
         ("truncated:0.5", group(0.0, 1.0, finish_reasons=["length"]), None),
         ("truncated:0.5", group(0.0, 1.0, finish_reasons=["length", "length"]), "truncated:0.5"),
         ("truncated:0", group(0.0, 1.0, finish_reasons=["length"]), "truncated:0"),

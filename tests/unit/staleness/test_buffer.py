@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from miles_async.errors import ContractViolation, VersionUnknownError
+from miles_async.rollout.group_filters import zero_variance
 from miles_async.staleness.buffer import StalenessBuffer, reward_variance
 from miles_async.types import Group
 from tests.property.builders import make_group
@@ -143,6 +144,14 @@ def test_a_group_goes_on_with_its_fresh_samples_while_enough_remain(order: str) 
     assert (trimmed.group, trimmed.left_out) == (groups[0], 1)
     assert groups[0].oldest_version == 4
     assert (groups[0].stopped, groups[0].aborted) == (3, 1)  # metrics count them
+
+
+def test_a_group_whose_rest_a_filter_refuses_is_stale() -> None:
+    """Both fresh samples of the first are wrong: there is nothing left to compare."""
+    buffer = StalenessBuffer(1, 1, min_samples=2, group_filter=zero_variance)
+    buffer.put(make_group(0, [[5], [2], [5]], rewards=[0, 1, 0]))
+    buffer.put(make_group(1, [[5], [2], [5]], rewards=[0, 1, 1]))
+    assert ids(buffer.cut(5)) == ([1], [0])
 
 
 def test_a_group_may_lose_samples_at_several_cuts() -> None:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from miles_async.algorithms.advantages.estimators import Grpo
-from miles_async.arguments import AlgorithmArguments
+from miles_async.arguments import AlgorithmArguments, Arguments, OptimizerArguments, RolloutArguments
 from miles_async.errors import ConfigurationError, ContractViolation
 from miles_async.train_data.batch import digests
 from miles_async.train_data.batch_maker import BatchMaker
 from miles_async.types import Group, Picture
+from miles_async.wiring.decisions import make_batches
 from tests.property.builders import make_group
 
 
@@ -23,9 +24,7 @@ def ages(maker: BatchMaker, group: Group, target_version: int) -> Mapping[int, i
 
 
 def maker(bound: int | None) -> BatchMaker:
-    return BatchMaker(
-        estimator=Grpo(AlgorithmArguments()), dp_size=1, max_tokens=64, samples_per_optimizer_step=2, bound=bound
-    )
+    return BatchMaker(estimator=Grpo(AlgorithmArguments()), dp_size=1, max_tokens=64, optimizer_steps=1, bound=bound)
 
 
 def test_a_group_that_is_too_old_never_becomes_a_batch() -> None:
@@ -34,6 +33,20 @@ def test_a_group_that_is_too_old_never_becomes_a_batch() -> None:
     assert ages(maker(2), group, 5) == {0: 1, 2: 1}
     with pytest.raises(ContractViolation, match=r"expected ages up to --max-weight-staleness 1 .*\{1: 2\}"):
         ages(maker(1), group, 5)
+
+
+def test_a_batch_that_lost_samples_has_as_many_optimizer_steps() -> None:
+    """Schedules of the run count them."""
+    arguments = replace(
+        Arguments(),
+        rollout=RolloutArguments(rollout_batch_size=2, n_samples_per_prompt=4, num_rollout=5),
+        optimizer=OptimizerArguments(global_batch_size=2, ppo_epochs=3),
+    )
+    assert arguments.optimizer_steps == 5 * 3 * 4
+    for sizes in ((4, 4), (2, 3), (2, 2)):
+        groups = tuple(make_group(number, versions=[(5, 5)] * size) for number, size in enumerate(sizes))
+        (shard,) = make_batches(arguments).shards(groups, 5)
+        assert len(shard.optimizer_steps) == 4
 
 
 def test_samples_without_experts_are_refused_where_they_are_replayed() -> None:  # covers: M19

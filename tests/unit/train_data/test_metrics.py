@@ -103,6 +103,12 @@ def test_branches_count_for_ages_and_not_twice_for_rewards() -> None:
     assert found["mixed_version_ratio"] == 0.5
 
 
+def test_a_sample_is_as_long_as_its_longest_branch() -> None:
+    groups = [group_of(make_attempt(), [make_sample([6], more_branches=[[6] * 5]), make_sample([6] * 3)])]
+    found = batch_metrics(groups, table_of(groups), target_version=6)
+    assert (found["response_length/mean"], found["response_length/max"]) == (4.0, 5.0)
+
+
 def test_metrics_are_plain_floats(groups: list[Group]) -> None:
     assert {type(value) for value in batch_metrics(groups, table_of(groups), 6).values()} == {float}
 

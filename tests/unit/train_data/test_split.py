@@ -52,7 +52,7 @@ def test_tokens_are_copied_once() -> None:
     table = table_of([20_000] * 50)
     tokens, per_token = int(table.lengths.sum()), 4 + 1 + 4 + 4
     tracemalloc.start()
-    shards = split(table, dp_size=2, max_tokens=40_000, samples_per_optimizer_step=None, target_version=3)
+    shards = split(table, dp_size=2, max_tokens=40_000, target_version=3)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert per_token * tokens <= peak < 1.1 * per_token * tokens
@@ -66,7 +66,7 @@ def test_a_shard_is_pickled_without_a_copy_of_its_arrays() -> None:
     table = replace(table_of([2000] * 6), with_experts=True)
     answered = tuple(map(with_teacher, table.branches))
     table = replace(table, branches=answered, with_teacher=True)
-    (shard,) = split(table, 1, 4000, None, target_version=3)
+    (shard,) = split(table, 1, 4000, target_version=3)
     buffers: list[pickle.PickleBuffer] = []
     in_band = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
     again = pickle.loads(in_band, buffers=buffers)
@@ -101,7 +101,7 @@ def test_a_teacher_s_log_probs_stay_with_their_tokens_on_the_way_to_ranks() -> N
     samples.append(with_teacher(make_sample([4, NO_VERSION, 6], more_branches=[[6]], first_token=300)))
     group = group_of(make_attempt(), samples)
     table = tabulate([group], np.zeros(4, np.float32), with_teacher=True)
-    shards = split(table, dp_size=3, max_tokens=9, samples_per_optimizer_step=None, target_version=6)
+    shards = split(table, dp_size=3, max_tokens=9, target_version=6)
     seen = 0
     for batch in (batch for shard in shards for step in shard.optimizer_steps for batch in step):
         assert batch.teacher_logprobs is not None
@@ -157,7 +157,7 @@ def test_advantages_of_nothing_are_refused() -> None:
 def test_optimizer_steps_count_samples_and_keep_their_branches_together() -> None:
     samples = [make_sample([3]), make_sample([3], more_branches=[[3]] * 5), make_sample([3]), make_sample([3])]
     table = tabulate([group_of(make_attempt(), samples)], np.zeros(4, np.float32))
-    (shard,) = split(table, 1, 100, samples_per_optimizer_step=2, target_version=3)
+    (shard,) = split(table, 1, 100, 3, optimizer_steps=2)
     steps = [sorted(i for m in step for i in m.sample_ids.tolist()) for step in shard.optimizer_steps]
     assert steps == [[0, 1, 1, 1, 1, 1, 1], [2, 3]]
     assert shard.loss_tokens == (7, 2)
@@ -181,7 +181,7 @@ def test_pack_fills_the_fullest_bin_that_has_room() -> None:
 
 def test_a_sample_longer_than_a_micro_batch_has_one_of_its_own() -> None:
     assert pack([3, 11, 7, 12], 10) == [[3], [1], [2, 0]]
-    shards = split(table_of([30, 4, 4, 4]), 2, 10, None, 0)
+    shards = split(table_of([30, 4, 4, 4]), 2, 10, 0)
     micro_batches = [m for shard in shards for m in shard.optimizer_steps[0]]
     assert sorted(m.sample_ids.tolist() for m in micro_batches if len(m.tokens) > 10) == [[0]]
     assert sum(shards[0].loss_tokens) == 42
@@ -194,13 +194,11 @@ def test_splitting_halves_the_largest_bin() -> None:
 
 def test_a_batch_needs_a_branch_and_a_rank() -> None:
     with pytest.raises(AssertionError):
-        split(table_of([9]), dp_size=0, max_tokens=10, samples_per_optimizer_step=None, target_version=7)
+        split(table_of([9]), dp_size=0, max_tokens=10, target_version=7)
 
 
 def test_ranks_get_equal_numbers_of_micro_batches() -> None:
-    shards = split(
-        table_of([9, 9, 9, 9, 4, 4]), dp_size=2, max_tokens=10, samples_per_optimizer_step=None, target_version=7
-    )
+    shards = split(table_of([9, 9, 9, 9, 4, 4]), dp_size=2, max_tokens=10, target_version=7)
     assert [len(step) for shard in shards for step in shard.optimizer_steps] == [3, 3]
     assert [sum(len(m.tokens) for m in shard.optimizer_steps[0]) for shard in shards] == [25, 25]
     assert {shard.target_version for shard in shards} == {7}
@@ -208,18 +206,21 @@ def test_ranks_get_equal_numbers_of_micro_batches() -> None:
 
 
 def test_optimizer_steps_take_samples_in_order() -> None:
-    (shard,) = split(table_of([3] * 8), 1, 100, samples_per_optimizer_step=4, target_version=0)
+    (shard,) = split(table_of([3] * 8), 1, 100, 0, optimizer_steps=2)
     steps = [sorted(i for m in step for i in m.sample_ids.tolist()) for step in shard.optimizer_steps]
     assert steps == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_steps_are_as_equal_as_possible_if_sizes_do_not_divide() -> None:
-    (shard,) = split(table_of([3] * 9), 1, 100, samples_per_optimizer_step=4, target_version=0)
-    assert [sum(m.num_branches for m in step) for step in shard.optimizer_steps] == [3, 3, 3]
+@pytest.mark.parametrize(("samples", "steps"), [(12, [4, 4, 4]), (11, [4, 4, 3]), (4, [2, 1, 1]), (2, [1, 1])])
+def test_a_batch_of_fewer_samples_has_smaller_steps_not_fewer(samples: int, steps: list[int]) -> None:
+    for shard in split(table_of([3] * samples), 2, 100, 0, optimizer_steps=3):
+        assert len(shard.optimizer_steps) == len(steps)
+    (shard,) = split(table_of([3] * samples), 1, 100, 0, optimizer_steps=3)
+    assert [sum(m.num_branches for m in step) for step in shard.optimizer_steps] == steps
 
 
 def test_filler_takes_the_place_of_a_micro_batch_that_no_sample_is_left_for() -> None:
-    shards = split(table_of([9, 9, 5]), dp_size=2, max_tokens=10, samples_per_optimizer_step=None, target_version=0)
+    shards = split(table_of([9, 9, 5]), dp_size=2, max_tokens=10, target_version=0)
     micro_batches = [m for shard in shards for m in shard.optimizer_steps[0]]
     (filler,) = [m for m in micro_batches if m.sample_ids.tolist() == [FILLER]]
     assert filler.loss_mask.sum() == 0

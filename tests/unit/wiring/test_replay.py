@@ -199,6 +199,21 @@ def test_other_flags_decide_something_else(tmp_path: Path, group: str, flag: str
     assert says in str(caught.value)
 
 
+def test_filters_decide_about_the_rests_of_groups_again(tmp_path: Path) -> None:
+    given = replace(
+        BASE,
+        staleness=replace(BASE.staleness, min_group_fraction=0.1),
+        rewards=replace(BASE.rewards, group_filter=("max_length:1",)),
+    )
+    run = RecordedRun(tmp_path / "run", given, random.Random(3))
+    run.live(200)
+    run.end()
+    assert list(Replay.of_run(run.run_dir))
+    (run.run_dir / CONFIG_FILE).write_text(to_toml(replace(given, rewards=BASE.rewards)))
+    with pytest.raises(ReplayDifference, match=r"expected trimmed \[\]"):
+        list(Replay.of_run(run.run_dir))
+
+
 def test_a_batch_that_cannot_be_made_again_is_a_difference(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ContractViolation("a sample is too old")

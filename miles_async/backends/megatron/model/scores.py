@@ -39,6 +39,12 @@ class Scorer:
         """The log-probs alone."""
         return self(packed, output)[0]
 
+    def entropies(self, packed: PackedBatch, output: ModelOutput) -> Tensor:
+        """The entropies alone."""
+        entropies = self(packed, output, entropy=True)[1]
+        assert entropies is not None, "they were asked for"
+        return entropies
+
     def ahead(self, packed: PackedBatch, output: ModelOutput) -> Tensor:
         """Log-probs of the same tokens by each layer for multi-token prediction, fp32 [layers, N]: layer ``k``, from 1,
         predicted them k tokens earlier than the policy; 0 where there was no such token. The output layer gets no

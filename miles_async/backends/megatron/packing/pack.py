@@ -28,7 +28,7 @@ from miles_async.backends.megatron.packing.positions import positions_of_rank, s
 from miles_async.backends.megatron.packing.routing_replay import Experts, RoutingLayout, replayed_experts
 from miles_async.backends.megatron.packing.shared_prefixes import SharedPrefixes
 from miles_async.runtime.picture_processor import PictureProcessor
-from miles_async.train_data.batch import token_advantages
+from miles_async.train_data.batch import per_branch, token_advantages
 from miles_async.types import NOT_SHOWN, Picture, RoutedExperts, TrainBatch
 
 
@@ -93,6 +93,7 @@ def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, devic
             offsets=_tensor(batch.offsets, torch.int64, device),
             loss_mask=_tensor(carries_loss, torch.float32, device),
             advantages=_tensor(token_advantages(batch), torch.float32, device),
+            per_token=not per_branch(batch),
             rewards=_tensor(batch.rewards, torch.float32, device),
             group_ids=_tensor(batch.group_ids, torch.int64, device),
             rollout_logprobs=_tensor(np.where(carries_loss, batch.rollout_logprobs, 0.0), torch.float32, device),
