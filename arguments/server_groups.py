@@ -104,6 +104,11 @@ def of_role(groups: Sequence[ServerGroup], role: Role) -> tuple[ServerGroup, ...
     return tuple(group for group in groups if group.role == role)
 
 
+def pinned_versions(arguments: Arguments) -> int:
+    """Most versions of the weights that are in use beyond the newest: a repair's, and that of a separate evaluation."""
+    return 2 if of_role(server_groups(arguments), "evaluation") else 1
+
+
 def teacher_group(arguments: Arguments) -> ServerGroup:
     """Return the frozen group that --use-opd learns from. Raises ConfigurationError."""
     frozen = {group.name: group for group in of_role(server_groups(arguments), "frozen")}
