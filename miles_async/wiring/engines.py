@@ -156,6 +156,7 @@ class StackMaker:
             keys=self.keys,
             routers=_replayed_routers(arguments) if of_role(groups, "train") else None,
             vocabulary=_vocabulary(arguments) if of_role(groups, "train") else None,
+            needed=not of_role(groups, "evaluation"),  # A9
         )
 
     def _group(self, group: ServerGroup) -> EngineGroup:
