@@ -25,6 +25,7 @@ import msgspec
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.foreign import FOREIGN_FLAGS
+from miles_async.arguments.words import looks_like_flag
 from miles_async.errors import ConfigurationError
 
 DEFAULT_GROUP = "engine"
@@ -44,7 +45,7 @@ class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     nodes_per_engine: int = 1  # over which these are spread evenly
     model: str | None = None  # frozen: a Hugging Face directory, if it is not --hf-checkpoint
     port: int | None = None  # frozen: of its router, where rewards ask
-    sglang: dict[str, str | int | float | bool] = {}  # SGLang's own arguments for these engines; they win
+    sglang: dict[str, str | int | float | bool] = {}  # SGLang's own arguments for these engines; they win, false too
     external: tuple[str, ...] = ()  # host:port of servers that are up already, instead of ``engines``
 
     @property
@@ -60,6 +61,19 @@ class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             for name, value in self.sglang.items()
             if value is not False
         )
+
+    def shared_extra(self, arguments: Arguments) -> tuple[str, ...]:
+        """Arguments of ``--sglang-*`` that these engines get before their own: those that ``sglang`` makes no false."""
+        words, kept = [], True
+        for word in arguments.engines.sglang_extra:
+            if looks_like_flag(word):
+                kept = self.sglang.get(word.partition("=")[0].removeprefix("--")) is not False
+            words += [word] if kept else []
+        return tuple(words)
+
+    def all_extra(self, arguments: Arguments) -> tuple[str, ...]:
+        """All arguments of SGLang's that flags and file give these engines; the last one wins."""
+        return (*self.shared_extra(arguments), *self.sglang_extra)
 
 
 def server_groups(arguments: Arguments) -> tuple[ServerGroup, ...]:
@@ -130,8 +144,7 @@ def context_lengths(arguments: Arguments) -> list[int]:
     lengths: list[int] = []
     for group in server_groups(arguments):
         if group.role != "frozen" and not group.external:
-            words = (*arguments.engines.sglang_extra, *group.sglang_extra)  # the last one wins
-            parts = pairwise(part for word in words for part in word.split("=", 1))
+            parts = pairwise(part for word in group.all_extra(arguments) for part in word.split("=", 1))
             given = [int(value) for name, value in parts if name == "--context-length" and value.isdecimal()]
             lengths += given[-1:]
     return lengths

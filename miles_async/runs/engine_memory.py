@@ -67,7 +67,7 @@ class _Flags:
 
     @classmethod
     def of(cls, arguments: Arguments, group: ServerGroup) -> _Flags:
-        words = [part for word in (*arguments.engines.sglang_extra, *group.sglang_extra) for part in word.split("=", 1)]
+        words = [part for word in group.all_extra(arguments) for part in word.split("=", 1)]
         given = {name: value for name, value in pairwise(words) if name.startswith("--")}  # the last one wins
         dtype = given.get("--kv-cache-dtype", "auto")
         fraction = SHARED_GPU_FRACTION if arguments.cluster.colocate else STATIC_FRACTION

@@ -234,7 +234,7 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         routed_experts=group.role == "train" and arguments.algorithm.routing_replay == "rollout",
         weight_group_seconds=arguments.weights.group_timeout,
         publication_seconds=arguments.weights.publication_timeout if published else 0.0,
-        extra=(*arguments.engines.sglang_extra, *group.sglang_extra),
+        extra=group.all_extra(arguments),
     )
 
 

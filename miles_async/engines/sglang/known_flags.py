@@ -60,9 +60,11 @@ _REPLICAS = dict.fromkeys(
 )
 
 
-def refused_flags(words: Sequence[str], prefix: str) -> Iterator[str]:
-    """Yield one line per flag of ``words`` that is in ``REFUSED``. ``prefix``: as for :func:`unknown_flags`."""
-    refused = REFUSED if "--enable-dp-attention" in words else {**REFUSED, **_REPLICAS}
+def refused_flags(words: Sequence[str], prefix: str, *, beside: Sequence[str] = ()) -> Iterator[str]:
+    """Yield one line per flag of ``words`` that is in ``REFUSED``. ``prefix``: as for :func:`unknown_flags`.
+    ``beside``: words that the same engines get from elsewhere.
+    """
+    refused = REFUSED if "--enable-dp-attention" in (*words, *beside) else {**REFUSED, **_REPLICAS}
     for word, following in zip_longest(words, words[1:]):
         flag, assigned, value = word.partition("=")
         if flag in refused and (flag, value if assigned else following) != ("--tokenizer-worker-num", "1"):

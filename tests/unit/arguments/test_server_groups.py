@@ -54,6 +54,15 @@ def test_a_fleet_of_all_kinds(tmp_path: Path) -> None:
     assert of_role(groups, "frozen") == (ServerGroup(name="judge", role="frozen", model="/models/judge", port=8400),)
 
 
+def test_a_group_drops_a_flag_of_all_engines_that_it_makes_false(tmp_path: Path) -> None:
+    arguments = with_fleet(tmp_path, FLEET)
+    words = ("--disable-x", "--cuda-graph-bs-decode", "1", "-1", "--mem-fraction-static=0.7")
+    arguments = replace(arguments, engines=replace(arguments.engines, sglang_extra=words))
+    small, big, *_ = server_groups(arguments)
+    assert small.all_extra(arguments) == words
+    assert big.all_extra(arguments) == (*words[1:], "--mem-fraction-static=0.8", "--enable-metrics")
+
+
 def test_without_a_file_there_is_one_group_by_flags() -> None:
     arguments = replace(Arguments(), cluster=replace(Arguments().cluster, rollout_num_gpus=4))
     assert server_groups(arguments) == (ServerGroup(name="engine", engines=4),)
