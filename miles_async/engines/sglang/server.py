@@ -105,7 +105,7 @@ def _has_attention_groups(spec: ServerSpec) -> bool:
 
 def above_rendezvous(spec: ServerSpec) -> Sequence[int]:
     """Distances from the port of ``--dist-init-addr`` to those by which SGLang's processes on all nodes reach the
-    scheduler of each attention group (``PortArgs`` and DP_ATTENTION_HANDSHAKE_PORT_DELTA in its server_args.py).
+    scheduler of each attention group (0.5.23: ``PortArgs.init_new``, DP_ATTENTION_HANDSHAKE_PORT_DELTA).
     """
     return _GROUPS_PORTS if spec.nodes > 1 and _has_attention_groups(spec) else ()
 
