@@ -24,6 +24,7 @@ import msgspec
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation_sets import readable_sets
 from miles_async.arguments.foreign import FOREIGN_FLAGS
+from miles_async.arguments.words import looks_like_flag
 from miles_async.errors import ConfigurationError
 
 DEFAULT_GROUP = "engine"
@@ -43,7 +44,7 @@ class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     nodes_per_engine: int = 1  # over which these are spread evenly
     model: str | None = None  # frozen: a Hugging Face directory, if it is not --hf-checkpoint
     port: int | None = None  # frozen: of its router, where rewards ask
-    sglang: dict[str, str | int | float | bool] = {}  # SGLang's own arguments for these engines; they win
+    sglang: dict[str, str | int | float | bool] = {}  # SGLang's own arguments for these engines; they win, false too
     external: tuple[str, ...] = ()  # host:port of servers that are up already, instead of ``engines``
 
     @property
@@ -59,6 +60,19 @@ class ServerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             for name, value in self.sglang.items()
             if value is not False
         )
+
+    def shared_extra(self, arguments: Arguments) -> tuple[str, ...]:
+        """Arguments of ``--sglang-*`` that these engines get before their own: those that ``sglang`` makes no false."""
+        words, kept = [], True
+        for word in arguments.engines.sglang_extra:
+            if looks_like_flag(word):
+                kept = self.sglang.get(word.partition("=")[0].removeprefix("--")) is not False
+            words += [word] if kept else []
+        return tuple(words)
+
+    def all_extra(self, arguments: Arguments) -> tuple[str, ...]:
+        """All arguments of SGLang's that flags and file give these engines; the last one wins."""
+        return (*self.shared_extra(arguments), *self.sglang_extra)
 
 
 def server_groups(arguments: Arguments) -> tuple[ServerGroup, ...]:
@@ -103,6 +117,11 @@ def of_role(groups: Sequence[ServerGroup], role: Role) -> tuple[ServerGroup, ...
     return tuple(group for group in groups if group.role == role)
 
 
+def pinned_versions(arguments: Arguments) -> int:
+    """Most versions of the weights that are in use beyond the newest: a repair's, and that of a separate evaluation."""
+    return 2 if of_role(server_groups(arguments), "evaluation") else 1
+
+
 def teacher_group(arguments: Arguments) -> ServerGroup:
     """Return the frozen group that --use-opd learns from. Raises ConfigurationError."""
     frozen = {group.name: group for group in of_role(server_groups(arguments), "frozen")}
@@ -121,7 +140,7 @@ def teacher_group(arguments: Arguments) -> ServerGroup:
 
 def given_sglang_flags(arguments: Arguments, group: ServerGroup) -> dict[str, str]:
     """SGLang's own flags of a group → the word after each, a switch's too; the last one wins."""
-    words = [part for word in (*arguments.engines.sglang_extra, *group.sglang_extra) for part in word.split("=", 1)]
+    words = [part for word in group.all_extra(arguments) for part in word.split("=", 1)]
     return {name: value for name, value in pairwise([*words, ""]) if name.startswith("--")}
 
 

@@ -303,10 +303,10 @@ class Controller:
         try:
             if before is not None:
                 await before  # on the same engines
-            await self._publisher.publish_for_evaluation()
-            if self._publisher.evaluates_apart and all(each.engines != "train" for each in held_out):
-                may_publish.set()
-            metrics = await self._rollout.evaluate(step, [each.name for each in held_out])
+            async with self._publisher.evaluating():
+                if self._publisher.evaluates_apart and all(each.engines != "train" for each in held_out):
+                    may_publish.set()
+                metrics = await self._rollout.evaluate(step, [each.name for each in held_out])
         except Exception as error:  # supervision point: a failing evaluation never stops training (A9)
             log.warning("evaluation failed", step=step, error=repr(error))
         else:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, TypeVarTuple
@@ -106,6 +106,8 @@ class EngineKind:
     name: str  # in messages
     command: ServerCommand
     environment: Callable[[ServerSpec], dict[str, str]]  # variables to add to our own and its keys'
+    # Distances from the port where the server's ranks meet to others that it takes on the same address.
+    above_rendezvous: Callable[[ServerSpec], Sequence[int]] = lambda spec: ()
     is_up: Callable[[Http, str], Awaitable[bool]]  # asked with its URL until it is
     calls: Callable[[Http], InferenceServer]  # makes the client of the servers' protocol
     streams: bool = False  # servers that we start can ``receive_stream``; else they get a call per bucket

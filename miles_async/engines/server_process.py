@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class ServerProcess:
     async def open_rendezvous(self) -> tuple[str, int]:
         """Choose an address and a port of this node, where the server's ranks on all its nodes meet."""
         address = self._spec.network.address()
-        return address, self._hold_port(address)
+        return address, self._hold_port(address, self._kind.above_rendezvous(self._spec))
 
     async def start(self, rendezvous: tuple[str, int] | None = None) -> str:
         """Start the server, wait until it answers and return its URL.
@@ -93,11 +93,11 @@ class ServerProcess:
         self._process = ChildProcess(self._name, command, log_path=self._log_path, environment=environment)
         return network.url(host, port)
 
-    def _hold_port(self, address: str) -> int:
-        """Hold a port until the server listens, seconds later: Linux lets it, since it binds with SO_REUSEADDR like
-        us.
+    def _hold_port(self, address: str, above: Sequence[int] = ()) -> int:
+        """Hold a port, and those ``above`` it, until the server listens, seconds later: Linux lets it, since it binds
+        with SO_REUSEADDR like us.
         """
-        self._ports.append(HeldPort(address, ports=self._spec.network.ports))
+        self._ports.append(HeldPort(address, ports=self._spec.network.ports, above=above))
         return self._ports[-1].number
 
     def _release_ports(self) -> None:

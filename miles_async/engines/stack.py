@@ -48,9 +48,10 @@ class EngineParts:
         traffic: Traffic,
         routers: RouterShape | None = None,
         vocabulary: int | None = None,
+        needed: bool = True,
     ) -> None:
         """``calls``: makes the calls that the engines understand. ``router``: makes the router.
-        ``routers``, ``vocabulary``: see :class:`RouterClient`.
+        ``routers``, ``vocabulary``: see :class:`RouterClient`. ``needed``: see :class:`EngineSupervisor`.
         """
         self.http = http
         self.registry = EngineRegistry()
@@ -65,6 +66,7 @@ class EngineParts:
             groups,
             max_restarts=arguments.engine_max_restarts,
             restart_window=arguments.engine_restart_window,
+            needed=needed,
         )
         self.fleet = Fleet(
             self.registry,
@@ -106,6 +108,7 @@ class EngineStack(EngineParts):
         keys: EngineKeys | None = None,
         routers: RouterShape | None = None,
         vocabulary: int | None = None,
+        needed: bool = True,
     ) -> None:
         """Nothing runs and no socket is open before :meth:`start`.
 
@@ -137,6 +140,7 @@ class EngineStack(EngineParts):
             traffic=Traffic(),
             routers=routers,
             vocabulary=vocabulary,
+            needed=needed,
         )
         self._router_metrics = RouterMetrics(http, lambda: self.router.metrics_url)
 

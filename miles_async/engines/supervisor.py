@@ -61,8 +61,9 @@ class EngineSupervisor:
         *,
         max_restarts: int = 3,
         restart_window: float = 3600.0,
+        needed: bool = True,
     ) -> None:
-        """Start nothing yet."""
+        """Start nothing yet. ``needed``: the run cannot continue without any of these engines."""
         self._registry = registry
         self._router = router
         self._health = EngineHealth(server, registry)
@@ -70,6 +71,7 @@ class EngineSupervisor:
         self.groups = {group.name: group for group in groups}
         self._max_restarts = max_restarts
         self._restart_window = restart_window
+        self._needed = needed
         self._engines: dict[str, _Engine] = {}
         self._forgotten: dict[str, int] = {}  # id of an engine that is gone → its last incarnation
         self._scope: asyncio.TaskGroup | None = None  # of supervise()
@@ -203,16 +205,19 @@ class EngineSupervisor:
         log.error("engine given up", engine=record.engine_id, restarts=record.restarts, reason=record.reason)
 
     def _require_engines(self, last: EngineRecord) -> None:
-        """Raise EngineError if all engines are given up, ``last`` being one of them."""
+        """Raise EngineError if all engines are given up, ``last`` being one of them, and the run needs some."""
         if not self._all_gone():
             return
         budget = self._engines[last.engine_id].budget
         # Without a restart it is unknown whether one would have helped: the run may succeed on another try.
         untried = not any(other.restarts for other in self._registry.engines.values())
-        raise (ProcessLostError if untried else EngineError)(
+        error = (ProcessLostError if untried else EngineError)(
             f"no engine is left; the last, {last.engine_id}, was restarted {budget} (--engine-max-restarts, "
             f"--engine-restart-window): {last.reason}"
         )
+        if self._needed:
+            raise error
+        log.error("continues without these engines; `miles-async scale` starts others", error=str(error))
 
     def _all_gone(self) -> bool:
         return all(record.state is EngineState.GONE for record in self._registry.engines.values())

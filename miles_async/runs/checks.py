@@ -182,15 +182,17 @@ def passed_on_problems(arguments: Arguments) -> Iterator[str]:
     from miles_async.engines.sglang.known_flags import refused_flags, sglang_flags, smg_flags, unknown_flags
 
     engines = arguments.engines
-    groups = [group for group in server_groups(arguments) if group.sglang]
-    if engines.sglang_extra or groups:
+    groups = server_groups(arguments)
+    if engines.sglang_extra or any(group.sglang for group in groups):
         known = sglang_flags()
-        yield from unknown_flags(engines.sglang_extra, known, "--sglang-")
-        yield from refused_flags(engines.sglang_extra, "--sglang-")
+        problems = [*unknown_flags(engines.sglang_extra, known, "--sglang-")]
         for group in groups:
             where = f"--server-groups {engines.server_groups}: [groups.{group.name}.sglang] "
-            yield from unknown_flags(group.sglang_extra, known, where)
-            yield from refused_flags(group.sglang_extra, where)
+            problems += unknown_flags(group.sglang_extra, known, where)
+            shared, own = group.shared_extra(arguments), group.sglang_extra
+            problems += refused_flags(shared, "--sglang-", beside=own)
+            problems += refused_flags(own, where, beside=shared)
+        yield from dict.fromkeys(problems)
     if engines.router_extra:
         yield from unknown_flags(engines.router_extra, smg_flags(), "--router-")
 

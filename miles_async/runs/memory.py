@@ -12,6 +12,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.model import RecomputeGranularity
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.prompt_limit import engine_context
+from miles_async.arguments.server_groups import pinned_versions
 from miles_async.backends.megatron.memory.plan import (
     RECOMPUTED,
     RankBytes,
@@ -90,6 +91,7 @@ def _publication(arguments: Arguments, parameters: int) -> str:
         version_bytes=share,
         bucket_bytes=weights.update_weight_buffer_size,
         keep=KEPT_VERSIONS + weights.debug_publication_lag,
+        pinned=pinned_versions(arguments),
         delta=weights.delta_encoding,
     )
     return (

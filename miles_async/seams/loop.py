@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
@@ -24,7 +25,7 @@ class Publisher(Protocol):
 
     async def repair(self) -> tuple[str, ...]: ...
 
-    async def publish_for_evaluation(self) -> None: ...
+    def evaluating(self) -> AbstractAsyncContextManager[None]: ...
 
     @property
     def evaluates_apart(self) -> bool: ...

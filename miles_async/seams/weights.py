@@ -74,7 +74,7 @@ class WeightSender(Protocol):
         ...
 
     def unpin(self, version: int) -> None:
-        """Undo :meth:`pin`: the next staged version may replace it."""
+        """Undo one :meth:`pin`: without others, the next staged version may replace it."""
         ...
 
     def close(self) -> None:

@@ -8,6 +8,8 @@ Only copying needs the trainer: staging and delivery work on the copy while trai
 
 A repair delays no delivery: both may run at once, and the delivery leaves the repair's engines out. If another version
 has become visible by the end of a repair, its engines get that version before the next delivery begins.
+
+Engines that only evaluate get the version that is evaluated, and those that join during an evaluation get it, too.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
+
+import structlog
 
 from miles_async.arguments.weights import WeightsArguments
 from miles_async.seams import TrainerSide, WeightSender
 from miles_async.types import Incarnation, Publication, StagedWeights
 from miles_async.weights.update import FleetUpdater, PublicationState, publication_deadline
 
+log = structlog.get_logger(__name__)
+
 ADMISSION_SECONDS = 10.0  # for repaired engines to be admitted: deliveries wait for that
+JOINING_SECONDS = 1.0  # between looks at the engines of an evaluation
 
 
 class WeightPublisher:
@@ -135,17 +142,59 @@ class WeightPublisher:
 
     async def _tell_senders(self, keep: Callable[[WeightSender, int], None], staged: StagedWeights) -> None:
         """Have all senders pin or unpin that version."""
-        awaited = f"the sending ranks, which are to pin version {staged.version} for a repair"
+        awaited = f"the sending ranks, which are to {keep.__name__} version {staged.version}"
         async with publication_deadline(self._timeout, awaited):
             for index in range(staged.senders):
                 await self._trainer.sender(index, repair=True).call(keep, staged.version)
 
-    async def publish_for_evaluation(self) -> None:
-        """Bring the engines that only evaluate, if there are any, to the visible version. Raises PublicationError."""
+    @asynccontextmanager
+    async def evaluating(self) -> AsyncIterator[None]:
+        """Bring the engines that only evaluate, if there are any, to the visible version, and within the context those
+        that join. Raises PublicationError.
+        """
         if self._evaluation is None or self._delivered is None:
+            yield
             return
         async with self._lock:
-            await self._evaluation.publish(self._delivered.version, self._delivered)
+            staged = self._delivered
+            await self._tell_senders(WeightSender.pin, staged)
+        try:
+            async with self._lock:
+                await self._evaluation.publish(staged.version, staged)
+            async with self._repairs_of(self._evaluation, staged):
+                yield
+        except Exception:
+            await self._tell_senders(WeightSender.unpin, staged)
+            raise
+        await self._tell_senders(WeightSender.unpin, staged)
+
+    @asynccontextmanager
+    async def _repairs_of(self, evaluation: FleetUpdater, staged: StagedWeights) -> AsyncIterator[None]:
+        """Bring engines that join to ``staged``. A repair under way at the end is finished, unless cancelled."""
+        over = asyncio.Event()
+        repairs = asyncio.create_task(self._repair_evaluation(evaluation, staged, over), name="repair for evaluation")
+        try:
+            yield
+        except asyncio.CancelledError:
+            repairs.cancel()
+            raise
+        finally:
+            over.set()
+            await repairs
+
+    async def _repair_evaluation(self, evaluation: FleetUpdater, staged: StagedWeights, over: asyncio.Event) -> None:
+        """Bring engines that join to ``staged`` until ``over``."""
+        while not over.is_set():
+            try:
+                async with self._lock:
+                    if joining := (await evaluation.fleet.members()).joining:
+                        repaired = await evaluation.repair(staged, joining, nullcontext(True))
+                        log.info("engines repaired", engines=[*map(str, repaired)])
+            except Exception as error:  # supervision point: other engines may serve, and these be repaired later
+                log.warning("engines of the evaluation were not repaired", error=repr(error))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(JOINING_SECONDS):
+                    await over.wait()
 
     async def close(self) -> None:
         """Release what the transports keep between deliveries."""

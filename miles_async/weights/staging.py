@@ -65,7 +65,7 @@ class Staging:
         self._kept: _Copy | None = None  # staged, and in memory until the next version is copied
         self._writing = threading.Lock()  # held while the copy is read
         self._staged: dict[int, StagedWeights] = {}  # in the order in which they were staged
-        self._pinned: set[int] = set()
+        self._pinned: list[int] = []  # as often as it is pinned
 
     def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy this sender's share of ``tensors``. Raises TrainerError while the version before is being staged."""
@@ -104,10 +104,10 @@ class Staging:
                 shutil.rmtree(self._staged.pop(old).directory, ignore_errors=True)
 
     def pin(self, version: int) -> None:
-        self._pinned.add(version)
+        self._pinned.append(version)
 
     def unpin(self, version: int) -> None:
-        self._pinned.discard(version)
+        self._pinned.remove(version)
 
     def file(self, version: int, name: str) -> Path:
         """Path of a file of a staged version. Raises TrainerError if that version is not there any more."""

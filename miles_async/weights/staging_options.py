@@ -21,13 +21,14 @@ class StagingOptions:
     sender: int = 0  # index among ``senders``, each of which stages a share
     senders: int = 1
     keep: int = KEPT_VERSIONS  # how many of the newest versions stay; at least 2
+    pinned: int = 1  # most older ones that are in use: by a repair, and by an evaluation on engines of its own
     digests: bool = True
     delta: DeltaEncoding | None = None  # also write what changed since the version before
 
     @property
     def versions(self) -> int:
-        """Most versions at a time: the kept ones, of which the newest may be in writing, and one pinned by a repair."""
-        return self.keep + 1
+        """Most versions at a time: the kept ones, of which the newest may be in writing, and the pinned ones."""
+        return self.keep + self.pinned
 
     @property
     def room(self) -> int | None:

@@ -156,6 +156,7 @@ class StackMaker:
             keys=self.keys,
             routers=_replayed_routers(arguments) if of_role(groups, "train") else None,
             vocabulary=_vocabulary(arguments) if of_role(groups, "train") else None,
+            needed=not of_role(groups, "evaluation"),  # A9
         )
 
     def _group(self, group: ServerGroup) -> EngineGroup:
@@ -233,7 +234,7 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         routed_experts=group.role == "train" and arguments.algorithm.routing_replay == "rollout",
         weight_group_seconds=arguments.weights.group_timeout,
         publication_seconds=arguments.weights.publication_timeout if published else 0.0,
-        extra=(*arguments.engines.sglang_extra, *group.sglang_extra),
+        extra=group.all_extra(arguments),
     )
 
 

@@ -11,6 +11,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import count_elements
+from miles_async.arguments.server_groups import pinned_versions
 from miles_async.backends import create_backend
 from miles_async.observability.wandb_tracker import report_machine
 from miles_async.runtime.cluster.node_files import NodeFiles
@@ -66,7 +67,12 @@ def trainer_ranks(
             secret_environment(arguments.cluster.forward_env),
         ),
         sender=partial(
-            make_sender, weights, device, ports=network.ports, version_bytes=_version_bytes(arguments.model)
+            make_sender,
+            weights,
+            device,
+            ports=network.ports,
+            version_bytes=_version_bytes(arguments.model),
+            pinned=pinned_versions(arguments),
         ),
         senders=count_senders(weights, arguments.model.pipeline_model_parallel_size),
         network=network,

@@ -48,6 +48,8 @@ UNKNOWN_TOKENS_IN_FLIGHT = 1 << 31
 number, or verify more tokens than they were started with (``--speculative-adaptive``).
 """
 
+_TARGET = {"selector": "target"}  # no draft model; servers that the run starts need not be told (patches.py)
+
 MEMORY_TAGS = ["kv_cache", "weights", "cuda_graph"]
 
 # Servers close connections that were idle for some seconds, maybe just as the next call goes out, which would look like
@@ -149,7 +151,7 @@ class SGLangServer:
     abort = _post(InferenceServer.abort, "/abort_request", "rid")
     abort_all = _post(InferenceServer.abort_all, "/abort_request", abort_all=True)
     leave_group = _post(InferenceServer.leave_group, "/destroy_weights_update_group", "group_name")
-    begin_update = _post(InferenceServer.begin_update, "/begin_weight_update")
+    begin_update = _post(InferenceServer.begin_update, "/begin_weight_update", **_TARGET)
     end_update = _post(InferenceServer.end_update, "/end_weight_update")
     # Both need a server that was started with --enable-memory-saver, the former one without requests.
     release_memory = _post(InferenceServer.release_memory, "/release_memory_occupation", tags=MEMORY_TAGS)
@@ -269,6 +271,7 @@ class SGLangServer:
             "shapes": [list(tensor.shape) for tensor in tensors],
             "group_name": group_name,
             "load_format": "flattened_bucket",
+            **_TARGET,
             **_taken_as(version),
         }
         await self._call(url, "/update_weights_from_distributed", timeout, body)
@@ -278,6 +281,7 @@ class SGLangServer:
         body = {
             "serialized_named_tensors": [handles] * ranks,
             "load_format": "flattened_bucket",
+            **_TARGET,
             **_taken_as(version),
         }
         await self._call(url, "/update_weights_from_tensor", timeout, body)
@@ -321,7 +325,7 @@ class SGLangServer:
 
     async def _check_weights(self, url: str, action: str, subject: str, timeout: float) -> list[str]:
         """Answers of all ranks to an action of ``held_report.py``."""
-        body = {"action": f"{action} {subject}", "selector": "target"}
+        body = {"action": f"{action} {subject}", **_TARGET}
         answer = await self._call(url, "/weights_checker", timeout, body)
         reply = decode_json(answer, _CheckReply, f"{url}/weights_checker")
         return [rank.checksums.get(action, "") for rank in reply.ranks]

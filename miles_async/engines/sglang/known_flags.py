@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 _FLAG = re.compile(r"--[a-z0-9](?:-?[a-z0-9])*(?![a-z0-9-])")
@@ -37,11 +38,20 @@ def unknown_flags(words: Sequence[str], known: Collection[str], prefix: str) -> 
         yield f"{prefix}{flag[2:]} is passed on as {flag}, which the installed version does not know{hint}"
 
 
+_OPEN = "it opens a door without the run's keys"
+
 REFUSED: Mapping[str, str] = {
     "--incremental-streaming-output": "streams of the session server read all tokens so far from each event",
     "--enable-dp-attention-local-control-broadcast": "ranks would pause at different times, while each waits for all",
+    "--tokenizer-worker-num": "SGLang serves by other processes then, whose doors are open without the run's keys",
+    "--grpc-port": _OPEN,
+    "--grpc-mode": _OPEN,
+    "--smg-grpc-mode": _OPEN,
+    "--encoder-only": _OPEN,
+    "--remote-instance-weight-loader-start-seed-via-transfer-engine": _OPEN,
+    "--config": "flags in a file are not checked, so write them here",
 }
-"""Flags of SGLang's servers that a run cannot have, and why."""
+"""Flags of SGLang's servers that a run cannot have, and why. ``--tokenizer-worker-num 1`` is the default."""
 
 # With --enable-dp-attention they count attention groups instead.
 _REPLICAS = dict.fromkeys(
@@ -50,12 +60,14 @@ _REPLICAS = dict.fromkeys(
 )
 
 
-def refused_flags(words: Sequence[str], prefix: str) -> Iterator[str]:
-    """Yield one line per flag of ``words`` that is in ``REFUSED``. ``prefix``: as for :func:`unknown_flags`."""
-    refused = REFUSED if "--enable-dp-attention" in words else {**REFUSED, **_REPLICAS}
-    for word in words:
-        flag = word.partition("=")[0]
-        if flag in refused:
+def refused_flags(words: Sequence[str], prefix: str, *, beside: Sequence[str] = ()) -> Iterator[str]:
+    """Yield one line per flag of ``words`` that is in ``REFUSED``. ``prefix``: as for :func:`unknown_flags`.
+    ``beside``: words that the same engines get from elsewhere.
+    """
+    refused = REFUSED if "--enable-dp-attention" in (*words, *beside) else {**REFUSED, **_REPLICAS}
+    for word, following in zip_longest(words, words[1:]):
+        flag, assigned, value = word.partition("=")
+        if flag in refused and (flag, value if assigned else following) != ("--tokenizer-worker-num", "1"):
             yield f"{prefix}{flag[2:]}: {refused[flag]}; leave it out"
 
 

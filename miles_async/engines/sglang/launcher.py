@@ -29,6 +29,7 @@ from miles_async.engines.sglang import gemma4, patches, weight_stream  # noqa: E
 patches.move_load_file()
 patches.narrow_rank_store()
 patches.sleep_while_paused()
+patches.keep_draft_models()
 weight_stream.register()
 gemma4.register()
 cpu.install(sys.argv)

@@ -19,6 +19,7 @@ from miles_async.runtime.network.process_group_errors import errors_are_raised
 
 PAUSED_TURN = "_record_scheduler_state_for_paused_engine"
 """The only method that a paused scheduler calls per turn of its loop."""
+SELECT_RUNNERS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._select_runners"
 GROUP_MAKER = "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
 
 
@@ -78,3 +79,19 @@ def with_deadline(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     seconds = float(os.environ[WEIGHT_GROUP_SECONDS_VARIABLE])
     with errors_are_raised():
         return make(*args, **{"timeout": timedelta(seconds=seconds), **kwargs})
+
+
+@cache  # see sleep_while_paused
+def keep_draft_models() -> None:
+    """Let weights go to the model that is served alone: by default SGLang loads them into a draft model, too.
+
+    A draft model with layers of its own cannot take them. Drafts that share parameters with the model follow it.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(SELECT_RUNNERS, targets, HookType.AROUND)
+
+
+def targets(select: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[str, Any]]:
+    """Roles and runners of ``select(...)`` without draft models."""
+    return [(role, runner) for role, runner in select(*args, **kwargs) if role == "target"]

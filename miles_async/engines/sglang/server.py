@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,8 @@ SHARED_GPU_FRACTION = 0.7
 
 # With data-parallel attention a request to all schedulers wakes the first one only, and waits a second for the others.
 _ATTENTION_GROUPS = {"--attn-dp-size", "--enable-dp-attention"}
+
+_GROUPS_PORTS = (*range(1, 7), 13)
 
 _CPU_FLAGS = (
     # Without these SGLang does not run on a CPU.
@@ -62,7 +65,7 @@ def server_command(
         "--skip-server-warmup",  # the canary of the first publication is its warm-up
         "--log-level=warning",
     ]
-    if not any(word.split("=")[0] in _ATTENTION_GROUPS for word in spec.extra):
+    if not _has_attention_groups(spec):
         command.append("--sleep-on-idle")  # else each scheduler spins on a core
     if spec.trust_remote_code:
         command.append("--trust-remote-code")
@@ -94,6 +97,17 @@ def server_command(
             engines=spec.engines_on_host,
         )
     return [*command, *spec.extra]
+
+
+def _has_attention_groups(spec: ServerSpec) -> bool:
+    return any(word.split("=")[0] in _ATTENTION_GROUPS for word in spec.extra)
+
+
+def above_rendezvous(spec: ServerSpec) -> Sequence[int]:
+    """Distances from the port of ``--dist-init-addr`` to those by which SGLang's processes on all nodes reach the
+    scheduler of each attention group (0.5.23: ``PortArgs.init_new``, DP_ATTENTION_HANDSHAKE_PORT_DELTA).
+    """
+    return _GROUPS_PORTS if spec.nodes > 1 and _has_attention_groups(spec) else ()
 
 
 def _compiled_kernels() -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -23,12 +24,24 @@ def bind_port(address: str, ports: range | None = None) -> socket.socket:
     ``ports``: to choose from (--port-range). By default they are below the kernel's ephemeral range, from which
     outgoing connections of other processes take theirs. Raises ConfigurationError if none is free.
     """
+    return _bind_ports(address, ports, ())[0]
+
+
+def _bind_ports(address: str, ports: range | None, above: Sequence[int]) -> list[socket.socket]:
+    """Like :func:`bind_port`, with the ports that are ``above`` the first one by so much."""
     candidates = ports or _default_ports()
     for number in _random.sample(candidates, min(_TRIES, len(candidates))):
-        with suppress(OSError):
-            return _bound(address, number)
+        with ExitStack() as stack, suppress(OSError, OverflowError):
+            bound = [stack.enter_context(_bound(address, number))]
+            first = bound[0].getsockname()[1]
+            if ports is None or all(first + distance in ports for distance in above):
+                bound += [stack.enter_context(_bound(address, first + distance)) for distance in above]
+                stack.pop_all()
+                return bound
+    ends = f"{candidates[0]}-{candidates[-1]}"
     raise ConfigurationError(
-        f"{address} has no free port among {candidates[0]}-{candidates[-1]}: give a wider --port-range, or another one"
+        f"{address} has no free port among {ends}{' with the ports above that it needs' if above else ''}: give a "
+        "wider --port-range, or another one"
     )
 
 
@@ -51,22 +64,28 @@ class HeldPort:
     ...     wait_until_it_listens()
     """
 
-    def __init__(self, address: str, number: int | None = None, *, ports: range | None = None) -> None:
-        """``number``: this very port instead of a free one of ``ports``. Raises ConfigurationError if it is taken."""
+    def __init__(
+        self, address: str, number: int | None = None, *, ports: range | None = None, above: Sequence[int] = ()
+    ) -> None:
+        """``number``: this very port instead of a free one of ``ports``. ``above``: distances from a free one to others
+        that are held with it. Raises ConfigurationError if they are taken.
+        """
         if number is None:
-            self._socket = bind_port(address, ports)
-            # Set after binding: it lets the server in, and still keeps out sockets that bind without it, as above.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._sockets = _bind_ports(address, ports, above)
+            for each in self._sockets:
+                # Set after binding: it lets the server in, and still keeps out sockets that bind without it, as above.
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         else:
             try:
-                self._socket = bind_held_port(address, number)
+                self._sockets = [bind_held_port(address, number)]
             except OSError as error:
                 raise ConfigurationError(f"port {number} is not free: {error}; choose another, or none") from error
-        self.number = int(self._socket.getsockname()[1])
+        self.number = int(self._sockets[0].getsockname()[1])
 
     def release(self) -> None:
-        """Release the port."""
-        self._socket.close()
+        """Release the port, and those above it."""
+        for each in self._sockets:
+            each.close()
 
     def __enter__(self) -> HeldPort:
         return self

@@ -62,6 +62,7 @@ def make_sender(
     address: str,
     *,
     version_bytes: int | None = None,
+    pinned: int = 1,
     ports: range | None = None,
     sender: int = 0,
     senders: int = 1,
@@ -69,7 +70,7 @@ def make_sender(
     """The half of sending rank number ``sender``, in its process.
 
     ``address``: where engines reach this process, on one of ``ports``. ``version_bytes``: of all weights; None if they
-    are not known.
+    are not known. ``pinned``: most versions that are pinned at a time.
     """
     spec = find_transport(arguments.weight_transport)
     staging = StagingOptions(
@@ -80,6 +81,7 @@ def make_sender(
         sender=sender,
         senders=senders,
         keep=KEPT_VERSIONS + arguments.debug_publication_lag,
+        pinned=pinned,
         digests=arguments.compares_digests or arguments.weight_delta != "off",
         delta=arguments.delta_encoding,
     )

@@ -15,6 +15,7 @@ import pytest
 from miles_async.arguments.argument_files import presets
 from miles_async.arguments.cluster_checks import check_colocation
 from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.validation import flag_problems
 from miles_async.backends.megatron.families.hf_config import check_model, read_config
 from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.train_data.work import model_work
@@ -121,6 +122,20 @@ def test_a_publication_has_time(preset: str, model: str) -> None:
     assert work is not None
     senders = count_senders(arguments.weights, arguments.model.pipeline_model_parallel_size)
     assert 2 * work.weights / senders / arguments.weights.publication_timeout < 0.4e9
+
+
+@pytest.mark.parametrize(("preset", "model"), CASES)
+def test_a_preset_is_a_run_without_more_than_data_and_gpus(preset: str, model: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(config_of(model).read_bytes())
+    gpus = MODELS[preset][1]
+    engine = parse_arguments([f"@preset:{preset}"], prog="test").arguments.cluster.rollout_num_gpus_per_engine
+    nodes = max(1, gpus // 8)
+    words = (
+        f"@preset:{preset} --hf-checkpoint {tmp_path} --prompt-data prompts.jsonl --num-rollout 5 --rm-type math "
+        f"--use-rollout-logprobs --actor-num-nodes {nodes} --actor-num-gpus-per-node {gpus // nodes} "
+        f"--rollout-num-gpus {engine} --ray-address 10.0.0.1:6379 --device cuda"
+    )
+    assert flag_problems(parse_arguments(words.split(), prog="test").arguments) == []
 
 
 @pytest.mark.parametrize("preset", [each for each, file in presets().items() if file.parent.name == "cluster"])

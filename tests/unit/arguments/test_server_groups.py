@@ -12,10 +12,12 @@ from miles_async.arguments.server_groups import (
     ServerGroup,
     check_server_groups,
     of_role,
+    pinned_versions,
     read_server_groups,
     server_groups,
 )
 from miles_async.errors import ConfigurationError
+from miles_async.weights.staging_options import StagingOptions
 
 CANARY = WeightsArguments(verify_weights="canary")
 FLEET = """
@@ -52,6 +54,21 @@ def test_a_fleet_of_all_kinds(tmp_path: Path) -> None:
     assert groups[1].sglang_extra == ("--mem-fraction-static=0.8", "--enable-metrics")
     assert [g.name for g in of_role(groups, "evaluation")] == ["test"]
     assert of_role(groups, "frozen") == (ServerGroup(name="judge", role="frozen", model="/models/judge", port=8400),)
+
+
+def test_an_evaluation_with_engines_of_its_own_keeps_a_version(tmp_path: Path) -> None:
+    # covers: P5
+    assert (pinned_versions(Arguments()), pinned_versions(with_fleet(tmp_path, FLEET))) == (1, 2)
+    assert StagingOptions(bucket_bytes=1, version_bytes=1, pinned=2).room == 4
+
+
+def test_a_group_drops_a_flag_of_all_engines_that_it_makes_false(tmp_path: Path) -> None:
+    arguments = with_fleet(tmp_path, FLEET)
+    words = ("--disable-x", "--cuda-graph-bs-decode", "1", "-1", "--mem-fraction-static=0.7")
+    arguments = replace(arguments, engines=replace(arguments.engines, sglang_extra=words))
+    small, big, *_ = server_groups(arguments)
+    assert small.all_extra(arguments) == words
+    assert big.all_extra(arguments) == (*words[1:], "--mem-fraction-static=0.8", "--enable-metrics")
 
 
 def test_without_a_file_there_is_one_group_by_flags() -> None:

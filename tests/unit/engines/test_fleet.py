@@ -43,6 +43,7 @@ class Setup:
         make: Callable[[int, int], FakeServer] | None = None,
         max_restarts: int = 1,
         restart_window: float = 3600.0,
+        needed: bool = True,
     ) -> None:
         self.registry = EngineRegistry()
         self.router = FakeRouter(self.registry)
@@ -57,6 +58,7 @@ class Setup:
             [EngineGroup(engines=num_engines, launch=self._launch)],
             max_restarts=max_restarts,
             restart_window=restart_window,
+            needed=needed,
         )
         Late.setup = self
         self.fleet = Fleet(self.registry, self.supervisor, SGLangServer(self.http), self.traffic)
@@ -613,6 +615,20 @@ async def test_a_last_engine_that_may_not_restart_is_a_lost_process() -> None:
             await supervision
     await setup.supervisor.stop()
     await setup.http.close()
+
+
+async def test_a_run_continues_without_engines_that_only_evaluate_and_may_get_others() -> None:
+    # covers: A9
+    async with started(1, max_restarts=0, needed=False) as setup:
+        record = setup.registry.engines["engine-0"]
+        with capture_logs() as logs:
+            await setup.servers[0][-1].crash()
+            await setup.until(lambda: record.state is EngineState.GONE)
+            await setup.supervisor.scale("engine", 1)
+            await setup.until(lambda: setup.registry.engines["engine-0"].state is EngineState.JOINING)
+        assert not setup.supervision.done()
+    [told] = [entry for entry in logs if "continues without these engines" in entry["event"]]
+    assert "no engine is left; the last, engine-0" in told["error"]
 
 
 class Late(FakeServer):

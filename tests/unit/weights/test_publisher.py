@@ -17,7 +17,7 @@ from miles_async.types import HeldPart, HeldWeights, Incarnation, StagedWeights,
 from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater, PublicationState
-from tests.fakes.fake_sides import DIGEST, FakeFleet, FakeTrainer, InProcess, Results, ids, publish
+from tests.fakes.fake_sides import DIGEST, FakeBroadcaster, FakeFleet, FakeTrainer, InProcess, Results, ids, publish
 
 
 def make(
@@ -385,7 +385,8 @@ async def test_no_process_group_is_left_at_the_end_not_even_of_a_repair_under_wa
     fleet, apart = FakeFleet([]), FakeFleet([])
     publisher, begun = make(fleet, apart=apart), asyncio.Event()
     await publish(publisher, 7)
-    await publisher.publish_for_evaluation()
+    async with publisher.evaluating():
+        pass
     fleet.joining = ["engine-1"]
 
     async def hang(*_: object) -> None:
@@ -402,6 +403,78 @@ async def test_no_process_group_is_left_at_the_end_not_even_of_a_repair_under_wa
     assert apart.groups
     await publisher.close()
     assert not fleet.groups
+    assert not apart.groups
+
+
+async def until_none_joins(fleet: FakeFleet) -> None:
+    async with asyncio.timeout(30):
+        while fleet.joining:  # noqa: ASYNC110, the fake tells nobody
+            await asyncio.sleep(0.05)
+
+
+async def test_an_engine_that_joins_an_evaluation_gets_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    # covers: C8, A9
+    fleet, apart, pins = FakeFleet([]), FakeFleet([], joining=("eval-0",)), []
+    monkeypatch.setattr(FakeBroadcaster, "pin", lambda sender, version: pins.append(version))
+    monkeypatch.setattr(FakeBroadcaster, "unpin", lambda sender, version: pins.remove(version))
+    publisher = make(fleet, apart=apart)
+    await publish(publisher, 7)
+    async with publisher.evaluating():
+        assert pins == [7]
+        assert apart.serving == ["eval-0"]
+        await publish(publisher, 8)
+        apart.restart("eval-0")
+        apart.joining.append("eval-1")  # by `miles-async scale`
+        await until_none_joins(apart)
+        assert apart.versions == {"eval-0": 7, "eval-1": 7}
+    assert not pins
+    apart.restart("eval-0")
+    await publish(publisher, 9)
+    assert apart.joining == ["eval-0"], "until the next evaluation"
+    assert fleet.versions == {"engine-0": 9}
+
+
+async def test_an_evaluation_outlives_a_repair_that_fails() -> None:
+    # covers: A9
+    fleet, apart = FakeFleet([]), FakeFleet([], joining=("eval-0", "eval-1"))
+    publisher, plain = make(fleet, apart=apart), apart.receive_stream
+    await publish(publisher, 7)
+
+    async def fail_once(*_: object) -> None:
+        apart.receive_stream = plain  # type: ignore[method-assign]
+        raise OSError("no more files")
+
+    with capture_logs() as logs:
+        async with publisher.evaluating():
+            apart.receive_stream = fail_once  # type: ignore[method-assign, assignment]
+            apart.restart("eval-0")
+            await until_none_joins(apart)
+    assert "no more files" in logs[0]["error"]
+
+
+async def test_a_repair_for_an_evaluation_ends_with_the_run() -> None:
+    # covers: C10
+    fleet, apart = FakeFleet([]), FakeFleet([], joining=("eval-0",))
+    publisher, begun = make(fleet, apart=apart), asyncio.Event()
+    await publish(publisher, 7)
+
+    async def hang(*_: object) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def evaluate() -> None:
+        async with publisher.evaluating():
+            apart.receive_stream = hang  # type: ignore[method-assign, assignment]
+            apart.restart("eval-0")
+            await asyncio.Event().wait()
+
+    evaluation = asyncio.ensure_future(evaluate())
+    async with asyncio.timeout(30):
+        await begun.wait()
+        evaluation.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await evaluation
+        await publisher.close()
     assert not apart.groups
 
 
@@ -440,7 +513,7 @@ async def test_a_repair_never_waits_for_a_delivery_in_the_senders() -> None:
 @pytest.mark.parametrize(
     ("hanging", "awaited"),
     [
-        ("pin", "the sending ranks, which are to pin version 7 for a repair"),
+        ("pin", "the sending ranks, which are to pin version 7"),
         ("leave_group", "engines and sending ranks to release what they keep between deliveries"),
     ],
 )

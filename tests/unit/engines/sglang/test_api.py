@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import pytest
 
@@ -33,6 +34,20 @@ async def test_a_call_never_meets_a_connection_that_the_server_closes() -> None:
         for _ in range(2):
             await SGLangServer(http).pause(url, "retract", 5.0)
     await http.close()
+
+
+async def test_an_engine_that_others_started_is_told_to_keep_its_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+
+    async def call(server: SGLangServer, url: str, path: str, timeout: float, body: Mapping[str, object]) -> None:
+        sent.append(body["selector"])
+
+    monkeypatch.setattr(SGLangServer, "_call", call)
+    http = Http()
+    await SGLangServer(http).begin_update("http://engine", 5.0)
+    await SGLangServer(http).receive_bucket("http://engine", "group", [], 3, 5.0)
+    await http.close()
+    assert sent == ["target", "target"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from miles_async.engines.sglang.known_flags import refused_flags, sglang_flags, smg_flags, unknown_flags
+from miles_async.engines.sglang.locks import lock
+from miles_async.errors import ConfigurationError
+from tests.fakes.keys import KEYS
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,35 @@ def test_an_engine_is_one_replica(words: list[str]):
         in problem
     )
     assert not list(refused_flags([*words, "--enable-dp-attention"], "--sglang-"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--tokenizer-worker-num", "4"], ["--tokenizer-worker-num=4"], ["--grpc-port=1"], ["--grpc-mode"],
+     ["--smg-grpc-mode"], ["--encoder-only"], ["--remote-instance-weight-loader-start-seed-via-transfer-engine"]],
+)  # fmt: skip
+def test_an_engine_has_no_door_without_the_runs_keys(words: list[str]):
+    # covers: C13
+    assert not list(unknown_flags(words, sglang_flags(), "--sglang-"))
+    [problem] = refused_flags(["--tp-size=2", *words], "--sglang-")
+    assert "without the run's keys; leave it out" in problem
+
+
+@pytest.mark.parametrize("words", [["--tokenizer-worker-num", "1"], ["--tokenizer-worker-num=1"]])
+def test_the_process_that_has_the_locks_may_be_asked_for(words: list[str]):
+    assert not list(refused_flags(words, "--sglang-"))
+
+
+@pytest.mark.parametrize("variable", ["SGLANG_GRPC_PORT", "SGLANG_RUST_SERVER"])
+def test_no_variable_opens_a_door(variable: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ConfigurationError, match=f"^{variable}: SGLang serves without the run's keys then; unset it"):
+        lock(KEYS.engines)
+
+
+def test_flags_in_a_file_of_sglangs_are_refused():
+    [problem] = refused_flags(["--config", "engine.yaml"], "[groups.big.sglang] ")
+    assert problem.startswith("[groups.big.sglang] config: flags in a file are not checked, so write them here")
 
 
 def test_fields_without_a_flag_are_none():

@@ -13,8 +13,11 @@ import pytest
 
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.router import router_command, tls_flags
-from miles_async.engines.sglang.server import server_command, server_environment
-from miles_async.runtime.network.addresses import LOOPBACK
+from miles_async.engines.server_process import ServerProcess
+from miles_async.engines.sglang.kind import SGLANG
+from miles_async.engines.sglang.server import above_rendezvous, server_command, server_environment
+from miles_async.runtime.network.addresses import LOOPBACK, Network
+from miles_async.runtime.network.ports import HeldPort
 from miles_async.runtime.network.tls import Tls
 
 SPEC = ServerSpec(model_path="/models/m", device="cpu", dtype="float32")
@@ -105,6 +108,46 @@ def test_parts_of_an_engine_on_several_nodes_meet_at_one_address() -> None:
     for node, part in enumerate(parts):
         assert {"--tp-size=16", "--nnodes=2", f"--node-rank={node}", "--dist-init-addr=10.0.0.6:2"} <= set(part)
     assert "--nccl-port=2" in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+
+
+async def test_engines_with_attention_groups_over_nodes_share_no_port(tmp_path: Path) -> None:
+    """SGLang takes six ports after the one where ranks meet, and the 13th, and gives up where one is taken."""
+    with HeldPort(LOOPBACK, above=range(1, 80)) as free:
+        among = range(free.number, free.number + 80)
+    spec = ServerSpec(
+        model_path="m",
+        device="cuda",
+        dtype="bfloat16",
+        nodes=2,
+        extra=("--attn-dp-size", "2"),
+        network=Network(ports=among),
+        log_dir=str(tmp_path),
+    )
+    engines = [ServerProcess(SGLANG, spec, index, 0) for index in range(2)]
+    taken: list[int] = []
+    for engine in engines:
+        _, port = await engine.open_rendezvous()
+        taken += [port, *range(port + 1, port + 7), port + 13, engine._hold_port(LOOPBACK)]
+    assert len(taken) == len({*taken} & {*among})
+    for engine in engines:
+        await engine.stop()
+    assert above_rendezvous(msgspec.structs.replace(spec, nodes=1)) == ()
+    assert above_rendezvous(msgspec.structs.replace(spec, extra=())) == ()
+
+
+def test_sglang_still_takes_those_ports() -> None:
+    """Read, not imported: that takes 10 s."""
+    found = importlib.util.find_spec("sglang")
+    assert found is not None
+    assert found.origin is not None
+    source = (Path(found.origin).parent / "srt/server_args.py").read_text()
+    assert "DP_ATTENTION_HANDSHAKE_PORT_DELTA = 13\n" in source
+    for line in (
+        "NUM_DERIVED_PORTS = 6 if not",
+        "port_base = dist_init_port + 1",
+        "load_collector_port = port_base + 5",
+    ):
+        assert line in source
 
 
 def test_engines_that_get_publications_start_with_random_weights_and_a_draft_model_with_its_own() -> None:

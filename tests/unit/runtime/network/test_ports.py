@@ -51,6 +51,22 @@ def test_a_wanted_port_that_is_taken_is_a_clear_error() -> None:
             HeldPort(LOOPBACK, number)
 
 
+def test_ports_above_one_are_held_with_it_and_once() -> None:
+    with HeldPort(LOOPBACK, above=(1, 2)) as free:
+        among = range(free.number, free.number + 3)
+    with HeldPort(LOOPBACK, ports=among, above=(1, 2)) as held:
+        assert held.number == among[0]
+        for number in among:
+            with pytest.raises(ConfigurationError, match="no free port"):
+                bind_port(LOOPBACK, range(number, number + 1))
+            with socket.create_server((LOOPBACK, number)):  # the server that they are held for
+                pass
+    with pytest.raises(ConfigurationError, match=r"no free port among .* with the ports above that it needs: give a"):
+        HeldPort(LOOPBACK, ports=among, above=(1, 13))
+    for number in among:
+        bind_port(LOOPBACK, range(number, number + 1)).close()  # nothing of it is left
+
+
 def test_ports_are_taken_from_the_range_and_each_once() -> None:
     """A range is as narrow as a firewall allows, so two holders must not choose the same port."""
     with HeldPort(LOOPBACK) as free:
