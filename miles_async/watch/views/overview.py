@@ -13,8 +13,7 @@ from miles_async.errors import ConfigurationError, LedgerError
 from miles_async.observability.heartbeat import generation_paused, standing_line
 from miles_async.observability.metrics_file import AGE_COUNT
 from miles_async.observability.progress_state import AVERAGE_WINDOW, TIME_WINDOW
-from miles_async.runtime.files.run_directory import LEDGER_FILE
-from miles_async.runtime.processes.run_process import read_run_process
+from miles_async.runtime.files.run_directory import LEDGER_FILE, find_run
 from miles_async.types import JsonObject
 from miles_async.watch.metrics_table import MetricsTable, down_sampled, encoded_series, moving_mean
 from miles_async.watch.run import Run
@@ -57,7 +56,7 @@ def standing(run: Run) -> JsonObject:
         "steps": run.total_steps,
     }
     with suppress(ConfigurationError):  # no run.json, or of another version
-        process = read_run_process(run.directory)
+        _, process = find_run(run.directory)
         found |= {"state": state_of(process, summary), "host": process.host, "pid": process.pid}
         found["started"] = process.started
     return found
