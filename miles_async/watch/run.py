@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from miles_async.errors import ConfigurationError, LedgerError
-from miles_async.ledger.reader import LedgerReader, Settled, open_ledger
+from miles_async.ledger.reader import ChangeRecord, LedgerReader, Settled, open_ledger
 from miles_async.observability.metrics_file import FILE_NAME
 from miles_async.runtime.files.run_directory import (
     CONFIG_FILE,
@@ -114,11 +114,11 @@ class Run:
         value = self.flags().get("rollout", {}).get("num-rollout")
         return value if isinstance(value, int) else None
 
-    def changes(self) -> list[str]:
+    def changes(self) -> Sequence[ChangeRecord]:
         """Settings changed and requests made while the run was live, in order; none if no ledger can be read."""
         with suppress(LedgerError), self.ledger() as reader:
-            return [] if reader is None else [str(change) for change in reader.changes()]
-        return []
+            return () if reader is None else reader.changes()
+        return ()
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:

@@ -80,7 +80,7 @@ def read_status(run_dir: Path, run: RunProcess, rows: Sequence[JsonObject]) -> S
         checkpoint=max(saved, default=None),
         groups={} if balance is None else balance.summary(),
         standing="" if balance is None else standing_line(balance, paused=generation_paused(ledger)),
-        changes=seen.changes(),
+        changes=[str(change) for change in seen.changes()],
         warnings=last_warnings(run_dir),
     )
 

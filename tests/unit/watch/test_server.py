@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
+from miles_async.runtime.files.run_directory import LEDGER_FILE
 from miles_async.runtime.network.keys import Secret
 from miles_async.runtime.processes.run_process import MARK
 from miles_async.types import EngineReport, EnginesReport
@@ -234,6 +237,14 @@ def test_the_overview_has_the_numbers_of_the_files(client: TestClient, run_dir: 
     (warning,) = found["warnings"]
     assert warning["flags"] == ["--engine-timeout"]
     assert warning["page"] == "docs/engines.md"
+
+
+def test_the_overview_has_the_bound_that_was_set_last(client: TestClient, run_dir: Path) -> None:
+    assert client.get("/api/overview").json()["tiles"]["max_weight_staleness"] == "none"  # the flag
+    with closing(sqlite3.connect(run_dir / LEDGER_FILE)) as connection, connection:
+        rows = [(step, "max-weight-staleness", "2", value, 3.0) for step, value in ((21, "0"), (22, "3"))]
+        connection.executemany("INSERT INTO changes VALUES (?, ?, ?, ?, ?)", rows)
+    assert client.get("/api/overview").json()["tiles"]["max_weight_staleness"] == 3
 
 
 @pytest.mark.parametrize(
