@@ -52,6 +52,7 @@ def standing(run: Run) -> JsonObject:
         "name": run.name,
         "directory": str(run.directory),
         "state": "over" if "ending" in summary else "unknown",
+        "missing": not run.directory.is_dir(),
         "ending": summary.get("ending"),
         "error": summary.get("error"),
         "step": _last_step(run.metrics),
@@ -141,7 +142,8 @@ def _tiles(run: Run, changes: Sequence[ChangeRecord], *, running: bool) -> JsonO
         "trainer_idle": float(wait.sum() / seconds.sum()) if len(seconds) and len(wait) and seconds.sum() else None,
         "rollout_idle": summary.get("rollout_idle_fraction"),
         "rollout_idle_lately": _idle_lately(run),
-        "weight_version": metrics.last("weight_version/trainer"),
+        "weight_version": summary.get("weight_version"),
+        "stepped_from": metrics.last("weight_version/trainer"),
         "checkpoint": int(saved[-1]) if len(saved) else None,
         "quiet_seconds": seconds_since(metrics.last_time) if running and metrics.last_time is not None else None,
     }
