@@ -51,7 +51,7 @@ def _lines(found: Status, rows: Sequence[JsonObject]) -> Iterator[str]:
     progress = ProgressState(found.steps or 0)
     for row in trained_rows(rows):
         progress.add_step(row["step"], numbers(row))
-    yield f"  {step_line(progress.view)}" if progress.view else "  no step yet"
+    yield f"  {step_line(progress.view, over=found.state == 'over')}" if progress.view else "  no step yet"
     if found.state != "over" and found.quiet_seconds is not None:
         yield f"  last metrics {duration(max(0.0, found.quiet_seconds))} ago"
     if found.eval_reward is not None:
