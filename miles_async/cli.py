@@ -120,13 +120,13 @@ def _watch(words: Sequence[str]) -> int:
 def _stop(words: Sequence[str]) -> int:
     from miles_async.commands.stop import stop
 
-    return stop(words)
+    return stop(words, lambda line: _show(f"{line}\n"))
 
 
 def _migrate(words: Sequence[str]) -> int:
     from miles_async.commands.migrate.command import migrate
 
-    return migrate(words)
+    return migrate(words, _show)
 
 
 def _doctor(words: Sequence[str]) -> int:

@@ -9,8 +9,11 @@ from miles_async.commands.parser import CommandParser
 from miles_async.runs.ending import STOP_SECONDS, end_run
 
 
-def stop(words: Sequence[str], say: Callable[[str], None] = print) -> int:
-    """Run ``miles-async stop``; return the exit code. Raises what ``runs.ending.end_run`` does."""
+def stop(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """Run ``miles-async stop``; return the exit code. Raises what ``runs.ending.end_run`` does.
+
+    ``say``: prints a line, and raises nothing if its reader is gone: it speaks before it acts.
+    """
     parser = CommandParser(
         prog="miles-async stop",
         description="End a run as Ctrl-C would, in order and with its summary; then clean up what is left.",

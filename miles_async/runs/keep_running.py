@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from miles_async.arguments.checkpoint import CheckpointArguments
@@ -163,4 +164,5 @@ def _mark(checkpoint: Checkpoint) -> tuple[Path, int, int]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):  # a reader that is gone, a full disk: restarts.json has it too
+        print(text, file=sys.stderr, flush=True)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -144,6 +146,15 @@ def test_a_run_that_lost_a_process_goes_on_from_its_newest_checkpoint(
     told = capfd.readouterr().err
     assert f"restarted from {lives.checkpoint(10)} after: {restart.reason}" in told
     assert "restart 1, of 1 per hour" in told
+
+
+def test_a_run_whose_terminal_is_gone_is_restarted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with io.TextIOWrapper(os.fdopen(writing, "wb", 0), write_through=True) as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        assert Lives(tmp_path, "lost done").run(1) == 0
+        monkeypatch.undo()
 
 
 def test_it_ends_when_it_was_restarted_often_enough(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
