@@ -146,9 +146,12 @@ def _printing(module: str, name: str) -> Command:
     """A command that returns its output, whole or in parts. Its module is imported when it is called."""
 
     def run(words: Sequence[str]) -> int:
-        output = getattr(import_module(f"miles_async.commands.{module}"), name)(words)
-        for part in [output] if isinstance(output, str) else output:
-            _show(part)
+        try:
+            output = getattr(import_module(f"miles_async.commands.{module}"), name)(words)
+            for part in [output] if isinstance(output, str) else output:
+                _show(part)
+        except PermissionError as error:  # of another user's run, say
+            raise ConfigurationError(str(error)) from error
         return 0
 
     return run

@@ -122,9 +122,9 @@ class Run:
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:
-    """Open run directories; any other directory stands for the runs in it, newest first.
+    """Open run directories; any other directory stands for the runs in it that can be read, newest first.
 
-    Raises ConfigurationError: a path does not exist, or holds no run.
+    Raises ConfigurationError: a path does not exist, cannot be read, or holds no run.
     """
     directories = list(dict.fromkeys(each for path in paths for each in _runs_at(path)))
     names = [directory.resolve().name for directory in directories]
@@ -140,10 +140,17 @@ def is_run(directory: Path) -> bool:
 
 
 def _runs_at(path: Path) -> list[Path]:
-    check_directory(path)
-    if is_run(path):
-        return [path]
-    found = [each for each in path.iterdir() if each.is_dir() and is_run(each)]
+    found: dict[Path, float] = {}
+    try:
+        check_directory(path)
+        if is_run(path):
+            return [path]
+        for each in path.iterdir():
+            with suppress(OSError):  # another user's, or removed meanwhile
+                if each.is_dir() and is_run(each):
+                    found[each] = each.stat().st_mtime
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
     if not found:
         raise ConfigurationError(f"{path}: expected a run directory, or a directory of some; found no {MARKS[0]} there")
-    return sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)
+    return sorted(found, key=found.__getitem__, reverse=True)
