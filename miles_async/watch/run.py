@@ -140,9 +140,9 @@ def is_run(directory: Path) -> bool:
 
 
 def _runs_at(path: Path) -> list[Path]:
+    check_directory(path)
     found: dict[Path, float] = {}
     try:
-        check_directory(path)
         if is_run(path):
             return [path]
         for each in path.iterdir():

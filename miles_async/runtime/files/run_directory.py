@@ -150,9 +150,13 @@ def check_run_directory(directory: Path) -> None:
 
 def check_directory(directory: Path) -> None:
     """Check that the run directory exists. Raises ConfigurationError with the nearest name if not."""
-    if directory.is_dir():
-        return
-    siblings = [path.name for path in directory.parent.iterdir() if path.is_dir()] if directory.parent.is_dir() else []
+    try:
+        if directory.is_dir():
+            return
+        near = list(directory.parent.iterdir()) if directory.parent.is_dir() else []
+        siblings = [path.name for path in near if path.is_dir()]
+    except OSError as error:
+        raise ConfigurationError(f"{directory} cannot be looked for: {error}") from error
     nearest = difflib.get_close_matches(directory.name, siblings, n=1)
     hint = f"; did you mean {directory.with_name(nearest[0])}?" if nearest else ""
     raise ConfigurationError(f"there is no directory {directory}{hint}")

@@ -60,8 +60,9 @@ def test_a_command_for_a_directory_that_cannot_be_read_says_so(
     locked: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert main([command, str(locked)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"Permission denied: '{locked}" in line
+    assert main([command, str(locked / "run")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert ["Permission denied: '" in line and str(locked) in line for line in lines] == [True, True]
 
 
 def test_a_file_is_in_the_directory(tmp_path: Path) -> None:
