@@ -11,6 +11,7 @@ import pytest
 
 from miles_async.cli import main
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.files.run_directory import check_directory
 from miles_async.watch.run import open_runs
 from tests.unit.watch.run_files import write_finished_run
 
@@ -53,6 +54,8 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_directory_that_cannot_be_read_is_passed_over_among_others(locked: Path) -> None:
     write_finished_run(locked.parent / "mine")
     assert [run.name for run in open_runs([locked.parent])] == ["mine"]
+    with pytest.raises(ConfigurationError, match="Permission denied"):
+        check_directory(locked / "run")
 
 
 @pytest.mark.parametrize("command", ["report", "ledger", "samples", "watch"])
