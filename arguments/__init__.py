@@ -7,6 +7,7 @@ Parts of the system get their own group; only ``wiring/`` and the commands about
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.checkpoint import CheckpointArguments
@@ -68,6 +69,34 @@ class Arguments:
     def has_reward(self) -> bool:
         """True if flags name a reward, or something that may give one."""
         return self.rewards.named is not None or self.sessions.may_reward
+
+    @property
+    def longest_sample(self) -> int:
+        """Tokens that a prompt and its response may have, as far as flags say."""
+        return self.rollout.rollout_max_response_len + (self.data.rollout_max_prompt_len or 1)
+
+    @property
+    def model_directories(self) -> dict[str, Path]:
+        """Flag → directory, of each model that trainer ranks load."""
+        directories = {
+            "--hf-checkpoint": self.model.hf_checkpoint,
+            "--ref-hf-checkpoint": self.algorithm.ref_hf_checkpoint,
+            "--critic-hf-checkpoint": self.critic.critic_hf_checkpoint,
+        }
+        return {flag: path for flag, path in directories.items() if path is not None}
+
+    @property
+    def trajectory_origins(self) -> dict[str, str]:
+        """Flag → value, of each that says how trajectories are made; ``--mcp-server`` only adds tools."""
+        sessions = self.sessions
+        origins = {
+            "--custom-generate-function-path": self.rollout.custom_generate_function_path,
+            "--environment": sessions.environment,
+            "--environment-path": sessions.environment_path,
+            "--agent-path": sessions.agent_path,
+            "--agent-command": sessions.agent_command,
+        }
+        return {flag: origin for flag, origin in origins.items() if origin is not None}
 
     @property
     def layout(self) -> dict[str, int]:

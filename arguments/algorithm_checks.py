@@ -8,6 +8,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.algorithm import AlgorithmArguments, PolicyLossName
 from miles_async.arguments.model import ModelArguments, num_experts
 from miles_async.arguments.model_files import read_config
+from miles_async.arguments.specification import flag_specifications
 
 AGAINST_SAMPLER: frozenset[PolicyLossName] = frozenset({"sat", "sat_gspo", "dis"})
 """Losses whose ratio is against the policy that sampled; against another they see no staleness."""
@@ -75,10 +76,9 @@ def _check_loss(arguments: Arguments) -> Iterator[str]:
     """Check that the policy's loss has what it needs, and no option of another one."""
     algorithm = arguments.algorithm
     for name, losses in LOSSES_WITH.items():
-        value = getattr(algorithm, name)
-        changed = value != getattr(AlgorithmArguments(), name)
-        if changed and ":" not in algorithm.policy_loss and algorithm.policy_loss not in losses:
-            yield f"--{name.replace('_', '-')} {value} has no effect with --policy-loss {algorithm.policy_loss}"
+        flag, value = flag_specifications()[name], getattr(algorithm, name)
+        if value != flag.default and ":" not in algorithm.policy_loss and algorithm.policy_loss not in losses:
+            yield f"{flag.flag} {value} has no effect with --policy-loss {algorithm.policy_loss}"
     wide, high = 1 < algorithm.eps_clip < NO_CLIP, algorithm.eps_clip_high
     if wide and high is None and algorithm.policy_loss in CLIPPED_RATIO:
         yield (
@@ -141,7 +141,7 @@ def _check_reference(arguments: Arguments) -> Iterator[str]:
     in_reward = algorithm.token_advantages == "kl_in_reward"
     own = any(":" in (name or "") for name in (algorithm.policy_loss, algorithm.tis_mode, algorithm.token_advantages))
     compared = algorithm.use_kl_loss or algorithm.has_kl_in_reward or own  # hooks may compare with the reference
-    if algorithm.token_advantages == "kl_in_reward" and algorithm.kl_coef == 0:
+    if in_reward and algorithm.kl_coef == 0:
         yield "--token-advantages kl_in_reward with --kl-coef 0 has no effect: set the coefficient, or remove both"
     if algorithm.kl_reward_type != "k1" and not algorithm.has_kl_in_reward:
         yield f"--kl-reward-type {algorithm.kl_reward_type} has no effect without a --kl-coef in the reward"
@@ -212,8 +212,7 @@ def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
         f"--debug-publication-lag {weights.debug_publication_lag}": weights.debug_publication_lag > 0,
     }
     asynchronous = [flag for flag, holds in reasons.items() if holds]
-    corrected = algorithm.use_tis or algorithm.use_rollout_logprobs
-    if asynchronous and not corrected and not algorithm.allow_uncorrected_off_policy:
+    if asynchronous and not algorithm.heeds_rollout_logprobs and not algorithm.allow_uncorrected_off_policy:
         yield (
             f"asynchronous training ({', '.join(asynchronous)}) without an off-policy correction learns worse with "
             "every version of age: add --use-rollout-logprobs or --use-tis (or --on-policy; or, if it is intended, "

@@ -22,11 +22,9 @@ from miles_async.arguments.pass_through import (
     values_from_toml,
 )
 from miles_async.arguments.problems import refuse
-from miles_async.arguments.specification import FlagSpecification, argument_groups, flag_specifications, group_title
+from miles_async.arguments.specification import argument_groups, flag_specifications, group_flags, group_title
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.errors import ConfigurationError
-
-RENAMED = {"share_prompts": "share_prefixes"}  # name that files of earlier runs have → name of the flag
 
 
 def read_config_file(path: Path) -> tuple[dict[str, FlagValue], PassThrough]:
@@ -65,7 +63,6 @@ def _entries(document: Mapping[str, object]) -> Iterator[tuple[str, str, object]
 def _read_key(table: str, key: str, value: object, values: dict[str, FlagValue], passed: PassThrough) -> None:
     specifications = flag_specifications()
     name, flag = key.replace("-", "_"), "--" + key.replace("_", "-")
-    name = RENAMED.get(name, name)
     specification = specifications.get(name)
     if specification is None:
         ours = [item.flag for item in specifications.values()]
@@ -89,19 +86,15 @@ def to_toml(arguments: Arguments) -> str:
     for group in argument_groups():
         lines.append(f"[{group}]")
         values = getattr(arguments, group)
-        for specification in _group_flags(group):
+        for specification in group_flags(group):
             key = specification.flag.removeprefix("--")
-            lines.append(f"{key} = {_toml_value(getattr(values, specification.name))}")
+            lines.append(f"{key} = {_toml_value(specification.value_in(arguments))}")
         extras = {where: getattr(values, where.field) for where in PREFIXES.values() if where.group == group}
         for flag, words in unflatten(extras):
             value = True if not words else words[0] if len(words) == 1 else words
             lines.append(f"{json.dumps(flag.removeprefix('--'))} = {_toml_value(value)}")
         lines.append("")
     return "\n".join(lines)
-
-
-def _group_flags(group: str) -> list[FlagSpecification]:
-    return [item for item in flag_specifications().values() if item.group == group]
 
 
 def _toml_value(value: FlagValue) -> str:

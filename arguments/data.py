@@ -58,7 +58,10 @@ class DataArguments:
     image_root: Path | None = flag(None, "folder in which rows find their images by path", metavar="FOLDER")
     prompt_id_key: str | None = flag(None, "column with a unique id (default: file name and row number)")
     apply_chat_template: bool = flag(True, "render messages with the tokenizer's chat template")
-    bad_rows: BadRows = flag("refuse", "rows that the chat template refuses: refuse the file, or skip and count them")
+    bad_rows: BadRows = flag(
+        "refuse",
+        "rows that the chat template refuses, or that have no answer to learn: refuse the file, or skip and count them",
+    )
     prompt_sampler: Sampler | ModuleAttr = flag(
         "uniform",
         "which prompts an epoch has, and in which order: uniform (each once), difficulty (prompts that were always or "

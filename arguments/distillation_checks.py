@@ -54,7 +54,7 @@ def _check_teacher(arguments: Arguments) -> Iterator[str]:
         return
     if (why := vocabulary_difference(student, model)) is not None:
         yield f"{where}: the student's tokens are not the teacher's: {why}; choose a teacher with the same tokenizer"
-    longest = arguments.rollout.rollout_max_response_len + (arguments.data.rollout_max_prompt_len or 1)
+    longest = arguments.longest_sample
     positions = read_config(model).get("max_position_embeddings")
     if isinstance(positions, int) and longest + SCORED_BESIDES > positions:
         yield (

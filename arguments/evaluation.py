@@ -10,6 +10,8 @@ from miles_async.arguments.flag import flag
 from miles_async.arguments.prompt_files import default_name, named_places
 from miles_async.errors import ConfigurationError
 
+_HELD_OUT = ("eval_prompt_data", "eval_config")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationArguments:
@@ -31,39 +33,25 @@ class EvaluationArguments:
         False,
         "evaluate the weights of --hf-checkpoint once and end; no trainer starts, and flags of training have no effect "
         "(`miles-async rollout` and `miles-async eval` set it)",
-        needs=("eval_prompt_data", "eval_config"),
+        needs=_HELD_OUT,
     )
     eval_interval: int | None = flag(
-        None,
-        "rollout steps between evaluations (default: only first and last)",
-        needs=("eval_prompt_data", "eval_config"),
-        at_least=1,
+        None, "rollout steps between evaluations (default: only first and last)", needs=_HELD_OUT, at_least=1
     )
-    n_samples_per_eval_prompt: int = flag(
-        1, "samples per held-out prompt", needs=("eval_prompt_data", "eval_config"), at_least=1
-    )
+    n_samples_per_eval_prompt: int = flag(1, "samples per held-out prompt", needs=_HELD_OUT, at_least=1)
     eval_temperature: float | None = flag(
         None,
         "temperature of evaluation; 0: greedy (default: greedy, and with several samples per held-out prompt "
         "--rollout-temperature)",
-        needs=("eval_prompt_data", "eval_config"),
+        needs=_HELD_OUT,
         at_least=0,
     )
-    eval_top_p: float = flag(
-        1.0, "nucleus sampling of evaluation", needs=("eval_prompt_data", "eval_config"), above=0, at_most=1
-    )
-    eval_top_k: int = flag(
-        -1, "evaluation samples from the k likeliest tokens; -1: all", needs=("eval_prompt_data", "eval_config")
-    )
+    eval_top_p: float = flag(1.0, "nucleus sampling of evaluation", needs=_HELD_OUT, above=0, at_most=1)
+    eval_top_k: int = flag(-1, "evaluation samples from the k likeliest tokens; -1: all", needs=_HELD_OUT)
     eval_max_response_len: int | None = flag(
-        None,
-        "tokens an evaluation response may have (default: as in training)",
-        needs=("eval_prompt_data", "eval_config"),
-        at_least=1,
+        None, "tokens an evaluation response may have (default: as in training)", needs=_HELD_OUT, at_least=1
     )
-    eval_concurrency: int = flag(
-        128, "maximum number of evaluation samples in flight", needs=("eval_prompt_data", "eval_config"), at_least=1
-    )
+    eval_concurrency: int = flag(128, "maximum number of evaluation samples in flight", needs=_HELD_OUT, at_least=1)
 
     @property
     def evaluates(self) -> bool:

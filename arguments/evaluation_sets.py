@@ -134,6 +134,14 @@ def evaluation_sets(evaluation: EvaluationArguments) -> tuple[EvaluationSet, ...
     return tuple(found)
 
 
+def readable_sets(evaluation: EvaluationArguments) -> tuple[EvaluationSet, ...]:
+    """As :func:`evaluation_sets`; empty instead of its error, which ``check_data_sets`` reports."""
+    try:
+        return evaluation_sets(evaluation)
+    except ConfigurationError:
+        return ()
+
+
 def read_eval_config(path: Path) -> list[EvaluationSet]:
     """Data sets of a YAML or JSON file. Paths in it are relative to its folder.
 

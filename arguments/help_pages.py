@@ -6,9 +6,9 @@ import argparse
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from miles_async.arguments.specification import argument_groups, flag_specifications, group_title
+from miles_async.arguments.specification import argument_groups, group_flags, group_title
 from miles_async.arguments.words import did_you_mean
 from miles_async.errors import ConfigurationError
 
@@ -63,12 +63,11 @@ MOST_NEEDED: Mapping[str, str] = {
 """Field → its line in the short help. The whole text of a flag stands where it is declared."""
 
 
-def short_page(prog: str) -> str:
+def short_page(parser: argparse.ArgumentParser) -> str:
     """Text of ``--help``: the most needed flags, a line each, and how to see the others."""
-    lines = [f"Usage: {prog} [@FILE ...] [--config FILE] [--FLAG VALUE ...]", ""]
-    lines += ["Train a language model with fully asynchronous reinforcement learning.", "What most runs set:", ""]
+    lines = [f"Usage: {parser.usage}", "", str(parser.description), "What most runs set:", ""]
     for group in argument_groups():
-        flags = [one for one in flag_specifications().values() if one.group == group and one.name in MOST_NEEDED]
+        flags = [one for one in group_flags(group) if one.name in MOST_NEEDED]
         lines += [f"{group_title(group)}:"] if flags else []
         lines += [f"  {one.flag:<31} {MOST_NEEDED[one.name]}" for one in flags]
     lines += [
@@ -81,7 +80,7 @@ def short_page(prog: str) -> str:
         "  --help-all                      explain all flags",
         "",
         textwrap.fill(f"Groups: {', '.join(group_title(group).lower() for group in argument_groups())}.", 80),
-        f"Example: {prog} @examples/quickstart/reverse.args --lr 1e-3 --dry-run",
+        f"Example: {parser.prog} @examples/quickstart/reverse.args --lr 1e-3 --dry-run",
     ]
     return "\n".join(lines) + "\n"
 
@@ -125,21 +124,7 @@ def _page(parser: argparse.ArgumentParser, sections: Iterable[Section]) -> str:
 class Help(argparse.Action):
     """``--help [GROUP | WORD ...]``."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[object] | None,
-        option_string: str | None = None,
-    ) -> NoReturn:
+    def __call__(self, parser: argparse.ArgumentParser, _: object, values: Any, *__: object) -> NoReturn:
         topic = [str(value) for value in values or ()]
-        print(topic_page(parser, topic) if topic else short_page(parser.prog), end="")
-        parser.exit()
-
-
-class HelpAll(argparse.Action):
-    """``--help-all``."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
-        parser.print_help()
+        print(topic_page(parser, topic) if topic else short_page(parser), end="")
         parser.exit()

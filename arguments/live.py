@@ -56,11 +56,11 @@ def parse_changes(words: Mapping[str, str]) -> tuple[dict[str, FlagValue], dict[
             try:
                 flags[name] = flag_specifications()[name].from_text(text)
             except ValueError as error:
-                problems.append(f"{_word(name)}: {error}")
+                problems.append(f"{as_typed(name)}: {error}")
         elif name in flag_specifications():
-            problems.append(f"--{_word(name)} cannot change while the run is live: {_settable()} can")
+            problems.append(f"--{as_typed(name)} cannot change while the run is live: {_settable()} can")
         else:
-            hint = did_you_mean(_word(name), [_word(each) for each in (*IN_FORCE, *REQUESTS)])
+            hint = did_you_mean(as_typed(name), [as_typed(each) for each in (*IN_FORCE, *REQUESTS)])
             problems.append(f"there is no setting {word}{hint or f'; there are {_settable()}'}")
     refuse(problems)
     return flags, requests
@@ -143,14 +143,14 @@ def _live_problems(started: Arguments, now: Arguments, wanted: Arguments) -> Ite
         yield f"entropy-coef: --entropy-coef-end {algorithm.entropy_coef_end:g} moves it during the run already"
     for name in sorted(changed & {"kl_loss_coef", "kl_coef"}):
         if algorithm.kl_target is not None:
-            yield f"{_word(name)}: --kl-target {algorithm.kl_target:g} adapts it during the run already"
+            yield f"{as_typed(name)}: --kl-target {algorithm.kl_target:g} adapts it during the run already"
     if "kl_coef" in changed and algorithm.token_advantages != "kl_in_reward":
         yield "kl-coef: it changes with --token-advantages kl_in_reward only"
 
 
-def _word(name: str) -> str:
+def as_typed(name: str) -> str:
     return name.replace("_", "-")
 
 
 def _settable() -> str:
-    return ", ".join(map(_word, (*IN_FORCE, *REQUESTS)))
+    return ", ".join(map(as_typed, (*IN_FORCE, *REQUESTS)))

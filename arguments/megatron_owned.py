@@ -44,67 +44,45 @@ PREFIXES: Mapping[str, str] = {
 }
 """Beginning of a field's name → reason."""
 
-FIELDS: Mapping[str, str] = {
-    "num_layers_in_first_pipeline_stage": "use --decoder-first-pipeline-num-layers",
-    "num_layers_in_last_pipeline_stage": "use --decoder-last-pipeline-num-layers",
-    **dict.fromkeys(("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank", "moe_extended_tp",
-         "num_distributed_optimizer_instances", "align_param_gather", "overlap_param_gather_with_optimizer_step",
-         "cache_mla_latents"), _ABSENT),
-    **dict.fromkeys(
-        (
-            *("params_dtype", "pipeline_dtype", "autocast_dtype", "enable_autocast", "initial_loss_scale"),
-            *("min_loss_scale", "hysteresis"),
-        ),
-        _PRECISION,
-    ),
-    **dict.fromkeys(("use_distributed_optimizer", "grad_reduce_in_fp32", "parallel_output"), _ALWAYS),
-    **dict.fromkeys(
-        (
-            *("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "outer_dp_sharding_strategy"),
-            *("preserve_fp32_weights", "keep_fp8_transpose_cache", "suggested_communication_unit_size"),
-        ),
-        _FSDP,
-    ),
-    **dict.fromkeys(
-        (
-            *("perform_initialization", "use_cpu_initialization", "init_model_with_meta_device", "hf_model_id"),
-            *("restore_modelopt_state", "init_method_std", "embedding_init_method_std"),
-        ),
-        _START,
-    ),
-    **dict.fromkeys(
-        ("variable_seq_lengths", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"), _PACKED
-    ),
-    **dict.fromkeys(("mtp_enabled", "mtp_standalone"), "use --enable-mtp-training"),
-    **dict.fromkeys(("moe_router_force_load_balancing", "moe_input_jitter_eps", "moe_token_dropping"),
-                    "it would route other than the engines: remove it"),
-    **dict.fromkeys(("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
-                    "tokens reach experts by alltoall: remove it"),
-    **dict.fromkeys(("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release"),
-                    "it needs a forward pass in parts, which is not implemented: remove it"),
-    "num_microbatches_with_partial_activation_checkpoints":
-        "all micro-batches are recomputed alike: use --recompute-granularity",
-    "average_in_collective": "gradients are summed and divided by the tokens that carry loss: remove it",
-    "batch_invariant_mode": "the kernels that it needs are not switched on here: remove it",
-    "moe_layer_recompute": "use --recompute-granularity selective --recompute-modules moe",
-    "moe_router_padding_for_fp8": _EIGHT_BITS,
-    "moe_enable_routing_replay": "use --use-rollout-routing-replay or --use-routing-replay",
-    **dict.fromkeys(
-        (
-            *("num_moe_experts", "layernorm_epsilon", "layernorm_zero_centered_gamma", "gated_linear_unit"),
-            *("add_bias_linear", "qk_l2_norm", "qk_clip", "qk_clip_alpha", "qk_clip_threshold", "softmax_scale"),
-            *("softmax_type", "attention_output_gate", "experimental_attention_variant", "no_rope_freq"),
-            *("activation_func_clamp_value", "apply_residual_connection_post_layernorm", "moe_latent_size"),
-            *("moe_shared_expert_gate", "moe_router_topk_limited_devices", "moe_apply_probs_on_input"),
-            *("share_embeddings_and_output_weights", "make_vocab_size_divisible_by", "should_pad_vocab"),
-            *("original_max_position_embeddings", "beta_fast", "beta_slow"),
-            *("seq_len_interpolation_factor", "mrope_section", "is_hybrid_model", "heterogeneous_block_specs"),
-            *("hetereogenous_dist_checkpoint", "scatter_embedding_sequence_parallel"),
-        ),
-        _SHAPE,
-    ),
+_BY_REASON: Mapping[str, str] = {
+    "use --decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
+    "use --decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
+    "use --enable-mtp-training": "mtp_enabled mtp_standalone",
+    "use --recompute-granularity selective --recompute-modules moe": "moe_layer_recompute",
+    "use --use-rollout-routing-replay or --use-routing-replay": "moe_enable_routing_replay",
+    "all micro-batches are recomputed alike: use --recompute-granularity":
+        "num_microbatches_with_partial_activation_checkpoints",
+    "gradients are summed and divided by the tokens that carry loss: remove it": "average_in_collective",
+    "the kernels that it needs are not switched on here: remove it": "batch_invariant_mode",
+    "it would route other than the engines: remove it":
+        "moe_router_force_load_balancing moe_input_jitter_eps moe_token_dropping",
+    "tokens reach experts by alltoall: remove it":
+        "moe_flex_dispatcher_backend moe_deepep_num_sms moe_hybridep_num_sms",
+    "it needs a forward pass in parts, which is not implemented: remove it":
+        "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release",
+    _ABSENT: "hybrid_context_parallel max_seqlen_per_dp_cp_rank moe_extended_tp num_distributed_optimizer_instances "
+        "align_param_gather overlap_param_gather_with_optimizer_step cache_mla_latents",
+    _PRECISION: "params_dtype pipeline_dtype autocast_dtype enable_autocast initial_loss_scale min_loss_scale "
+        "hysteresis",
+    _EIGHT_BITS: "moe_router_padding_for_fp8",
+    _ALWAYS: "use_distributed_optimizer grad_reduce_in_fp32 parallel_output",
+    _FSDP: "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy "
+        "preserve_fp32_weights keep_fp8_transpose_cache suggested_communication_unit_size",
+    _START: "perform_initialization use_cpu_initialization init_model_with_meta_device hf_model_id "
+        "restore_modelopt_state init_method_std embedding_init_method_std",
+    _PACKED: "variable_seq_lengths moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
+    _SHAPE: "num_moe_experts layernorm_epsilon layernorm_zero_centered_gamma gated_linear_unit add_bias_linear "
+        "qk_l2_norm qk_clip qk_clip_alpha qk_clip_threshold softmax_scale softmax_type attention_output_gate "
+        "experimental_attention_variant no_rope_freq activation_func_clamp_value "
+        "apply_residual_connection_post_layernorm moe_latent_size moe_shared_expert_gate "
+        "moe_router_topk_limited_devices moe_apply_probs_on_input share_embeddings_and_output_weights "
+        "make_vocab_size_divisible_by should_pad_vocab original_max_position_embeddings beta_fast beta_slow "
+        "seq_len_interpolation_factor mrope_section is_hybrid_model heterogeneous_block_specs "
+        "hetereogenous_dist_checkpoint scatter_embedding_sequence_parallel",
 }  # fmt: skip
-"""Field → reason."""
+"""Reason → names of fields."""
+
+FIELDS = {name: reason for reason, names in _BY_REASON.items() for name in names.split()}
 
 
 def owner_of(name: str) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.megatron_fields import ConfigName, FieldValue, MegatronField, megatron_fields
+from miles_async.arguments.megatron_fields import FieldValue, MegatronField, megatron_fields
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.pass_through import Collector, unflatten
@@ -29,9 +29,6 @@ class MegatronSettings:
     optimizer: Values = field(default_factory=dict)
     ddp: Values = field(default_factory=dict)
 
-    def of(self, config: ConfigName) -> Values:
-        return {"provider": self.provider, "optimizer": self.optimizer, "ddp": self.ddp}[config]
-
 
 def megatron_settings(extra: Sequence[str]) -> MegatronSettings:
     """Read ``ModelArguments.megatron_extra``. Raises ConfigurationError naming every flag that cannot be set so."""
@@ -50,7 +47,7 @@ def megatron_settings(extra: Sequence[str]) -> MegatronSettings:
             problems.append(f"{flag}: {error}")
             continue
         for config in fields[name].configs:
-            settings.of(config)[name] = value
+            getattr(settings, config)[name] = value
     refuse(problems)
     return settings
 

@@ -30,7 +30,7 @@ def need_notes(arguments: Arguments) -> Iterator[str]:
     flags = (flag for flag in flag_specifications().values() if flag.group in HARMLESS_GROUPS)
     yield from _without_effect(arguments, flags)
     for flag in flag_specifications().values():
-        value = _value(arguments, flag)
+        value = flag.value_in(arguments)
         if flag.replaced_by and value != flag.default and _holds(arguments, flag.replaced_by):
             replacement = flag_specifications()[flag.replaced_by].flag
             yield f"{_as_typed(flag, value)} has no effect with {replacement}, which takes its place"
@@ -39,22 +39,16 @@ def need_notes(arguments: Arguments) -> Iterator[str]:
 def _without_effect(arguments: Arguments, flags: Iterable[FlagSpecification]) -> Iterator[str]:
     idle: dict[tuple[str, ...], list[str]] = {}
     for flag in flags:
-        value = _value(arguments, flag)
+        value = flag.value_in(arguments)
         if flag.needs and value != flag.default and not any(_holds(arguments, need) for need in flag.needs):
             idle.setdefault(flag.needs, []).append(_as_typed(flag, value))
     for needs, given in idle.items():
         yield f"{_joined(given, 'and')} {'has' if len(given) == 1 else 'have'} no effect without {_alternatives(needs)}"
 
 
-def _value(arguments: Arguments, flag: FlagSpecification) -> FlagValue:
-    value: FlagValue = getattr(getattr(arguments, flag.group), flag.name)
-    return value
-
-
 def _holds(arguments: Arguments, need: str) -> bool:
     name, equals, wanted = need.partition("=")
-    needed = flag_specifications()[name]
-    value = _value(arguments, needed)
+    value = flag_specifications()[name].value_in(arguments)
     if not equals:
         return value not in (None, False, 0, ())
     if wanted == "own":

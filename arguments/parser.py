@@ -22,16 +22,18 @@ from miles_async.arguments.argument_files import expand_argument_files
 from miles_async.arguments.config_file import read_config_file
 from miles_async.arguments.flag import FlagValue
 from miles_async.arguments.foreign.translate import Given, translate
-from miles_async.arguments.help_pages import Help, HelpAll
+from miles_async.arguments.help_pages import Help
 from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.megatron_settings import fields_table, megatron_settings
 from miles_async.arguments.pass_through import PassThrough, flatten, split_pass_through
 from miles_async.arguments.problems import refuse
 from miles_async.arguments.specification import (
     FlagSpecification,
+    Kind,
     argument_groups,
     flag_specifications,
     group_description,
+    group_flags,
     group_title,
 )
 from miles_async.arguments.unknown_flags import explain_unknown
@@ -52,6 +54,8 @@ Examples:
   miles-async train @arguments.args --megatron-moe-permute-fusion       a field of Megatron's configs
 """
 
+
+METAVARS: Mapping[Kind, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 _KEY_OF_VERL = re.compile(r"\+{0,2}[a-zA-Z_]\w*(\.\w+)+=")
 _IGNORED = re.compile(r"(\S+): ignored explicit argument (.*)")
@@ -159,21 +163,15 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         "-h", "--help", action=Help, nargs="*", default=argparse.SUPPRESS, metavar="GROUP | WORD",
         help="list the most needed flags, explain a group's flags, or find flags whose name or text has these words",
     )  # fmt: skip
+    general.add_argument("--help-all", action="help", help="explain every flag and exit")
     general.add_argument(
-        "--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help="explain every flag and exit"
-    )
-    general.add_argument(
-        "--help-megatron",
-        action=_HelpMegatron,
-        nargs=0,
-        default=argparse.SUPPRESS,
+        "--help-megatron", action=_HelpMegatron, nargs=0, default=argparse.SUPPRESS,
         help="list the fields that --megatron-X sets and exit",
-    )
+    )  # fmt: skip
     for name in argument_groups():
         group = parser.add_argument_group(group_title(name), group_description(name))
-        for specification in flag_specifications().values():
-            if specification.group == name:
-                _add_flag(group, specification)
+        for specification in group_flags(name):
+            _add_flag(group, specification)
     return parser
 
 
@@ -223,20 +221,13 @@ def _add_flag(group: argparse._ArgumentGroup, specification: FlagSpecification) 
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    metavar = specification.metavar or (
-        "{" + ",".join(specification.accepted) + "}" if specification.choices else _default_metavar(specification)
-    )
-    add(type=convert, metavar=metavar, nargs="*" if specification.many else None)
-
-
-def _default_metavar(specification: FlagSpecification) -> str:
-    return {int: "N", float: "X", str: "TEXT", Path: "PATH"}[specification.kind]
+    default = "{" + ",".join(specification.accepted) + "}" if specification.choices else METAVARS[specification.kind]
+    add(type=convert, metavar=specification.metavar or default, nargs="*" if specification.many else None)
 
 
 def _help(specification: FlagSpecification) -> str:
     text = specification.help
-    mentioned = "default:" in text.lower() or "(required)" in text
-    if not mentioned:
+    if "default:" not in text.lower() and "(required)" not in text:
         text += f" (default: {_shown(specification.default)})"
     return text.replace("%", "%%")
 

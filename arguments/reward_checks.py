@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from miles_async.arguments import Arguments, DataArguments
-from miles_async.arguments.evaluation_sets import EvaluationSet, evaluation_sets
+from miles_async.arguments.evaluation_sets import readable_sets
 from miles_async.arguments.problems import refusal
 from miles_async.arguments.rewards import (
     COMPARING_REWARDS,
@@ -21,7 +21,7 @@ from miles_async.errors import ConfigurationError
 def check_rewards(arguments: Arguments) -> Iterator[str]:
     """Check that exactly one reward is given, with its settings."""
     rewards = arguments.rewards
-    held_out = _held_out(arguments)
+    held_out = readable_sets(arguments.evaluation)
     own = [each for each in held_out if each.names_reward]
     if not arguments.has_reward and len(own) < len(held_out):
         flag = "--eval-prompt-data" if arguments.evaluation.eval_prompt_data else "--eval-config"
@@ -46,13 +46,6 @@ def check_rewards(arguments: Arguments) -> Iterator[str]:
         re.compile(rewards.rm_format)
     except re.error as error:
         yield f"--rm-format {rewards.rm_format}: expected a regular expression: {error}"
-
-
-def _held_out(arguments: Arguments) -> tuple[EvaluationSet, ...]:
-    try:
-        return evaluation_sets(arguments.evaluation)
-    except ConfigurationError:  # check_data_sets reports it
-        return ()
 
 
 def _named_problems(rewards: RewardArguments, data: DataArguments) -> Iterator[str]:

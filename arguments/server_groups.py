@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -23,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.evaluation_sets import evaluation_sets
+from miles_async.arguments.evaluation_sets import readable_sets
 from miles_async.arguments.foreign import FOREIGN_FLAGS
 from miles_async.errors import ConfigurationError
 
@@ -120,16 +119,17 @@ def teacher_group(arguments: Arguments) -> ServerGroup:
     return frozen[named]
 
 
+def given_sglang_flags(arguments: Arguments, group: ServerGroup) -> dict[str, str]:
+    """SGLang's own flags of a group → the word after each, a switch's too; the last one wins."""
+    words = [part for word in (*arguments.engines.sglang_extra, *group.sglang_extra) for part in word.split("=", 1)]
+    return {name: value for name, value in pairwise([*words, ""]) if name.startswith("--")}
+
+
 def context_lengths(arguments: Arguments) -> list[int]:
     """Tokens of context of the engines that get weights, where flags of SGLang say so, by group."""
-    lengths: list[int] = []
-    for group in server_groups(arguments):
-        if group.role != "frozen" and not group.external:
-            words = (*arguments.engines.sglang_extra, *group.sglang_extra)  # the last one wins
-            parts = pairwise(part for word in words for part in word.split("=", 1))
-            given = [int(value) for name, value in parts if name == "--context-length" and value.isdecimal()]
-            lengths += given[-1:]
-    return lengths
+    groups = [group for group in server_groups(arguments) if group.role != "frozen" and not group.external]
+    given = [given_sglang_flags(arguments, group).get("--context-length", "") for group in groups]
+    return [int(length) for length in given if length.isdecimal()]
 
 
 def check_server_groups(arguments: Arguments) -> Iterator[str]:
@@ -143,7 +143,12 @@ def check_server_groups(arguments: Arguments) -> Iterator[str]:
     except ConfigurationError as error:
         yield str(error)
         return
-    yield from _asked_groups(arguments, groups)
+    asked = [each.name for each in readable_sets(arguments.evaluation) if each.engines == "evaluation"]
+    if asked and not of_role(groups, "evaluation"):
+        yield (
+            f"--eval-config {arguments.evaluation.eval_config}: {asked[0]}: engines: evaluation, and no group in "
+            '--server-groups has role = "evaluation"'
+        )
     if engines.server_groups is None and not engines.rollout_external:
         return  # the one group of flags that other checks look at
     where = f"--server-groups {engines.server_groups}: " if engines.server_groups else ""
@@ -156,18 +161,11 @@ def check_server_groups(arguments: Arguments) -> Iterator[str]:
             yield f"{where}a group for evaluation, and no --eval-prompt-data or --eval-config"
         if arguments.sessions.runs_agent:
             yield f"{where}a group for evaluation: agents always talk to the engines of training; leave it out"
-    if any(group.external for group in groups):
-        yield from _external_problems(arguments)
-
-
-def _asked_groups(arguments: Arguments, groups: Sequence[ServerGroup]) -> Iterator[str]:
-    with suppress(ConfigurationError):  # check_data_sets reports it
-        asked = [each.name for each in evaluation_sets(arguments.evaluation) if each.engines == "evaluation"]
-        if asked and not of_role(groups, "evaluation"):
-            yield (
-                f"--eval-config {arguments.evaluation.eval_config}: {asked[0]}: engines: evaluation, and no group in "
-                '--server-groups has role = "evaluation"'
-            )
+    if arguments.weights.compares_digests and any(group.external for group in groups):
+        yield (
+            f"external engines with --verify-weights {arguments.weights.verify_weights}: only servers that we start "
+            "can say what they hold; use canary"
+        )
 
 
 def _group_problems(group: ServerGroup) -> Iterator[str]:
@@ -187,12 +185,3 @@ def _group_problems(group: ServerGroup) -> Iterator[str]:
             yield f"group {group.name}: expected external engines as host:port, found {address!r}"
     if group.external and (group.sglang or group.model is not None):
         yield f"group {group.name}: external engines are up already, so sglang and model would have no effect"
-
-
-def _external_problems(arguments: Arguments) -> Iterator[str]:
-    weights = arguments.weights
-    if weights.compares_digests:
-        yield (
-            f"external engines with --verify-weights {weights.verify_weights}: only servers that we start can say what "
-            "they hold; use canary"
-        )

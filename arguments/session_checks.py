@@ -38,14 +38,7 @@ def check_trajectories(arguments: Arguments) -> Iterator[str]:
             )
         if sessions.plays_verifiers and sessions.mcp_server:
             yield "--mcp-server with --environment verifiers:..., which calls tools itself: connect them there"
-    origins = {
-        "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
-        "--environment": sessions.environment,
-        "--environment-path": sessions.environment_path,
-        "--agent-path": sessions.agent_path,
-        "--agent-command": sessions.agent_command,
-    }
-    given = [flag for flag, origin in origins.items() if origin is not None]
+    given = list(arguments.trajectory_origins)
     if len(given) > 1:
         yield f"{' and '.join(given)} each make trajectories: give one of them"
     if sessions.mcp_server and given not in ([], ["--environment"], ["--environment-path"]):

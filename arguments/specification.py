@@ -61,6 +61,10 @@ class FlagSpecification:
     replaced_by: str | None
     bounds: Mapping[str, float | None]  # words of BOUNDS → number; None: there is no such bound
 
+    def value_in(self, arguments: Arguments) -> FlagValue:
+        value: FlagValue = getattr(getattr(arguments, self.group), self.name)
+        return value
+
     @property
     def flag(self) -> str:
         """``--max-weight-staleness``."""
@@ -173,6 +177,10 @@ def flag_specifications() -> Mapping[str, FlagSpecification]:
                 or_path=ModuleAttr in typing.get_args(hints[field.name]), **field.metadata,
             )  # fmt: skip
     return table
+
+
+def group_flags(group: str) -> list[FlagSpecification]:
+    return [flag for flag in flag_specifications().values() if flag.group == group]
 
 
 def _analyse(annotation: object) -> tuple[Kind, bool, bool, tuple[str, ...]]:

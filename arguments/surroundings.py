@@ -24,14 +24,8 @@ from miles_async.errors import ConfigurationError
 
 def check_model(arguments: Arguments) -> Iterator[str]:
     """Check that the model directories hold complete models."""
-    models = {
-        "--hf-checkpoint": arguments.model.hf_checkpoint,
-        "--ref-hf-checkpoint": arguments.algorithm.ref_hf_checkpoint,
-        "--critic-hf-checkpoint": arguments.critic.critic_hf_checkpoint,
-    }
-    for flag, path in models.items():
-        if path is not None:
-            yield from directory_problems(path, flag)
+    for flag, path in arguments.model_directories.items():
+        yield from directory_problems(path, flag)
 
 
 def check_model_fits(arguments: Arguments) -> Iterator[str]:
@@ -40,10 +34,7 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
     config = read_config(path) if path else {}
     sizes = {
         "--tensor-model-parallel-size": (model.tensor_model_parallel_size, "num_attention_heads"),
-        "--rollout-num-gpus-per-engine": (
-            arguments.cluster.rollout_num_gpus_per_engine,
-            "num_attention_heads",
-        ),
+        "--rollout-num-gpus-per-engine": (arguments.cluster.rollout_num_gpus_per_engine, "num_attention_heads"),
     }
     if experts := next((name for name in EXPERT_COUNTS if config.get(name)), None):
         sizes["--expert-model-parallel-size"] = model.expert_model_parallel_size, experts
@@ -59,7 +50,7 @@ def check_model_fits(arguments: Arguments) -> Iterator[str]:
             yield f"{flag} {size} does not divide the model's {key} {found}"
     if isinstance(layers := config.get("num_hidden_layers"), int):
         yield from refusal(lambda: model.stage_layers(layers))
-    longest = arguments.rollout.rollout_max_response_len + (arguments.data.rollout_max_prompt_len or 1)
+    longest = arguments.longest_sample
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and longest > positions and not arguments.algorithm.supervised:
         yield (
@@ -94,7 +85,7 @@ def check_prompt_files(arguments: Arguments) -> Iterator[str]:
         if file.startswith(HUB):
             continue
         if not os.path.exists(file):
-            makers = [each for folder in Path(file).parents if (each := folder / "prepare.py").exists()]
+            makers = [each for folder in Path(file).parents if os.path.exists(each := folder / "prepare.py")]
             yield f"{flag} {place}: there is no such file" + (f" ({makers[0]} makes it)" if makers else "")
         elif os.path.isdir(file) is file.endswith(SUFFIXES):
             yield f"{flag} {place}: expected {EXPECTED}"
@@ -126,7 +117,7 @@ def check_outputs(arguments: Arguments) -> Iterator[str]:
             "another --save"
         )
     retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
-    if checkpoint.save is not None and retained is not None and (interval is None or retained % interval):
+    if save is not None and retained is not None and (interval is None or retained % interval):
         yield (
             f"--save-retain-interval {retained} keeps checkpoints of every {retained} steps, and --save-interval "
             f"{interval or 'none'} does not write them: give a multiple of --save-interval"
@@ -135,7 +126,7 @@ def check_outputs(arguments: Arguments) -> Iterator[str]:
         yield f"--load {checkpoint.load}: there is no such directory; leave --load out to start a new run"
     if checkpoint.load is not None and checkpoint.load.absolute().is_relative_to(run_dir):
         yield f"--load {checkpoint.load} is inside --run-dir {run_dir}, which starts empty: choose another --run-dir"
-    if checkpoint.save is not None and checkpoint.save.absolute().is_relative_to(run_dir):
+    if save is not None and save.is_relative_to(run_dir):
         yield (
             f"--save {checkpoint.save} is inside --run-dir {run_dir}, which the next run moves aside: choose a "
             "directory outside of it"

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.model import RECOMPUTE_MODULES
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from miles_async.arguments.specification import group_flags
 
 USED = frozenset({"loss_type", "loss_aggregation", "loss_length_normalizer", "log_entropy"})
 """Fields of AlgorithmArguments that have an effect without samples."""
@@ -79,7 +75,7 @@ def check_batches(arguments: Arguments) -> Iterator[str]:
             "(--actor-num-gpus-per-node)"
         )
     prompt = arguments.data.rollout_max_prompt_len
-    longest = rollout.rollout_max_response_len + (prompt or 1)
+    longest = arguments.longest_sample
     if arguments.micro_batch_tokens < longest and not arguments.algorithm.supervised:  # which skips longer examples
         known = f"--rollout-max-prompt-len {prompt} + " if prompt else "a prompt and "
         ranks = arguments.model.context_parallel_size
@@ -110,7 +106,8 @@ def check_supervised(arguments: Arguments) -> Iterator[str]:
         yield f"--loss-type sft_loss with --n-samples-per-prompt {samples}: a row is one example; use 1"
     if (temperature := rollout.rollout_temperature) != 1:
         yield f"--loss-type sft_loss with --rollout-temperature {temperature:g}, at which answers are learned: use 1"
-    given = [flag for group in UNUSED_GROUPS for flag in _changed(getattr(arguments, group))]
+    unused = (flag for group in UNUSED_GROUPS for flag in group_flags(group) if flag.name not in USED)
+    given = [flag.flag for flag in unused if flag.value_in(arguments) != flag.default]
     switches = {
         "--debug-rollout-only": debug.debug_rollout_only,
         "--load-debug-rollout-data": debug.load_debug_rollout_data,
@@ -128,9 +125,3 @@ def check_supervised(arguments: Arguments) -> Iterator[str]:
         yield "--ess-lr-scaling weighs samples, and --loss-type sft_loss has none: leave it out"
     if arguments.algorithm.loss_aggregation == "sequence_sum" and arguments.algorithm.loss_length_normalizer is None:
         yield "--loss-aggregation sequence_sum divides by --loss-length-normalizer: give it"
-
-
-def _changed(group: DataclassInstance) -> Iterator[str]:
-    for field in fields(group):
-        if field.name not in USED and getattr(group, field.name) != field.default:
-            yield f"--{field.name.replace('_', '-')}"

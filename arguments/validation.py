@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from types import MappingProxyType
 
 from miles_async.arguments import Arguments
@@ -17,7 +16,7 @@ from miles_async.arguments.cluster_checks import check_colocation, check_network
 from miles_async.arguments.debug_checks import check_debug, check_profiling
 from miles_async.arguments.distillation_checks import check_distillation
 from miles_async.arguments.evaluation_alone import check_evaluation_alone
-from miles_async.arguments.evaluation_sets import evaluation_sets
+from miles_async.arguments.evaluation_sets import readable_sets
 from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Given
 from miles_async.arguments.megatron_settings import check_megatron_fields
@@ -48,7 +47,6 @@ from miles_async.arguments.trainer_checks import (
     check_shared_prefixes,
     check_supervised,
 )
-from miles_async.errors import ConfigurationError
 
 Check = Callable[[Arguments], Iterator[str]]
 
@@ -68,8 +66,8 @@ def validate(arguments: Arguments, given: Mapping[str, Given] = MappingProxyType
 
 def range_problems(arguments: Arguments) -> Iterator[str]:
     """Yield one line per flag whose value cannot work with any other flags."""
-    for name, flag in flag_specifications().items():
-        value = getattr(getattr(arguments, flag.group), name)
+    for flag in flag_specifications().values():
+        value = flag.value_in(arguments)
         if value is not None and (expected := flag.expected_instead(value)):
             yield f"{flag.flag}: expected {expected}, found {value}"
     if 0 < arguments.rollout.rollout_temperature < GREEDY_BELOW:
@@ -149,12 +147,11 @@ def check_evaluation(arguments: Arguments) -> Iterator[str]:
     if evaluation.n_samples_per_eval_prompt > 1 and evaluation.eval_temperature == 0:
         yield f"--n-samples-per-eval-prompt {evaluation.n_samples_per_eval_prompt} with --eval-temperature 0, {greedy}"
         return
-    with suppress(ConfigurationError):  # check_data_sets reports it
-        for held_out in evaluation_sets(evaluation):
-            samples = held_out.samples(evaluation)
-            if samples > 1 and held_out.temperature_in_force(evaluation, arguments.rollout) == 0:
-                where = f"--eval-config {evaluation.eval_config}: {held_out.name}"
-                yield f"{where}: n_samples_per_eval_prompt {samples} with temperature 0, {greedy}"
+    for held_out in readable_sets(evaluation):
+        samples = held_out.samples(evaluation)
+        if samples > 1 and held_out.temperature_in_force(evaluation, arguments.rollout) == 0:
+            where = f"--eval-config {evaluation.eval_config}: {held_out.name}"
+            yield f"{where}: n_samples_per_eval_prompt {samples} with temperature 0, {greedy}"
 
 
 def check_deadlines(arguments: Arguments) -> Iterator[str]:
@@ -209,6 +206,17 @@ COMMON_CHECKS: tuple[Check, ...] = (
 )
 """Checks of every run: of the model, its layout, and what both kinds of data have."""
 
+GENERATED_CHECKS: tuple[Check, ...] = (
+    check_rewards,
+    check_evaluation,
+    check_hooks,
+    check_reasoning_parser,
+    check_trajectories,
+    check_deadlines,
+    check_router_port,
+)
+"""Checks of flags for what engines generate, trained on or not."""
+
 SAMPLED_CHECKS: tuple[Check, ...] = (
     check_algorithm,
     check_critic,
@@ -218,30 +226,15 @@ SAMPLED_CHECKS: tuple[Check, ...] = (
     check_off_policy_correction,
     check_distillation,
     check_routing_replay,
-    check_rewards,
+    *GENERATED_CHECKS,
     check_group_filters,
-    check_evaluation,
-    check_hooks,
-    check_reasoning_parser,
-    check_trajectories,
-    check_deadlines,
     check_weights,
-    check_router_port,
     check_colocation,
     check_debug,
 )
 """Checks of flags for sampled data."""
 
-EVALUATED_CHECKS: tuple[Check, ...] = (
-    check_evaluation_alone,
-    check_rewards,
-    check_evaluation,
-    check_hooks,
-    check_reasoning_parser,
-    check_trajectories,
-    check_deadlines,
-    check_router_port,
-)
+EVALUATED_CHECKS: tuple[Check, ...] = (check_evaluation_alone, *GENERATED_CHECKS)
 """Checks of ``--eval-only``, where nothing is trained."""
 
 SUPERVISED_CHECKS: tuple[Check, ...] = (check_supervised,)

@@ -13,7 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 from miles_async import __version__
-from miles_async.errors import ConfigurationError, ContractViolation, DataError, MilesAsyncError
+from miles_async.errors import (
+    EXIT_CONFIGURATION,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ConfigurationError,
+    ContractViolation,
+    DataError,
+    MilesAsyncError,
+)
 from miles_async.runtime.texts import escaped
 
 Command = Callable[[Sequence[str]], int]
@@ -63,12 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except (ConfigurationError, DataError) as error:
-        return _report(error, 2)
+        return _report(error, EXIT_CONFIGURATION)
     except MilesAsyncError as error:
-        return _report(error, 1)
+        return _report(error, EXIT_FAILED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
 
 
 def _replace_unprintable() -> None:
@@ -82,7 +90,7 @@ def _dispatch(words: list[str]) -> int:
     command = words[0] if words else "--help"
     if command in ("-h", "--help", "help"):
         _show(HELP)
-        return 0 if words else 2
+        return 0 if words else EXIT_CONFIGURATION
     if command == "--version":
         print(f"miles-async {__version__}")
         return 0
@@ -93,46 +101,24 @@ def _dispatch(words: list[str]) -> int:
     return COMMANDS[command](words[1:])
 
 
-def _train(words: Sequence[str]) -> int:
-    from miles_async.commands.train import train
+def _command(module: str, name: str, *, shows: bool = False) -> Command:
+    """A command that returns its output, whole or in parts. Imported when it is called.
 
-    return train(words, _show)
+    ``shows``: it gets :func:`_show` for output while it works, and returns its exit code.
+    """
 
+    def run(words: Sequence[str]) -> int:
+        command = getattr(import_module(f"miles_async.commands.{module}"), name)
+        if shows:
+            return command(words, _show)
+        try:
+            for part in [found] if isinstance(found := command(words), str) else found:
+                _show(part)
+        except PermissionError as error:  # of another user's run, say
+            raise ConfigurationError(str(error)) from error
+        return 0
 
-def _rollout(words: Sequence[str]) -> int:
-    from miles_async.commands.rollout import rollout
-
-    return rollout(words, _show)
-
-
-def _evaluate(words: Sequence[str]) -> int:
-    from miles_async.commands.rollout import evaluate
-
-    return evaluate(words, _show)
-
-
-def _watch(words: Sequence[str]) -> int:
-    from miles_async.commands.watch import watch
-
-    return watch(words, _show)
-
-
-def _stop(words: Sequence[str]) -> int:
-    from miles_async.commands.stop import stop
-
-    return stop(words, lambda line: _show(f"{line}\n"))
-
-
-def _migrate(words: Sequence[str]) -> int:
-    from miles_async.commands.migrate.command import migrate
-
-    return migrate(words, _show)
-
-
-def _doctor(words: Sequence[str]) -> int:
-    from miles_async.commands.doctor import doctor
-
-    return doctor(words, _show)
+    return run
 
 
 def _completion(words: Sequence[str]) -> int:
@@ -142,40 +128,25 @@ def _completion(words: Sequence[str]) -> int:
     return 0
 
 
-def _printing(module: str, name: str) -> Command:
-    """A command that returns its output, whole or in parts. Its module is imported when it is called."""
-
-    def run(words: Sequence[str]) -> int:
-        try:
-            output = getattr(import_module(f"miles_async.commands.{module}"), name)(words)
-            for part in [output] if isinstance(output, str) else output:
-                _show(part)
-        except PermissionError as error:  # of another user's run, say
-            raise ConfigurationError(str(error)) from error
-        return 0
-
-    return run
-
-
 COMMANDS: Mapping[str, Command] = {
-    "train": _train,
-    "rollout": _rollout,
-    "eval": _evaluate,
-    "watch": _watch,
-    "report": _printing("report", "report"),
-    "status": _printing("status", "status"),
-    "compare": _printing("compare", "compare"),
-    "timeline": _printing("timeline", "timeline"),
-    "ledger": _printing("ledger", "ledger"),
-    "explain": _printing("ledger", "explain"),
-    "samples": _printing("samples", "samples"),
-    "stop": _stop,
-    "scale": _printing("scale", "scale"),
-    "set": _printing("live_set", "set_live"),
-    "replay": _printing("replay", "replay"),
-    "plan": _printing("plan", "plan"),
-    "migrate": _migrate,
-    "doctor": _doctor,
+    "train": _command("train", "train", shows=True),
+    "rollout": _command("rollout", "rollout", shows=True),
+    "eval": _command("rollout", "evaluate", shows=True),
+    "watch": _command("watch", "watch", shows=True),
+    "report": _command("report", "report"),
+    "status": _command("status", "status"),
+    "compare": _command("compare", "compare"),
+    "timeline": _command("timeline", "timeline"),
+    "ledger": _command("ledger", "ledger"),
+    "explain": _command("ledger", "explain"),
+    "samples": _command("samples", "samples"),
+    "stop": _command("stop", "stop", shows=True),
+    "scale": _command("scale", "scale"),
+    "set": _command("live_set", "set_live"),
+    "replay": _command("replay", "replay"),
+    "plan": _command("plan", "plan"),
+    "migrate": _command("migrate.command", "migrate", shows=True),
+    "doctor": _command("doctor", "doctor", shows=True),
     "completion": _completion,
 }
 

@@ -6,6 +6,10 @@ ValueError-like problems of users derive from :class:`ConfigurationError` or :cl
 
 from __future__ import annotations
 
+EXIT_FAILED = 1
+EXIT_CONFIGURATION = 2  # flags or data cannot work, nothing was started
+EXIT_INTERRUPTED = 130
+
 
 class MilesAsyncError(Exception):
     """Base of everything this project raises on purpose."""

@@ -92,8 +92,9 @@ def at_night(tests: Path) -> set[tuple[str, str]]:
 
 def _long_tests(path: Path, *, everything: bool) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    of_file = [ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign) and _is_pytestmark(node)]
-    everything = everything or any(LONG in value for value in of_file)
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    marks_of_file = [ast.unparse(node.value) for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"]
+    everything = everything or any(LONG in value for value in marks_of_file)
     found, all_found = set(), True
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_test(node):
@@ -102,10 +103,6 @@ def _long_tests(path: Path, *, everything: bool) -> set[str]:
             else:
                 all_found = False
     return found | {""} if found and all_found else found
-
-
-def _is_pytestmark(node: ast.Assign) -> bool:
-    return ast.unparse(node.targets[0]) == "pytestmark"
 
 
 def only_at_night(tests: Mapping[str, Sequence[tuple[str, str]]], night: Set[tuple[str, str]]) -> list[str]:

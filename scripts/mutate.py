@@ -170,12 +170,7 @@ class Tree:
             os.killpg(process.pid, signal.SIGKILL)  # with whatever the tests started
         process.kill()
         process.join()
-        return status, self.output.read_text(errors="replace")
-
-    @property
-    def output(self) -> Path:
-        """Where pytest writes."""
-        return self.root / OUTPUT
+        return status, (self.root / OUTPUT).read_text(errors="replace")
 
 
 def run_pytest(root: Path, arguments: list[str]) -> None:

@@ -105,23 +105,19 @@ def check_machine(extras: str) -> None:
 
 
 def check_compilation() -> None:
-    problems = gpu_problems()
-    if problems:
-        fail(
-            "this machine cannot build Transformer Engine, which is compiled during the set-up:\n  - "
-            + "\n  - ".join(problems)
-        )
-
-
-def gpu_problems() -> list:
-    """Return what a build for GPUs lacks here, with remedies. CUDA's compiler and headers come with the lock."""
+    """What a build for GPUs needs here. CUDA's compiler and headers come with the lock."""
     problems = []
     if not shutil.which("c++"):
         problems.append("there is no C++ compiler on PATH: apt-get install g++")
     python_header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not python_header.is_file():
         problems.append("there is no {}: apt-get install {}-dev".format(python_header, PYTHON))
-    return problems + glibc_problems()
+    problems += glibc_problems()
+    if problems:
+        fail(
+            "this machine cannot build Transformer Engine, which is compiled during the set-up:\n  - "
+            + "\n  - ".join(problems)
+        )
 
 
 def glibc_problems() -> list:

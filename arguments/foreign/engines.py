@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.foreign.record import Fact, ForeignFlag, Takes, rows
+from miles_async.arguments.foreign.record import Fact, ForeignFlag, renamed, rows
 from miles_async.types import JsonObject
 
 _KEYS = (
@@ -18,15 +18,12 @@ _METRICS = (
     "shows them as router/...: remove it"
 )
 
+_DECODING = ": SGLang distinguishes the graphs of decoding and prefills"
+_REPLIES = ": SGLang's parsers run where turns are made messages, not in its servers"
+
+_noted = partial(rows, "noted", origin="SGLang, smg")
 _refused = partial(rows, "refused", origin="SGLang, smg")
-
-
-def _pipeline_parallel(flag: str) -> ForeignFlag:
-    return ForeignFlag(
-        flag=flag, origin="SGLang, smg", verdict="noted", only=("1",),
-        note="engines of several pipeline stages would keep generating while they are paused for new weights (SGLang "
-        "0.5.23); use --rollout-num-gpus-per-engine, their tensor-parallel size",
-    )  # fmt: skip
+_works = partial(renamed, origin="SGLang, smg")
 
 
 def _tensor_parallel(flag: str) -> ForeignFlag:
@@ -40,30 +37,15 @@ def _tensor_parallel(flag: str) -> ForeignFlag:
     )  # fmt: skip
 
 
-def _of_decoding(flag: str, takes: Takes) -> ForeignFlag:
-    return ForeignFlag(
-        flag=flag, origin="SGLang, smg", verdict="works", takes=takes, ours=(f"{flag}-decode",),
-        note=f"is `{flag}-decode`: SGLang distinguishes the graphs of decoding and prefills",
-    )  # fmt: skip
-
-
-def _of_replies(name: str) -> ForeignFlag:
-    return ForeignFlag(
-        flag=f"--sglang-{name}", origin="SGLang, smg", verdict="works", ours=(f"--{name}",),
-        note=f"is `--{name}`: SGLang's parsers run where turns are made messages, not in its servers",
-    )  # fmt: skip
-
-
 ENGINES: tuple[ForeignFlag, ...] = (
-    _of_decoding("--sglang-cuda-graph-bs", "many"),
-    _of_decoding("--sglang-cuda-graph-max-bs", "one"),
-    _tensor_parallel("--sglang-tp"),
-    _tensor_parallel("--sglang-tp-size"),
-    _tensor_parallel("--sglang-tensor-parallel-size"),
-    _pipeline_parallel("--sglang-pp-size"),
-    _pipeline_parallel("--sglang-pipeline-parallel-size"),
-    _of_replies("tool-call-parser"),
-    _of_replies("reasoning-parser"),
+    _works("--sglang-cuda-graph-bs", "--sglang-cuda-graph-bs-decode", takes="many", why=_DECODING),
+    _works("--sglang-cuda-graph-max-bs", "--sglang-cuda-graph-max-bs-decode", why=_DECODING),
+    *map(_tensor_parallel, ("--sglang-tp", "--sglang-tp-size", "--sglang-tensor-parallel-size")),
+    *_noted("engines of several pipeline stages would keep generating while they are paused for new weights (SGLang "
+            "0.5.23); use --rollout-num-gpus-per-engine, their tensor-parallel size",
+            one="sglang-pp-size sglang-pipeline-parallel-size", only=("1",)),
+    _works("--sglang-tool-call-parser", "--tool-call-parser", why=_REPLIES),
+    _works("--sglang-reasoning-parser", "--reasoning-parser", why=_REPLIES),
     *_refused("use --hf-checkpoint", one="sglang-model-path"),
     *_refused("the tokenizer comes with --hf-checkpoint", one="sglang-tokenizer-path"),
     *_refused("addresses of engines are chosen by the run: remove it", one="sglang-host sglang-dist-init-addr"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from miles_async.arguments.foreign.record import ForeignFlag, rows
+from miles_async.arguments.foreign.record import ForeignFlag, renamed, rows
 
 _LOSS = "the policy gradient alone moves the weights"
 
@@ -17,7 +17,7 @@ _refused = partial(rows, "refused", origin="Megatron-LM")
 def _turns_off(flag: str, field: str) -> ForeignFlag:
     """A switch with another name than the field of Megatron's config that it turns off."""
     ours = f"--megatron-{field.replace('_', '-')}"
-    return ForeignFlag(flag, "works", f"is `{ours} false`", origin="Megatron-LM", takes="nothing", ours=(ours, "false"))
+    return renamed(flag, ours, "false", origin="Megatron-LM", takes="nothing")
 
 
 MEGATRON: tuple[ForeignFlag, ...] = (

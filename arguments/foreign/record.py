@@ -56,6 +56,11 @@ class ForeignValue:
     note: str
 
 
+def renamed(flag: str, *ours: str, origin: Origin, takes: Takes = "one", why: str = "") -> ForeignFlag:
+    """A flag that is ``ours`` under another name; its values follow."""
+    return ForeignFlag(flag, "works", f"is `{' '.join(ours)}`{why}", origin=origin, takes=takes, ours=ours)
+
+
 def rows(
     verdict: Verdict,
     note: str,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.foreign.record import Fact, ForeignFlag, ForeignValue, Takes, rows
+from miles_async.arguments.foreign.record import Fact, ForeignFlag, ForeignValue, renamed, rows
 from miles_async.arguments.model_files import read_json
 from miles_async.types import JsonObject
 
 _noted = partial(rows, "noted", origin="slime, miles")
 _refused = partial(rows, "refused", origin="slime, miles")
 _other = partial(rows, "refused", origin="others")
+_works = partial(renamed, origin="slime, miles")
 
 
 def _held_out(flag: str, field: str) -> ForeignFlag:
@@ -34,10 +35,6 @@ def _end_tokens(arguments: Arguments, config: JsonObject) -> Fact | None:
     ids = {token for found in named.values() for token in (found if isinstance(found, list) else [found])} - {None}
     said = " and ".join(f"{file} {found}" for file, found in named.items() if found is not None) or "neither"
     return Fact(frozenset(map(str, ids)), f"of --hf-checkpoint, eos_token_id is that of {said}") if config else None
-
-
-def _works(flag: str, *ours: str, takes: Takes = "one") -> ForeignFlag:
-    return ForeignFlag(flag, "works", f"is `{' '.join(ours)}`", origin="slime, miles", takes=takes, ours=ours)
 
 
 _ALWAYS_WATCHED = "engines always are watched, restarted and brought up to date; --max-run-restarts restarts the run"

@@ -40,8 +40,10 @@ def translate(words: Sequence[str]) -> Translation:
             done.words += [*([flag] if flag else []), *values]
             continue
         taken = len(values) if takes == "many" else min(len(values), int(takes == "one"))
-        if place == last[flag]:
-            _apply(flag, values[:taken], done)
+        if place == last[flag] and flag in FOREIGN_FLAGS:
+            _apply(FOREIGN_FLAGS[flag], values[:taken], done)
+        elif place == last[flag]:
+            done.words += _ours(flag, values[:taken], done)
         done.words += values[taken:]
     return done
 
@@ -65,14 +67,6 @@ def _takes(flag: str) -> Takes | None:
     return row.takes if row is not None else "one" if flag in VALUED_FLAGS else None
 
 
-def _apply(flag: str, values: Given, done: Translation) -> None:
-    row = FOREIGN_FLAGS.get(flag)
-    if row is not None:
-        _apply_flag(row, values, done)
-    else:
-        done.words += _ours(flag, values, done)
-
-
 def _ours(flag: str, values: Given, done: Translation) -> Given:
     """Our words for a flag of ours and the value of another system."""
     row = FOREIGN_VALUES.get((flag, values[0])) if values else None
@@ -91,7 +85,7 @@ def _said(flags: Given, values: Given) -> Given:
     return (*flags, *values)
 
 
-def _apply_flag(row: ForeignFlag, values: Given, done: Translation) -> None:
+def _apply(row: ForeignFlag, values: Given, done: Translation) -> None:
     shown = " ".join((row.flag, *values))
     if row.takes == "one" and not values:
         done.problems[row.flag] = f"{row.flag}: expected one argument"

@@ -19,6 +19,7 @@ from miles_async.errors import CheckpointError
 POSITION_FILE = "position.json"
 MANIFEST_FILE = "manifest.json"
 ROLLOUT_FILE = "rollout.json"
+EXAMPLES_FILE = "examples.json"  # instead of it, by --loss-type sft_loss: the cursor alone
 TRAINER_FILE = f"trainer/{POSITION_FILE}"
 NAME = re.compile(r"iter_(\d+)")
 LEFTOVER = re.compile(r"iter_\d+\.(partial|old)")  # of a run that was killed while it wrote or removed one

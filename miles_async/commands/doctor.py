@@ -12,7 +12,7 @@ from typing import get_args
 from miles_async import __version__
 from miles_async.arguments.cluster import ClusterArguments, Device, parse_port_range
 from miles_async.commands.parser import CommandParser
-from miles_async.errors import ConfigurationError
+from miles_async.errors import EXIT_FAILED, ConfigurationError
 from miles_async.machine.checks import Intent, machine_findings, model_findings
 from miles_async.machine.finding import Finding, Verdict
 from miles_async.machine.gpus import cudnn_findings, rank_libraries
@@ -22,7 +22,6 @@ from miles_async.machine.sandbox import sandbox_findings
 from miles_async.runtime.cluster.ray_address import VARIABLE, check_ray_address, with_ray_address
 from miles_async.runtime.device import choose_device
 
-EXIT_FAILURE = 1
 _EPILOG = (
     "Exit status: 0 if a run can work (there may be warnings), 1 if something is in its way, 2 if the command line is "
     "wrong or the cluster cannot be joined. A run makes the same checks before it starts."
@@ -56,7 +55,7 @@ def doctor(words: Sequence[str], show: Callable[[str], None]) -> int:
     if address is not None:
         asyncio.run(_cluster(address, intent, report))
     report.end()
-    return EXIT_FAILURE if report.counts["failure"] else 0
+    return EXIT_FAILED if report.counts["failure"] else 0
 
 
 class Report:

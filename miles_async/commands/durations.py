@@ -30,6 +30,7 @@ from miles_async.simulation.estimates import (
 from miles_async.train_data.work import ModelWork, model_work
 from miles_async.weights.transports.choice import count_senders, find_transport
 
+PARTS = ("--latency", "--train-seconds", "--publish-seconds")  # the last one is 0 by default
 COMPARED = ("distributed", "disk", "object_store")  # transports that a plan shows next to the run's
 SENT = {"xor": {"bf16": 0.03, "fp32": 0.43}, "overwrite": {"bf16": 0.04, "fp32": 0.84}}
 """Share of the bytes that ``--weight-delta`` sends, by dtype: docs/benchmarks.md, deltas, for steps of 1e-6, where 3 %
@@ -51,38 +52,23 @@ class Timing:
 
 def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, int | None, str]:
     """Durations and engine slots, and a text on their origin: given, measured (``--from``) or estimated (``--gpu``)."""
-    given = {
-        flag: parse_distribution(text, flag)
-        for flag, text in (
-            ("--latency", own.latency),
-            ("--train-seconds", own.train_seconds),
-            ("--publish-seconds", own.publish_seconds),
-        )
-        if text is not None
-    }
-    copy, slots, text = own.copy_seconds, own.engine_slots, ""
+    asked = zip(PARTS, (own.latency, own.train_seconds, own.publish_seconds), strict=True)
+    given = {flag: parse_distribution(text, flag) for flag, text in asked if text is not None}
+    known: tuple[Distribution, ...] = ()
+    copy, slots, text = 0.0, own.engine_slots, ""
     if own.gpu is not None:
         report = None if own.gpu in GPUS else read_report(Path(own.gpu))
-        assumed, known = _assumptions(own, report, arguments.weights.weight_transport)
+        assumed, from_report = _assumptions(own, report, arguments.weights.weight_transport)
         found, compared = _estimate(own, arguments, report)
-        given = {
-            "--latency": found.response,
-            "--train-seconds": Fixed(found.train_seconds),
-            "--publish-seconds": Fixed(found.publication.pause_seconds),
-        } | given
-        copy = found.publication.copy_seconds if copy is None else copy
-        slots = found.slots
-        text = describe(found, compared, assumed, known, "" if report is None else report.origin)
+        known = found.response, Fixed(found.train_seconds), Fixed(found.publication.pause_seconds)
+        copy, slots = found.publication.copy_seconds, found.slots
+        text = describe(found, compared, assumed, from_report, "" if report is None else report.origin)
     if own.run_dir is not None:
         seen = measured(own.run_dir)
-        given = {
-            "--latency": seen.response,
-            "--train-seconds": seen.train,
-            "--publish-seconds": seen.publish,
-        } | given
-        copy = seen.copy_seconds if copy is None else copy
+        known, copy = (seen.response, seen.train, seen.publish), seen.copy_seconds
         text = describe_measured(seen, own.run_dir)
-    if missing := [flag for flag in ("--latency", "--train-seconds") if flag not in given]:
+    given = dict(zip(PARTS, known, strict=False)) | given
+    if missing := [flag for flag in PARTS[:2] if flag not in given]:
         raise ConfigurationError(
             f"the following arguments are required: {', '.join(missing)}; or, to have them estimated, --gpu and "
             "--response-tokens, or --from with the directory of a run"
@@ -93,7 +79,7 @@ def durations(own: argparse.Namespace, arguments: Arguments) -> tuple[Timing, in
         reward=parse_distribution(own.reward_seconds, "--reward-seconds"),
         train=given["--train-seconds"],
         publish=given.get("--publish-seconds", Fixed(0.0)),
-        copy_seconds=copy or 0.0,
+        copy_seconds=copy if own.copy_seconds is None else own.copy_seconds,
     )
     return timing, slots, text
 

@@ -9,6 +9,12 @@ from miles_async.arguments.words import NEGATIVE_NUMBER
 from miles_async.errors import ConfigurationError
 
 
+def at_least_one(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {word!r}")
+    return int(word)
+
+
 class CommandParser(argparse.ArgumentParser):
     """Reports errors as exceptions; ``miles_async.cli`` alone turns them into an exit code."""
 

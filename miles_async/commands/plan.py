@@ -22,7 +22,7 @@ from miles_async.arguments.staleness_checks import check_batch_order, check_stal
 from miles_async.arguments.surroundings import check_model_fits
 from miles_async.arguments.validation import check_deadlines, range_problems
 from miles_async.commands.durations import Timing, durations
-from miles_async.commands.parser import CommandParser
+from miles_async.commands.parser import CommandParser, at_least_one
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.device import with_precision
 from miles_async.runtime.files.run_directory import CONFIG_FILE, check_directory
@@ -142,12 +142,6 @@ def _settings(
     )
 
 
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="miles-async plan",
@@ -199,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens per response, a distribution written like SECONDS, such as lognormal:6000:0.8:32768",
     )
     estimated.add_argument(
-        "--prompt-tokens", type=_positive, default=512, metavar="N", help="prompt length in tokens (default: 512)"
+        "--prompt-tokens", type=at_least_one, default=512, metavar="N", help="prompt length in tokens (default: 512)"
     )
     estimated.add_argument(
         "--mfu", type=_share, metavar="SHARE",
@@ -214,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"bandwidth from one sending rank to the engines, in GB/s (default: {Assumptions.link / GB:g})",
     )  # fmt: skip
     parser.add_argument(
-        "--engine-slots", type=_positive, metavar="N",
+        "--engine-slots", type=at_least_one, metavar="N",
         help="requests an engine runs at once; the rest queue (default: --rollout-concurrency-per-engine)",
     )  # fmt: skip
     parser.add_argument(
@@ -222,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
         help="train flags to vary, in every combination (default: bounds and leads worth comparing)",
     )  # fmt: skip
     parser.add_argument(
-        "--steps", type=_positive, default=60, metavar="N", help="steps to simulate per setting (default: 60)"
+        "--steps", type=at_least_one, default=60, metavar="N", help="steps to simulate per setting (default: 60)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the simulation (default: 0)")
     parser.add_argument("--memory", action="store_true", help="show the memory per GPU instead of a simulation")

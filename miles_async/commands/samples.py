@@ -12,7 +12,7 @@ from miles_async.commands.samples_view import conversation, state_notes, summary
 from miles_async.errors import ConfigurationError, DataError
 from miles_async.runtime.files.run_directory import check_directory
 from miles_async.samples.columns import Kind, SampleSummary
-from miles_async.samples.query import ORDERS, Query, find, ordered
+from miles_async.samples.query import Order, Query, find, ordered
 from miles_async.samples.reader import read_sample, read_state, samples_files
 
 SHOWN = 20
@@ -89,7 +89,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--finish-reason", choices=("stop", "length", "abort"), help="that ended so")
     parser.add_argument("--filtered", action="store_true", help="of groups that a filter kept from training")
     parser.add_argument("--text", metavar="WORDS", help="with this text in prompt, response or conversation")
-    parser.add_argument("--sort", choices=tuple(ORDERS), help="largest first (default: by step)")
+    parser.add_argument("--sort", choices=get_args(Order), help="largest first (default: by step)")
     parser.add_argument("--reverse", action="store_true", help="smallest first")
     parser.add_argument("--limit", type=int, default=SHOWN, metavar="N", help=f"rows to print (default: {SHOWN})")
     parser.add_argument(

@@ -9,10 +9,10 @@ from miles_async.commands.parser import CommandParser
 from miles_async.runs.ending import STOP_SECONDS, end_run
 
 
-def stop(words: Sequence[str], say: Callable[[str], None]) -> int:
+def stop(words: Sequence[str], show: Callable[[str], None]) -> int:
     """Run ``miles-async stop``; return the exit code. Raises what ``runs.ending.end_run`` does.
 
-    ``say``: prints a line, and raises nothing if its reader is gone: it speaks before it acts.
+    ``show`` prints, and raises nothing if its reader is gone: ``end_run`` speaks before it acts.
     """
     parser = CommandParser(
         prog="miles-async stop",
@@ -27,5 +27,5 @@ def stop(words: Sequence[str], say: Callable[[str], None]) -> int:
         help="seconds to wait for an orderly shutdown before killing processes (default: %(default)g)",
     )
     parsed = parser.parse_args(words)
-    end_run(parsed.directory, parsed.timeout, say)
+    end_run(parsed.directory, parsed.timeout, lambda line: show(f"{line}\n"))
     return 0

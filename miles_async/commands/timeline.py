@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles_async.commands.parser import CommandParser
+from miles_async.commands.parser import CommandParser, at_least_one
 from miles_async.errors import ConfigurationError
 from miles_async.watch.run import open_runs
 from miles_async.watch.timeline.build import FILE_NAME, MOST_ATTEMPTS, Part, write_timeline
@@ -30,11 +29,11 @@ def timeline(words: Sequence[str]) -> str:
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="a run directory")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"default: {FILE_NAME} in the run directory")
     parser.add_argument(
-        "--last-steps", type=_at_least_one, metavar="STEPS", help="only the newest steps; default: the whole run"
+        "--last-steps", type=at_least_one, metavar="STEPS", help="only the newest steps; default: the whole run"
     )
     parser.add_argument(
         "--attempts",
-        type=_at_least_one,
+        type=at_least_one,
         default=MOST_ATTEMPTS,
         help="most attempts, the newest ones; default: %(default)s",
     )
@@ -48,9 +47,3 @@ def timeline(words: Sequence[str]) -> str:
     except OSError as error:
         raise ConfigurationError(f"--output {path}: {error}") from error
     return f"wrote {path} ({size / 1e6:.1f} MB); open it in {VIEWER}, which sends it nowhere\n"
-
-
-def _at_least_one(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {word!r}")
-    return int(word)

@@ -113,7 +113,7 @@ class Evaluator:
         for name, data_set_totals in totals.items():
             metrics |= {f"eval/{name}/{key}": value for key, value in data_set_totals.metrics().items()}
         rewards = [value for key, value in metrics.items() if key.endswith("/reward/mean")]
-        of_all = rewards and len(totals) == len(self._data_sets)
+        of_all = rewards and len(rewards) == len(self._data_sets)
         return metrics | ({"eval/reward": sum(rewards) / len(rewards)} if of_all else {})
 
     async def _generate_all(self, scope: asyncio.TaskGroup, data_sets: Collection[str] | None) -> dict[str, Totals]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,19 +28,27 @@ class QueuedWriter(Generic[T]):
     """:meth:`add` never waits and never fails; :meth:`run` writes the entries.
 
     A failing write is an error of :meth:`run`, once, and so ends the training run; later items are not recorded.
-    Subclasses say how to write (:meth:`_put`) and close (:meth:`_close`), and which error of the project their
-    ``failures`` become (:meth:`_error`).
+    Subclasses say how to open (:meth:`_open`), write (:meth:`_put`) and close (:meth:`_close`), and which error of the
+    project their ``failures`` become (:meth:`_error`).
     """
 
     failures: type[Exception] | tuple[type[Exception], ...] = OSError
 
-    def __init__(self, path: Path, *, flush_seconds: float = FLUSH_SECONDS) -> None:
+    def __init__(
+        self, path: Path, *, clock: Callable[[], float] = time.time, flush_seconds: float = FLUSH_SECONDS
+    ) -> None:
+        """Creates the file. Raises the error of the project. ``clock``: for subclasses."""
         self._path = path
+        self._clock = clock
         self._flush_seconds = flush_seconds
         self._waiting: deque[T] = deque()
         self._writing = threading.Lock()  # a cancelled flush continues in its thread
         self._is_open = True
         self._thread = OwnThread(path.stem)
+        try:
+            self._open()
+        except self.failures as error:
+            raise self._error(error) from error
 
     def add(self, item: T) -> None:
         """Queue an item; items are written in order. Thread-safe."""
@@ -74,6 +83,9 @@ class QueuedWriter(Generic[T]):
                 self._writing.release()
 
     # ------------------------------------------------------------------------------------- for subclasses
+    def _open(self) -> None:
+        raise NotImplementedError
+
     def _put(self, items: Sequence[T]) -> None:
         raise NotImplementedError
 

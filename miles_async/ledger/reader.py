@@ -21,9 +21,6 @@ from miles_async.staleness.events import EpochBegan, PromptsOpened, Restored
 from miles_async.staleness.ledger import Balance, Outcome, Stage
 from miles_async.types import SettingValue
 
-STEPS_FROM_ZERO = 2
-"""Format of ledgers that count steps from 0, and are otherwise alike."""
-
 MAX_CANDIDATES = 10_000  # prompts searched for an id similar to the one asked for
 
 
@@ -78,13 +75,9 @@ class ChangeRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def change(self) -> str:
         """The change without its step, such as ``lr 0.0005 → 0.0004``."""
-        before = "" if self.is_request else f"{_shown(self.before)} → "
+        asked_once = isinstance(self.value, str) and self.before is None  # a request, which replaced no value
+        before = "" if asked_once else f"{_shown(self.before)} → "
         return f"{self.name} {before}{_shown(self.value)}"
-
-    @property
-    def is_request(self) -> bool:
-        """True if it was asked for once, and replaced no value."""
-        return isinstance(self.value, str) and self.before is None
 
 
 def _shown(value: SettingValue) -> str:
@@ -111,10 +104,8 @@ class Settled:
 class LedgerReader:
     """Queries on the ledger of one run."""
 
-    def __init__(self, connection: sqlite3.Connection, version: int = SCHEMA_VERSION) -> None:
-        """``version``: of the ledger's format."""
+    def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._step = "step + 1" if version == STEPS_FROM_ZERO else "step"
 
     def balance(self) -> Balance:
         """Balance as of the last flush; in a resumed run, with the attempts of earlier processes."""
@@ -140,16 +131,14 @@ class LedgerReader:
         return read_carried(self._connection)
 
     def epochs(self) -> tuple[EpochBegan, ...]:
-        """Epochs of prompts, in order; none in a ledger of an earlier version."""
-        if not self._has_table("epochs"):
-            return ()
+        """Epochs of prompts, in order."""
         rows = self._connection.execute(
             "SELECT data, epoch, sampler, prompts, left_out FROM epochs ORDER BY began_at, rowid"
         )
         return tuple(EpochBegan(*row) for row in rows)
 
     def prompts_opened(self) -> PromptsOpened | None:
-        """The prompt data of the run; None in a ledger of an earlier version."""
+        """The prompt data of the run; None before it was opened."""
         row = self._connection.execute("SELECT value FROM meta WHERE key = 'prompts'").fetchone()
         return msgspec.json.decode(row[0], type=PromptsOpened) if row else None
 
@@ -234,9 +223,7 @@ class LedgerReader:
             yield CutRecord(at=at, target_version=version, groups=groups, oldest_version=oldest)
 
     def changes(self) -> tuple[ChangeRecord, ...]:
-        """Changes made by ``miles-async set``, in order; empty for ledgers of earlier versions."""
-        if not self._has_table("changes"):
-            return ()
+        """Changes made by ``miles-async set``, in order."""
         rows = self._connection.execute("SELECT at, step, name, before, value FROM changes ORDER BY rowid")
         return tuple(
             ChangeRecord(at=at, step=step, name=name, before=json.loads(before), value=json.loads(value))
@@ -245,9 +232,7 @@ class LedgerReader:
 
     def trained_at(self) -> dict[int, float]:
         """Step → when its batch had been trained."""
-        rows = self._connection.execute(
-            f"SELECT {self._step}, min(ended_at) FROM attempts WHERE step IS NOT NULL GROUP BY step"
-        )
+        rows = self._connection.execute("SELECT step, min(ended_at) FROM attempts WHERE step IS NOT NULL GROUP BY step")
         return {int(step): float(at) for step, at in rows}
 
     def first_issued_at(self) -> dict[int, float]:
@@ -297,14 +282,9 @@ class LedgerReader:
         nearest = difflib.get_close_matches(prompt_id, [str(name) for (name,) in rows], n=1)
         return nearest[0] if nearest else None
 
-    def _has_table(self, name: str) -> bool:
-        found = self._connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (name,))
-        return found.fetchone() is not None
-
     def _records(self, condition: str, *values: object) -> Iterator[AttemptRecord]:
         names = AttemptRecord.__struct_fields__
-        columns_read = ", ".join(self._step if name == "step" else name for name in names)
-        for row in self._connection.execute(f"SELECT {columns_read} FROM attempts {condition}", values):
+        for row in self._connection.execute(f"SELECT {', '.join(names)} FROM attempts {condition}", values):
             yield _record(dict(zip(names, row, strict=True)))
 
 
@@ -333,8 +313,8 @@ def open_ledger(path: Path) -> Iterator[LedgerReader]:
         with connected(path) as connection:
             row = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
             version = int(row[0]) if row else None
-            if version not in (STEPS_FROM_ZERO, SCHEMA_VERSION):
+            if version != SCHEMA_VERSION:
                 raise LedgerError(f"{path}: expected a ledger of format {SCHEMA_VERSION}, found {version}")
-            yield LedgerReader(connection, version)
+            yield LedgerReader(connection)
     except (sqlite3.Error, OSError, _MalformedRowError) as error:
         raise LedgerError(f"{path}: cannot read this ledger: {error}") from error

@@ -7,7 +7,6 @@ counts once per line of checkpoints, whichever of them is loaded, and a prompt t
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from miles_async.errors import CheckpointError, DataError
+from miles_async.runtime.files.whole_file import write_whole
 
 READMIT_FILE = "readmit.json"
 
@@ -34,11 +34,9 @@ def request_readmission(save: Path, prompt_ids: Sequence[str]) -> Path:
     """Add one request, atomically. Returns the file. Raises CheckpointError."""
     requests: Mapping[str, Sequence[str]] = {**read_readmissions(save), uuid.uuid4().hex: prompt_ids}
     path = save / READMIT_FILE
-    partial = path.with_suffix(".partial")
     try:
         save.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(msgspec.json.encode(requests) + b"\n")
-        os.replace(partial, path)
+        write_whole(path, msgspec.json.encode(requests) + b"\n")
     except OSError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return path

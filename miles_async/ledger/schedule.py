@@ -6,15 +6,13 @@ digests of each batch, in order.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import msgspec
 
 from miles_async.errors import ScheduleError
-from miles_async.ledger.queued_writer import FLUSH_SECONDS, QueuedWriter
+from miles_async.ledger.queued_writer import QueuedWriter
 from miles_async.runtime.serialization import write_frames
 from miles_async.staleness import events
 from miles_async.staleness.attempts import RetryPolicy
@@ -280,17 +278,6 @@ class ScheduleWriter(QueuedWriter[Frame]):
     # A disk that is full, gone, or hangs; metadata that msgpack cannot encode.
     failures = (OSError, TypeError, OverflowError)
 
-    def __init__(
-        self, path: Path, *, clock: Callable[[], float] = time.time, flush_seconds: float = FLUSH_SECONDS
-    ) -> None:
-        """Creates the file. Raises ScheduleError."""
-        super().__init__(path, flush_seconds=flush_seconds)
-        self._clock = clock
-        try:
-            self._file = path.open("xb")
-        except OSError as error:
-            raise self._error(error) from error
-
     def pool(self, call: AnyCall, decisions: Decisions) -> None:
         """Record a call of ``RecordedPool``."""
         self.add(PoolFrame(at=self._clock(), call=call, decisions=decisions))
@@ -305,6 +292,9 @@ class ScheduleWriter(QueuedWriter[Frame]):
                 quadratic_work=quadratic_work,
             )
         )
+
+    def _open(self) -> None:
+        self._file = self._path.open("xb")
 
     def _put(self, items: Sequence[Frame]) -> None:
         write_frames(self._file, items)

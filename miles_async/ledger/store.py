@@ -56,7 +56,7 @@ CREATE TABLE attempts (
     newest_version INTEGER,
     mixed_samples INTEGER,            -- samples whose loss tokens came from several versions
     reward_mean REAL,
-    rewards TEXT,                     -- JSON list, per sample; a ledger of an earlier version lacks the column
+    rewards TEXT,                     -- JSON list, per sample
     left_out INTEGER NOT NULL DEFAULT 0,  -- samples that were too old; the others stayed (C7)
     target_version INTEGER,           -- of the cut that took it, or that it was too old for
     step INTEGER,                     -- rollout step that trained it, from 1
@@ -67,7 +67,7 @@ CREATE TABLE attempts (
     cut_at REAL,
     ended_at REAL
 );
-CREATE TABLE changes (                -- by `miles-async set`; a ledger of an earlier version lacks the table
+CREATE TABLE changes (                -- by `miles-async set`
     step INTEGER NOT NULL,            -- rollout step after which it took effect
     name TEXT NOT NULL,               -- of the flag, without dashes, or of a request such as evaluation
     before TEXT NOT NULL,             -- JSON

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from miles_async.errors import LedgerError
-from miles_async.ledger.queued_writer import FLUSH_SECONDS, QueuedWriter
+from miles_async.ledger.queued_writer import QueuedWriter
 from miles_async.ledger.store import LedgerStore, TimedEvent
 from miles_async.staleness.events import PoolEvent
 from miles_async.staleness.ledger import Balance
@@ -20,17 +18,6 @@ class LedgerWriter(QueuedWriter[TimedEvent]):
     """
 
     failures = sqlite3.Error
-
-    def __init__(
-        self, path: Path, *, clock: Callable[[], float] = time.time, flush_seconds: float = FLUSH_SECONDS
-    ) -> None:
-        """Creates the ledger at ``path``. Raises LedgerError."""
-        super().__init__(path, flush_seconds=flush_seconds)
-        self._clock = clock
-        try:
-            self._store = LedgerStore(path)
-        except sqlite3.Error as error:
-            raise self._error(error) from error
 
     def note(self, event: PoolEvent) -> None:
         """Queue an event of the pool; a ``PoolObserver``."""
@@ -44,6 +31,9 @@ class LedgerWriter(QueuedWriter[TimedEvent]):
             self._store.compare(balance)
 
         await self._in_thread(work)
+
+    def _open(self) -> None:
+        self._store = LedgerStore(self._path)
 
     def _put(self, items: Sequence[TimedEvent]) -> None:
         self._store.write(items)

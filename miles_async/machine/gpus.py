@@ -57,24 +57,23 @@ def gpu_findings(facts: GpuFacts | None, device: DeviceChoice) -> Iterator[Findi
         yield Finding(check="GPUs", verdict="ok", found="runs here use the CPU")
         return
     verdict: Verdict = "failure" if device == "cuda" else "warning"
+    built, oldest = f"torch is built for CUDA {facts.cuda}", platform_version("DRIVER_VERSION")
     if facts.cuda is None:
         found = "torch is a CPU build" + (f", next to driver {facts.driver}" if facts.driver else "")
-        yield Finding(check="GPUs", verdict=verdict, found=found, mend="make setup EXTRAS=gpu")
-        return
-    built = f"torch is built for CUDA {facts.cuda}"
-    oldest = platform_version("DRIVER_VERSION")
-    if facts.gpus:  # also with an older driver, if NVIDIA's compatibility package stands in
+        mend = "make setup EXTRAS=gpu"
+    elif facts.gpus:  # also with an older driver, if NVIDIA's compatibility package stands in
         names = ", ".join(f"{facts.gpus.count(name)} × {name}" for name in dict.fromkeys(facts.gpus))
         found = f"{names}; driver {facts.driver or 'unknown'}, CUDA {facts.cuda}, NCCL {facts.nccl}"
-        yield Finding(check="GPUs", verdict="ok", found=found)
+        verdict, mend = "ok", ""
     elif facts.driver is None:
-        yield Finding(check="GPUs", verdict=verdict, found=f"{built}, and there is no driver", mend=_PASS_ON)
+        found, mend = f"{built}, and there is no driver", _PASS_ON
     elif int(facts.driver.split(".")[0]) < int(oldest):
         found = f"{built}, which needs driver {oldest} or newer; found {facts.driver}"
-        yield Finding(check="GPUs", verdict=verdict, found=found, mend=f"apt-get install nvidia-driver-{oldest}")
+        mend = f"apt-get install nvidia-driver-{oldest}"
     else:
         found = f"driver {facts.driver}, and CUDA shows torch no GPU"
-        yield Finding(check="GPUs", verdict=verdict, found=found, mend="nvidia-smi; echo $CUDA_VISIBLE_DEVICES")
+        mend = "nvidia-smi; echo $CUDA_VISIBLE_DEVICES"
+    yield Finding(check="GPUs", verdict=verdict, found=found, mend=mend)
 
 
 def rank_libraries() -> str | None:

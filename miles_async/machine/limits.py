@@ -44,9 +44,7 @@ def shared_memory_findings(device: Device, place: Path = SHARED_MEMORY) -> Itera
 def disk_findings(directories: Mapping[str, Path]) -> Iterator[Finding]:
     """Check free bytes and inodes. ``directories``: by purpose; they may not exist."""
     for name, directory in directories.items():
-        place = next(
-            parent for parent in (directory.absolute(), *directory.absolute().parents) if os.path.exists(parent)
-        )
+        place = _nearest_existing(directory)
         status = os.statvfs(place)
         free = status.f_frsize * status.f_bavail
         found = f"{name}: {place} has {gib(free)} free"
@@ -63,10 +61,14 @@ def disk_findings(directories: Mapping[str, Path]) -> Iterator[Finding]:
             yield Finding(check="disk", verdict="ok", found=found)
 
 
+def _nearest_existing(path: Path) -> Path:
+    return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
+
+
 def home_findings() -> Iterator[Finding]:
     """Check that HOME can be written to, where Ray keeps its token and packages their caches."""
     home = Path(os.environ.get("HOME") or Path.home())
-    place = next(parent for parent in (home.absolute(), *home.absolute().parents) if parent.exists())
+    place = _nearest_existing(home)
     if place.is_dir() and os.access(place, os.W_OK):
         yield Finding(check="home", verdict="ok", found=f"HOME={home}")
         return

@@ -39,8 +39,8 @@ async def _beat(progress: Progress, ledger: Path, seconds: float) -> None:
             continue
         try:
             balance = await asyncio.to_thread(read_balance, ledger, settled)
-            paused = balance is not None and await asyncio.to_thread(generation_paused, ledger)
-            progress.heartbeat("" if balance is None else standing_line(balance, paused=paused))
+            doing = "" if balance is None else await asyncio.to_thread(standing_line, balance, ledger)
+            progress.heartbeat(doing)
         except Exception as error:  # supervision point: a display never ends training
             log.warning("the heartbeat ends; the run continues", error=repr(error))
             return
@@ -70,27 +70,24 @@ def generation_paused(ledger: Path) -> bool:
     return asked[-1:] == ["paused"]
 
 
-def standing_line(balance: Balance, *, paused: bool) -> str:
-    """Groups in flight, buffered, and filtered or failed with the most common reason; then what the run waits for.
-
-    ``paused``: generation is, by ``miles-async set``.
-    """
+def standing_line(balance: Balance, ledger: Path) -> str:
+    """Groups in flight, buffered, and filtered or failed with the most common reason; then what the run waits for."""
     parts = [f"{_groups(balance.in_flight)} in flight", f"{balance.buffered} buffered"]
     finished = sum(balance.ended.values()) + balance.buffered + balance.cut
     for outcome in (Outcome.FILTERED, Outcome.FAILED):
         if count := balance.ended.get(outcome, 0):
             reason = commonest_reason(balance, outcome)
             parts.append(f"{count} of {finished} finished ones {outcome}" + (f" (mostly: {reason})" if reason else ""))
-    return f"{', '.join(parts)}; {waits_for(balance, paused=paused)}"
+    return f"{', '.join(parts)}; {waits_for(balance, ledger)}"
 
 
-def waits_for(balance: Balance, *, paused: bool) -> str:
+def waits_for(balance: Balance, ledger: Path) -> str:
     """Name the cause of the wait for the next step, judging by the states of groups."""
     if balance.cut:
         return f"{_groups(balance.cut)} {'is' if balance.cut == 1 else 'are'} with the trainer"
     if balance.in_flight:
         return "the trainer waits for groups in flight"
-    if paused:
+    if generation_paused(ledger):
         return "nothing is in flight: generation is paused until `miles-async set RUN_DIR generation=running`"
     if balance.issued:
         return "nothing is in flight: rollouts wait for the trainer or for engines"

@@ -82,19 +82,18 @@ def _json_number(value: float) -> float | int | None:
 def read_metrics(path: Path) -> list[JsonObject]:
     """Read the metrics of each step, in order, with lines of one step merged and without ``kind``.
 
-    A torn last line is skipped. Lines without a kind come from an earlier version, which counted trained steps from 0.
+    A torn last line is skipped.
     """
     steps: dict[int, dict[str, object]] = {}
     for line in path.read_bytes().split(b"\n"):
         if (row := row_of(line)) is None:  # a run that was killed while it wrote
             continue
-        if row.pop("kind", None) is None and kind_of(row) == "step":
-            row["step"] += 1
+        row.pop("kind", None)
         steps.setdefault(row["step"], {}).update(row)
     return [steps[step] for step in sorted(steps)]
 
 
-def row_of(line: bytes) -> dict[str, Any] | None:
+def row_of(line: bytes | str) -> dict[str, Any] | None:
     """The JSON object of a line; None if the line is torn, not UTF-8, or has no step.
 
     >>> row_of(b'{"kind": "step", "st') is None

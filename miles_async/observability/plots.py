@@ -25,20 +25,18 @@ REWARD_COLOR, EVAL_COLOR = "#1f77b4", "#d62728"
 Rows = Sequence[JsonObject]
 
 
-def plot_run(run_dir: Path, output: Path | None = None) -> Path:
-    """Draw ``run_dir``/metrics.jsonl into ``output`` (default: ``run_dir``/reward.png) and return that path.
+def plot_run(run_dir: Path) -> Path:
+    """Draw ``run_dir``/metrics.jsonl into ``run_dir``/reward.png and return that path.
 
     Raises FileNotFoundError without metrics.jsonl and ValueError if it has no trained step.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and no display is needed
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow to import; needs no display, unlike pyplot
     from matplotlib.ticker import MaxNLocator
 
     rows = read_metrics(run_dir / FILE_NAME)
     if not any("reward/mean" in row for row in rows):
         raise ValueError(f"{run_dir / FILE_NAME} has no step with reward/mean: nothing was trained yet")
     figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [2, 1]})
     draw_reward(upper, rows)
     draw_ages(lower, rows)
@@ -46,19 +44,17 @@ def plot_run(run_dir: Path, output: Path | None = None) -> Path:
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
-    output = output or run_dir / "reward.png"
+    output = run_dir / "reward.png"
     figure.savefig(output, dpi=150)
     return output
 
 
 def plot_curves(runs: Mapping[str, Rows], metrics: Sequence[str], output: Path) -> None:
     """Draw each metric of all runs over the steps, with moving averages, one below the other. Raises OSError."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 1 + 2.5 * len(metrics)), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, metric in zip(figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0], metrics, strict=True):
         for number, (name, rows) in enumerate(runs.items()):
             steps, values = series(rows, metric)
@@ -93,32 +89,27 @@ def draw_reward(axes: Axes, rows: Rows) -> None:
 
 
 def draw_ages(axes: Axes, rows: Rows) -> None:
-    """Draw samples per age, stacked, over the steps; mean and maximum if only those were recorded.
+    """Draw samples per age, stacked, over the steps.
 
     A long run has means over stretches of steps: every step would take minutes, and be narrower than a pixel.
     """
+    import matplotlib
+
     names = {name for row in rows for name in row if name.startswith(AGE_COUNT)}
     ages = sorted(int(name.removeprefix(AGE_COUNT)) for name in names)
-    if not ages:
-        for name, style in (("age/mean", "-"), ("age/max", "--")):
-            axes.plot(*series(rows, name), style, color="#555555", label=name.removeprefix("age/"))
-        axes.set_ylabel("age (versions)")
-    else:
-        import matplotlib
-
-        colors = matplotlib.colormaps["viridis_r"]
-        trained = [row for row in rows if "reward/mean" in row]
-        width = math.ceil(len(trained) / MOST_STRETCHES)
-        stretches = [trained[start : start + width] for start in range(0, len(trained), width)]
-        edges = [*(stretch[0]["step"] - 0.5 for stretch in stretches), trained[-1]["step"] + 0.5]
-        bottom = [0.0] * len(stretches)
-        for age in ages:
-            counts = [sum(row.get(f"{AGE_COUNT}{age}") or 0.0 for row in each) / len(each) for each in stretches]
-            top = [low + count for low, count in zip(bottom, counts, strict=True)]
-            color = colors(0.15 + 0.75 * age / max(ages[-1], 2))
-            axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=f"age {age}")
-            bottom = top
-        axes.set_ylabel("samples by age")
+    colors = matplotlib.colormaps["viridis_r"]
+    trained = [row for row in rows if "reward/mean" in row]
+    width = math.ceil(len(trained) / MOST_STRETCHES)
+    stretches = [trained[start : start + width] for start in range(0, len(trained), width)]
+    edges = [*(stretch[0]["step"] - 0.5 for stretch in stretches), trained[-1]["step"] + 0.5]
+    bottom = [0.0] * len(stretches)
+    for age in ages:
+        counts = [sum(row.get(f"{AGE_COUNT}{age}") or 0.0 for row in each) / len(each) for each in stretches]
+        top = [low + count for low, count in zip(bottom, counts, strict=True)]
+        color = colors(0.15 + 0.75 * age / max(ages[-1], 2))
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=f"age {age}")
+        bottom = top
+    axes.set_ylabel("samples by age")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize="small", ncols=6, loc="lower right", bbox_to_anchor=(1.0, 0.98))
 

@@ -53,8 +53,9 @@ class Progress:
         self._say(self._state.add_evaluated(ended), "cyan")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the mean reward of the weights after ``step`` steps."""
         self._state.add_evaluation(metrics)
-        self._say(evaluation_line(step, metrics), "cyan")
+        self._say(f"evaluation after {step} steps: mean reward {metrics['eval/reward']:.3f}", "cyan")
 
     @property
     def quiet_seconds(self) -> float:
@@ -193,11 +194,6 @@ def step_line(view: StepView, *, over: bool = False) -> str:
         f"lead {view.lead}  in flight {view.in_flight}  buffered {view.buffered}{filtered}  "
         f"trainer idle {view.trainer_idle}  {view.step_seconds}{eta}"
     )
-
-
-def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """The plain form of one evaluation, of the weights after ``step`` steps."""
-    return f"evaluation after {step} steps: mean reward {metrics.get('eval/reward', float('nan')):.3f}"
 
 
 def _write_line(line: str) -> None:

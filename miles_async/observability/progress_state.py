@@ -109,7 +109,7 @@ class ProgressState:
             loss=_number(metrics, "train/loss", "{:.4f}"),
             spark=sparkline(self._rewards),
             age=f"{_number(metrics, 'age/mean', '{:.2f}')} (max {_number(metrics, 'age/max', '{:.0f}')})",
-            lead=_number(metrics, "lead/groups", "{:.0f}", instead="rollout/lead"),
+            lead=_number(metrics, "rollout/lead", "{:.0f}"),
             in_flight=_number(metrics, "rollout/in_flight", "{:.0f}"),
             buffered=_number(metrics, "rollout/buffered", "{:.0f}"),
             filtered=f"{filtered:.0f}" if filtered > 0 else "",
@@ -142,6 +142,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _number(metrics: Mapping[str, float], name: str, form: str, *, instead: str = "") -> str:
-    value = metrics.get(name, metrics.get(instead, math.nan))
+def _number(metrics: Mapping[str, float], name: str, form: str) -> str:
+    value = metrics.get(name, math.nan)
     return form.format(value) if math.isfinite(value) else MISSING

@@ -24,14 +24,14 @@ class RunRecorder:
         """Record a trained step. ``ages``: age → samples trained at that age."""
         self._tracker.log({**metrics, **age_metrics(ages)}, step=step)
         self._progress.step(step, metrics)
-        self._summary.record_step(step, metrics, ages)
+        self._summary.record_step(metrics, ages)
 
     def publication(self, record: Publication) -> None:
         """Record weights that became visible to rollouts. After the first ones a run waits for its first step."""
         if not self._published:
             self._progress.phase("the first step")
             self._published = True
-        self._summary.record_publication(record.pause_seconds, record.prepare_seconds, record.version)
+        self._summary.record_publication(record.pause_seconds, record.prepare_seconds)
 
     def checkpoint(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a checkpoint that is whole."""
@@ -43,4 +43,4 @@ class RunRecorder:
             self._tracker.log(metrics, step=step)
         if "eval/reward" in metrics:
             self._progress.evaluation(step, metrics)
-            self._summary.record_eval(step, metrics["eval/reward"])
+            self._summary.record_eval(metrics["eval/reward"])

@@ -78,9 +78,8 @@ class RunSummary:
         self._eval_rewards: list[float] = []
         self._difference_sum = self._difference_tokens = 0.0
         self._difference_max = math.nan
-        self._version: int | None = None
 
-    def record_step(self, step: int, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None:
+    def record_step(self, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None:
         """Record one trained step. ``ages``: age in weight versions → number of samples trained at that age."""
         self._steps += 1
         if math.isfinite(reward := metrics.get("reward/mean", math.nan)):
@@ -95,37 +94,31 @@ class RunSummary:
         """Record a stage outside of the steps, such as the start of the engines."""
         self._stages[name] += seconds
 
-    def stage_seconds(self, name: str) -> float:
-        """Seconds recorded for a stage so far; "wait" is the trainer waiting for data."""
-        return self._stages.get(name, 0.0)
-
-    def record_publication(self, pause_seconds: float, prepare_seconds: float, version: int) -> None:
+    def record_publication(self, pause_seconds: float, prepare_seconds: float) -> None:
         """Record a visible version. ``pause``: seconds that rollouts stood still; ``prepare``: all before."""
         self._pauses.append(pause_seconds)
         self._preparations.append(prepare_seconds)
-        self._version = version
 
-    def record_eval(self, step: int, reward: float) -> None:
-        """Record the mean reward on held-out prompts after ``step`` steps."""
+    def record_eval(self, reward: float) -> None:
+        """Record the mean reward on held-out prompts."""
         if math.isfinite(reward):
             self._eval_rewards.append(reward)
 
     def finish(
         self,
         balance: Mapping[str, int],
-        trainer_idle_seconds: float,
-        rollout_idle_seconds: float,
-        wall_seconds: float,
-        weight_version: int | None = None,
         *,
+        rollout_idle_seconds: float = 0.0,
         rollout_seconds: float = 0.0,
+        wall_seconds: float,
+        weight_version: int,
     ) -> Summary:
         """Return the summary.
 
         ``balance``: groups issued, and how many ended or stand where. ``wall_seconds``: the whole run.
-        Start-up is not counted as idle: the trainer's idle seconds are a fraction of all steps, the rollout side's of
+        Start-up is not counted as idle: the trainer's waits are a fraction of all steps, ``rollout_idle_seconds`` of
         ``rollout_seconds``, from the first publication to the end of the last step, evaluations between steps included;
-        0 if not measured. ``weight_version``: by default the last one published.
+        0 if not measured.
         """
         steps = self._stages.get("step") or wall_seconds
         groups = {name: int(balance.get(name, 0)) for name in ("issued", *GROUP_ENDS, *GROUP_STAGES)}
@@ -141,7 +134,7 @@ class RunSummary:
             "age_histogram": {str(age): count for age, count in sorted(self._ages.items()) if count},
             "groups": groups,
             "balanced": groups["issued"] == sum(count for name, count in groups.items() if name != "issued"),
-            "trainer_idle_fraction": _fraction(trainer_idle_seconds, steps),
+            "trainer_idle_fraction": _fraction(self._stages.get("wait", 0.0), steps),
             "rollout_idle_fraction": _fraction(rollout_idle_seconds, rollout_seconds),
             "publish": {
                 "count": len(self._pauses),
@@ -152,7 +145,7 @@ class RunSummary:
                 "mean": self._difference_sum / self._difference_tokens if self._difference_tokens else None,
                 "max": self._difference_max if math.isfinite(self._difference_max) else None,
             },
-            "weight_version": self._version if weight_version is None else weight_version,
+            "weight_version": weight_version,
             "stage_seconds": {name: _rounded(seconds) for name, seconds in self._stages.items()},
         }
 

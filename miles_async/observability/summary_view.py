@@ -11,12 +11,10 @@ from miles_async.observability.progress_state import MISSING, duration
 from miles_async.observability.summary import REWARD_WINDOW, Summary
 
 
-def print_summary(summary: Summary, *, run_dir: Path | None = None, console: Console | None = None) -> None:
+def print_summary(summary: Summary, run_dir: Path, *, console: Console | None = None) -> None:
     """Print the result of :meth:`RunSummary.finish`."""
     console = console or Console()
-    rows = summary_rows(summary)
-    if run_dir is not None:
-        rows.append(("written to", f"{run_dir} (summary.json, metrics.jsonl, reward.png)"))
+    rows = [*summary_rows(summary), ("written to", f"{run_dir} (summary.json, metrics.jsonl, reward.png)")]
     if console.is_terminal:
         table = Table(title="Run summary", show_header=False, title_justify="left", border_style="dim")
         table.add_column(style="bold", no_wrap=True)

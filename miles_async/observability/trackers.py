@@ -17,12 +17,7 @@ from miles_async.observability.swanlab_tracker import SwanlabTracker, swanlab_mo
 from miles_async.observability.tensorboard_tracker import TensorBoardTracker, tensorboard_directory
 from miles_async.observability.tracker_parts import Settings, TrackedRun, earlier_run_id
 from miles_async.observability.trackio_tracker import TrackioTracker
-from miles_async.observability.wandb_tracker import (
-    WandbOptions,
-    new_run_id,
-    open_wandb,
-    wandb_mode,
-)
+from miles_async.observability.wandb_tracker import WandbOptions, new_run_id, open_wandb, wandb_mode
 from miles_async.runtime.hooks import check_object, load_object
 from miles_async.runtime.network.addresses import LOCAL, Network
 
@@ -104,15 +99,10 @@ def _swanlab(run: TrackedRun) -> Tracker | None:
 
 
 def _custom(run: TrackedRun) -> Tracker | None:
-    if (tracker := load_tracker(run.arguments)) is None:
+    if (path := run.arguments.custom_tracker_path) is None:
         return None
-    return BackgroundTracker(str(run.arguments.custom_tracker_path), lambda: tracker)
-
-
-def load_tracker(arguments: ObservabilityArguments) -> Tracker | None:
-    """The object of ``--custom-tracker-path``. Raises ConfigurationError."""
-    path = arguments.custom_tracker_path
-    return None if path is None else load_object(path, Tracker, "--custom-tracker-path")
+    tracker = load_object(path, Tracker, "--custom-tracker-path")
+    return BackgroundTracker(path, lambda: tracker)
 
 
 def check_tracker(arguments: ObservabilityArguments) -> None:

@@ -33,15 +33,14 @@ class Answered:
 def answered(template: ChatTemplate, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[Answered]:
     """Branches of a conversation, none without loss. A turn with ``step_loss_mask`` 0 is context only.
 
-    Raises DataError if no turn is to be learned, TrajectoryError if the template refuses the conversation.
+    Raises DataError if no turn can be learned, TrajectoryError if the template refuses the conversation.
     """
+    require_turn(messages)
     template.check_roles(messages)
     branches: list[_Branch] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        if index == 0:
-            raise DataError("expected something for the assistant to answer, found its turn first")
         before = template.render(messages[:index], tools, {}, generation_prompt=True)
         after = template.render(messages[: index + 1], tools, {}, generation_prompt=False)
         if not after.startswith(before):
@@ -51,14 +50,26 @@ def answered(template: ChatTemplate, messages: Sequence[JsonObject], tools: Sequ
             )
         if not branches or not before.startswith(branches[-1].text):
             branches.append(_Branch(template))
-        learned = message.get("step_loss_mask", 1) == 1
+        learned = _is_learned(message)
         branches[-1].add(before, after, learned=learned)
         if learned:
             branches[-1].messages = index + 1
     found = [branch.answered() for branch in branches if any(branch.mask)]
     if not found:
-        raise DataError("expected a turn of the assistant to learn, found none")
+        raise DataError("expected the chat template to write the assistant's turn, found nothing of it")
     return found
+
+
+def require_turn(messages: Sequence[JsonObject]) -> None:
+    """Raise DataError unless the assistant has a turn to learn, and something to answer."""
+    if messages[0]["role"] == "assistant":
+        raise DataError("expected something for the assistant to answer, found its turn first")
+    if not any(message["role"] == "assistant" and _is_learned(message) for message in messages):
+        raise DataError("expected a turn of the assistant to learn, found none")
+
+
+def _is_learned(message: JsonObject) -> bool:
+    return bool(message.get("step_loss_mask", 1) == 1)
 
 
 def answered_text(template: ChatTemplate, prompt: str, answer: str) -> list[Answered]:
@@ -69,8 +80,10 @@ def answered_text(template: ChatTemplate, prompt: str, answer: str) -> list[Answ
     return [Answered(tokens=np.array(before + after, np.int32), loss_mask=np.array(mask, np.uint8))]
 
 
-def one_answer(label: Label) -> str:
-    """Return the label to learn. Raises DataError if there are several."""
+def one_answer(label: Label | None) -> str:
+    """Return the label to learn. Raises DataError unless there is one."""
+    if label is None:
+        raise DataError("expected an answer, found no label (--label-key)")
     if not isinstance(label, str):
         raise DataError(f"expected one answer to learn, found {len(label)} in its label (--label-key)")
     return label

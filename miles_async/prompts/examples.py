@@ -6,18 +6,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import structlog
 
 from miles_async.arguments.data import DataArguments
+from miles_async.arguments.prompt_limit import PromptLimit
 from miles_async.errors import DataError, TrajectoryError
-from miles_async.prompts.conversations import Answered, answered, answered_text, conversation, one_answer, tools_of
-from miles_async.prompts.row import Content
-from miles_async.prompts.source import FIRST_SKIPS, POWERS_OF_TEN, FilePromptSource, Tools
+from miles_async.prompts.conversations import (
+    Answered,
+    answered,
+    answered_text,
+    conversation,
+    one_answer,
+    require_turn,
+    tools_of,
+)
+from miles_async.prompts.row import Content, PromptRow
+from miles_async.prompts.source import FilePromptSource, Tools
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.runtime.picture_processor import PictureProcessor
-from miles_async.types import JsonObject, Prompt
-
-log = structlog.get_logger(__name__)
+from miles_async.types import JsonObject, Label, Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,51 +48,48 @@ class ExampleSource:
         images: PictureProcessor | None = None,
     ) -> None:
         """``most_tokens``: of a sequence. ``anyway``: see :class:`FilePromptSource`. ``images``: None for a model that
-        reads none. Raises DataError when a file cannot be used.
+        reads none. Raises DataError when a file cannot be used, or a row has no answer to learn.
         """
         self.template = template
         self._skips = arguments.bad_rows == "skip"
         self._templated = arguments.apply_chat_template
-        self._most = most_tokens
+        self._limit = PromptLimit(
+            most_tokens,
+            f"an example has at most {most_tokens}, with its answer",
+            "raise --max-tokens-per-gpu, up to the model's positions",
+        )
         self._images = images
-        # Tokenized here, whole.
-        unchanged = None if images is None else lambda tokens, sizes: tokens
-        self._source = FilePromptSource(arguments, lambda content, tools: (0,), anyway=anyway, expand=unchanged)
-        self.skipped = 0
+        self._branches: tuple[Answered, ...] = ()  # of the source's last prompt
+        self._source = FilePromptSource(
+            arguments,
+            lambda content, tools: (0,),  # tokenized here, whole
+            self._limit,
+            anyway=anyway,
+            expand=None if images is None else lambda tokens, sizes: tokens,
+            check=None if self._skips else self._require_answer,
+            refusal=self._refusal,
+        )
+
+    @property
+    def skipped(self) -> int:
+        """Examples skipped so far."""
+        return self._source.skipped
 
     def require_rendered(self) -> None:
+        """See :meth:`FilePromptSource.require_rendered`."""
         if self._templated:
             self._source.require_rendered(self._check)
 
-    def _check(self, content: Content, tools: Tools) -> None:
-        if not isinstance(content, str):
-            self.template.check_roles(content)
-            self.template.render(content, tools, {}, generation_prompt=False)
+    def require_usable(self) -> None:
+        """See :meth:`FilePromptSource.require_usable`."""
+        self._source.require_usable()
 
     def take(self, count: int) -> list[Example]:
-        """Take the next ``count`` examples, never fewer. Raises DataError for a row without an answer, and when a whole
-        epoch holds none that is short enough, or that the template renders.
-        """
+        """Take the next ``count`` examples, never fewer. Raises DataError as :meth:`FilePromptSource.take` does."""
         taken: list[Example] = []
-        in_a_row = 0
-        while len(taken) < count:
+        for _ in range(count):
             [(epoch, prompt)] = self._source.take(1)
-            branches = self._branches(prompt)
-            longest = max((len(branch.tokens) for branch in branches), default=0)
-            if branches and longest <= self._most:
-                taken.append(Example(prompt=prompt, epoch=epoch, branches=tuple(branches)))
-                in_a_row = 0
-                continue
-            self.skipped, in_a_row = self.skipped + 1, in_a_row + 1
-            if self.skipped <= FIRST_SKIPS or self.skipped in POWERS_OF_TEN:
-                why = f"{longest} tokens, and {self._most} at most" if branches else "the chat template refuses it"
-                log.warning("example skipped", prompt_id=prompt.prompt_id, reason=why, so_far=self.skipped)
-            if in_a_row == len(self._source):
-                refused = ", or the chat template refuses them" if self._skips else ""
-                raise DataError(
-                    f"{self._source.name}: all {in_a_row} examples have more than {self._most} tokens{refused}: raise "
-                    "--max-tokens-per-gpu, up to the model's positions"
-                )
+            taken.append(Example(prompt=prompt, epoch=epoch, branches=self._branches))
         return taken
 
     def state(self) -> JsonObject:
@@ -95,20 +98,48 @@ class ExampleSource:
     def restore(self, state: JsonObject) -> Sequence[str]:
         return self._source.restore(state)
 
-    def _branches(self, prompt: Prompt) -> list[Answered]:
-        """None if the template refuses the conversation and ``--bad-rows skip`` allows that. Raises DataError."""
+    def _require_answer(self, row: PromptRow, location: str) -> None:
         try:
-            if not self._templated:
-                if prompt.label is None:
-                    raise DataError("expected an answer, found no label (--label-key)")
-                return answered_text(self.template, prompt.text, one_answer(prompt.label))
-            messages = conversation(prompt.messages, prompt.label)
-            branches = answered(self.template, messages, tools_of(prompt.metadata))
-            return [self._with_images(branch, messages, prompt) for branch in branches]
+            self._answered(row.messages, row.label, row.metadata)
+        except DataError as error:
+            raise DataError(f"{location}: {error}. Fix the row, or leave such rows out (--bad-rows skip)") from None
+
+    def _check(self, content: Content, tools: Tools) -> None:
+        if not isinstance(content, str):
+            self.template.check_roles(content)
+            self.template.render(content, tools, {}, generation_prompt=False)
+
+    def _answered(
+        self, messages: Sequence[JsonObject], label: Label | None, metadata: JsonObject
+    ) -> tuple[Sequence[JsonObject], Tools]:
+        """The conversation with an answer to learn, and its tools; plain texts are not changed. Raises DataError."""
+        if not self._templated:
+            one_answer(label)
+            return messages, ()
+        found = conversation(messages, label)
+        require_turn(found)
+        return found, tools_of(metadata)
+
+    def _refusal(self, prompt: Prompt) -> str | None:
+        """Tokenize an example; say why it is skipped, None if it is not. Raises DataError."""
+        try:
+            branches = self._tokenized(prompt)
         except (DataError, TrajectoryError) as error:
-            if self._skips and isinstance(error, TrajectoryError):
-                return []
+            if self._skips:
+                return str(error)
             raise DataError(f"{prompt.prompt_id}: {error}") from error
+        longest = max(len(branch.tokens) for branch in branches)
+        if longest > self._limit.tokens:
+            return f"{longest} tokens, and {self._limit.reason}"
+        self._branches = tuple(branches)
+        return None
+
+    def _tokenized(self, prompt: Prompt) -> list[Answered]:
+        messages, tools = self._answered(prompt.messages, prompt.label, prompt.metadata)
+        if not self._templated:
+            return answered_text(self.template, prompt.text, one_answer(prompt.label))
+        branches = answered(self.template, messages, tools)
+        return [self._with_images(branch, messages, prompt) for branch in branches]
 
     def _with_images(self, branch: Answered, messages: Sequence[JsonObject], prompt: Prompt) -> Answered:
         """The branch with as many tokens for each of its images as the model reads."""

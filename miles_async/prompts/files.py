@@ -39,6 +39,7 @@ class RowFile(ABC):
     keys: DataArguments  # with the keys of its columns
     layout: Layout | None = None  # of another project
     revision: str | None = None  # commit of a data set of the hub
+    is_json = True  # values of rows have no other types
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -177,7 +178,7 @@ class RowSlice(RowFile):
         self._indices = range(len(rows))[chosen]
         self.place, self.label, self.revision = rows.place, rows.label, rows.revision
         self.digest = f"{rows.digest}[{self._indices.start}:{self._indices.stop}]"
-        self.layout, self.keys = rows.layout, rows.keys
+        self.layout, self.keys, self.is_json = rows.layout, rows.keys, rows.is_json
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -48,9 +48,15 @@ class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.content)
 
 
-def read_row(row: JsonObject, arguments: DataArguments, location: str) -> PromptRow:
-    """Check one row. Raises DataError that begins with ``location`` ("train.jsonl:7")."""
+def read_row(row: JsonObject, arguments: DataArguments, location: str, *, is_json: bool) -> PromptRow:
+    """Check one row. ``is_json``: its values have no types but JSON's. Raises DataError that begins with ``location``
+    ("train.jsonl:7").
+    """
     tools, metadata = _tools(row, arguments, location), _metadata(row, arguments, location)
+    if not is_json:  # as a checkpoint keeps it: times become texts, NaN null
+        tools, metadata = msgspec.json.decode(
+            msgspec.json.encode((tools, metadata), enc_hook=str), type=tuple[tuple[JsonObject, ...], JsonObject]
+        )
     content, images = _content(row, arguments, location)
     return PromptRow(
         row_id=_row_id(row, arguments, location),
@@ -135,7 +141,10 @@ def _answer(value: object) -> str | None:
     """The label as a text; None if the value cannot be a label."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         value = int(value)  # tables keep whole numbers as floats where a column has gaps
-    is_label = isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
+    if isinstance(value, Decimal):  # 1.50 in a table; normalize() would round
+        whole, _, fraction = f"{value:f}".partition(".")
+        return f"{whole}.{digits}" if (digits := fraction.rstrip("0")) else whole
+    is_label = isinstance(value, str | int | float) and not isinstance(value, bool)
     if not is_label or (isinstance(value, float) and not math.isfinite(value)):
         return None
     return str(value)

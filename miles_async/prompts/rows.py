@@ -17,10 +17,10 @@ from miles_async.prompts.files import JsonlFile, RowFile, RowSlice
 from miles_async.prompts.layouts import recognize
 from miles_async.prompts.row import PromptRow, read_row
 from miles_async.prompts.tables import parquet_rows
-from miles_async.types import JsonObject, Label
+from miles_async.types import JsonObject
 
-CheckRow = Callable[[Label | None, JsonObject, str], None]
-"""Check of a row by its label, metadata and location; raises DataError that begins with the location."""
+CheckRow = Callable[[PromptRow, str], None]
+"""Check of a row at a location; raises DataError that begins with the location."""
 
 
 class PromptRows:
@@ -61,7 +61,7 @@ class PromptRows:
     def read(self, index: int) -> PromptRow:
         """Raises DataError."""
         file, inside = self.place(index)
-        return read_row(file.read(inside), file.keys, file.location(inside))
+        return read_row(file.read(inside), file.keys, file.location(inside), is_json=file.is_json)
 
     def location(self, index: int) -> str:
         """The beginning of every message about this row."""
@@ -102,9 +102,9 @@ class PromptRows:
         for file, rows in zip(self.files, self.ranges, strict=True):
             for index, row in enumerate(file):
                 location = file.location(index)
-                checked = read_row(row, file.keys, location)
+                checked = read_row(row, file.keys, location, is_json=file.is_json)
                 if check is not None:
-                    check(checked.label, checked.metadata, location)
+                    check(checked, location)
                 for image in checked.images:
                     image.size()
                 if checked.row_id is None:

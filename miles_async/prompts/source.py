@@ -20,7 +20,7 @@ from miles_async.prompts.earlier_rates import earlier_rates, pass_rate
 from miles_async.prompts.identity import changed_prompts, identity
 from miles_async.prompts.order import Stream, make_order, next_stream, rates_from_json, rates_to_json
 from miles_async.prompts.row import Content, PromptRow
-from miles_async.prompts.rows import open_prompts
+from miles_async.prompts.rows import CheckRow, open_prompts
 from miles_async.staleness.events import EpochBegan, Finished, PoolEvent, PromptsOpened
 from miles_async.types import JsonObject, Prompt
 
@@ -59,17 +59,21 @@ class FilePromptSource:
         anyway: Collection[str] = (),
         began: Callable[[EpochBegan], None] = lambda event: None,
         expand: ExpandImages | None = None,
+        check: CheckRow | None = None,
+        refusal: Callable[[Prompt], str | None] = lambda prompt: None,
     ) -> None:
         """``limit``: longest prompt; None: ``--rollout-max-prompt-len`` alone decides. ``anyway``: what may have
         changed since a checkpoint (``--load-anyway``). ``began``: called when an epoch begins.
-        ``expand``: None for a model that reads no images.
+        ``expand``: None for a model that reads no images. ``check``: a further check of every row. ``refusal``: says
+        why a prompt is skipped that is short enough.
         """
         self._arguments = arguments
         self._encode = encode
         self._expand = expand
         self._limit = limit or asked_limit(arguments)
         self._anyway = anyway
-        self._rows = open_prompts(arguments)
+        self._refusal = refusal
+        self._rows = open_prompts(arguments, check)
         self._weights = arguments.weights or (1.0,)
         self._earlier = earlier_rates(self._rows, arguments)
         self._rates = dict(self._earlier)  # row → pass rate of its last group; of prompts that were tried
@@ -102,6 +106,11 @@ class FilePromptSource:
         return self._rows.name
 
     @property
+    def skipped(self) -> int:
+        """Prompts skipped so far."""
+        return len(self._skipped)
+
+    @property
     def opened(self) -> PromptsOpened:
         """The prompt files and their digests, for the ledger."""
         return PromptsOpened({file.label: file.digest for file in self._rows.files}, len(self._earlier))
@@ -120,36 +129,46 @@ class FilePromptSource:
 
         Raises DataError when a whole epoch holds no prompt that is short enough.
         """
-        return [self._take(self._streams[self._next_stream()]) for _ in range(count)]
+        return [self._take(self._next_stream()) for _ in range(count)]
 
     def note(self, event: PoolEvent) -> None:
         """Learn from finished groups how many of their samples solved the prompt; a ``PoolObserver``."""
         if not isinstance(event, Finished) or self._arguments.prompt_sampler == "uniform":
             return
-        row = self._rows.index(event.group.attempt.prompt.prompt_id)
+        prompt = event.group.attempt.prompt
+        row = self._rows.index(prompt.prompt_id)
         rewards = [sample.reward for sample in event.group.samples if sample.reward is not None]
-        if row is not None and rewards:
+        if row is not None and rewards and self._holds(row, prompt):
             self._rates[row] = pass_rate(rewards, self._arguments.solved_reward)
+
+    def _holds(self, index: int, prompt: Prompt) -> bool:
+        """Whether the row still has this prompt: one of before ``--load-anyway`` may only share its id."""
+        row = self._rows.read(index)
+        return (row.text, row.label) == (prompt.text, prompt.label)
 
     def _next_stream(self) -> int:
         return next_stream([stream.given for stream in self._streams], self._weights)
 
-    def _take(self, stream: Stream) -> tuple[int, Prompt]:
+    def _take(self, number: int) -> tuple[int, Prompt]:
+        stream = self._streams[number]
         while True:
             try:
                 epoch, index = stream.next()
             except LookupError:
-                raise self._none_usable() from None
+                raise self._none_usable(number) from None
             if (prompt := self._prompt(index)) is not None:
                 stream.used()
                 return epoch, prompt
 
     def require_usable(self) -> None:
-        """Check that some prompt can be used, reading until one is found. Raises DataError."""
-        found = (self._tokens(self._rows.read(index), index) for index in range(len(self._rows)))
-        limit = self._limit
-        if not any(tokens is not None and (limit is None or len(tokens) <= limit.tokens) for tokens in found):
-            raise self._none_usable()
+        """Check that some prompt can be used, with weights one of each file, reading until one is found.
+
+        Raises DataError.
+        """
+        for number in range(len(self._streams)):
+            found = (self._made(self._rows.read(index), index) for index in self._stream_rows(number)[1])
+            if not any(isinstance(made, Prompt) for made in found):
+                raise self._none_usable(number)
 
     def require_rendered(self, check: Callable[[Content, Tools], None]) -> None:
         """Check that the chat template renders all rows, or ``CHECKED_ROWS`` of them, unless bad ones are skipped.
@@ -194,7 +213,7 @@ class FilePromptSource:
                 usable += 1
                 yield prompt
         if not usable:
-            raise self._none_usable()
+            raise self._none_usable(0)
 
     def texts(self) -> Iterator[Sequence[int]]:
         """Token ids of every prompt in file order, of any length. The cursor stays."""
@@ -225,12 +244,19 @@ class FilePromptSource:
                 stream.restore(saved[number], self.name)
         return changes
 
-    def _none_usable(self) -> DataError:
+    def _stream_rows(self, number: int) -> tuple[str, range]:
+        """Name and rows of a stream: with weights those of a file, else all."""
+        if len(self._streams) == 1:
+            return self.name, range(len(self._rows))
+        return self._rows.files[number].place, self._rows.ranges[number]
+
+    def _none_usable(self, number: int) -> DataError:
+        name, rows = self._stream_rows(number)
         if self._limit is None:
-            return self._refused(f"{self.name}: the chat template refuses all rows")
-        refused = ", or the chat template refuses them" if self._arguments.bad_rows == "skip" else ""
+            return self._refused(f"{name}: the chat template refuses all rows")
+        refused = ", or are refused (--bad-rows skip)" if self._arguments.bad_rows == "skip" else ""
         return DataError(
-            f"{self.name}: all {len(self._rows)} prompts have more than {self._limit.tokens} tokens "
+            f"{name}: all {len(rows)} prompts have more than {self._limit.tokens} tokens "
             f"({self._limit.reason}){refused}: {self._limit.change}"
         )
 
@@ -262,19 +288,24 @@ class FilePromptSource:
     def _prompt(self, index: int) -> Prompt | None:
         """The prompt of one row, or None if it is too long or refused."""
         row = self._rows.read(index)
-        prompt_id = self._rows.prompt_id(row, index)
+        made = self._made(row, index)
+        if isinstance(made, Prompt):
+            return made
+        self._note_skip(self._rows.prompt_id(row, index), made)
+        return None
+
+    def _made(self, row: PromptRow, index: int) -> Prompt | str:
+        """The prompt of a row, or why it is skipped. Raises DataError."""
         tokens = self._tokens(row, index)
         if tokens is None:
-            self._note_skip(prompt_id, "the chat template refuses it")
-            return None
+            return "the chat template refuses it"
         token_ids = tuple(tokens)
         if not token_ids:
             raise DataError(f"{self._rows.location(index)}: the tokenizer makes no tokens of this prompt: {row.text!r}")
         if self._limit is not None and len(token_ids) > self._limit.tokens:
-            self._note_skip(prompt_id, f"{len(token_ids)} tokens, and {self._limit.reason}")
-            return None
-        return Prompt(
-            prompt_id=prompt_id,
+            return f"{len(token_ids)} tokens, and {self._limit.reason}"
+        prompt = Prompt(
+            prompt_id=self._rows.prompt_id(row, index),
             token_ids=token_ids,
             text=row.text,
             messages=row.messages,
@@ -282,6 +313,7 @@ class FilePromptSource:
             metadata=row.metadata,
             pictures=tuple(image.read() for image in row.images),
         )
+        return self._refusal(prompt) or prompt
 
     def _note_skip(self, prompt_id: str, reason: str) -> None:
         if prompt_id in self._skipped:

@@ -28,6 +28,8 @@ class TableRows(RowFile):
     renders, messages and tools, null fields are left out.
     """
 
+    is_json = False
+
     def __init__(self, place: str, label: str, digest: str, tables: Sequence[pyarrow.Table], columns: Columns) -> None:
         """``tables``: with the columns of ``columns``, one after another."""
         self.place, self.label, self.digest = place, label, digest
@@ -142,8 +144,10 @@ def _without_float32(kind: pyarrow.DataType, replacement: pyarrow.DataType) -> p
         return replacement
     if arrow.types.is_struct(kind):
         return arrow.struct([field.with_type(_without_float32(field.type, replacement)) for field in kind])
-    if arrow.types.is_list(kind):
-        return arrow.list_(kind.value_field.with_type(_without_float32(kind.value_type, replacement)))
+    lists = (arrow.types.is_list, arrow.types.is_large_list, arrow.types.is_fixed_size_list)
+    if any(is_kind(kind) for is_kind in lists):
+        values = _without_float32(kind.value_type, replacement)
+        return kind if values == kind.value_type else arrow.list_(kind.value_field.with_type(values))
     return kind
 
 

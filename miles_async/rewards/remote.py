@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import aiohttp
 import msgspec
 
-from miles_async.errors import RewardError, ServiceUnavailableError
+from miles_async.errors import OverdueError, RewardError, ServiceUnavailableError
 from miles_async.types import Prompt, Sample
 
 ERROR_TEXT = 500  # characters of an answer that go into a message
@@ -51,7 +51,7 @@ class Poster:
             async with self._session.post(self.url, data=body, timeout=timeout) as response:
                 content = await response.read()
         except TimeoutError:
-            raise ServiceUnavailableError(f"{self.url}: no answer for {self._timeout:g} s (--reward-timeout)") from None
+            raise OverdueError(f"{self.url}: no answer for {self._timeout:g} s (--reward-timeout)") from None
         except aiohttp.ClientError as error:
             raise ServiceUnavailableError(f"{self.url}: {type(error).__name__}: {error}") from error
         if response.status != 200:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from miles_async.arguments.rewards import COMPARING_REWARDS, RewardArguments, parse_rm_type
 from miles_async.errors import ConfigurationError, DataError, RewardError
 from miles_async.rewards.code_tests import CONFINED, read_tests, sandbox_level
@@ -10,25 +12,39 @@ from miles_async.runtime.packages import require
 from miles_async.types import JsonObject, Label
 
 
+class Rewarded(Protocol):
+    """The part of a row that rewards see."""
+
+    @property
+    def label(self) -> Label | None: ...
+
+    @property
+    def metadata(self) -> JsonObject: ...
+
+
 class RewardOfRow:
     """Finds rows that ``--rm-type``, or their own ``rm_type``, could not reward.
 
     A reward's needs of the machine are checked when the first row names it.
     """
 
-    def __init__(self, arguments: RewardArguments) -> None:
+    def __init__(self, arguments: RewardArguments, overrides: JsonObject | None = None) -> None:
+        """``overrides``: added to the metadata of every row; these win."""
         self._arguments = arguments
+        self._overrides = overrides or {}
         self._needs_checked: set[str] = set()
 
-    def __call__(self, label: Label | None, metadata: JsonObject, location: str) -> None:
+    def __call__(self, row: Rewarded, location: str) -> None:
         """Check one row. Raises DataError that begins with ``location`` ("train.jsonl:7")."""
+        metadata = {**row.metadata, **self._overrides}
         own = metadata.get("rm_type")
         try:
             for name, _ in parse_rm_type(str(own if own is not None else self._arguments.rm_type or "")):
                 self._check_needs(name)
-                _check_row(name, label, metadata)
+                _check_row(name, row.label, metadata)
         except (ConfigurationError, RewardError) as error:
-            named = "its reward (--rm-type)" if own is None else f"its own reward (rm_type {own!r} in --metadata-key)"
+            place = "metadata_overrides" if "rm_type" in self._overrides else "--metadata-key"
+            named = "its reward (--rm-type)" if own is None else f"its own reward (rm_type {own!r} in {place})"
             raise DataError(f"{location}: {named}: {error}") from error
 
     def _check_needs(self, name: str) -> None:

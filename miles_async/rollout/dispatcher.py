@@ -37,8 +37,9 @@ from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.generate import check_sample, routing_key
 from miles_async.rollout.group_in_flight import AttemptFailed, GroupInFlight
 from miles_async.runtime.clock import now
-from miles_async.runtime.nesting import DEEPEST, too_deep, too_large
+from miles_async.runtime.nesting import DEEPEST, too_deep
 from miles_async.runtime.own_thread import OwnThread
+from miles_async.runtime.serialization import encode
 from miles_async.runtime.services import Circuit, Services
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code, unchanged
@@ -213,8 +214,10 @@ class Dispatcher:
                 sample = await run_user_code(self._hooks.generate(self._client, attempt, index))
                 if too_deep(metadata := expect(sample, Sample, "a Sample").metadata):
                     raise UserCodeError(f"returned a Sample whose metadata has more than {DEEPEST} nested levels")
-                if too_large(metadata):
-                    raise UserCodeError("returned a Sample whose metadata has an integer beyond 64 bits; use a text")
+                try:
+                    encode(metadata)
+                except (TypeError, ValueError, OverflowError) as error:
+                    raise UserCodeError(f"returned a Sample whose metadata cannot be saved: {error}") from error
                 return sample
             except Exception:
                 self._oldest_versions.forget(key)  # it may begin again, and nothing of this try is kept

@@ -31,6 +31,7 @@ from miles_async.runtime.tasks import afterwards
 from miles_async.samples.recorder import SampleRecorder
 from miles_async.seams import PromptSource, Resumption
 from miles_async.staleness.ledger import Ledger
+from miles_async.staleness.pool import without_quarantine
 from miles_async.train_data.batch_maker import BatchMaker
 from miles_async.types import Changes, EngineStats, Group, PreparedBatch, RolloutStats, TokenScores, TrainShard
 
@@ -284,10 +285,16 @@ class RolloutManager:
         """Restore a checkpoint; before :meth:`run`."""
         snapshot = await asyncio.to_thread(read_snapshot, directory)
         changes = await asyncio.to_thread(self._source.restore, snapshot.source)
+        pool = snapshot.pool
         if changes:
-            log.warning("resumed with other prompts than were saved, by --load-anyway", changed=list(changes))
+            pool, prompt_ids = without_quarantine(pool)
+            log.warning(
+                "resumed with other prompts than were saved, by --load-anyway",
+                changed=list(changes),
+                no_longer_quarantined=prompt_ids,
+            )
         accepted = (*resumption.accepted, *changes)
-        self._dispatcher.restore(snapshot.pool, msgspec.structs.replace(resumption, accepted=accepted))
+        self._dispatcher.restore(pool, msgspec.structs.replace(resumption, accepted=accepted))
         self._counted = self._dispatcher.pool.balance()
         self._batch_ids = itertools.count(resumption.step + 1)
 

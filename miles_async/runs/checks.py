@@ -101,10 +101,6 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
     from miles_async.runtime.device import choose_device
 
     model = arguments.model
-    others = {
-        "--ref-hf-checkpoint": arguments.algorithm.ref_hf_checkpoint,
-        "--critic-hf-checkpoint": arguments.critic.critic_hf_checkpoint,
-    }
     if model.train_backend != "megatron" or model.hf_checkpoint is None:
         return
     try:
@@ -116,8 +112,8 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
         reason = family_of(config).gpu_engines
         if reason and choose_device(arguments.cluster.device) == "cpu":
             yield f"--device cpu: engines cannot serve model_type {config['model_type']!r}: {reason}; use --device cuda"
-        for flag, other in others.items():
-            if other is not None and other != model.hf_checkpoint:
+        for flag, other in arguments.model_directories.items():
+            if other != model.hf_checkpoint:
                 yield from refusal(partial(_check_other, arguments, config, flag, other))
     except ConfigurationError as error:
         yield str(error)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.model_files import read_config
-from miles_async.arguments.server_groups import ServerGroup, server_groups
+from miles_async.arguments.server_groups import ServerGroup, given_sglang_flags, server_groups
 from miles_async.engines.cache_bytes import cache_bytes_per_token, state_bytes
 from miles_async.engines.sglang.server import SHARED_GPU_FRACTION
 from miles_async.train_data.work import model_work
@@ -41,39 +40,21 @@ def engine_bytes(arguments: Arguments, parameters: int) -> Iterator[EngineBytes]
     for group in server_groups(arguments):
         if group.external or group.role == "frozen":
             continue
-        flags = _Flags.of(arguments, group)
-        size, caches = group.gpus_per_engine, flags.caches
+        flags = given_sglang_flags(arguments, group)
+        caches = int(flags.get("--dp-size" if "--enable-dp-attention" in flags else "--attn-dp-size") or 1)
+        size = group.gpus_per_engine
         ranks = max(1, size // caches)  # of one cache
         copied = 0 if work is None else (caches - 1) * (work.attention_weights + work.embedding_weights)
         weights = (parameters + copied) * item // size
         # Ranks share the heads, none has less than one; latent attention keeps one vector for all, on every rank.
         share = 1 if config.get("kv_lora_rank") else min(ranks, int(config.get("num_key_value_heads") or ranks))
-        dtype = flags.cache_dtype or ("bfloat16" if arguments.model.bf16 else "float32")
+        dtype = flags.get("--kv-cache-dtype") or "auto"
+        dtype = ("bfloat16" if arguments.model.bf16 else "float32") if dtype == "auto" else dtype
         per_token, room = (cache_bytes_per_token(config, dtype) or 0) // share, None
         if memory is not None and per_token:
-            share_of_cache = 1 / (1 + flags.state_ratio) if state_bytes(config, dtype) else 1.0
-            room = int(max(0, memory * GIB * flags.static_fraction - weights) * share_of_cache // per_token)
+            state_ratio = float(flags.get("--mamba-full-memory-ratio") or STATE_RATIO)
+            share_of_cache = 1 / (1 + state_ratio) if state_bytes(config, dtype) else 1.0
+            fraction = SHARED_GPU_FRACTION if arguments.cluster.colocate else STATIC_FRACTION
+            static_bytes = memory * GIB * float(flags.get("--mem-fraction-static") or fraction)
+            room = int(max(0, static_bytes - weights) * share_of_cache // per_token)
         yield EngineBytes(group=group, weights=weights, cache_per_token=per_token, cache_tokens=room, caches=caches)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Flags:
-    """SGLang's own flags that say what the memory of a group's engines is used for."""
-
-    static_fraction: float
-    cache_dtype: str | None  # None: the model's
-    state_ratio: float
-    caches: int
-
-    @classmethod
-    def of(cls, arguments: Arguments, group: ServerGroup) -> _Flags:
-        words = [part for word in (*arguments.engines.sglang_extra, *group.sglang_extra) for part in word.split("=", 1)]
-        given = {name: value for name, value in pairwise(words) if name.startswith("--")}  # the last one wins
-        dtype = given.get("--kv-cache-dtype", "auto")
-        fraction = SHARED_GPU_FRACTION if arguments.cluster.colocate else STATIC_FRACTION
-        return cls(
-            static_fraction=float(given.get("--mem-fraction-static", fraction)),
-            cache_dtype=None if dtype == "auto" else dtype,
-            state_ratio=float(given.get("--mamba-full-memory-ratio", STATE_RATIO)),
-            caches=int(given.get("--dp-size" if "--enable-dp-attention" in words else "--attn-dp-size", 1)),
-        )

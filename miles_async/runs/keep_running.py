@@ -20,7 +20,7 @@ from pathlib import Path
 
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.checkpoints.files import Checkpoint, list_checkpoints
-from miles_async.errors import ConfigurationError
+from miles_async.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigurationError
 from miles_async.runs.ending import end_leftovers
 from miles_async.runs.starting import train_command
 from miles_async.runtime.files.owned_directory import sweep_temporary
@@ -31,8 +31,6 @@ from miles_async.runtime.processes.run_process import KEEPER, read_run_process
 from miles_async.runtime.texts import shortened
 
 WINDOW_SECONDS = 3600.0
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 
 def keep_running(words: Sequence[str], checkpoint: CheckpointArguments, run_dir: Path, staging: Path | None) -> int:

@@ -115,7 +115,8 @@ def _problems(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequenc
             "--max-tokens-per-gpu, or give --recompute-granularity full, or --optimizer-cpu-offload "
             "--use-precision-aware-optimizer"
         )
-    longest = _longest_sample(arguments)
+    context = engine_context(arguments)
+    longest = arguments.longest_sample if context is None else min(arguments.longest_sample, context.tokens)
     for engine in engines:
         if engine.cache_tokens is not None and engine.cache_tokens < longest:
             yield (
@@ -123,12 +124,6 @@ def _problems(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequenc
                 f"{_gib(engine.weights)} GiB of weights per GPU, and a sample may have {longest}: give it more GPUs "
                 "(--rollout-num-gpus-per-engine or gpus_per_engine), or lower --rollout-max-response-len"
             )
-
-
-def _longest_sample(arguments: Arguments) -> int:
-    longest = arguments.rollout.rollout_max_response_len + (arguments.data.rollout_max_prompt_len or 1)
-    context = engine_context(arguments)
-    return longest if context is None else min(longest, context.tokens)
 
 
 def _trainer_table(arguments: Arguments, ranks: Sequence[RankBytes]) -> Table:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.errors import CheckpointError, ConfigurationError
@@ -22,15 +20,17 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
     from miles_async.rewards.row_check import RewardOfRow
 
     counts, notes = dict[str, int](), list[str]()
-    held_out = evaluation_sets(arguments.evaluation)
-    pairs = [(each.data(arguments.data), each.rewards(arguments.rewards)) for each in held_out]
-    for data, rewards in ((arguments.data, arguments.rewards), *pairs):
+    held_out = [
+        (each.data(arguments.data), each.rewards(arguments.rewards), each.metadata_overrides)
+        for each in evaluation_sets(arguments.evaluation)
+    ]
+    for data, rewards, overrides in ((arguments.data, arguments.rewards, {}), *held_out):
         rewarded = rewards.rm_type is not None and not arguments.algorithm.supervised
-        rows = open_prompts(data, RewardOfRow(rewards) if rewarded else None)
+        rows = open_prompts(data, RewardOfRow(rewards, overrides) if rewarded else None)
         earlier = earlier_rates(rows, data)
         if earlier:
             notes.append(f"--pass-rates: known of {len(earlier)} of {len(rows)} prompts")
-        if data is arguments.data and (cursor := _saved_cursor(arguments.checkpoint.load)):
+        if data is arguments.data and (cursor := _saved_cursor(arguments)):
             try:
                 notes += changed_prompts(cursor, rows, data, earlier, arguments.checkpoint.load_anyway)
             except CheckpointError as error:
@@ -59,7 +59,7 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
     if arguments.algorithm.supervised:
         from miles_async.wiring.prepared_batches import example_source
 
-        example_source(arguments).take(1)
+        example_source(arguments)
         return []
     template = run_template(arguments)
     notes = list(prompt_notes(arguments, open_source(arguments, template), template))
@@ -68,16 +68,20 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
     return notes
 
 
-def _saved_cursor(load: Path | None) -> JsonObject | None:
-    """The prompt cursor of the checkpoint to resume from; None if there is none, as in supervised runs."""
+def _saved_cursor(arguments: Arguments) -> JsonObject | None:
+    """The prompt cursor of the checkpoint to resume from; None if there is none."""
     import msgspec
 
-    from miles_async.checkpoints.files import find_checkpoint
+    from miles_async.checkpoints.files import EXAMPLES_FILE, find_checkpoint
     from miles_async.rollout.checkpoint import read_cursor
 
+    load = arguments.checkpoint.load
     if load is None:
         return None
     try:
-        return read_cursor(find_checkpoint(load).directory)
+        directory = find_checkpoint(load).directory
+        if arguments.algorithm.supervised:
+            return msgspec.json.decode((directory / EXAMPLES_FILE).read_bytes(), type=JsonObject)
+        return read_cursor(directory)
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError):  # the load says what is wrong with it
         return None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from miles_async.errors import ConfigurationError, MilesAsyncError
+from miles_async.errors import EXIT_CONFIGURATION, ConfigurationError, MilesAsyncError
 from miles_async.runs.carried import Carried, by_argument, carry
 from miles_async.runs.config import Config, expect_config
 from miles_async.runs.run import Run
@@ -25,7 +25,6 @@ from miles_async.runtime.files.run_directory import (
 )
 
 CONSOLE_FILE = "console.log"  # what `miles-async train` prints
-EXIT_CONFIGURATION = 2
 POLL_SECONDS = 0.05
 INTERRUPT_SECONDS = 30.0
 

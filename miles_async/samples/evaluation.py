@@ -29,14 +29,7 @@ class Queue(Protocol):
 class EvaluationSamples:
     """Collects the samples of an evaluation. The file is there after :meth:`close`."""
 
-    def __init__(
-        self,
-        store: SampleStore,
-        texts: TokenTexts,
-        queue: Queue,
-        *,
-        step: int,
-    ) -> None:
+    def __init__(self, store: SampleStore, texts: TokenTexts, queue: Queue, *, step: int) -> None:
         """``queue``: ``SampleRecorder.queue``."""
         self._store = store
         self._texts = texts

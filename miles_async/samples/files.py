@@ -62,8 +62,4 @@ def files_in(directory: Path) -> list[SamplesFile]:
     if not directory.is_dir():
         return []
     matches = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    return sorted(SamplesFile(int(match[2]), _kind(match[1]), path) for match, path in matches if match)
-
-
-def _kind(name: str) -> Kind:
-    return msgspec.convert(name, Kind)
+    return sorted(SamplesFile(int(match[2]), msgspec.convert(match[1], Kind), path) for match, path in matches if match)

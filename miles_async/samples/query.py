@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -14,14 +15,7 @@ from miles_async.samples.columns import Kind, SampleSummary
 from miles_async.samples.reader import read_summaries, samples_files
 
 Order = Literal["reward", "length", "age", "advantage", "step"]
-
-ORDERS: Mapping[Order, Callable[[SampleSummary], float | None]] = {
-    "reward": lambda row: row.reward,
-    "length": lambda row: row.length,
-    "age": lambda row: row.age,
-    "advantage": lambda row: row.advantage,
-    "step": lambda row: row.step,
-}
+"""A column to order by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +85,7 @@ def find(
 
 def ordered(rows: Sequence[SampleSummary], order: Order, *, reverse: bool = False) -> list[SampleSummary]:
     """Order rows, the largest first unless ``reverse``; rows without a value come last."""
-    value = ORDERS[order]
+    value: Callable[[SampleSummary], float | None] = attrgetter(order)
     known = [(number, row) for row in rows if (number := value(row)) is not None]
     known.sort(key=lambda pair: pair[0], reverse=not reverse)
     return [*(row for _, row in known), *(row for row in rows if value(row) is None)]

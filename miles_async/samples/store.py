@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from miles_async.runtime.files.whole_file import write_whole
 from miles_async.samples.columns import FileNote, Kind, SampleRow
 from miles_async.samples.files import PARTIAL, STATE_FILE, SamplesState, file_of, files_in
 from miles_async.samples.parquet_writer import FileWriter
@@ -96,6 +97,4 @@ class SampleStore:
     def _save(self, **changes: object) -> None:
         every = {f"{kind}_every": every for kind, every in self._every.items()}
         self._state = msgspec.structs.replace(self._state, **every, **changes)
-        partial = self._directory / (STATE_FILE + PARTIAL)
-        partial.write_bytes(msgspec.json.encode(self._state))
-        partial.replace(self._directory / STATE_FILE)
+        write_whole(self._directory / STATE_FILE, msgspec.json.encode(self._state))

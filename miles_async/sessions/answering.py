@@ -89,9 +89,9 @@ class Answering:
         self, session: Session, asked: Exchange, streamed: Sequence[StreamedTurn] | None = None
     ) -> list[Turn]:
         each: Sequence[StreamedTurn | None] = streamed or [None] * asked.choices
-        with session.request():
+        with session.request(asked.turn.messages) as outcome:
             turns = await gathered(*(session.taker.take(asked.turn, one) for one in each))
-            session.cut = all(map(session.taker.limits.cut, turns))  # some agents fail for that alone
+            outcome.cut = all(map(session.taker.limits.cut, turns))  # some agents fail for that alone
         self._counts["turns"] += len(turns)
         for turn in turns:
             self._counts["prompt_tokens"] += turn.sampled.prompt_tokens

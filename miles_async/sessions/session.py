@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
 
@@ -26,6 +27,21 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     may_constrain: bool = True  # answers may be made to fit a grammar: the loss corrects for it, or there is none
 
 
+@dataclass(eq=False, slots=True)
+class Outcome:
+    """What became of a request."""
+
+    messages: Sequence[object]
+    alone: bool = False  # no other request was under way when it ended
+    cut: bool = False  # by the limit of length
+    failure: str | None = None  # that is not the agent's own
+    waiting: bool = True  # for an answer, also if the client gave up
+
+    def begins(self, messages: Sequence[object]) -> bool:
+        """Return whether a conversation continues or repeats this one."""
+        return len(self.messages) > 0 and messages[: len(self.messages)] == self.messages
+
+
 class Session:
     """One trajectory that an agent makes."""
 
@@ -37,33 +53,54 @@ class Session:
         self.reason = ""
         self.reward: float | RewardParts | None = None
         self.requests = 0
-        self.cut = False
-        self.failure: str | None = None
-        self.waiting = False
         self.last_used = now()
         self.history: History = {}
         self._tasks: set[asyncio.Task[object]] = set()
+        self._outcomes: list[Outcome] = []
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Context of a completion request: counts it and notes its outcome."""
+    def request(self, messages: Sequence[object] = ()) -> Iterator[Outcome]:
+        """Context of a completion request: counts it and notes its outcome.
+
+        An agent that goes on after a failure has dealt with it. Where requests of several agents are under way, that
+        takes one that goes on with the conversation that failed.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         self.requests += 1
-        self.cut, self.failure, self.waiting = False, None, True
+        outcome = Outcome(messages)
+        self._outcomes = [each for each in self._outcomes if not (each.alone or each.begins(messages))] + [outcome]
         try:
-            yield
-            self.waiting = False
+            yield outcome
+            outcome.waiting = False
         except MilesAsyncError as error:
-            self.waiting = False
-            self.cut = isinstance(error, NoRoomError)
+            outcome.waiting = False
+            outcome.cut = isinstance(error, NoRoomError)
             if not isinstance(error, RequestRejectedError):  # which is the agent's own fault
-                self.failure = str(error)
+                outcome.failure = str(error)
             raise
         finally:
             self._tasks.discard(task)
+            outcome.alone = not self._tasks
+            if not (outcome.cut or outcome.failure or outcome.waiting) and outcome in self._outcomes:
+                self._outcomes.remove(outcome)
             self.last_used = now()
+
+    @property
+    def cut(self) -> bool:
+        """Whether the limit of length ended a conversation."""
+        return any(each.cut for each in self._outcomes)
+
+    @property
+    def failure(self) -> str | None:
+        """Why a request failed that is not the agent's own fault."""
+        return next((each.failure for each in self._outcomes if each.failure is not None), None)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a request had no answer, or its client gave up before there was one."""
+        return any(each.waiting for each in self._outcomes)
 
     def idle_seconds(self) -> float:
         """Seconds since the last use; 0 while a request is under way."""

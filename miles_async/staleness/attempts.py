@@ -79,6 +79,16 @@ class AttemptBook:
         """Prompts that wait for another attempt."""
         return len(self._retries)
 
+    def admits(self, prompt: Prompt) -> bool:
+        """Return whether a prompt from the source may be tried: it is not quarantined. Another prompt with the id of a
+        quarantined one, as after a change of the data, ends that quarantine.
+        """
+        last = self._quarantined.get(prompt.prompt_id)
+        if last is None or _content(last.prompt) == _content(prompt):
+            return last is None
+        del self._quarantined[prompt.prompt_id]
+        return True
+
     def issue(self, fresh: Callable[[], tuple[int, Prompt]], issued_version: int) -> Attempt:
         """Return the next attempt; ``fresh`` gives the next (epoch, prompt) that is not quarantined."""
         attempt_id, self._next_id = self._next_id, self._next_id + 1
@@ -177,6 +187,11 @@ class AttemptBook:
 def unissued(attempt: Attempt) -> Attempt:
     """Another try of an attempt, which waits to be issued: with its counters and nothing else of it (M7)."""
     return replace(attempt, attempt_id=UNISSUED, issued_version=0)
+
+
+def _content(prompt: Prompt) -> tuple[object, ...]:
+    """What tells prompts of one id apart; not metadata and messages, which users' code may have changed."""
+    return prompt.token_ids, prompt.label, prompt.pictures
 
 
 def dead_letter(last: Attempt) -> DeadLetter:

@@ -43,6 +43,14 @@ class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[Group, ...]  # finished and not trained yet, oldest admission first
 
 
+def without_quarantine(snapshot: PoolSnapshot) -> tuple[PoolSnapshot, list[str]]:
+    """Return the snapshot with an empty quarantine, for changed prompt data, and the ids of the prompts in it."""
+    state = snapshot.state
+    book = msgspec.structs.replace(state.book, quarantined=())
+    prompt_ids = [attempt.prompt.prompt_id for attempt in state.book.quarantined]
+    return msgspec.structs.replace(snapshot, state=msgspec.structs.replace(state, book=book)), prompt_ids
+
+
 class Pool:
     """Attempts from admission to their end."""
 
@@ -94,15 +102,14 @@ class Pool:
 
         Raises DataError if the source seems to have quarantined prompts only.
         """
-        quarantined = self._book.quarantined
-        if prompt.prompt_id not in quarantined:
+        if self._book.admits(prompt):
             self._fresh.append((epoch, prompt))
             self._passed_over = 0
             return
         self._passed_over += 1
         # One epoch's end and the next one's start hold each twice, but a sampler may name it more often, and weights of
         # files may give many in a row from one of them.
-        if self._passed_over > max(MOST_PASSED_OVER, 8 * len(quarantined)):
+        if self._passed_over > max(MOST_PASSED_OVER, 8 * len(self._book.quarantined)):
             raise self._book.only_quarantined()
 
     def issue(self, visible_version: int) -> Attempt:

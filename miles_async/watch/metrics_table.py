@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from miles_async.observability.metrics_file import AddedLinesReader, kind_of, row_of
+from miles_async.observability.metrics_file import AddedLinesReader, row_of
 
 _OWN = ("kind", "step", "time")
 
@@ -108,8 +108,6 @@ class MetricsTable:
         if row is None:
             return False
         step = row["step"]
-        if "kind" not in row and kind_of(row) == "step":  # of an earlier version, which counted from 0
-            step += 1
         if isinstance(time := row.get("time"), int | float):
             self._last_time = max(float(time), self._last_time or 0.0)
         number = self._row_of.setdefault(step, len(self._steps))
@@ -130,15 +128,20 @@ class MetricsTable:
                 column[number] = math.nan if value is None else float(value)
 
 
-def down_sampled(series: Series, points: int, low: float = -math.inf, high: float = math.inf) -> Series:
-    """At most ``points`` values within [low, high]: the smallest and largest of each stretch, so that no peak is lost.
+def within(series: Series, low: float, high: float) -> Series:
+    """The part of a series from step ``low`` to ``high``."""
+    inside = (series.steps >= low) & (series.steps <= high)
+    return Series(series.steps[inside], series.values[inside])
+
+
+def down_sampled(series: Series, points: int) -> Series:
+    """At most ``points`` values: the smallest and largest of each stretch, so that no peak is lost.
 
     The first and the last value stay.
     """
-    inside = (series.steps >= low) & (series.steps <= high)
-    steps, values = series.steps[inside], series.values[inside]
+    steps, values = series.steps, series.values
     if len(steps) <= points:
-        return Series(steps, values)
+        return series
     bounds = np.linspace(1, len(steps) - 1, max(1, (points - 2) // 2) + 1).astype(int)
     chosen = {0, len(steps) - 1}
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
@@ -149,12 +152,11 @@ def down_sampled(series: Series, points: int, low: float = -math.inf, high: floa
     return Series(steps[order], values[order])
 
 
-def stretch_means(series: Series, points: int, low: float = -math.inf, high: float = math.inf) -> Series | None:
+def stretch_means(series: Series, points: int) -> Series | None:
     """The mean of each of ``points // 2`` stretches, at their last steps, where :func:`down_sampled` has extremes; None
     where that has all values.
     """
-    inside = (series.steps >= low) & (series.steps <= high)
-    steps, values = series.steps[inside], series.values[inside]
+    steps, values = series.steps, series.values
     if len(steps) <= points:
         return None
     bounds = np.linspace(0, len(steps), max(1, points // 2) + 1).astype(int)

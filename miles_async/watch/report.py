@@ -39,7 +39,7 @@ def report(runs: Sequence[Run]) -> str:
         if size <= left:
             answers[path] = answer
             left -= size
-    series = [_series(run) for run in runs]
+    series = [metrics.series(run, run.metrics.names[: metrics.MOST_NAMES], points=POINTS) for run in runs]
     return _html(encode({"note": NOTE, "answers": answers, "series": series}).decode())
 
 
@@ -105,10 +105,6 @@ def _one_sample(run: Run, number: int, kind: Kind, step: int, row: JsonObject) -
         yield _path("sample", run=number, kind=kind, step=step, attempt=attempt, sample=place), found
     if kind == "train":
         yield _path("story", run=number, subject=attempt), attempts.story(run, str(attempt))
-
-
-def _series(run: Run) -> JsonObject:
-    return metrics.series(run, run.metrics.names[: metrics.MOST_NAMES], points=POINTS)
 
 
 def _evenly(items: Sequence[T], count: int) -> list[T]:

@@ -48,6 +48,7 @@ from miles_async.samples.columns import Kind
 from miles_async.types import JsonObject
 from miles_async.watch.access import CHANGE, Doorkeeper
 from miles_async.watch.run import Run
+from miles_async.watch.timeline.build import FILE_NAME as TIMELINE
 from miles_async.watch.timeline.build import compressed, trace
 from miles_async.watch.views import attempts, engines, files, flags, logs, metrics, overview, samples
 
@@ -70,7 +71,7 @@ def make_app(runs: Sequence[Run], key: Secret, write_key: Secret | None = None) 
         Route("/", lambda _: FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8")),
         Mount("/static", StaticFiles(directory=STATIC)),
         *(Route(f"/api/{name}", _endpoint(view, runs)) for name, view in VIEWS.items()),
-        Route("/api/file", _file_endpoint(runs)),
+        Route("/api/file", _answering(lambda asked: _file(_chosen(runs, asked)[0], asked.get("name", "")))),
         Route("/api/settings", _settings_endpoint(runs, write_key)),
         Route(CHANGE, _change_endpoint(runs), methods=["POST"]),
     ]
@@ -100,13 +101,9 @@ def _endpoint(view: View, runs: Sequence[Run]) -> Callable[[Request], Response]:
     return _answering(lambda parameters: _json(view(_chosen(runs, parameters), parameters)))
 
 
-def _file_endpoint(runs: Sequence[Run]) -> Callable[[Request], Response]:
-    return _answering(lambda parameters: _file(_chosen(runs, parameters)[0], _text(parameters, "name")))
-
-
 def _file(run: Run, name: str) -> Response:
     headers = {"Content-Disposition": f'attachment; filename="{quote(name)}"'}
-    if name == files.TIMELINE:
+    if name == TIMELINE:
         content = b"".join(compressed(trace(run)))
         return Response(content, media_type="application/gzip", headers=headers)
     path = files.profile(run, name)
@@ -200,10 +197,6 @@ def _optional(parameters: QueryParams, name: str) -> int | None:
     return None if word in (None, "") else _number(str(word), name)
 
 
-def _text(parameters: QueryParams, name: str) -> str:
-    return parameters.get(name, "")
-
-
 def _series(runs: Sequence[Run], parameters: QueryParams) -> object:
     low, high = _optional(parameters, "from"), _optional(parameters, "to")
     return metrics.series(
@@ -216,14 +209,14 @@ def _series(runs: Sequence[Run], parameters: QueryParams) -> object:
 
 
 def _log(runs: Sequence[Run], parameters: QueryParams) -> object:
-    name, text = _text(parameters, "name"), _text(parameters, "search")
+    name, text = parameters.get("name", ""), parameters.get("search", "")
     if not name:
         return logs.search_all(runs[0], text) if text else {"logs": [], "matches": 0}
     return logs.search(runs[0], name, text) if text else logs.page(runs[0], name, _optional(parameters, "before"))
 
 
 def _attempts(runs: Sequence[Run], parameters: QueryParams) -> object:
-    text, end = _text(parameters, "text"), _text(parameters, "end")
+    text, end = parameters.get("text", ""), parameters.get("end", "")
     return attempts.attempts(runs[0], text=text, end=end, before=_optional(parameters, "before"))
 
 
@@ -252,7 +245,7 @@ def _sample(runs: Sequence[Run], parameters: QueryParams) -> object:
 
 
 def _search(runs: Sequence[Run], parameters: QueryParams) -> object:
-    text = _text(parameters, "text")
+    text = parameters.get("text", "")
     return samples.search(runs[0], _kind(parameters), text, _optional(parameters, "before"))
 
 
@@ -263,7 +256,7 @@ VIEWS: Mapping[str, View] = {
     "series": _series,
     "engines": lambda runs, _: engines.engines(runs[0]),
     "attempts": _attempts,
-    "story": lambda runs, parameters: attempts.story(runs[0], _text(parameters, "subject")),
+    "story": lambda runs, parameters: attempts.story(runs[0], parameters.get("subject", "")),
     "samples": lambda runs, parameters: samples.samples(runs[0], _kind(parameters), _optional(parameters, "step")),
     "sample": _sample,
     "search": _search,

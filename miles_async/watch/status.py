@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from miles_async.observability.heartbeat import generation_paused, read_balance, standing_line
+from miles_async.observability.heartbeat import read_balance, standing_line
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
 from miles_async.runtime.files.run_directory import LEDGER_FILE
 from miles_async.runtime.processes.run_process import RunProcess, find_driver, find_keeper
@@ -79,7 +79,7 @@ def read_status(run_dir: Path, run: RunProcess, rows: Sequence[JsonObject]) -> S
         eval_reward=evaluated[-1]["eval/reward"] if evaluated else None,
         checkpoint=max(saved, default=None),
         groups={} if balance is None else balance.summary(),
-        standing="" if balance is None else standing_line(balance, paused=generation_paused(ledger)),
+        standing="" if balance is None else standing_line(balance, ledger),
         changes=[str(change) for change in seen.changes()],
         warnings=last_warnings(run_dir),
     )

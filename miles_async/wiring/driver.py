@@ -28,11 +28,7 @@ from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.checkpoints.save_lock import SaveLock
 from miles_async.checkpoints.start import kept_settings
 from miles_async.controller import Controller
-from miles_async.errors import (
-    PublicationError,
-    StalledError,
-    first_error,
-)
+from miles_async.errors import EXIT_FAILED, EXIT_INTERRUPTED, PublicationError, StalledError, first_error
 from miles_async.observability.heartbeat import heartbeat
 from miles_async.observability.progress import Progress, open_progress
 from miles_async.observability.recorder import RunRecorder
@@ -65,11 +61,7 @@ from miles_async.wiring.placement import RunPlacement, place_run
 from miles_async.wiring.prepared_batches import DumpedBatches, SupervisedBatches
 from miles_async.wiring.report import RunReport
 from miles_async.wiring.rollout_process import build_rollout
-from miles_async.wiring.trainer_process import (
-    SHARED_WITH_ENGINES,
-    shared_directories,
-    trainer_ranks,
-)
+from miles_async.wiring.trainer_process import SHARED_WITH_ENGINES, shared_directories, trainer_ranks
 
 log = structlog.get_logger(__name__)
 
@@ -79,8 +71,6 @@ _STARTING: Mapping[Sides, str] = {
     "rollout": "engines and router",
     "trainer": "trainer ranks",
 }
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 ENGINE_RESTART_SECONDS = 60.0  # for an engine's death to be noticed, before it starts again
 
 
@@ -138,7 +128,12 @@ class Run:
                     all_is_up()
                     live = None
                     if rollout is not None and trainer is not None:
-                        live = self._live_settings(rollout, trainer)
+                        live = LiveSettings(
+                            arguments,
+                            kept_settings(arguments.checkpoint.load),
+                            rollout.manager.change,
+                            trainer_changes=trainer.changes_settings,
+                        )
                     async with ControlServer(self._sockets / "control", _commands(rollout, live)):
                         await self._control(progress, rollout, trainer, gpus, live)
 
@@ -159,14 +154,6 @@ class Run:
             servers.interpreter(f"ray::{RolloutActor.__name__}"),
             patience=arguments.observability.stall_timeout,
             log_file=self._run_dir / "logs" / "rollout-output.log",
-        )
-
-    def _live_settings(self, rollout: RolloutProcess, trainer: TrainerRanks) -> LiveSettings:
-        return LiveSettings(
-            self._arguments,
-            kept_settings(self._arguments.checkpoint.load),
-            rollout.manager.change,
-            trainer_changes=trainer.changes_settings,
         )
 
     async def _control(

@@ -19,7 +19,7 @@ from miles_async.arguments.config_file import to_toml
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.arguments.prompt_files import absolute, absolute_words
 from miles_async.checkpoints.save_lock import save_lock
-from miles_async.errors import ConfigurationError, ProcessLostError, StalledError, first_error
+from miles_async.errors import EXIT_INTERRUPTED, ConfigurationError, ProcessLostError, StalledError, first_error
 from miles_async.observability.logs import configure_logging
 from miles_async.observability.summary import Ending
 from miles_async.observability.wandb_tracker import with_shared_id
@@ -29,7 +29,7 @@ from miles_async.runtime.processes.fork_server_process import ForkServers
 from miles_async.runtime.processes.last_resort import LastResort
 from miles_async.runtime.processes.restarts import own_restarts, write_restarts
 from miles_async.runtime.tasks import first_of
-from miles_async.wiring.driver import EXIT_INTERRUPTED, Run
+from miles_async.wiring.driver import Run
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -59,8 +59,7 @@ def run(arguments: Arguments, imports: ForkServers) -> int:
             configure_logging(run_dir, arguments.observability.log_level)
             if lock is not None and lock.taken_from is not None:
                 log.warning("--save was locked by a run that is over", owner=str(lock.taken_from))
-            write_config(arguments, run_dir)
-            _note_restarts(run_dir)
+            _write_beginning(arguments, run_dir)
             arguments = replace(arguments, observability=with_shared_id(arguments.observability))
             return _to_the_end(Run(arguments, imports, run_dir, temporary.path, lock), claim)
     finally:
@@ -97,18 +96,11 @@ def _ending_with(error: BaseException) -> Ending:
     return "stalled" if isinstance(error, StalledError) else "failed"
 
 
-def write_config(arguments: Arguments, run_dir: Path) -> None:
-    """Every flag in force. Raises ConfigurationError if it cannot be written."""
-    try:
-        (run_dir / CONFIG_FILE).write_text(to_toml(arguments))
-    except OSError as error:
-        raise ConfigurationError(f"--run-dir {run_dir}: {error}") from error
-
-
-def _note_restarts(run_dir: Path) -> None:
-    """Record earlier restarts in the run directory and the log."""
+def _write_beginning(arguments: Arguments, run_dir: Path) -> None:
+    """Write every flag in force, and earlier restarts. Raises ConfigurationError if that fails."""
     restarts = own_restarts()
     try:
+        (run_dir / CONFIG_FILE).write_text(to_toml(arguments))
         write_restarts(run_dir, restarts)
     except OSError as error:
         raise ConfigurationError(f"--run-dir {run_dir}: {error}") from error

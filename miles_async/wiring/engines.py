@@ -72,9 +72,9 @@ class RunEngines:
             group.name: make(FrozenEngines, f"router-{group.name}", [group], group.port)
             for group in of_role(groups, "frozen")
         }
-        stacks = [(self.train, "train"), *((stack, "frozen") for stack in self.frozen.values())]
-        if self.evaluation is not None:
-            stacks.insert(1, (self.evaluation, "evaluation"))
+        stacks = [(self.train, "train")]
+        stacks += [(self.evaluation, "evaluation")] if self.evaluation else []
+        stacks += [(stack, "frozen") for stack in self.frozen.values()]
         self._stacks = [stack for stack, _ in stacks]
         self._services: list[Service] = [*self._stacks]
         self._colocated = make.arguments.cluster.colocate

@@ -38,8 +38,6 @@ from miles_async.wiring.environments import check_environments, run_environments
 from miles_async.wiring.reply_parsers import call_hook, reply_parser
 from miles_async.wiring.session_process import ServerSettings
 
-Sampling = JsonObject
-
 
 class Episodes:
     """Generates for training and evaluation, and the ``services`` that they need: servers of sessions and of tools."""
@@ -83,7 +81,7 @@ class Episodes:
             *(service for service in agents if service is not None),
         ]
 
-    def generate(self, sampling: Sampling, *, trained: bool) -> Generate:
+    def generate(self, sampling: JsonObject, *, trained: bool) -> Generate:
         """``sampling``: SGLang's parameters, with ``max_new_tokens`` for all turns together. ``trained``: samples are
         trained on, not only evaluated.
         """
@@ -123,7 +121,7 @@ class Episodes:
 
         return both
 
-    def _limits(self, sampling: Sampling) -> Limits:
+    def _limits(self, sampling: JsonObject) -> Limits:
         return Limits(
             response=sampling["max_new_tokens"],
             total=trajectory_limit(self._arguments),
@@ -135,7 +133,7 @@ class Episodes:
         if self._verifiers is not None:
             return self._verifiers
         if sessions.agent_path is not None:
-            return _loaded_agent(sessions.agent_path)
+            return load_object(sessions.agent_path, Agent, "--agent-path")
         assert sessions.agent_command is not None
         return CommandAgent(sessions.agent_command, log_path=self._log_dir / "agents.log", api_key=self._keys.agents)
 
@@ -197,15 +195,10 @@ class SessionsOfRun:
 
 def _circuit(arguments: Arguments, services: Services) -> Circuit:
     """Circuit of services that trajectories need besides engines; only users' code reports them down."""
-    origins = {
-        "--custom-generate-function-path": arguments.rollout.custom_generate_function_path,
-        "--environment": arguments.sessions.environment,
-        "--environment-path": arguments.sessions.environment_path,
-        "--mcp-server": " ".join(arguments.sessions.mcp_server) or None,
-        "--agent-path": arguments.sessions.agent_path,
-        "--agent-command": arguments.sessions.agent_command,
-    }
-    users = [f"the service of {flag} {origin}" for flag, origin in origins.items() if origin is not None]
+    origins = arguments.trajectory_origins
+    if arguments.sessions.mcp_server:
+        origins["--mcp-server"] = " ".join(arguments.sessions.mcp_server)
+    users = [f"the service of {flag} {origin}" for flag, origin in origins.items()]
     return services.circuit(users[0] if users else "generation")
 
 
@@ -233,22 +226,17 @@ def run_services(arguments: Arguments) -> Services:
     return Services(outage_timeout=rollout.service_outage_timeout, max_failures=rollout.max_sample_failures)
 
 
-def _loaded_agent(path: str) -> RunAgent:
-    return load_object(path, Agent, "--agent-path")
-
-
 def check_hooks(arguments: Arguments) -> None:
     """Import the hooks of a run, which loads them again. Raises ConfigurationError."""
     sessions = arguments.sessions
     check_environments(sessions)
     if sessions.agent_path is not None:
-        _loaded_agent(sessions.agent_path)
+        load_object(sessions.agent_path, Agent, "--agent-path")
     if sessions.agent_command is not None:
         command_words(sessions.agent_command)
     call_hook(sessions.tool_call_parser)
-    resolve_run_reward(arguments, run_services(arguments))
-    for held_out in evaluation_sets(arguments.evaluation):
-        flags = held_out.rewards(arguments.rewards)
+    held_out = (each.rewards(arguments.rewards) for each in evaluation_sets(arguments.evaluation))
+    for flags in (arguments.rewards, *held_out):
         resolve_run_reward(replace(arguments, rewards=flags), run_services(arguments))
 
 
@@ -268,20 +256,16 @@ class RunReward:
 
 def resolve_run_reward(arguments: Arguments, services: Services) -> RunReward:
     """The rewards of these flags; what an environment or agent gives comes first. Raises ConfigurationError."""
-    group = resolve_group_reward(arguments.rewards, services)
-    return RunReward(single=_single_reward(arguments, services, alone=group is None), group=group)
-
-
-def _single_reward(arguments: Arguments, services: Services, *, alone: bool) -> GivenReward | None:
-    """``alone``: no group reward follows."""
     rewards, sessions = arguments.rewards, arguments.sessions
+    group = resolve_group_reward(rewards, services)
+    single = None
     if rewards.rm_type is not None or rewards.custom_rm_path is not None:
-        return GivenReward(resolve_reward(rewards, services))
-    if arguments.algorithm.advantage_estimator == "on_policy_distillation":
-        return GivenReward(_unrewarded)
-    if not alone or sessions.plays_verifiers:
-        return None
-    return GivenReward(None if sessions.is_multi_turn else resolve_reward(rewards, services))
+        single = GivenReward(resolve_reward(rewards, services))
+    elif arguments.algorithm.advantage_estimator == "on_policy_distillation":
+        single = GivenReward(_unrewarded)
+    elif group is None and not sessions.plays_verifiers:
+        single = GivenReward(None if sessions.is_multi_turn else resolve_reward(rewards, services))
+    return RunReward(single=single, group=group)
 
 
 async def _unrewarded(prompt: Prompt, sample: Sample) -> float:

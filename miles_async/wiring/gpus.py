@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Protocol
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.server_groups import DEFAULT_GROUP
@@ -28,14 +27,6 @@ from miles_async.types import Incarnation
 Start = Callable[[], Coroutine[object, object, None]]
 
 
-class LeavesGpus(Protocol):
-    """The trainer's ranks, as seen from here."""
-
-    async def offload(self) -> None: ...
-
-    async def onload(self) -> None: ...
-
-
 class OwnGpus(NoTurns):
     """Each side has its own GPUs, so neither waits for the other."""
 
@@ -47,7 +38,7 @@ class OwnGpus(NoTurns):
 class SharedGpus:
     """Both sides have the same GPUs, one at a time; implements ``seams.Gpus``. The trainer has the first turn."""
 
-    def __init__(self, fleet: EngineFleet, trainer: LeavesGpus) -> None:
+    def __init__(self, fleet: EngineFleet, trainer: TrainerRanks) -> None:
         self._fleet = fleet
         self._trainer = trainer
         self._engines_have_them = True

@@ -8,6 +8,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.flag import FlagValue
 from miles_async.arguments.live import (
     IN_FORCE,
+    as_typed,
     check_change,
     check_requests,
     in_force,
@@ -100,7 +101,7 @@ class LiveSettings:
         """All settings with their values, one per line, and pending changes."""
         now, asked = in_force(self._now), in_force(self._asked)
         lines = [
-            f"{_word(name)} {_shown(now[name])}" if now[name] == asked[name] else _line(name, now[name], asked[name])
+            f"{as_typed(name)} {_shown(now[name])}" if now[name] == asked[name] else _line(name, now[name], asked[name])
             for name in IN_FORCE
         ]
         return "\n".join(
@@ -118,14 +119,14 @@ class LiveSettings:
         self, flags: Mapping[str, FlagValue], before: Mapping[str, SettingValue], after: Mapping[str, SettingValue]
     ) -> list[str]:
         problems = [
-            f"{_word(name)} is {_shown(before[name])} already"
+            f"{as_typed(name)} is {_shown(before[name])} already"
             + (", by --on-policy" if self._started.staleness.on_policy and name in ON_POLICY else "")
             for name in flags
             if before[name] == after[name]
         ]
         if not self._trainer_changes:
             problems += [
-                f"{_word(name)}: the training backend (--train-backend) has no change()"
+                f"{as_typed(name)}: the training backend (--train-backend) has no change()"
                 for name in flags
                 if name in TRAINERS
             ]
@@ -136,11 +137,7 @@ ON_POLICY = tuple(name for name, flag in flag_specifications().items() if flag.r
 
 
 def _line(name: str, before: SettingValue, after: SettingValue) -> str:
-    return f"{_word(name)} {_shown(before)} → {_shown(after)}"
-
-
-def _word(name: str) -> str:
-    return name.replace("_", "-")
+    return f"{as_typed(name)} {_shown(before)} → {_shown(after)}"
 
 
 def _shown(value: SettingValue) -> str:

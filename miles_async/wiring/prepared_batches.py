@@ -16,6 +16,7 @@ import structlog
 from miles_async.arguments import Arguments
 from miles_async.arguments.debug import file_of_step
 from miles_async.arguments.model_files import read_config
+from miles_async.checkpoints.files import EXAMPLES_FILE
 from miles_async.errors import CheckpointError
 from miles_async.prompts.conversations import Answered
 from miles_async.prompts.examples import Example, ExampleSource
@@ -32,7 +33,6 @@ from miles_async.wiring.decisions import make_batches, quadratic_work_of
 
 log = structlog.get_logger(__name__)
 
-CURSOR_FILE = "examples.json"
 VERSION = 0  # nothing is published, and all examples are equally new
 
 
@@ -47,6 +47,7 @@ def example_source(arguments: Arguments) -> ExampleSource:
     images = load_picture_processor(model.directory)
     source = ExampleSource(arguments.data, template, most, anyway=arguments.checkpoint.load_anyway, images=images)
     source.require_rendered()
+    source.require_usable()
     return source
 
 
@@ -85,12 +86,12 @@ class SupervisedBatches:
     async def save(self, directory: Path) -> Mapping[str, str]:
         """Write the last snapshot; return the digest of its file. Raises OSError."""
         content = msgspec.json.encode(self._snapshot)
-        return {CURSOR_FILE: await asyncio.to_thread(write_digested, directory / CURSOR_FILE, content)}
+        return {EXAMPLES_FILE: await asyncio.to_thread(write_digested, directory / EXAMPLES_FILE, content)}
 
     async def load(self, directory: Path, resumption: Resumption) -> None:
         """Continue from the cursor of a checkpoint. Raises CheckpointError."""
         try:
-            state = msgspec.json.decode((directory / CURSOR_FILE).read_bytes(), type=JsonObject)
+            state = msgspec.json.decode((directory / EXAMPLES_FILE).read_bytes(), type=JsonObject)
         except (OSError, msgspec.MsgspecError) as error:
             raise CheckpointError(
                 f"--load {directory}: expected a checkpoint of --loss-type sft_loss: {error}; to continue from other "

@@ -22,10 +22,11 @@ def reply_parser(template: ChatTemplate, tool_calls: str | None, reasoning: str 
         tool_calls = detected_call_parser(template.source, template.tokenizer)
     if reasoning == AUTO:
         reasoning = detected_reasoning_parser(template.source, template.tokenizer)
+    parse_calls = None if tool_calls is None else call_hook(tool_calls) or SGLangCalls(tool_calls, template.tokenizer)
     split = None if reasoning is None else SGLangReasoning(_OTHER_NAMES.get(reasoning, reasoning), template.tokenizer)
     return ReplyParser(
         chat=template,
-        parse_calls=_calls(tool_calls, template),
+        parse_calls=parse_calls,
         split_reasoning=split,
         reasoning_tags=(split.begin, split.end) if split is not None and split.begin and split.end else None,
         call_style=_STYLES.get(tool_calls or ""),
@@ -38,12 +39,6 @@ def reply_parser(template: ChatTemplate, tool_calls: str | None, reasoning: str 
 def call_hook(name: str | None) -> ParseCalls | None:
     """``--tool-call-parser module:attr``; None if it is a name. Raises ConfigurationError."""
     return load_object(name, ParseCalls, "--tool-call-parser") if name is not None and ":" in name else None
-
-
-def _calls(name: str | None, template: ChatTemplate) -> ParseCalls | None:
-    if name is None:
-        return None
-    return call_hook(name) or SGLangCalls(name, template.tokenizer)
 
 
 _OTHER_NAMES = {"think": "qwen3"}

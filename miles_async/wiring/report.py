@@ -71,7 +71,6 @@ class RunReport:
         stats = self._stats
         summary = self.summary.finish(
             balance=stats.balance if stats else self._balance_on_disk(),
-            trainer_idle_seconds=self.summary.stage_seconds("wait"),
             rollout_idle_seconds=stats.seconds - stats.busy_seconds if stats else 0.0,
             rollout_seconds=stats.seconds if stats else 0.0,
             wall_seconds=time.monotonic() - self._started,
@@ -92,7 +91,7 @@ class RunReport:
         if not summary["steps"]:
             return
         try:
-            print_summary(summary, run_dir=self._run_dir)
+            print_summary(summary, self._run_dir)
             if summary["reward_first"] is not None:
                 plot_run(self._run_dir)
         except Exception as problem:  # supervision point: pictures and tables can be made again, see --run-dir

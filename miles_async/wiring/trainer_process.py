@@ -41,6 +41,7 @@ def trainer_ranks(
     directories of :func:`shared_directories`. ``node_ids``: its nodes; if empty, Ray chooses.
     """
     weights, network = arguments.weights, Network.of_run(arguments.cluster)
+    adapter = arguments.model.lora_adapter_path
     interpreter = fork_server.interpreter(f"ray::{TrainerActor.__name__}") if fork_server is not None else None
     return TrainerRanks(
         world_size=arguments.cluster.trainer_world_size,
@@ -56,7 +57,7 @@ def trainer_ranks(
         backend=partial(
             _backend_on_node,
             NodeFiles(
-                present=_sources(arguments),
+                present=arguments.model_directories | ({"--lora-adapter-path": adapter} if adapter else {}),
                 shared=marks,
                 otherwise="keep trainer ranks on the run's machine (--actor-node-labels)",
             ),
@@ -100,16 +101,6 @@ def shared_directories(arguments: Arguments) -> Mapping[str, Path]:
         "--load": checkpoint.load,
         "--save-hf": checkpoint.save_hf,
         "--weight-staging-dir": weights.weight_staging_dir if weights.weight_transport == "disk" else None,
-    }
-    return {flag: path for flag, path in named.items() if path is not None}
-
-
-def _sources(arguments: Arguments) -> Mapping[str, Path]:
-    named = {
-        "--hf-checkpoint": arguments.model.hf_checkpoint,
-        "--ref-hf-checkpoint": arguments.algorithm.ref_hf_checkpoint,
-        "--critic-hf-checkpoint": arguments.critic.critic_hf_checkpoint,
-        "--lora-adapter-path": arguments.model.lora_adapter_path,
     }
     return {flag: path for flag, path in named.items() if path is not None}
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.network.control import ControlServer
-from miles_async.runtime.processes.run_process import note_run_process
+from miles_async.runtime.processes.run_process import MARK, note_run_process
 
 
 @contextmanager
 def live_run(run_dir: Path) -> Iterator[list[dict[str, str]]]:
-    """Answers ``set`` and ``settings`` as of a live run; yields the changes so far. It refuses all names but ``lr``.
-
-    The caller sets the environment variable ``run_process.MARK``.
-    """
+    """Answers ``set`` and ``settings`` as of a live run; yields the changes so far. It refuses all names but ``lr``."""
     changes: list[dict[str, str]] = []
 
     async def change(changes_asked: dict[str, str]) -> str:
@@ -37,12 +36,13 @@ def live_run(run_dir: Path) -> Iterator[list[dict[str, str]]]:
             await asyncio.to_thread(over.wait)
 
     ready, over = threading.Event(), threading.Event()
-    note_run_process(run_dir, run_dir / "control")
     thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
-    thread.start()
-    try:
-        assert ready.wait(10)
-        yield changes
-    finally:
-        over.set()
-        thread.join(10)
+    with mock.patch.dict(os.environ, {MARK: "mark"}):
+        note_run_process(run_dir, run_dir / "control")
+        thread.start()
+        try:
+            assert ready.wait(10)
+            yield changes
+        finally:
+            over.set()
+            thread.join(10)

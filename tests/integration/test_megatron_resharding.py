@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from miles_async.backends.megatron.backend import MegatronBackend
 from miles_async.backends.megatron.distributed import together
 from miles_async.errors import CheckpointError
 from miles_async.runtime.rank_records import gather_records
+from miles_async.types import Float32
 from tests.integration.megatron_scenario import (
     LR,
     SEQUENCES,
@@ -99,6 +101,7 @@ CASES = [
 ]
 OTHER_FLAGS = {
     "lr": 1e-5, "min_lr": 1e-6, "lr_decay_style": "linear", "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6,
+    "ppo_epochs": 2,
 }  # fmt: skip
 
 
@@ -124,6 +127,7 @@ def _save(rank: int, world_size: int, store: dist.Store, case: Case, root: Path)
     backend = make_backend(rank, world_size, store, root / case[1], LAYOUTS[case[0]])
     _train(backend, range(SAVED_AT))
     backend.stage_save(root / "-".join(case) / "checkpoint")
+    assert all(staged._writer.write_buckets is None for staged in backend._staged or ()), "a second copy of the state"
     backend.save_hf(root / "-".join(case) / "hf")
     steps = _train(backend, range(SAVED_AT, SAVED_AT + 2))
     parts = gather_records(together(backend.write_save), bytes)  # of the state before these steps
@@ -161,6 +165,21 @@ def _other_flags(rank: int, world_size: int, store: dist.Store, root: Path) -> t
     ]
     backend.close()
     return seen, groups
+
+
+def _other_dtype(rank: int, world_size: int, store: dist.Store, root: Path) -> Float32:
+    """This rank's fp32 weights, as loaded from a checkpoint of bf16 training."""
+    for number, bf16 in enumerate((True, False)):
+        of_one = dist.PrefixStore(str(number), store)
+        backend = make_backend(rank, world_size, of_one, root / "qwen3-tied", LAYOUTS["dp2"], bf16=bf16)
+        if bf16:
+            _train(backend, range(SAVED_AT))
+            backend.save(root / "in-bf16")
+        else:
+            backend.load(root / "in-bf16")
+            parameters = [each for module in backend._model.modules for each in module.parameters()]
+        backend.close()
+    return torch.cat([each.detach().flatten() for each in parameters]).numpy()
 
 
 def _disk_full(rank: int, world_size: int, store: dist.Store, root: Path) -> str:
@@ -218,12 +237,12 @@ def _two_ranks(rank: int, world_size: int, store: dist.Store, root: Path, chosen
     def observe(store: dist.Store, case: Any) -> Any:
         if case[0] == "fails":
             return FAILURES[case[1]](rank, world_size, store, root)
-        if case == ("flags", "other"):
-            return _other_flags(rank, world_size, store, root)
+        if case[0] == "flags":
+            return (_other_flags if case[1] == "other" else _other_dtype)(rank, world_size, store, root)
         return _save(rank, world_size, store, case, root)
 
     saved = [case for case in SAVED if case in {*OF_OTHERS, *((source, model) for source, _, model in chosen)}]
-    cases = [*saved, ("flags", "other"), *(("fails", name) for name in FAILURES)]
+    cases = [*saved, ("flags", "other"), ("flags", "dtype"), *(("fails", name) for name in FAILURES)]
     return each_case(cases, store, observe) | _loads(rank, world_size, store, root, chosen)
 
 
@@ -300,8 +319,8 @@ def test_flags_win_over_what_was_saved(seen: dict[Any, list[Any]]) -> None:
         assert not isinstance(rank, str), rank
         resumed, groups = rank
         assert resumed.differs == []
-        for step, found in enumerate(resumed.steps, SAVED_AT + 1):
-            assert found["lr"] == pytest.approx(1e-6 + 9e-6 * (1 - step / 10))  # of 10 steps
+        for rollout, found in enumerate(resumed.steps, SAVED_AT + 1):
+            assert found["lr"] == pytest.approx(1e-6 + 9e-6 * (1 - 2 * rollout / 10))  # of 10 steps, two per rollout
         for group in groups:
             assert (group["max_lr"], group["min_lr"]) == (1e-5, 1e-6)
             assert (*group["betas"], group["eps"]) == (0.8, 0.9, 1e-6)
@@ -313,6 +332,14 @@ def test_flags_win_over_what_was_saved(seen: dict[Any, list[Any]]) -> None:
         for ours, other in zip(row, usual, strict=True)
     ]
     assert max(difference) > 1e-3  # it really trained at another rate
+
+
+def test_training_in_bf16_goes_on_in_fp32_with_the_exact_weights_on_every_rank(seen: dict[Any, list[Any]]) -> None:
+    # covers: C9
+    one, other = seen["flags", "dtype"]
+    assert np.array_equal(one, other)
+    weights = torch.from_numpy(one)
+    assert (weights != weights.bfloat16()).float().mean() > 0.9
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from wandb.proto.wandb_internal_pb2 import MetricRecord
 from examples.quickstart.prepare import main as prepare_quickstart
 from miles_async.observability.wandb_tracker import COLUMNS, INIT_TIMEOUT, WandbOptions, open_wandb
 from tests.integration.real_run import REVERSE, ROOT
-from tests.unit.observability.sample_files import write_samples
+from tests.unit.samples.sample_rows import write_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

@@ -14,7 +14,6 @@ from selenium.webdriver import ActionChains
 from miles_async.observability.metric_names import describe
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile, read_metrics
 from miles_async.runtime.files.run_directory import ENGINES_FILE
-from miles_async.runtime.processes.run_process import MARK
 from miles_async.types import EngineReport, EnginesReport
 from miles_async.watch.report import write_report
 from miles_async.watch.run import open_runs
@@ -370,10 +369,7 @@ def test_the_timeline_is_saved_from_the_logs(tab: Page, base: str, tmp_path: Pat
     assert tab.complaints() == []
 
 
-def test_settings_are_changed_from_the_flags_with_the_write_key(
-    tab: Page, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(MARK, "mark")
+def test_settings_are_changed_from_the_flags_with_the_write_key(tab: Page, base: str, tmp_path: Path) -> None:
     run_dir = write_finished_run(tmp_path / "live")
     with live_run(run_dir) as changes, served([run_dir], "write-key") as address:
         tab.open(address, "flags?run=0", key="write-key")

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.samples.columns import FileNote, SampleRow, Turn
-from miles_async.samples.files import file_of
+from miles_async.samples.columns import SampleRow, Turn
 from tests.integration.watch_browser import CHROMIUM, DRIVER, Page, browser, served
-from tests.unit.samples.sample_rows import row, write_file
+from tests.unit.samples.sample_rows import row, write_samples
 from tests.unit.watch.run_files import write_finished_run
 
 pytestmark = pytest.mark.skipif(
@@ -62,8 +61,7 @@ def serve(tab: Page, tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def serve(*rows: SampleRow) -> str:
-            note = FileNote(kind="train", step=10, groups=1, groups_written=1)
-            write_file(file_of(write_finished_run(tmp_path / "run") / "samples", "train", 10), note, rows)
+            write_samples(write_finished_run(tmp_path / "run"), "train", 10, rows)
             return stack.enter_context(served([tmp_path / "run"]))
 
         yield serve

@@ -23,7 +23,7 @@ def check_reward(reward: float) -> float:
         raise RewardError(
             f"reward {reward:g}: expected a finite number of at most {LARGEST_REWARD:g} in size; advantages are float32"
         )
-    return reward
+    return float(reward)  # a boolean, or NumPy's number, which checkpoints would give back as something else
 
 
 def with_reward(sample: Sample, given: Rewarded) -> Sample:

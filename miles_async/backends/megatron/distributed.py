@@ -86,8 +86,8 @@ def gather_from_replicas(values: Tensor) -> Tensor:
     return values if group.size() == 1 else torch.cat(gather_values(values, group))
 
 
-def complete_parameters(modules: Sequence[Module]) -> None:
-    """Gather this rank's parameters now, with ``--overlap-param-gather``. Collective over replicas.
+def complete_parameters(modules: Sequence[Module], *, always: bool = False) -> None:
+    """Gather this rank's parameters now, with ``--overlap-param-gather`` or if ``always``. Collective over replicas.
 
     With that flag an optimizer step updates each rank's shard only, and the next forward pass gathers the rest. Any
     other reader of parameters calls this first; forward passes after it gather nothing, so ranks may run different
@@ -95,7 +95,7 @@ def complete_parameters(modules: Sequence[Module]) -> None:
     """
     module: Any  # Megatron's DistributedDataParallel
     for module in modules:
-        if module.ddp_config.overlap_param_gather:
+        if always or module.ddp_config.overlap_param_gather:
             module.start_param_sync(force_sync=True)
 
 

@@ -89,9 +89,11 @@ def load_critic(arguments: CriticArguments, directory: Path, aggregation: Aggreg
     ``directory``: of the policy, from which the critic starts unless its flags name another.
     """
     directory = arguments.critic_hf_checkpoint or directory
+    lr = arguments.critic_lr or policy.optimizer.lr
     optimizer = dataclasses.replace(
         policy.optimizer,
-        lr=arguments.critic_lr or policy.optimizer.lr,
+        lr=lr,
+        min_lr=min(policy.optimizer.min_lr, lr),
         lr_warmup_iters=arguments.critic_lr_warmup_iters,
     )
     loaded = load_model(directory, policy.model, policy.platform, trainable=True, value_head=True)

@@ -78,7 +78,7 @@ def make_schedule(
         optimizer,
         init_lr=0.0,
         max_lr=arguments.lr,
-        min_lr=min(arguments.min_lr, arguments.lr),
+        min_lr=arguments.min_lr,
         lr_warmup_steps=warm_up,
         # Megatron requires the decay to outlast the warm-up.
         lr_decay_steps=max(total_steps, warm_up + 1),
@@ -140,7 +140,8 @@ def load_state(optimizer: MegatronOptimizer, states: Mapping[int, object], step:
 
     A load by megatron-core 0.19 makes all parameters of torch's Adam share one tensor ``step``, which each of them
     increments: from the second step after a resume on, its bias correction would run too fast by the number of
-    parameters. And it expects that tensor among the sharded states, where it isn't.
+    parameters. And it expects that tensor among the sharded states, where it isn't. In an offloaded optimizer the half
+    on the GPU would begin each later step with this one's number.
     """
     for index, part in enumerate(parts_of(optimizer)):
         settings = part.state_dict()  # learning rate and the like come from the flags
@@ -152,6 +153,9 @@ def load_state(optimizer: MegatronOptimizer, states: Mapping[int, object], step:
         part.load_parameter_state_from_fully_reshardable(states[index])
         for adam, parameter in _torch_adam_parameters(part):
             adam.state[parameter]["step"] = torch.tensor(float(step))
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            for group in part.optimizer.param_groups:  # they replace those of the halves, which count, before each step
+                group.pop("step", None)
 
 
 def load_all_offloaded_weights() -> None:

@@ -91,10 +91,12 @@ class StepRunner:
         loss_tokens = shard.loss_tokens * self.epochs
         tally = Tally()
         critic_alone = self.critic is not None and rollouts < self.critic.rollouts_alone
+        schedules = [self.policy.scheduler, *([self.critic.learner.scheduler] if self.critic is not None else ())]
+        for schedule in schedules:  # a resumed run may have another number of steps per rollout
+            schedule.num_steps = rollouts * len(steps)
         for index, packs in enumerate(steps):
-            self.policy.scheduler.step(1)
-            if self.critic is not None:
-                self.critic.learner.scheduler.step(1)
+            for schedule in schedules:
+                schedule.step(1)
             if loss_tokens[index] == 0:  # on no rank; there is no mean over nothing
                 continue
             for packed in packs:

@@ -59,8 +59,8 @@ FULLY_ASYNC = """\
 --max-weight-staleness 2
 """
 VERL = """\
-# verl chooses the reward by data_source. Its sides take turns on the same GPUs; here each has its own, and what
-# versions of at most two steps ago generated is trained.
+# verl chooses the reward by data_source. Sides that take turns on the same GPUs there have their own here, and what is
+# trained is at most two versions old.
 --label-key reward_model.ground_truth
 --rm-type math
 --max-weight-staleness 2
@@ -97,7 +97,7 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
         return 0
     command = _command(script)
     is_verl = command.program in VERL_PROGRAMS
-    migrated = from_verl(command.words) if is_verl else Migrated(words=command.words)
+    migrated = from_verl(command.words, command.program) if is_verl else Migrated(words=command.words)
     translation = translate(migrated.words)
     scripted = {} if is_verl else values_by_flag(command.words)
     _forgive(translation, scripted)
@@ -170,7 +170,7 @@ def _forgive(translation: Translation, scripted: Mapping[str, Sequence[str]]) ->
 def _sort_out(translation: Translation, migrated: Migrated) -> None:
     """Keep the words that our parser knows; put translated flags in front of what ``migrated`` says of the rest."""
     flags = flag_specifications().values()
-    ours = [flag.flag for flag in flags] + [flag.flag.replace("--", "--no-", 1) for flag in flags if flag.kind is bool]
+    ours = [flag.flag for flag in flags] + [flag.negated_flag for flag in flags if flag.kind is bool]
     known, unmapped = list[str](), list(translation.problems.values())
     for flag, values in mentions(translation.words):
         name = flag.partition("=")[0]

@@ -5,9 +5,11 @@ Other differences are left alone (``--sequence-parallel``, ``--async-save``, ``-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
+
+from miles_async.arguments.algorithm_checks import LOSSES_WITH
 
 Given = Mapping[str, Sequence[str]]
 """Flag → its values, of a command line."""
@@ -22,6 +24,7 @@ class ForeignDefault:
     _: KW_ONLY
     unless: tuple[str, ...] = ()  # flags that decide it besides ``flag`` and its opposite
     needs: tuple[str, ...] = ()  # flags without any of which it has no effect, and would be refused
+    losses: Container[str] = ()  # losses that read it; with others of ours it would be refused
     runs: Literal["all", "sampled"] = "all"  # sampled: refused with --loss-type sft_loss
     about: str = ""  # the value, where other flags decide it
 
@@ -46,7 +49,7 @@ DEFAULTS: tuple[ForeignDefault, ...] = (
     ForeignDefault("--actor-num-gpus-per-node", "8"),
     ForeignDefault("--rollout-num-gpus", _shared_gpus, needs=("--colocate",), about="those that train"),
     ForeignDefault("--loss-aggregation", "sequence_mean", unless=("--calculate-per-token-loss",)),
-    ForeignDefault("--eps-clip-c", "none", runs="sampled"),
+    ForeignDefault("--eps-clip-c", "none", losses=LOSSES_WITH["eps_clip_c"], runs="sampled"),
     ForeignDefault("--kl-loss-type", "k1", needs=("--use-kl-loss",), runs="sampled"),
     ForeignDefault(
         "--eval-temperature",
@@ -64,11 +67,15 @@ DEFAULTS: tuple[ForeignDefault, ...] = (
 
 def missing_defaults(given: Given, supervised: bool) -> Iterator[tuple[str, ...]]:
     """Yield our words for each default that the flags of ``given`` leave unset."""
+    if supervised:
+        given = {"--apply-chat-template": (), **given}  # what is learned are messages, rendered in any case
+    loss = " ".join(given.get("--policy-loss", ("ppo_clip",)))
     for default in DEFAULTS:
         opposite = default.flag.replace("--no-", "--", 1)
         decided = any(flag in given for flag in (default.flag, opposite, *default.unless))
         idle = default.needs and not any(flag in given for flag in default.needs)
-        if decided or idle or (supervised and default.runs == "sampled"):
+        unread = default.losses and ":" not in loss and loss not in default.losses
+        if decided or idle or unread or (supervised and default.runs == "sampled"):
             continue
         value = default.value if isinstance(default.value, str) else default.value(given)
         yield (default.flag, value) if value else (default.flag,)

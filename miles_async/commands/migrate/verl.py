@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS
-from miles_async.commands.migrate.verl_keys import DEFAULTS, older_name, row_of
+from miles_async.arguments.foreign.translate import same
+from miles_async.commands.migrate.verl_keys import DEFAULTS, FULLY_ASYNC_DEFAULTS, WARM_UPS, older_name, row_of
 from miles_async.commands.migrate.verl_row import VerlKey
 
+FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
 PROGRAMS = (
     "verl.trainer.main_ppo",
     "recipe.dapo.main_dapo",
-    "verl.experimental.fully_async_policy.fully_async_main",
+    FULLY_ASYNC,
     "verl.experimental.one_step_off_policy.main_ppo",
 )
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
@@ -23,6 +26,7 @@ TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs", "low_var_kl": "low_var_kl", "k3": "k3"}
 _OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+_NEVER = ("-1", "0")
 _AS_FLAGS = {  # subtree → beginning of our flag
     f"{_ACTOR}.megatron.override_transformer_config.": "--",
     f"{_ACTOR}.megatron.override_ddp_config.": "--",
@@ -41,11 +45,12 @@ class Migrated:
     checked: list[str] = field(default_factory=list)  # flags that config.json or another flag answers
 
 
-def from_verl(words: Sequence[str]) -> Migrated:
-    """Translate the words after the program's name. verl's defaults that differ from ours are written out."""
+def from_verl(words: Sequence[str], program: str = PROGRAMS[0]) -> Migrated:
+    """Translate the words after the name of ``program``. verl's defaults that differ from ours are written out."""
     typed = list(_overrides(words))
     names = {older_name(key): key for key, _ in typed}
-    values = {**DEFAULTS, **{older_name(key): value for key, value in typed}}
+    given = {older_name(key): value for key, value in typed}
+    values = _in_steps({**DEFAULTS, **FULLY_ASYNC_DEFAULTS, **given}) if program == FULLY_ASYNC else DEFAULTS | given
     done, noted = Migrated(), dict[str, list[str]]()
     for key, value in values.items():
         row, shown = row_of(key), f"{names.get(key, key)}={value}"
@@ -61,8 +66,37 @@ def from_verl(words: Sequence[str]) -> Migrated:
         elif row.flag is not None or row.values:
             _one(row, value, done, shown)
     _several(values, done)
+    if program == FULLY_ASYNC and "trainer.total_epochs" in given:
+        noted["fewer prompts than rollout.total_rollout_steps end the run earlier: lower --num-rollout then"] = [
+            f"trainer.total_epochs={given['trainer.total_epochs']}"
+        ]
     done.not_needed += [f"{', '.join(keys)}: {note}" for note, keys in noted.items()]
     return done
+
+
+def _in_steps(values: Mapping[str, str]) -> dict[str, str]:
+    """``values`` of the fully asynchronous trainer with the meanings that keys have elsewhere, in training steps.
+
+    A step takes require_batches mini-batches there; checkpoints and evaluations are counted in publications.
+    """
+    published = values["async_training.trigger_parameter_sync_step"]
+    batch = _product(values[f"{_ACTOR}.ppo_mini_batch_size"], values["async_training.require_batches"])
+    done = {**values, "data.train_batch_size": batch}
+    frequencies = {
+        "trainer.save_freq": values.get("trainer.save_freq", "-1"),
+        "trainer.test_freq": values.get("rollout.test_freq", values.get("trainer.test_freq", "-1")),
+    }
+    done |= {key: value if value in _NEVER else _product(value, published) for key, value in frequencies.items()}
+    prompts = values["rollout.total_rollout_steps"]
+    if prompts.isdigit() and batch.isdigit() and int(batch):
+        done["trainer.total_training_steps"] = str(int(prompts) // int(batch))
+    return done
+
+
+def _product(*factors: str) -> str:
+    """The product, or its terms if only the shell knows one."""
+    known = all(factor.isdigit() for factor in factors)
+    return str(math.prod(map(int, factors))) if known else "*".join(factors)
 
 
 def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -87,16 +121,10 @@ def _one(row: VerlKey, value: str, done: Migrated, shown: str) -> None:
 
 def _several(values: Mapping[str, str], done: Migrated) -> None:
     """Keys that are worked out together."""
-    for words in (_held_out, _images, _gpus, _losses, _saving):
+    for words in (_prompts, _images, _gpus, _losses, _saving):
         done.words += words(values)
-    batch, mini = values["data.train_batch_size"], values[f"{_ACTOR}.ppo_mini_batch_size"]
-    if batch.isdigit() and mini.isdigit() and int(mini) and int(batch) % int(mini) == 0:
-        done.words += ["--num-steps-per-rollout", str(int(batch) // int(mini))]
-    else:
-        done.unmapped.append(
-            f"{_ACTOR}.ppo_mini_batch_size={mini} of data.train_batch_size={batch}: give --num-steps-per-rollout, how "
-            "many of the first are in the second"
-        )
+    _optimizer_steps(values, done)
+    _kl_in_reward(values, done)
     if values.get("trainer.total_training_steps", "None") == "None":
         for key in ("trainer.total_epochs", "rollout.total_rollout_steps"):
             if key in values and (row := row_of(key)) is not None:
@@ -113,15 +141,37 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
             done.words += _as_flag(_AS_FLAGS[beginning] + key.removeprefix(beginning).replace("_", "-"), value)
 
 
-def _held_out(values: Mapping[str, str]) -> Iterator[str]:
+def _optimizer_steps(values: Mapping[str, str], done: Migrated) -> None:
+    """Optimizer steps per rollout batch, and warm-ups, which are counted in them here and in rollout batches there."""
+    batch, mini, steps = values["data.train_batch_size"], values[f"{_ACTOR}.ppo_mini_batch_size"], ""
+    if batch.isdigit() and mini.isdigit() and int(mini) and int(batch) % int(mini) == 0:
+        steps = str(int(batch) // int(mini))
+        done.words += ["--num-steps-per-rollout", steps]
+    else:
+        done.unmapped.append(
+            f"{_ACTOR}.ppo_mini_batch_size={mini} of data.train_batch_size={batch}: give --num-steps-per-rollout, how "
+            "many of the first are in the second"
+        )
+    for key, (flag, when) in WARM_UPS.items():
+        warm_up = values.get(key, "-1")
+        if warm_up in (*_NEVER, "None") or (when is not None and not when.holds(values)):
+            continue
+        if steps:
+            done.words += [flag, _product(warm_up, steps, values.get(f"{_ACTOR}.ppo_epochs", "1"))]
+        else:
+            done.unmapped.append(f"{key}={warm_up}: give {flag}, this times --num-steps-per-rollout and --ppo-epochs")
+
+
+def _prompts(values: Mapping[str, str]) -> Iterator[str]:
     """Files, each after the name of its folder if another one has its name."""
-    files = [file for file in _items(values.get("data.val_files", "None")) if file != "None"]
-    names = [Path(file).name for file in files]
-    if files:
-        yield "--eval-prompt-data"
-    for file in files:
-        folder = Path(file).parent.name
-        yield from (folder, file) if folder and names.count(Path(file).name) > 1 else (file,)
+    for key, flag in (("data.train_files", "--prompt-data"), ("data.val_files", "--eval-prompt-data")):
+        files = [file for file in _items(values.get(key, "None")) if file != "None"]
+        names = [Path(file).name for file in files]
+        if files:
+            yield flag
+        for file in files:
+            folder = Path(file).parent.name
+            yield from (folder, file) if folder and names.count(Path(file).name) > 1 else (file,)
 
 
 def _images(values: Mapping[str, str]) -> Iterator[str]:
@@ -134,8 +184,7 @@ def _gpus(values: Mapping[str, str]) -> Iterator[str]:
     yield from ("--actor-num-gpus-per-node", values["trainer.n_gpus_per_node"])
     nodes = values.get("rollout.nnodes", values["trainer.nnodes"])
     gpus = values.get("rollout.n_gpus_per_node", values["trainer.n_gpus_per_node"])
-    yield "--rollout-num-gpus"
-    yield str(int(nodes) * int(gpus)) if nodes.isdigit() and gpus.isdigit() else f"{nodes}*{gpus}"
+    yield from ("--rollout-num-gpus", _product(nodes, gpus))
 
 
 def _losses(values: Mapping[str, str]) -> Iterator[str]:
@@ -143,20 +192,32 @@ def _losses(values: Mapping[str, str]) -> Iterator[str]:
         kind = values.get(f"{_ACTOR}.kl_loss_type", "low_var_kl")
         yield from ("--use-kl-loss", "--kl-loss-coef", values.get(f"{_ACTOR}.kl_loss_coef", "0.001"))
         yield from ("--kl-loss-type", _KL.get(kind, kind))
-    if values.get("algorithm.use_kl_in_reward") == "True":
-        kind = values.get("algorithm.kl_penalty", "kl")
-        if values["algorithm.adv_estimator"] != "gae":  # which takes the coefficient itself
-            yield from ("--token-advantages", "kl_in_reward")
-        yield from ("--kl-coef", values.get("algorithm.kl_ctrl.kl_coef", "0.001"))
-        yield from ("--kl-reward-type", _KL.get(kind, kind))
     if values.get(f"{_OVERLONG}.enable") == "True":
         yield from ("--overlong-buffer-len", values.get(f"{_OVERLONG}.len", "0"))
         yield from ("--overlong-penalty-factor", values.get(f"{_OVERLONG}.penalty_factor", "1.0"))
 
 
+def _kl_in_reward(values: Mapping[str, str], done: Migrated) -> None:
+    """A KL of each token. Estimators that compare samples by their rewards would have to know it before."""
+    estimator, kind = values["algorithm.adv_estimator"], values.get("algorithm.kl_penalty", "kl")
+    coefficient = values.get("algorithm.kl_ctrl.kl_coef", "0.001")
+    if values.get("algorithm.use_kl_in_reward") != "True" or same(coefficient, "0"):
+        return
+    if estimator not in ("gae", "reinforce_plus_plus"):
+        done.unmapped.append(
+            f"algorithm.use_kl_in_reward=True with algorithm.adv_estimator={estimator}: verl takes the KL off the "
+            "rewards before they are compared, here it is taken off each token's advantage: give --use-kl-loss "
+            "--kl-loss-coef in its place"
+        )
+        return
+    if estimator == "reinforce_plus_plus":  # gae takes the coefficient itself
+        done.words += ["--token-advantages", "kl_in_reward"]
+    done.words += ["--kl-coef", coefficient, "--kl-reward-type", _KL.get(kind, kind)]
+
+
 def _saving(values: Mapping[str, str]) -> Iterator[str]:
     """Nothing is saved, and nothing kept, without save_freq."""
-    if (interval := values.get("trainer.save_freq", "-1")) == "-1":
+    if (interval := values.get("trainer.save_freq", "-1")) in _NEVER:
         return
     names = values.get("trainer.project_name", "verl"), values.get("trainer.experiment_name", "run")
     yield from ("--save", values.get("trainer.default_local_dir", f"checkpoints/{'/'.join(names)}"))

@@ -30,6 +30,10 @@ _REFERENCE = "the reference has the trainer's layout, and is packed like its bat
 _LONG = "prompts that are too long are skipped, and counted"
 _TOOLS = "tools are an environment of yours, --environment-path module:attr; docs/agents.md has an example"
 _JUDGE = "a reward model is a service: --rm-type remote_rm --rm-url URL, or --rm-type judge --judge-url URL"
+_TEACHER = (
+    "learn from the log-probs of a teacher by `--use-opd`, the reverse KL of sampled tokens; docs/algorithms.md has an "
+    "example"
+)
 _CRITIC = "with adv_estimator gae the trainer's ranks have a critic, of the policy's layout, batches and weight decay"
 _HOOK = "a reward is called with (prompt, sample): --custom-rm-path module:attr"
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -61,10 +65,16 @@ RENAMED = {
 }
 """Key, or its beginning, since verl 0.7 → what it was before; the table has the latter."""
 
+WARM_UPS: dict[str, tuple[str, When | None]] = {
+    f"{_OPTIM}.lr_warmup_steps": ("--lr-warmup-iters", None),
+    "critic.optim.lr_warmup_steps": ("--critic-lr-warmup-iters", _GAE),
+}
+"""Key, in rollout batches → our flag, in optimizer steps, and when it counts."""
+
 KEYS: tuple[VerlKey, ...] = (
     # Prompts.
-    VerlKey("data.train_files", "works", "is `--prompt-data`", flag="--prompt-data"),
-    together("data.val_files", "is `--eval-prompt-data`, with names of folders before files that share a name"),
+    *(together(f"data.{key}", f"is `{flag}`, with names of folders before files that share a name") for key, flag in
+      (("train_files", "--prompt-data"), ("val_files", "--eval-prompt-data"))),
     is_flag("data.prompt_key", "--input-key"),
     is_flag("data.max_prompt_length", "--rollout-max-prompt-len"),
     is_flag("data.max_response_length", "--rollout-max-response-len"),
@@ -116,8 +126,10 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag(f"{_MEGATRON}.context_parallel_size", "--context-parallel-size"),
     is_flag(f"{_MEGATRON}.expert_model_parallel_size", "--expert-model-parallel-size"),
     is_flag(f"{_MEGATRON}.expert_tensor_parallel_size", "--expert-tensor-parallel-size", unset="None"),
-    is_flag(f"{_ACTOR}.ulysses_sequence_parallel_size", "--context-parallel-size"),
-    is_flag(f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size", "--context-parallel-size"),
+    *(is_flag(f"{_ACTOR}.{key}", "--context-parallel-size") for key in
+      ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size",
+       "veomni.ulysses_parallel_size")),
+    is_flag(f"{_ACTOR}.veomni.expert_parallel_size", "--expert-model-parallel-size"),
     switch(f"{_MEGATRON}.sequence_parallel", off=("--no-sequence-parallel",)),
     is_flag(f"{_MEGATRON}.seed", "--seed"),
     *(together(f"{_MEGATRON}.{key}.*", "is the flag `--X` of the same name, or `--megatron-X`") for key in
@@ -129,7 +141,7 @@ KEYS: tuple[VerlKey, ...] = (
     *(noted(f"{_MEGATRON}.{key}", "it always is") for key in ("use_distributed_optimizer", "use_remove_padding")),
     noted(f"{_MEGATRON}.dtype", "weights are read as bf16 on GPUs; what fp16 needs, a scaled loss, is not implemented",
            "bfloat16"),
-    noted(f"{_ACTOR}.fsdp_config.*", _MEMORY),
+    *(noted(f"{_ACTOR}.{key}.*", _MEMORY) for key in ("fsdp_config", "veomni")),
     noted(f"{_ACTOR}.strategy", "Megatron trains"),
     noted("model_engine", "Megatron trains"),
     noted(f"{_ACTOR}.use_torch_compile", "Megatron's layers are used"),
@@ -142,8 +154,10 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag(f"{_OPTIM}.lr", "--lr"),
     is_flag(f"{_OPTIM}.min_lr", "--min-lr"),
     is_flag(f"{_OPTIM}.weight_decay", "--weight-decay"),
-    is_flag(f"{_OPTIM}.lr_warmup_steps", "--lr-warmup-iters", unset="-1", null="None"),
-    choice(f"{_OPTIM}.lr_warmup_steps_ratio", "other shares: give `--lr-warmup-iters`", **{"0": "", "0.0": ""}),
+    *(replace(together(key, f"times `--num-steps-per-rollout` and `--ppo-epochs` it is `{flag}`"), when=when)
+      for key, (flag, when) in WARM_UPS.items()),
+    *(replace(choice(f"{key}_ratio", f"other shares: give `{flag}`", **{"0": "", "0.0": ""}), when=when)
+      for key, (flag, when) in WARM_UPS.items()),
     is_flag(f"{_OPTIM}.lr_decay_style", "--lr-decay-style"),
     is_flag(f"{_OPTIM}.warmup_style", "--lr-decay-style", unset="None"),
     is_flag(f"{_OPTIM}.lr_scheduler_type", "--lr-decay-style"),
@@ -174,8 +188,8 @@ KEYS: tuple[VerlKey, ...] = (
         reinforce_plus_plus_baseline="--advantage-estimator grpo --no-grpo-std-normalization --normalize-advantages",
     ),
     switch("algorithm.norm_adv_by_std_in_grpo", off=("--no-grpo-std-normalization",)),
-    together("algorithm.use_kl_in_reward", "with kl_ctrl.kl_coef: `--token-advantages kl_in_reward --kl-coef X`; with "
-              "adv_estimator gae `--kl-coef X` alone"),
+    together("algorithm.use_kl_in_reward", "with kl_ctrl.kl_coef: for adv_estimator gae `--kl-coef X`, for "
+              "reinforce_plus_plus `--token-advantages kl_in_reward --kl-coef X`; for others give `--use-kl-loss`"),
     together("algorithm.kl_ctrl.kl_coef", "is `--kl-coef`, with use_kl_in_reward"),
     together("algorithm.kl_penalty", "is `--kl-reward-type`: kl is k1, mse k2, with use_kl_in_reward"),
     noted("algorithm.kl_ctrl.type", "fixed; for adaptive give `--kl-target` and `--kl-horizon`", "fixed"),
@@ -206,8 +220,8 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag(f"{_ACTOR}.clip_ratio_c", "--eps-clip-c", _read_by_losses("eps_clip_c")),
     *(is_flag(f"{_ACTOR}.{place}{key}", f"--{key.replace('_', '-')}", _read_by_losses(key))
       for key in ("tau_pos", "tau_neg") for place in ("", "policy_loss.")),
-    choice(_LOSS_MODE, "vanilla is ppo_clip, geo_mean gmpo; else `--policy-loss` module:attr. The loss of gspo, sapo "
-            "and geo_mean is a mean over sequences",
+    choice(_LOSS_MODE, "vanilla is ppo_clip, geo_mean gmpo; for gpg, which has no ratio, cispo has a clipped one; else "
+            "`--policy-loss` module:attr. The loss of gspo, sapo and geo_mean is a mean over sequences",
             **{mode: f"--policy-loss {loss}" + " --loss-aggregation sequence_mean" * (mode in _OF_SEQUENCES)
                for mode, loss in _LOSSES.items()}),
     *(is_flag(f"{_ACTOR}.policy_loss.{key}", f"--{key.replace('_', '-')}", _read_by_losses(key)) for key in
@@ -220,6 +234,8 @@ KEYS: tuple[VerlKey, ...] = (
     *(choice(f"{place}.router_replay.mode", "R2 is `--use-routing-replay`, R3 `--use-rollout-routing-replay`",
               disabled="", R2="--use-routing-replay", R3="--use-rollout-routing-replay") for place in
       (_ACTOR, _MEGATRON)),
+    choice("distillation.enabled", _TEACHER, False_=""),
+    noted("distillation.*", "the teacher of --use-opd is a frozen group of engines, which --server-groups describes"),
     # Engines.
     is_flag(f"{_ROLLOUT}.n", "--n-samples-per-prompt"),
     is_flag(f"{_ROLLOUT}.temperature", "--rollout-temperature"),
@@ -275,9 +291,6 @@ KEYS: tuple[VerlKey, ...] = (
     *(refused(f"reward.{key}", _HOOK) for key in ("reward_manager.*", "compute_score_kwargs.*")),
     # The critic.
     is_flag("critic.optim.lr", "--critic-lr", _GAE),
-    is_flag("critic.optim.lr_warmup_steps", "--critic-lr-warmup-iters", _GAE, unset="-1", null="None"),
-    replace(choice("critic.optim.lr_warmup_steps_ratio", "other shares: give `--critic-lr-warmup-iters`",
-                    **{"0": "", "0.0": ""}), when=_GAE),
     is_flag("critic.cliprange_value", "--value-clip", _GAE),
     is_flag("critic.model.path", "--critic-hf-checkpoint", _GAE),
     noted("critic.*", _CRITIC),
@@ -288,7 +301,7 @@ KEYS: tuple[VerlKey, ...] = (
     together("trainer.total_epochs", "give `--num-rollout`: prompts times epochs over data.train_batch_size"),
     together("trainer.save_freq", "is `--save-interval`, with --save"),
     together("trainer.default_local_dir", "is `--save`"),
-    is_flag("trainer.test_freq", "--eval-interval", unset="-1"),
+    is_flag("trainer.test_freq", "--eval-interval", unset="-1", never="0"),
     together("trainer.max_actor_ckpt_to_keep", "is `--save-keep-last`, with save_freq"),
     noted("trainer.max_critic_ckpt_to_keep", "the critic is a part of the checkpoints"),
     together("trainer.logger", "with wandb, tensorboard, mlflow, trackio or swanlab in it `--use-wandb` and the like; "
@@ -311,13 +324,16 @@ KEYS: tuple[VerlKey, ...] = (
     noted("global_profiler.*", "PyTorch's profiler is not part of a run"),
     noted("ray_kwargs.*", "--ray-address joins a cluster, else the run starts its own"),
     noted("transfer_queue.*", "batches go through Ray's object store"),
-    # Its asynchronous trainer.
+    # Its asynchronous trainers.
     together("rollout.nnodes", "with rollout.n_gpus_per_node `--rollout-num-gpus`"),
     together("rollout.n_gpus_per_node", "as above"),
-    is_flag("rollout.n", "--n-samples-per-prompt"),
-    is_flag("rollout.test_freq", "--eval-interval"),
-    together("rollout.total_rollout_steps", "give `--num-rollout`: it counts prompts, over data.train_batch_size"),
+    noted("rollout.n", f"{_ROLLOUT}.n counts"),
+    together("rollout.test_freq", "is `--eval-interval`, times trigger_parameter_sync_step"),
+    together("rollout.total_rollout_steps", "prompts: `--num-rollout` is this over ppo_mini_batch_size and "
+              "require_batches"),
     noted("rollout.total_epochs", "--num-rollout says when the run ends"),
+    together("async_training.require_batches", "is `--num-steps-per-rollout`; times ppo_mini_batch_size it is "
+              "`--rollout-batch-size`"),
     is_flag("async_training.trigger_parameter_sync_step", "--update-weights-interval"),
     noted("async_training.staleness_threshold", "a share of samples; --max-weight-staleness bounds each one's age"),
     noted("async_training.partial_rollout", "--pause-generation-mode says how generation continues"),
@@ -343,6 +359,15 @@ DEFAULTS = {
     "trainer.n_gpus_per_node": "8",
 }
 """verl's defaults (trainer/config/ppo_megatron_trainer.yaml) that differ from ours."""
+
+FULLY_ASYNC_DEFAULTS = {
+    "rollout.nnodes": "1",
+    "rollout.n_gpus_per_node": "8",
+    "rollout.total_rollout_steps": "100",
+    "async_training.trigger_parameter_sync_step": "4",
+    "async_training.require_batches": "1",
+}
+"""Further defaults, of its fully asynchronous trainer."""
 
 
 def older_name(key: str) -> str:

@@ -233,5 +233,5 @@ def _usage(turns: Sequence[Turn]) -> JsonObject:
         "prompt_tokens": prompt,
         "completion_tokens": said,
         "total_tokens": prompt + said,
-        "prompt_tokens_details": {"cached_tokens": turns[0].sampled.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": min(turns[0].sampled.cached_tokens, prompt)},
     }

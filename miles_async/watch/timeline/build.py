@@ -17,7 +17,7 @@ from miles_async.watch.run import Run
 from miles_async.watch.timeline.attempts import AttemptSpans, changes, cuts
 from miles_async.watch.timeline.notes import notes, pauses
 from miles_async.watch.timeline.requests import requests
-from miles_async.watch.timeline.steps import STEP, Clock, Line, read_lines, step_items
+from miles_async.watch.timeline.steps import STEP, Clock, Line, line_of, step_items
 from miles_async.watch.timeline.trace import Item, Span, TraceEncoder, trace_text
 
 PROCESSES = ("trainer", "publications", "evaluations", "pool", "events")
@@ -111,9 +111,10 @@ def _newest_lines(run: Run) -> tuple[list[Line], int]:
         return [], 0
     newest: deque[Line] = deque(maxlen=MOST_LINES)
     count = 0
-    for line in read_lines(path):
-        newest.append(line)
-        count += 1
+    with path.open("rb") as file:
+        for line in filter(None, map(line_of, file)):
+            newest.append(line)
+            count += 1
     return [*newest], count - len(newest)
 
 

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from miles_async.runtime.texts import shortened
+from miles_async.types import JsonObject
 from miles_async.watch.engine_events import EVENTS, time_of
-from miles_async.watch.json_texts import decoded
+from miles_async.watch.json_texts import decoded_object
 from miles_async.watch.run import Run
 from miles_async.watch.timeline.trace import Instant, Item, Span, Track
 
@@ -47,19 +48,18 @@ def pauses(run: Run) -> Iterator[Span]:
             )
 
 
-def _entries(run: Run, name: str) -> Iterator[dict[str, object]]:
+def _entries(run: Run, name: str) -> Iterator[JsonObject]:
     path = run.file("logs", name)
     if path is None:
         return
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LOG_BYTES))
         for line in file:
-            entry = decoded(line) if line.startswith(b"{") else None
-            if isinstance(entry, dict):
+            if line.startswith(b"{") and (entry := decoded_object(line)):
                 yield entry
 
 
-def _item(log: str, entry: dict[str, object]) -> Item | None:
+def _item(log: str, entry: JsonObject) -> Item | None:
     event, level, at = str(entry.get("event", "")), entry.get("level"), time_of(entry.get("timestamp"))
     if at is None or (level not in SEVERE and event not in OF_INTEREST and event not in ENDS_OF_OUTAGES):
         return None

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from miles_async.samples.columns import Turn
 from miles_async.samples.files import SamplesFile
-from miles_async.watch.json_texts import decoded
+from miles_async.watch.json_texts import decoded_object
 from miles_async.watch.run import Run
 from miles_async.watch.sample_files import files_of
 from miles_async.watch.timeline.attempts import NO_ENGINE, Lanes
@@ -26,50 +26,22 @@ MOST_REQUESTS = 50_000  # the newest
 _COLUMNS = ("kind", "step", "attempt_id", "sample", "branch", "turns", "metadata")
 
 
-class Request(NamedTuple):
-    """One turn of a sample."""
-
-    start: float
-    end: float
-    engine: str
-    sample: str  # attempt and position in its group
-    turn: int
-    tokens: int
-    kind: str
-    step: int
-    engines: tuple[str, ...]  # several: it was interrupted, and continued elsewhere
-
-
 def requests(run: Run) -> Iterator[Span]:
     """Spans of requests on the engine where each began."""
     newest: list[SamplesFile] = sorted(files_of(run.directory), key=lambda file: file.step, reverse=True)
-    found: list[Request] = []
+    found: list[Span] = []
     for file in newest[:MOST_FILES]:
         if len(found) < MOST_REQUESTS:
             found += _requests(file.path)
     lanes: defaultdict[str, Lanes] = defaultdict(Lanes)
-    for request in sorted(found)[-MOST_REQUESTS:]:
-        lane = lanes[request.engine].place(request.start, request.end)
-        args = {
-            "sample": request.sample,
-            "turn": request.turn,
-            "tokens": request.tokens,
-            "kind": request.kind,
-            "step": request.step,
-            "engines": request.engines,
-        }
-        yield Span(
-            track=Track(request.engine, f"requests of saved samples {lane}"),
-            name=f"{request.sample}, turn {request.turn}" if request.turn > 1 else request.sample,
-            start=request.start,
-            end=request.end,
-            category=f"{request.kind} request",
-            args=args,
-        )
+    for span in sorted(found, key=lambda span: (span.start, span.end))[-MOST_REQUESTS:]:
+        engine = span.track.process
+        lane = lanes[engine].place(span.start, span.end)
+        yield replace(span, track=Track(engine, f"requests of saved samples {lane}"))
 
 
-def _requests(path: Path) -> Iterator[Request]:
-    """The timed requests of a file; none if it is gone or cannot be read."""
+def _requests(path: Path) -> Iterator[Span]:
+    """The timed requests of a file, not in lanes yet; none if it is gone or cannot be read."""
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -79,19 +51,23 @@ def _requests(path: Path) -> Iterator[Request]:
     except (OSError, ValueError, KeyError, arrow.ArrowException, msgspec.ValidationError):
         return
     for row, of_row in zip(rows, turns, strict=True):
-        known = decoded(row["metadata"] or "{}")
-        noted = known.get("engines") if isinstance(known, dict) else None
+        noted = decoded_object(row["metadata"] or "{}").get("engines")
         engines = tuple(map(str, noted)) if isinstance(noted, list) and noted else (NO_ENGINE,)
+        sample = f"attempt {row['attempt_id']} sample {row['sample']}"
         for number, turn in enumerate(of_row, 1):
             if turn.started_at is not None and turn.seconds is not None:
-                yield Request(
+                yield Span(
+                    track=Track(engines[0], ""),
+                    name=f"{sample}, turn {number}" if number > 1 else sample,
                     start=turn.started_at,
                     end=turn.started_at + turn.seconds,
-                    engine=engines[0],
-                    sample=f"attempt {row['attempt_id']} sample {row['sample']}",
-                    turn=number,
-                    tokens=turn.end - turn.start,
-                    kind=row["kind"],
-                    step=row["step"],
-                    engines=engines,
+                    category=f"{row['kind']} request",
+                    args={
+                        "sample": sample,
+                        "turn": number,
+                        "tokens": turn.end - turn.start,
+                        "kind": row["kind"],
+                        "step": row["step"],
+                        "engines": engines,  # several: it was interrupted, and continued elsewhere
+                    },
                 )

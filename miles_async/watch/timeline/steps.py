@@ -11,11 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from miles_async.observability.metrics_file import Kind, kind_of
-from miles_async.types import JsonObject
-from miles_async.watch.json_texts import decoded
+from miles_async.observability.metrics_file import Kind, kind_of, row_of
 from miles_async.watch.timeline.trace import Instant, Item, Span, Track
 
 STEPS = Track("trainer", "steps")
@@ -68,29 +65,13 @@ class Clock:
     visible_at: Mapping[int, float] = field(default_factory=dict)  # by version: the first attempt was issued under it
 
 
-def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of ``metrics.jsonl`` in order, without torn or undated ones."""
-    with path.open("rb") as file:
-        for text in file:
-            if (line := line_of(text)) is not None:
-                yield line
-
-
 def line_of(text: bytes | str) -> Line | None:
     """One line of ``metrics.jsonl``; None if it is torn or has no time."""
-    row = decoded(text)
-    return _line(row) if isinstance(row, dict) else None
-
-
-def _line(row: JsonObject) -> Line | None:
-    step, time = row.get("step"), row.get("time")
-    if not isinstance(step, int) or not isinstance(time, int | float):
+    row = row_of(text)
+    if row is None or not isinstance(time := row.get("time"), int | float):
         return None
-    kind = kind_of(row)
-    if "kind" not in row and kind == "step":  # of an earlier version, which counted from 0
-        step += 1
     values = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
-    return Line(kind, step, float(time), values)
+    return Line(kind_of(row), row["step"], float(time), values)
 
 
 def step_items(lines: Iterable[Line], clock: Clock, *, rolling: bool = False) -> Iterator[Item]:

@@ -7,14 +7,12 @@ from pathlib import Path
 from miles_async.runtime.files.run_directory import PROFILES
 from miles_async.types import JsonObject
 from miles_async.watch.run import Run
-from miles_async.watch.timeline.build import FILE_NAME as TIMELINE
-
-__all__ = ["TIMELINE", "files", "profile"]
+from miles_async.watch.timeline.build import FILE_NAME
 
 
 def files(run: Run) -> list[JsonObject]:
     """The timeline, then profiles by name: [{"name", "bytes", "changed"}]. The timeline's size is not known before."""
-    found: list[JsonObject] = [{"name": TIMELINE, "bytes": None, "changed": None}]
+    found: list[JsonObject] = [{"name": FILE_NAME, "bytes": None, "changed": None}]
     try:
         names = sorted(path.name for path in (run.directory / PROFILES).iterdir())
     except OSError:

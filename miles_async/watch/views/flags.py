@@ -10,7 +10,6 @@ from miles_async.types import JsonObject
 from miles_async.watch.run import Run
 
 PLACE = "run-dir"  # the flag that always differs
-PRESET = "preset:"
 
 
 def flags(runs: Sequence[Run], preset: str | None = None) -> JsonObject:
@@ -21,8 +20,8 @@ def flags(runs: Sequence[Run], preset: str | None = None) -> JsonObject:
     """
     help_of = {item.name.replace("_", "-"): item for item in flag_specifications().values()}
     columns: list[tuple[str, Mapping[str, str]]] = [(run.name, flat(run)) for run in runs]
-    if preset in presets():
-        columns.append((f"{PRESET}{preset}", of_preset(preset)))
+    if with_preset := preset in presets():
+        columns.append((f"preset:{preset}", of_preset(str(preset))))
     groups = {flag: group for run in reversed(runs) for group, table in run.flags().items() for flag in table}
     rows = []
     for flag, group in groups.items():
@@ -36,7 +35,7 @@ def flags(runs: Sequence[Run], preset: str | None = None) -> JsonObject:
                 "help": "" if known is None else known.help,
                 "default": default,
                 "values": values,
-                "differs": flag != PLACE and differs(values, preset is not None and preset in presets()),
+                "differs": flag != PLACE and differs(values, with_preset),
             }
         )
     return {"columns": [title for title, _ in columns], "flags": rows, "presets": [*presets()]}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from miles_async.runtime.texts import shortened
 from miles_async.types import JsonObject
-from miles_async.watch.json_texts import decoded
+from miles_async.watch.json_texts import decoded_object
 from miles_async.watch.run import Run
 
 PAGE_BYTES = 1 << 17
@@ -71,7 +71,7 @@ def page(run: Run, name: str, before: int | None = None) -> JsonObject:
     if start > 0 and b"\n" in block:
         cut = block.index(b"\n") + 1
         start, block = start + cut, block[cut:]
-    return {"lines": [line for line in _lines(block, start)], "start": start, "end": end, "bytes": size}
+    return {"lines": [*_lines(block, start)], "start": start, "end": end, "bytes": size}
 
 
 def search(run: Run, name: str, text: str) -> JsonObject:
@@ -135,8 +135,8 @@ def _lines(block: bytes, offset: int, wanted: bytes = b"") -> Iterator[JsonObjec
 
 def _entry(line: bytes) -> JsonObject:
     text = shortened(_COLOUR.sub(b"", line).decode(errors="replace"), LONGEST_LINE)
-    entry = decoded(line) if line.startswith(b"{") else None
-    if not isinstance(entry, dict) or "event" not in entry:
+    entry = decoded_object(line) if line.startswith(b"{") else {}
+    if "event" not in entry:
         return {"text": text}
     fields = {
         name: shortened(str(value), LONGEST_LINE)

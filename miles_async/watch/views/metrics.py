@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from miles_async.observability.metric_names import describe
 from miles_async.types import JsonObject
-from miles_async.watch.metrics_table import down_sampled, encoded_series, stretch_means
+from miles_async.watch.metrics_table import down_sampled, encoded_series, stretch_means, within
 from miles_async.watch.run import Run
 
 MOST_POINTS = 4_000
@@ -47,8 +47,8 @@ def series(
     points = max(2, min(points, MOST_POINTS))
     found: dict[str, object] = {}
     for name in wanted[:MOST_NAMES]:
-        whole = run.metrics.series(name)
-        means = stretch_means(whole, points, low, high)
+        wanted_part = within(run.metrics.series(name), low, high)
+        means = stretch_means(wanted_part, points)
         left_out = {} if means is None else {"means": encoded_series(means)}
-        found[name] = {**encoded_series(down_sampled(whole, points, low, high)), **left_out}
+        found[name] = {**encoded_series(down_sampled(wanted_part, points)), **left_out}
     return found

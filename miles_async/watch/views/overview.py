@@ -11,7 +11,7 @@ import numpy as np
 
 from miles_async.errors import ConfigurationError, LedgerError
 from miles_async.ledger.reader import ChangeRecord
-from miles_async.observability.heartbeat import generation_paused, standing_line
+from miles_async.observability.heartbeat import standing_line
 from miles_async.observability.metrics_file import AGE_COUNT
 from miles_async.observability.progress_state import AVERAGE_WINDOW, TIME_WINDOW
 from miles_async.runtime.files.run_directory import LEDGER_FILE, find_run
@@ -192,7 +192,7 @@ def _groups(run: Run) -> tuple[JsonObject, list[JsonObject], str, list[str]]:
     return (
         balance.summary(),
         [{"outcome": outcome, "reason": reason, "count": count} for outcome, reason, count in split],
-        standing_line(balance, paused=generation_paused(run.directory / LEDGER_FILE)),
+        standing_line(balance, run.directory / LEDGER_FILE),
         [],
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from miles_async.errors import DataError
 from miles_async.samples.columns import MASK_REASONS, Kind, SampleRow, SampleSummary
-from miles_async.samples.files import DIRECTORY, SamplesFile, file_of
+from miles_async.samples.files import DIRECTORY, file_of
 from miles_async.samples.reader import read_note, read_sample, read_state
 from miles_async.types import JsonObject
 from miles_async.watch.json_texts import decoded
@@ -32,7 +33,7 @@ def samples(run: Run, kind: Kind, step: int | None) -> JsonObject:
         kind = files[-1].kind
     chosen = step if step in steps[kind] else steps[kind][-1]
     file = next(each for each in files if each.kind == kind and each.step == chosen)
-    rows, notes = _listed(run, file)
+    rows, notes = _listed(run, file.path)
     return {"steps": steps, "kind": kind, "step": chosen, "rows": rows, "notes": notes}
 
 
@@ -49,14 +50,15 @@ def sample(
     """One sample: {"branches", "reasons", "group"}. ``first``: the first token that is shown, by default the last one
     of the prompt but a few; ``whole``: texts in full.
     """
-    if run.file("samples", f"{kind}-{step:08}.parquet") is None:
+    path = file_of(run.directory / DIRECTORY, kind, step)
+    if run.file(DIRECTORY, path.name) is None:
         raise DataError(f"step {step} has no samples of {kind}: they were not written, or removed at the limit on size")
     rows = read_sample(run.directory, kind, step, attempt, number)
     if not rows:
         raise DataError(f"step {step} has no sample {number} of attempt {attempt}")
     group = [
         {"sample": row["sample"], "reward": row["reward"]}
-        for row in _listed(run, SamplesFile(step, kind, file_of(run.directory / DIRECTORY, kind, step)))[0]
+        for row in _listed(run, path)[0]
         if row["attempt_id"] == attempt and row["branch"] == 0
     ]
     return {
@@ -66,9 +68,9 @@ def sample(
     }
 
 
-def _listed(run: Run, file: SamplesFile) -> tuple[list[JsonObject], list[str]]:
+def _listed(run: Run, path: Path) -> tuple[list[JsonObject], list[str]]:
     try:
-        rows, note = previews(file.path), read_note(file.path)
+        rows, note = previews(path), read_note(path)
     except (DataError, FileNotFoundError) as error:
         return [], [str(error)]
     notes = [] if note.why_fewer is None else [f"{note.groups_written} of {note.groups} groups: {note.why_fewer}"]
@@ -96,7 +98,9 @@ def _about(row: SampleRow, whole: bool) -> JsonObject:
     return {
         **values,
         "turns": msgspec.to_builtins(row.turns),
-        "conversation": [_shortened(role, text, limit) for role, text in _conversation(row)],
+        "conversation": [
+            {"role": role, "text": text[:limit], "characters": len(text)} for role, text in _conversation(row)
+        ],
         "prompt_metadata": row.prompt_metadata[:limit],
         "metadata": row.metadata[:limit],
     }
@@ -123,10 +127,6 @@ def _parts(message: dict[str, object]) -> list[tuple[str, str]]:
 
 def _json(value: object) -> str:
     return msgspec.json.format(msgspec.json.encode(value)).decode()
-
-
-def _shortened(role: str, text: str, limit: int | None) -> JsonObject:
-    return {"role": role, "text": text[:limit], "characters": len(text)}
 
 
 def _window(row: SampleRow, first: int | None) -> JsonObject:

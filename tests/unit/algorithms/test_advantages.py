@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from miles_async.algorithms.advantages.estimators import grpo, rloo
-from miles_async.algorithms.advantages.rewards import LARGEST_REWARD, check_reward
+from miles_async.algorithms.advantages.rewards import LARGEST_REWARD, check_reward, with_reward
 from miles_async.algorithms.registry import advantage_estimator
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.errors import RewardError
+from miles_async.runtime.serialization import decode, encode
 from miles_async.staleness.versions import group_of
-from miles_async.types import Float32
+from miles_async.types import Float32, RewardParts, Sample, TokenRewards
 from tests.property.builders import make_attempt, make_sample
 
 REWARDS = np.array([1, 0, 0, 0, 3, 5], dtype=np.float32)
@@ -32,6 +33,21 @@ def test_the_largest_rewards_give_finite_advantages_and_gradients(estimator: Cal
     found = estimator(rewards, np.array([3]))
     assert np.isfinite(found).all()
     assert np.isfinite(np.square(found * np.float32(1e6))).all()
+
+
+@pytest.mark.parametrize("given", [True, np.bool_(True), 1, np.float64(1.0)])
+def test_a_reward_is_kept_as_a_number(given: float) -> None:
+    """Checkpoints would not give the others back."""
+    sample = make_sample([3])
+    branch = np.zeros(len(sample.tokens), np.float32)
+    for rewarded in (
+        given,
+        TokenRewards(reward=given, tokens=(branch,)),
+        RewardParts(reward=given, parts={"a": given}),
+    ):
+        kept = with_reward(sample, rewarded)
+        assert type(kept.reward) is float
+        assert decode(encode(kept), Sample).reward == 1.0
 
 
 @pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf, 1e39, 1e13, -1e13])

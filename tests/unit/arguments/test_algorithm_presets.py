@@ -9,7 +9,7 @@ import pytest
 from miles_async.arguments.algorithm_checks import check_algorithm, check_critic, check_off_policy_correction
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.validation import range_problems
-from miles_async.cli import main
+from tests.unit.commands.command_line import printed
 
 PRESETS = sorted((Path(__file__).parents[3] / "arguments/presets/algorithms").glob("*.args"))
 
@@ -38,10 +38,9 @@ def test_a_preset_contradicts_nothing(preset: Path) -> None:
     ],
 )
 def test_print_config_expands_a_preset(name: str, shown: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", f"@preset:{name}", "--print-config"]) == 0
-    printed = capsys.readouterr().out
+    out = printed(capsys, "train", f"@preset:{name}", "--print-config")
     for line in shown:
-        assert line in printed
+        assert line in out
 
 
 def test_every_recipe_has_a_preset() -> None:

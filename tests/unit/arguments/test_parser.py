@@ -261,11 +261,6 @@ class TestConfigFile:
         assert str(file) in found
         assert message in found
 
-    def test_names_that_files_of_earlier_runs_have_are_read(self, tmp_path: Path):
-        file = tmp_path / "run.toml"
-        file.write_text("[model]\nshare-prompts = true\n")
-        assert parse("--config", str(file)).model.share_prefixes
-
     def test_missing_file_is_named(self):
         assert "there is no file absent.toml" in refusal("--config", "absent.toml")
 

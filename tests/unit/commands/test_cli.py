@@ -28,6 +28,7 @@ from miles_async.prompts.tokenizers import load_tokenizer
 from miles_async.runs.launch import launch
 from miles_async.runtime.processes.run_process import MARK
 from miles_async.wiring import early_imports
+from tests.unit.commands.command_line import printed, refused
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "quickstart" / "assets" / "reverse" / "model"
 
@@ -67,10 +68,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Arguments]:
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"miles-async {__version__}\n"
-    assert main(["--help"]) == 0
-    assert "Examples:" in capsys.readouterr().out
+    assert printed(capsys, "--version") == f"miles-async {__version__}\n"
+    assert "Examples:" in printed(capsys, "--help")
     assert main([]) == 2
 
 
@@ -87,8 +86,7 @@ def test_a_broken_contract_is_reported_as_a_bug(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_unknown_command_suggests(capsys: pytest.CaptureFixture[str]):
-    assert main(["trian"]) == 2
-    assert "error: unknown command trian; did you mean train?" in capsys.readouterr().err
+    assert "error: unknown command trian; did you mean train?" in refused(capsys, "trian")
 
 
 def test_train_runs_with_the_arguments(flags: list[str], runs: list[Arguments]):
@@ -101,8 +99,7 @@ def test_a_program_has_what_the_command_line_has(
 ):
     words = [*flags[1:], "--lr", "1e-4"]
     config, shown = miles_async.Config.from_args(words), list[str]()
-    assert main(["train", *words, "--dry-run"]) == 0
-    assert miles_async.check(config) == capsys.readouterr().out
+    assert miles_async.check(config) == printed(capsys, "train", *words, "--dry-run")
     assert main(["train", *words]) == launch(config, shown.append) == 0
     assert "".join(shown) == capsys.readouterr().out
     by_command, by_program = runs
@@ -115,12 +112,11 @@ def test_a_program_has_what_the_command_line_has(
 
 
 def test_dry_run_checks_and_starts_nothing(flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str]):
-    assert main([*flags, "--dry-run"]) == 0
-    printed = capsys.readouterr().out
-    assert "Nothing was started" in printed
-    assert "(9)" in printed
-    assert "age at most 2, 3 batch(es) admitted ahead" in printed
-    assert "1 ranks on cpu: DP 1\n" in printed
+    out = printed(capsys, *flags, "--dry-run")
+    assert "Nothing was started" in out
+    assert "(9)" in out
+    assert "age at most 2, 3 batch(es) admitted ahead" in out
+    assert "1 ranks on cpu: DP 1\n" in out
     assert not runs
 
 
@@ -131,11 +127,10 @@ def test_dry_run_tells_of_prompts_that_are_too_long(
     prompts = tmp_path / "train.jsonl"
     texts = ["rev " + "1" * length for length in (2, 40, 100)]
     prompts.write_text("".join(json.dumps({"prompt": text, "label": ""}) + "\n" for text in texts))
-    assert main([*flags, "--dry-run"]) == 0
-    printed = capsys.readouterr().out
-    assert f"  note: {prompts}: 1 of 3 prompts are skipped: they have up to" in printed
-    assert "--rollout-max-response-len 32 leaves 96 of the model's 128 positions" in printed
-    assert "micro-batches of their own" not in printed
+    out = printed(capsys, *flags, "--dry-run")
+    assert f"  note: {prompts}: 1 of 3 prompts are skipped: they have up to" in out
+    assert "--rollout-max-response-len 32 leaves 96 of the model's 128 positions" in out
+    assert "micro-batches of their own" not in out
     assert main([*flags, "--dry-run", "--max-tokens-per-gpu", "64"]) == 0
     assert "their samples may exceed --max-tokens-per-gpu 64" in capsys.readouterr().out
 
@@ -160,11 +155,9 @@ def test_dry_run_shows_how_ranks_are_split(flags: list[str], runs: list[Argument
 def test_print_config_reads_back(
     flags: list[str], runs: list[Arguments], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main([*flags, "--lr", "3e-4", "--print-config"]) == 0
-    printed = capsys.readouterr().out
-    (tmp_path / "run.toml").write_text(printed)
-    assert main(["train", "--config", str(tmp_path / "run.toml"), "--print-config"]) == 0
-    assert capsys.readouterr().out == printed
+    out = printed(capsys, *flags, "--lr", "3e-4", "--print-config")
+    (tmp_path / "run.toml").write_text(out)
+    assert printed(capsys, "train", "--config", str(tmp_path / "run.toml"), "--print-config") == out
     assert main(["train", "--config", str(tmp_path / "run.toml")]) == 0
     assert runs[0].optimizer.lr == 3e-4
 
@@ -203,8 +196,7 @@ def test_a_run_begins_where_it_will_resume_and_nothing_is_saved_yet(
     save, other = tmp_path / "checkpoints", tmp_path / "other"
     for made in (False, True):
         both = [*flags, "--save", str(save), "--load", f"{save}/"]
-        assert main([*both, "--dry-run"]) == 0
-        dry = capsys.readouterr().out
+        dry = printed(capsys, *both, "--dry-run")
         assert f"  note: --load {save}: no checkpoint there yet, the run begins\n" in dry
         assert "resumes from" not in dry
         assert main(both) == 0
@@ -334,8 +326,7 @@ def test_exit_code_tells_how_a_run_ended(
 def test_a_dry_run_refuses_settings_that_would_fail_later(
     flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
 ):
-    assert main([*flags, *extra, "--dry-run"]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, *flags, *extra, "--dry-run")
     if "prompts" not in message:  # what takes seconds to know is checked by the rollout process, before engines
         assert main([*flags, *extra]) == 2
     assert not runs
@@ -345,8 +336,7 @@ def test_a_dry_run_refuses_variables_that_megatron_would_find_wrong(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    assert main([*flags, "--device", "cuda", "--dry-run"]) == 2
-    assert "NVTE_FUSED_ATTN=0 in the environment" in capsys.readouterr().err
+    assert "NVTE_FUSED_ATTN=0 in the environment" in refused(capsys, *flags, "--device", "cuda", "--dry-run")
 
 
 def change_config(flags: list[str], **changes: object) -> Path:
@@ -358,8 +348,7 @@ def change_config(flags: list[str], **changes: object) -> Path:
 
 def test_a_dry_run_refuses_a_model_that_cannot_be_trained(flags: list[str], capsys: pytest.CaptureFixture[str]):
     change_config(flags, model_type="mamba")
-    assert main([*flags, "--dry-run"]) == 2
-    assert "model_type 'mamba' is not trained" in capsys.readouterr().err
+    assert "model_type 'mamba' is not trained" in refused(capsys, *flags, "--dry-run")
 
 
 def test_a_dry_run_says_what_becomes_of_layers_for_multi_token_prediction(
@@ -401,18 +390,15 @@ def test_a_dry_run_refuses_a_template_that_does_not_end(
     template = change_config(flags) / "chat_template.jinja"
     loop = "{% for i in range(10**5) %}{% for j in range(3000) %}{% endfor %}{% endfor %}"  # minutes
     template.write_text(loop + template.read_text())
-    assert main([*flags, "--dry-run"]) == 2
-    assert f"the chat template {template} takes more than 0.5 s" in capsys.readouterr().err
+    assert f"the chat template {template} takes more than 0.5 s" in refused(capsys, *flags, "--dry-run")
     template.write_text(template.read_text().replace("10**5", "10**9"))
     load_tokenizer.cache_clear()
-    assert main([*flags, "--dry-run"]) == 2
-    assert "the chat template refuses this conversation: Range too big" in capsys.readouterr().err
+    assert "the chat template refuses this conversation: Range too big" in refused(capsys, *flags, "--dry-run")
 
 
 def test_a_dry_run_tells_of_turns_that_nothing_ends(flags: list[str], capsys: pytest.CaptureFixture[str]):
     model = change_config(flags)
-    assert main([*flags, "--dry-run"]) == 0
-    assert "ends the assistant's turn" not in capsys.readouterr().out
+    assert "ends the assistant's turn" not in printed(capsys, *flags, "--dry-run")
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
     end, end_id = tokenizer["eos_token"], load_tokenizer(model).eos_token_id
     template = model / "chat_template.jinja"
@@ -422,27 +408,22 @@ def test_a_dry_run_tells_of_turns_that_nothing_ends(flags: list[str], capsys: py
         if (path := model / name).exists():
             path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": None}))
     load_tokenizer.cache_clear()
-    assert main([*flags, "--dry-run"]) == 0
-    told = capsys.readouterr().out
+    told = printed(capsys, *flags, "--dry-run")
     assert f"ends the assistant's turn with {end!r}, and engines stop at {tokenizer['pad_token']!r}: a response" in told
     assert f"add {end_id} to eos_token_id in generation_config.json, or give --rollout-stop '{end}'" in told
-    assert main([*flags, "--rollout-stop", end, "--dry-run"]) == 0
-    assert "ends the assistant's turn" not in capsys.readouterr().out
+    assert "ends the assistant's turn" not in printed(capsys, *flags, "--rollout-stop", end, "--dry-run")
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [end_id]}))
-    assert main([*flags, "--dry-run"]) == 0
-    assert "ends the assistant's turn" not in capsys.readouterr().out
+    assert "ends the assistant's turn" not in printed(capsys, *flags, "--dry-run")
 
 
 def test_a_dry_run_refuses_a_model_without_tokenizer_or_template(flags: list[str], capsys: pytest.CaptureFixture[str]):
     model = change_config(flags)
     (model / "chat_template.jinja").unlink()
-    assert main([*flags, "--dry-run"]) == 2
-    assert "has no chat template; use --no-apply-chat-template" in capsys.readouterr().err
+    assert "has no chat template; use --no-apply-chat-template" in refused(capsys, *flags, "--dry-run")
     (model / "tokenizer.json").unlink()
     (model / "tokenizer_config.json").unlink()
     load_tokenizer.cache_clear()
-    assert main([*flags, "--dry-run"]) == 2
-    assert "no usable tokenizer there" in capsys.readouterr().err
+    assert "no usable tokenizer there" in refused(capsys, *flags, "--dry-run")
 
 
 @pytest.fixture
@@ -463,8 +444,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_paths_that_may_not_be_looked_at_are_problems_with_flags(
     flags: list[str], closed: Path, flag: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert main([*flags, "--dry-run", flag, str(closed / "inside")]) == 2
-    assert f"{flag} {closed / 'inside'}: " in capsys.readouterr().err
+    assert f"{flag} {closed / 'inside'}: " in refused(capsys, *flags, "--dry-run", flag, str(closed / "inside"))
 
 
 def test_outputs_never_overwrite_inputs(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -8,8 +8,8 @@ import pytest
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.optimizer import OptimizerArguments
-from miles_async.cli import main
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile
+from tests.unit.commands.command_line import printed, refused
 from tests.unit.commands.run_directories import write_run
 
 
@@ -29,8 +29,7 @@ def runs(tmp_path: Path) -> list[str]:
 
 
 def test_flags_that_differ_and_curves_are_shown(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", *runs]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split() for line in printed(capsys, "compare", *runs).splitlines()]
     flags = [line for line in lines if line and line[0].startswith("--")]
     assert flags == [["--lr", "0.001", "1e-05"]]
     place = lines.index(["reward/mean", "fast", "▁▃▆█", "0.1", "1", "0.55"])
@@ -41,8 +40,7 @@ def test_flags_that_differ_and_curves_are_shown(runs: list[str], capsys: pytest.
 
 def test_chosen_metrics_are_drawn(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "curves.png"
-    assert main(["compare", *runs, "--metric", "age/max", "eval/reward", "--output", str(picture)]) == 0
-    shown = capsys.readouterr().out
+    shown = printed(capsys, "compare", *runs, "--metric", "age/max", "eval/reward", "--output", str(picture))
     assert "age/max" in shown
     assert "reward/mean" not in shown
     assert shown.endswith(f"wrote {picture}\n")
@@ -51,8 +49,7 @@ def test_chosen_metrics_are_drawn(runs: list[str], tmp_path: Path, capsys: pytes
 
 def test_a_long_curve_is_of_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [str(write_run(tmp_path / name, [step / 399 for step in range(400)])) for name in "ab"]
-    assert main(["compare", *runs]) == 0
-    shown = capsys.readouterr().out
+    shown = printed(capsys, "compare", *runs)
     assert "no flag differs" in shown
     assert "▁▁▁▁▁▂▂▂▂▂▃▃▃▃▃▄▄▄▄▄▅▅▅▅▅▆▆▆▆▆▇▇▇▇▇█████" in shown
 
@@ -63,8 +60,7 @@ def test_supervised_runs_have_a_loss(tmp_path: Path, capsys: pytest.CaptureFixtu
         run_dir = write_run(tmp_path / name, rewards=())
         (run_dir / FILE_NAME).write_text('{"kind": "step", "step": 1, "train/loss": 0.5, "time/step_seconds": 1}\n')
         runs.append(str(run_dir))
-    assert main(["compare", *runs]) == 0
-    assert "train/loss" in capsys.readouterr().out
+    assert "train/loss" in printed(capsys, "compare", *runs)
 
 
 def test_runs_that_cannot_be_compared_are_one_line(
@@ -81,6 +77,5 @@ def test_runs_that_cannot_be_compared_are_one_line(
         ([*runs, "--output", "curves.svg"], "--output curves.svg: expected a name that ends with .png"),
         ([*runs, "--output", str(tmp_path / "no" / "x.png")], f"--output {tmp_path / 'no' / 'x.png'}: "),
     ]:
-        assert main(["compare", *words]) == 2
-        [line] = capsys.readouterr().err.splitlines()
+        [line] = refused(capsys, "compare", *words).splitlines()
         assert message in line

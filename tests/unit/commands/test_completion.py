@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.cli import COMMANDS, main
+from tests.unit.commands.command_line import printed, refused
 
 
 @pytest.fixture
@@ -50,10 +51,8 @@ def test_bash_completes_commands_flags_choices_groups_and_paths(
 
 @pytest.mark.parametrize("shell", ["zsh", "fish", "tcsh"])
 def test_other_shells_have_a_script_too(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    assert "max-weight-staleness" in capsys.readouterr().out
+    assert "max-weight-staleness" in printed(capsys, "completion", shell)
 
 
 def test_an_unknown_shell_is_refused_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "dos"]) == 2
-    assert "choose from bash" in capsys.readouterr().err.replace("'", "")
+    assert "choose from bash" in refused(capsys, "completion", "dos").replace("'", "")

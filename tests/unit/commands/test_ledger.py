@@ -26,6 +26,7 @@ from miles_async.staleness.pool import Pool
 from miles_async.types import Attempt
 from tests.fakes.fake_sides import FakeTrainer
 from tests.property.builders import make_group, make_prompt
+from tests.unit.commands.command_line import printed, refused
 
 NAMES = ("train.jsonl:5", "train.jsonl:6", "train.jsonl:7")
 
@@ -68,16 +69,6 @@ async def run_dir(tmp_path: Path) -> Path:
     story = Story(tmp_path / "run")
     await story.tell()
     return tmp_path / "run"
-
-
-def printed(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    assert main([str(word) for word in words]) == 0
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    assert main([str(word) for word in words]) == 2
-    return capsys.readouterr().err
 
 
 async def test_explain_tells_a_prompts_story_attempt_by_attempt(

@@ -24,6 +24,7 @@ from miles_async.errors import ConfigurationError
 from miles_async.runs.config import Config
 from miles_async.samples.columns import FileNote
 from miles_async.samples.files import DIRECTORY, file_of
+from tests.unit.commands.command_line import printed, refused
 from tests.unit.samples.sample_rows import row, write_file
 
 MODEL = "examples/quickstart/assets/reverse/model"
@@ -131,10 +132,8 @@ def test_each_command_has_its_prompts(prompts: str, capsys: pytest.CaptureFixtur
     assert "--prompt-data is required: prompts to sample, .jsonl or .parquet; `miles-async eval` evaluates" in (
         capsys.readouterr().err
     )
-    assert main(["rollout", *FLAGS]) == 2
-    assert "--prompt-data is required" in capsys.readouterr().err
-    assert main(["eval", *FLAGS]) == 2
-    assert "--eval-config or --environment-eval-prompts is required" in capsys.readouterr().err
+    assert "--prompt-data is required" in refused(capsys, "rollout", *FLAGS)
+    assert "--eval-config or --environment-eval-prompts is required" in refused(capsys, "eval", *FLAGS)
 
 
 def test_prompts_of_an_environment_are_sampled_and_its_held_out_ones_evaluated(
@@ -285,8 +284,7 @@ def test_a_flag_without_its_value_is_refused(prompts: str, capsys: pytest.Captur
 
 def test_help_names_the_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("rollout", "eval"):
-        assert main([name, "--help"]) == 0
-        assert "--against RUN_DIR" in capsys.readouterr().out
+        assert "--against RUN_DIR" in printed(capsys, name, "--help")
 
 
 @pytest.mark.parametrize(("name", "expected"), [("absent", "no directory"), ("empty", "no samples of an evaluation")])
@@ -294,8 +292,7 @@ def test_a_wrong_run_to_compare_with_is_noticed_first(
     tmp_path: Path, prompts: str, capsys: pytest.CaptureFixture[str], name: str, expected: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    assert main(["eval", *FLAGS, "--eval-prompt-data", prompts, "--against", str(tmp_path / name)]) == 2
-    assert expected in capsys.readouterr().err
+    assert expected in refused(capsys, "eval", *FLAGS, "--eval-prompt-data", prompts, "--against", str(tmp_path / name))
 
 
 def test_runs_without_a_common_data_set_are_not_compared(

@@ -16,6 +16,7 @@ from miles_async.staleness.events import Changed, Ended, Issued
 from miles_async.staleness.ledger import Outcome
 from miles_async.types import Changes
 from tests.property.builders import make_attempt
+from tests.unit.commands.command_line import printed, refused
 from tests.unit.commands.run_directories import write_run
 
 
@@ -46,8 +47,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_a_run_that_goes_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", str(run_dir)]) == 0
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    lines = [line.strip() for line in printed(capsys, "status", str(run_dir)).splitlines()]
     assert lines[0] == f"{run_dir}: running"
     assert "step 2/40  reward 0.500 (avg 0.300)  age 0.50 (max 1)" in lines[2]
     assert lines[3].startswith("last metrics 0:0")
@@ -69,13 +69,11 @@ def test_lines_of_logs_that_are_no_entries_are_passed_over(
 ) -> None:
     for path in (run_dir / "logs" / "driver.log", run_dir / "summary.json"):
         path.write_text(line + "\n")
-    assert main(["status", str(run_dir)]) == 0
-    assert capsys.readouterr().out.count("warning at") == 1
+    assert printed(capsys, "status", str(run_dir)).count("warning at") == 1
 
 
 def test_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--json", str(run_dir)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed(capsys, "status", "--json", str(run_dir)))
     assert (found["state"], found["steps"], found["metrics"]["step"], found["checkpoint"]) == ("running", 40, 2, 2)
     assert found["groups"]["filtered"] == 2
     assert found["changes"] == ["after step 2: lr 0.0005 → 0.0004", "after step 2: evaluation now"]
@@ -99,8 +97,7 @@ def test_a_run_that_is_over_and_one_on_another_machine(tmp_path: Path, capsys: p
 def test_a_run_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path / "run", rewards=())
     (run_dir / FILE_NAME).unlink()
-    assert main(["status", str(run_dir)]) == 0
-    assert "\n  no step yet\n" in capsys.readouterr().out
+    assert "\n  no step yet\n" in printed(capsys, "status", str(run_dir))
 
 
 def test_what_is_no_run_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,8 +108,7 @@ def test_what_is_no_run_directory_is_one_line(tmp_path: Path, capsys: pytest.Cap
         ([str(tmp_path / "other")], f"expected a run directory with a run.json, found none in {tmp_path / 'other'}"),
         ([], "the following arguments are required: RUN_DIR"),
     ]:
-        assert main(["status", *words]) == 2
-        [line] = capsys.readouterr().err.splitlines()
+        [line] = refused(capsys, "status", *words).splitlines()
         assert message in line
 
 
@@ -120,7 +116,5 @@ def test_the_parent_of_runs_is_told_from_a_damaged_one(tmp_path: Path, capsys: p
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text('{"pid')
-    assert main(["status", str(tmp_path)]) == 2
-    assert f"found none in {tmp_path}; it holds the runs a, b: name one" in capsys.readouterr().err
-    assert main(["status", str(tmp_path / "a")]) == 2
-    assert "run.json cannot be read: " in capsys.readouterr().err
+    assert f"found none in {tmp_path}; it holds the runs a, b: name one" in refused(capsys, "status", str(tmp_path))
+    assert "run.json cannot be read: " in refused(capsys, "status", str(tmp_path / "a"))

@@ -17,6 +17,7 @@ from miles_async.cli import main
 from miles_async.runtime.files.owned_directory import PREFIX
 from miles_async.runtime.files.run_directory import CONFIG_FILE
 from miles_async.runtime.processes.run_process import RUN_FILE, RunProcess, read_run_process
+from tests.unit.commands.command_line import printed, refused
 
 DRIVER = """
 import signal, subprocess, sys, time
@@ -83,8 +84,7 @@ def test_processes_that_the_driver_leaves_are_killed_wherever_they_are(
     assert alive(other.child)
     assert f"killing what is left: {driver.child.pid}" in capsys.readouterr().out
     driver.process.wait(10)
-    assert main(["stop", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"the run in {tmp_path} is over\n"
+    assert printed(capsys, "stop", str(tmp_path)) == f"the run in {tmp_path} is over\n"
 
 
 def test_a_reader_that_is_gone_does_not_keep_it_from_killing(
@@ -146,12 +146,10 @@ def test_what_killed_ranks_staged_goes_wherever_the_run_said_it_should_be(
 def test_a_directory_without_a_run_of_this_machine_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["stop", str(tmp_path)]) == 2
-    assert "expected a run directory with a run.json" in capsys.readouterr().err
+    assert "expected a run directory with a run.json" in refused(capsys, "stop", str(tmp_path))
     elsewhere = RunProcess(pid=1, started=0.0, start_ticks=0, host="gpu-17", mark="x")
     (tmp_path / RUN_FILE).write_bytes(msgspec.json.encode(elsewhere))
-    assert main(["stop", str(tmp_path)]) == 2
-    assert "was started on gpu-17; stop it there" in capsys.readouterr().err
+    assert "was started on gpu-17; stop it there" in refused(capsys, "stop", str(tmp_path))
 
 
 @pytest.mark.parametrize("command", ["stop", "set"])
@@ -165,6 +163,5 @@ def test_a_run_of_another_user_is_left_alone(
     drivers.append(driver := Driver(tmp_path))
     user = psutil.Process().username()
     monkeypatch.setattr("os.geteuid", lambda: 4_000_000)
-    assert main([command, str(tmp_path)]) == 2
-    assert f"the run belongs to {user}: use this command as that user" in capsys.readouterr().err
+    assert f"the run belongs to {user}: use this command as that user" in refused(capsys, command, str(tmp_path))
     assert alive(psutil.Process(driver.process.pid))

@@ -125,6 +125,14 @@ async def test_data_sets_count_alike_in_the_mean_reward():
     assert len(bench.attempt_ids) == 11
 
 
+async def test_the_mean_reward_is_none_of_fewer_data_sets():
+    bench = Bench(lambda prompt, sample: RewardError("down") if prompt == 1 else 1.0, sets={"short": 1, "long": 2})
+    assert (await bench.evaluator.run(0))["eval/reward"] == 1.0
+    bench = Bench(lambda prompt, sample: RewardError("cannot tell"), sets={"short": 1})
+    bench.evaluator._data_sets |= Bench(sets={"long": 2}).evaluator._data_sets
+    assert "eval/reward" not in await bench.evaluator.run(0)
+
+
 async def test_samples_that_fail_are_counted_and_left_out():
     def rewards(prompt: int, sample: int) -> float | BaseException:
         return RewardError("cannot tell") if sample == 0 or prompt == 2 else float(prompt == 0)

@@ -92,14 +92,6 @@ def test_epochs_are_kept_in_order(store: LedgerStore, reader: LedgerReader) -> N
     assert reader.epochs() == epochs
 
 
-@pytest.mark.parametrize("table", ["changes", "epochs"])
-def test_a_ledger_of_an_earlier_version_lacks_a_table(store: LedgerStore, tmp_path: Path, table: str) -> None:
-    with sqlite3.connect(tmp_path / "ledger.sqlite") as connection:
-        connection.execute(f"DROP TABLE {table}")
-    with open_ledger(tmp_path / "ledger.sqlite") as reader:
-        assert getattr(reader, table)() == ()
-
-
 def test_epochs_of_a_locked_ledger_are_an_error(store: LedgerStore, tmp_path: Path) -> None:
     class Locked(sqlite3.Connection):
         def execute(self, *_: object) -> sqlite3.Cursor:  # type: ignore[override]
@@ -180,19 +172,6 @@ def test_nothing_is_held_open_after_the_block(store: LedgerStore, tmp_path: Path
         pass
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         reader.started_at()
-
-
-def test_a_ledger_of_the_format_before_counts_its_steps_from_0(store: LedgerStore, tmp_path: Path) -> None:
-    attempt = make_attempt(1)
-    store.write([(1.0, Issued(attempt=attempt)), (2.0, Finished(group=make_group(attempt)))])
-    store.write([(3.0, Cut(attempt_ids=(1,), target_version=0))])
-    store.write([(4.0, Ended(attempt_id=1, outcome=Outcome.TRAINED, step=4))])
-    steps = []
-    for version in ("2", "3"):
-        store._connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (version,))
-        with open_ledger(tmp_path / "ledger.sqlite") as reader:
-            steps += [record.step for record in reader.find("1")]
-    assert steps == [5, 4]
 
 
 def test_a_ledger_of_another_format_is_refused(store: LedgerStore, tmp_path: Path) -> None:

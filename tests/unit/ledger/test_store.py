@@ -150,15 +150,6 @@ def test_a_resumed_run_starts_with_the_balance_it_brings_along(store: LedgerStor
         assert reader.dead_letters() == (letter,)
 
 
-def test_a_ledger_of_an_earlier_version_says_nothing_of_accepted_changes(store: LedgerStore, path: Path) -> None:
-    # covers: C9
-    restored = Restored(Ledger().balance())
-    store.write([(0.0, restored)])
-    store._connection.execute("UPDATE meta SET value = json_remove(value, '$.accepted') WHERE key = 'carried'")
-    with open_ledger(path) as reader:
-        assert reader.carried() == restored
-
-
 def test_metadata_of_a_users_generate_may_be_anything(store: LedgerStore, path: Path) -> None:
     issued, (_, finished), _ = life(0)
     odd = ({}, {"engines": "engine-0", "chunks": "many"})

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from miles_async.arguments import RolloutArguments
 from miles_async.errors import ContractViolation, LedgerError, RequestRejectedError, TransientEngineError
@@ -219,6 +220,27 @@ async def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
         assert reader.carried().balance == first.pool.balance()
         assert reader.carried().accepted == accepted
         assert {r.step for r in reader._records("WHERE step IS NOT NULL")} == {4, 5, 6}
+
+
+async def test_other_prompts_end_the_quarantine_at_a_resume(tmp_path: Path) -> None:
+    # covers: C6, C9
+    first = Run(tmp_path / "first.sqlite")
+    await run_steps(first, range(3))
+    await first.manager.snapshot()
+    await first.manager.save(tmp_path)
+    assert [letter.prompt_id for letter in first.pool.dead_letters] == ["p3"]
+    second = Run(tmp_path / "second.sqlite")
+    second.source.restore = lambda state: ["prompt_data: rows was 10 and is 11"]  # type: ignore[method-assign]
+    resumption = Resumption(step=3, version=first.engines.version, readmissions={"request": ["p3"]})
+    with capture_logs() as logs:
+        await second.manager.load(tmp_path, resumption)
+    state = second.pool.snapshot().state
+    assert state.book.quarantined == ()
+    assert not [attempt for attempt in state.book.retries if "readmitted" in attempt.history]
+    assert [each["no_longer_quarantined"] for each in logs] == [["p3"]]
+    await second.ledger.close()
+    with open_ledger(tmp_path / "second.sqlite") as reader:
+        assert reader.dead_letters() == ()
 
 
 async def test_the_end_of_a_failed_run_is_on_disk_too(tmp_path: Path) -> None:

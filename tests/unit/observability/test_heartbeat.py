@@ -10,7 +10,6 @@ from miles_async.ledger.store import LedgerStore
 from miles_async.observability.heartbeat import (
     LONGEST_REASON,
     commonest_reason,
-    generation_paused,
     heartbeat,
     read_balance,
     standing_line,
@@ -92,7 +91,7 @@ def test_what_a_run_waits_for(tmp_path: Path) -> None:
         _ledger(ledger, reasons, in_flight)
         balance = read_balance(ledger)
         assert balance is not None
-        assert standing_line(balance, paused=False).endswith(expected)
+        assert standing_line(balance, ledger).endswith(expected)
 
 
 def test_a_pause_is_what_a_run_waits_for(tmp_path: Path) -> None:
@@ -103,8 +102,7 @@ def test_a_pause_is_what_a_run_waits_for(tmp_path: Path) -> None:
         store.write([(3.0, Changed(Changes(after=step, before={}, values={"generation": value})))])
         balance = read_balance(ledger)
         assert balance is not None
-        assert generation_paused(ledger) == paused
-        line = standing_line(balance, paused=generation_paused(ledger))
+        line = standing_line(balance, ledger)
         assert line.endswith("generation is paused until `miles-async set RUN_DIR generation=running`") == paused
     store.close()
 

@@ -59,19 +59,6 @@ def test_each_line_says_what_it_is_about(path: Path) -> None:
     assert all("kind" not in row for row in read_metrics(path)), "a merged row has several"
 
 
-def test_steps_of_an_earlier_version_count_from_0(path: Path) -> None:
-    path.parent.mkdir()
-    lines = [{"step": 0, "eval/reward": 0.2}, {"step": 0, "reward/mean": 0.1}, {"step": 1, "reward/mean": 0.3}]
-    lines += [{"step": 2, "checkpoint/write_seconds": 3.0}, {"step": 2, "eval/reward": 0.4}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rows = read_metrics(path)
-    assert [(row["step"], row.get("reward/mean"), row.get("eval/reward")) for row in rows] == [
-        (0, None, 0.2),
-        (1, 0.1, None),
-        (2, 0.3, 0.4),
-    ]
-
-
 def test_a_torn_last_line_is_left_out(path: Path) -> None:
     file = MetricsFile(path)
     file.log({"reward/mean": 0.1}, step=0)

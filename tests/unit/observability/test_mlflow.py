@@ -12,7 +12,7 @@ from miles_async.errors import ConfigurationError
 from miles_async.observability.mlflow_tracker import MlflowTracker, mlflow_name, tracking_uri
 from miles_async.observability.tracker_parts import Settings, TrackedRun
 from miles_async.observability.trackers import open_trackers
-from miles_async.runtime.processes.restarts import RESTARTS_VARIABLE, RunRestart, restarts_variable
+from tests.unit.observability.tracked import require_that_metrics_are_written, restarted
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -82,8 +82,7 @@ def test_a_restarted_run_continues_its_run(
         trackers.log({"reward/mean": step / 10}, step=step)
         trackers.finish()
         aside = (tmp_path / "latest").rename(tmp_path / f"latest.{step}")
-        restart = RunRestart(at=0.0, reason="a node was lost", run_dir=str(aside), checkpoint=None)
-        monkeypatch.setenv(RESTARTS_VARIABLE, restarts_variable([restart])[RESTARTS_VARIABLE])
+        restarted(monkeypatch, aside)
     [(run_id, _, status)] = runs(client)
     assert status == "FINISHED"
     assert history(client, run_id, "reward/mean") == [(1, 0.1), (2, 0.2)]
@@ -95,10 +94,7 @@ def test_a_store_that_cannot_be_used_costs_a_run_nothing(tmp_path: Path, monkeyp
     (tmp_path / "file").touch()
     place = (tmp_path / "file").as_uri()
     arguments = ObservabilityArguments(run_dir=tmp_path / "run", use_mlflow=True, mlflow_tracking_uri=place)
-    trackers = open_trackers(arguments, {})
-    trackers.log({"reward/mean": 0.5}, step=1)
-    trackers.finish()
-    assert '"reward/mean": 0.5' in (tmp_path / "run" / "metrics.jsonl").read_text()
+    require_that_metrics_are_written(arguments)
 
 
 def test_the_server_is_that_of_flag_or_variable() -> None:

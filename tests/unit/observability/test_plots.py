@@ -41,11 +41,10 @@ def record_run(directory: Path) -> RunSummary:
 
 
 def test_a_recorded_run_can_be_plotted_and_summarised(tmp_path: Path) -> None:
-    result = record_run(tmp_path).finish({}, 0.0, 0.0, 1.0)
+    result = record_run(tmp_path).finish({}, wall_seconds=1.0, weight_version=3)
     assert plot_run(tmp_path) == tmp_path / "reward.png"
     assert (tmp_path / "reward.png").read_bytes().startswith(PNG)
     assert (result["eval_reward_first"], result["eval_reward_last"]) == (0.0, 1.0)
-    assert result["weight_version"] == 3
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert rows[2]["age/count/1"] == 2
@@ -60,7 +59,7 @@ def test_an_evaluation_of_some_data_sets_is_kept_and_is_no_mean_over_all(tmp_pat
     file.finish()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row.get("eval/aime/reward/mean")) for row in rows] == [(0, None), (1, 1.0)]
-    assert summary.finish({}, 0.0, 0.0, 1.0)["eval_reward_last"] == 0.5
+    assert summary.finish({}, wall_seconds=1.0, weight_version=1)["eval_reward_last"] == 0.5
     assert len([line for line in lines if "evaluation after" in line]) == 1
 
 
@@ -112,7 +111,7 @@ def test_a_run_without_age_histograms_is_plotted_too(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.log({"reward/mean": 0.5, "age/mean": 1.0, "age/max": 2.0}, step=0)
     file.finish()
-    assert plot_run(tmp_path, tmp_path / "other.png").read_bytes().startswith(PNG)
+    assert plot_run(tmp_path).read_bytes().startswith(PNG)
 
 
 def test_a_run_without_steps_says_so(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ METRICS = {
     "reward/mean": 0.5,
     "age/mean": 0.75,
     "age/max": 2.0,
-    "lead/groups": 34.0,
+    "rollout/lead": 34.0,
     "rollout/in_flight": 18.0,
     "rollout/buffered": 16.0,
     "time/step_seconds": 4.0,

@@ -7,12 +7,8 @@ from pathlib import Path
 import pytest
 
 from miles_async.observability.tracker_parts import earlier_run_id, save_run_id
-from miles_async.runtime.processes.restarts import RESTARTS_VARIABLE, RunRestart, restarts_variable
-
-
-def restarted(monkeypatch: pytest.MonkeyPatch, *run_dirs: Path) -> None:
-    restarts = [RunRestart(at=0.0, reason="lost", run_dir=str(path), checkpoint=None) for path in run_dirs]
-    monkeypatch.setenv(RESTARTS_VARIABLE, restarts_variable(restarts)[RESTARTS_VARIABLE])
+from miles_async.runtime.processes.restarts import RESTARTS_VARIABLE
+from tests.unit.observability.tracked import restarted
 
 
 def test_the_newest_start_that_had_an_id_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

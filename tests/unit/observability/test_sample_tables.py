@@ -8,8 +8,7 @@ import pytest
 
 from miles_async.errors import DataError
 from miles_async.observability.wandb_tracker import COLUMNS, MOST_CHARACTERS, MOST_ROWS, SampleTables
-from tests.unit.observability.sample_files import write_samples
-from tests.unit.samples.sample_rows import row
+from tests.unit.samples.sample_rows import row, write_samples
 
 
 def taken(tables: SampleTables) -> list[tuple[str, int]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from miles_async.observability.summary import RunSummary, write_summary
+from miles_async.observability.summary import RunSummary, Summary, write_summary
 from miles_async.observability.summary_view import balance_line, print_summary
 
 BALANCE = {"issued": 20, "trained": 12, "recycled": 2, "failed": 1, "in_flight": 3, "buffered": 2}
@@ -27,18 +28,22 @@ def seven_steps() -> RunSummary:
             "train/logprob_diff_max": 1e-5 * (step + 1),
             "train/logprob_diff_tokens": 100.0 if step else 300.0,
         }
-        summary.record_step(step, metrics, {0: 6, step % 3: 2})
-    summary.record_publication(pause_seconds=9.0, prepare_seconds=0.2, version=0)
-    summary.record_publication(pause_seconds=0.2, prepare_seconds=0.1, version=1)
-    summary.record_publication(pause_seconds=0.4, prepare_seconds=0.3, version=2)
-    summary.record_eval(0, 0.15)
-    summary.record_eval(7, 0.95)
+        summary.record_step(metrics, {0: 6, step % 3: 2})
+    summary.record_publication(pause_seconds=9.0, prepare_seconds=0.2)
+    summary.record_publication(pause_seconds=0.2, prepare_seconds=0.1)
+    summary.record_publication(pause_seconds=0.4, prepare_seconds=0.3)
+    summary.record_eval(0.15)
+    summary.record_eval(0.95)
     return summary
+
+
+def finished(summary: RunSummary, balance: Mapping[str, int] = BALANCE, **rollout: float) -> Summary:
+    return summary.finish(balance, wall_seconds=60.0, weight_version=2, **rollout)
 
 
 def test_summary_has_the_promised_keys_and_numbers() -> None:
     # covers: M3
-    result = seven_steps().finish(BALANCE, 3.5, 7.0, wall_seconds=60.0)
+    result = finished(seven_steps())
     assert result["steps"] == 7
     assert result["wall_seconds"] == 60.0
     assert result["reward_first"] == pytest.approx(0.1)
@@ -60,16 +65,16 @@ def test_summary_has_the_promised_keys_and_numbers() -> None:
 
 
 def test_idle_is_a_fraction_of_the_time_it_was_measured_in_not_of_start_up() -> None:
-    result = seven_steps().finish(BALANCE, 3.5, 7.0, wall_seconds=60.0, rollout_seconds=28.0)
+    result = finished(seven_steps(), rollout_idle_seconds=7.0, rollout_seconds=28.0)
     assert result["trainer_idle_fraction"] == pytest.approx(3.5 / 14)
     assert result["rollout_idle_fraction"] == pytest.approx(7 / 28)
 
 
 def test_a_short_run_with_long_evaluations_is_not_idle_all_the_time() -> None:
     """The rollout side's seconds go on between steps."""
-    short = seven_steps().finish(BALANCE, 3.5, 20.0, wall_seconds=60.0, rollout_seconds=40.0)
+    short = finished(seven_steps(), rollout_idle_seconds=20.0, rollout_seconds=40.0)
     assert short["rollout_idle_fraction"] == pytest.approx(0.5)
-    assert seven_steps().finish(BALANCE, 3.5, 0.0, wall_seconds=60.0)["rollout_idle_fraction"] is None  # not measured
+    assert finished(seven_steps())["rollout_idle_fraction"] is None  # not measured
 
 
 def test_logprob_difference_is_weighted_by_tokens_and_skips_steps_without_any() -> None:
@@ -79,28 +84,28 @@ def test_logprob_difference_is_weighted_by_tokens_and_skips_steps_without_any() 
         "train/logprob_diff_max": 9.0,
         "train/logprob_diff_tokens": 0.0,
     }
-    summary.record_step(7, unmeasured, {})
-    difference = summary.finish(BALANCE, 0.0, 0.0, 1.0)["logprob_diff"]
+    summary.record_step(unmeasured, {})
+    difference = finished(summary)["logprob_diff"]
     assert difference["mean"] == pytest.approx((300 * 3e-6 + 600 * 1e-6) / 900)
     assert difference["max"] == pytest.approx(7e-5)
 
 
 def test_a_balance_that_adds_up_and_one_that_does_not() -> None:
     # covers: C2
-    good = seven_steps().finish(BALANCE, 0.0, 0.0, 1.0)
+    good = finished(seven_steps())
     assert good["balanced"]
     assert good["groups"] == {
         **BALANCE,
         **dict.fromkeys(("dropped", "filtered", "quarantined", "cancelled"), 0),
     }
     assert balance_line(good) == "issued 20 = trained 12 + recycled 2 + failed 1 + in flight 3 + buffered 2 groups"
-    bad = seven_steps().finish({**BALANCE, "issued": 21}, 0.0, 0.0, 1.0)
+    bad = finished(seven_steps(), {**BALANCE, "issued": 21})
     assert not bad["balanced"]
     assert "≠" in balance_line(bad)
 
 
 def test_a_run_that_ended_before_its_first_step_is_valid_json_of_nulls(tmp_path: Path) -> None:
-    result = RunSummary().finish({}, 0.0, 0.0, wall_seconds=0.0)
+    result = RunSummary().finish({}, wall_seconds=0.0, weight_version=0)
     write_summary(result, tmp_path / "run" / "summary.json")
     read = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert read["steps"] == 0
@@ -108,14 +113,14 @@ def test_a_run_that_ended_before_its_first_step_is_valid_json_of_nulls(tmp_path:
     assert read["age_max"] is None
     assert read["trainer_idle_fraction"] is None
     assert read["logprob_diff"] == {"mean": None, "max": None}
-    print_summary(result, console=Console(file=io.StringIO()))
+    print_summary(result, tmp_path, console=Console(file=io.StringIO()))
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_printed_summary_shows_reward_ages_and_balance(terminal: bool) -> None:
     output = io.StringIO()
     console = Console(file=output, force_terminal=terminal, width=200)
-    print_summary(seven_steps().finish(BALANCE, 3.5, 7.0, 60.0), run_dir=Path("runs/x"), console=console)
+    print_summary(finished(seven_steps()), Path("runs/x"), console=console)
     text = output.getvalue()
     for expected in (
         "0.100 → 0.500",

@@ -12,15 +12,10 @@ import wandb
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
 from miles_async.observability.trackers import open_trackers
-from miles_async.observability.wandb_tracker import (
-    INIT_ATTEMPTS,
-    WandbOptions,
-    WandbTracker,
-    wandb_mode,
-)
-from miles_async.runtime.processes.restarts import RESTARTS_VARIABLE, RunRestart, restarts_variable
+from miles_async.observability.wandb_tracker import INIT_ATTEMPTS, WandbOptions, WandbTracker, wandb_mode
 from tests.json_dict import JsonDict
-from tests.unit.observability.sample_files import write_samples
+from tests.unit.observability.tracked import restarted
+from tests.unit.samples.sample_rows import write_samples
 
 
 class FakeRun:
@@ -46,6 +41,13 @@ class FakeInit:
         self.calls: list[JsonDict] = []
         self.runs: list[FakeRun] = []
 
+    @classmethod
+    def installed(cls, monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> FakeInit:
+        """In the place of ``wandb.init``."""
+        init = cls(*errors)
+        monkeypatch.setattr(wandb, "init", init)
+        return init
+
     def __call__(self, **arguments: object) -> FakeRun:
         self.calls.append(arguments)
         if self.errors:
@@ -62,16 +64,14 @@ def no_waiting() -> Iterator[None]:
 
 def test_communication_errors_are_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # covers: M12
-    init = FakeInit(wandb.errors.CommError("timed out"), wandb.errors.CommError("timed out"))
-    monkeypatch.setattr(wandb, "init", init)
+    init = FakeInit.installed(monkeypatch, wandb.errors.CommError("timed out"), wandb.errors.CommError("timed out"))
     WandbTracker(WandbOptions(directory=tmp_path))
     assert len({call["id"] for call in init.calls}) == 3  # wandb refuses the id of an attempt that failed
 
 
 def test_retries_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # covers: M12
-    init = FakeInit(*[wandb.errors.CommError("timed out")] * 10)
-    monkeypatch.setattr(wandb, "init", init)
+    init = FakeInit.installed(monkeypatch, *[wandb.errors.CommError("timed out")] * 10)
     with pytest.raises(wandb.errors.CommError):
         WandbTracker(WandbOptions(directory=tmp_path))
     assert len(init.calls) == INIT_ATTEMPTS
@@ -79,8 +79,7 @@ def test_retries_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # covers: M12
-    init = FakeInit(wandb.errors.UsageError("no key"))
-    monkeypatch.setattr(wandb, "init", init)
+    init = FakeInit.installed(monkeypatch, wandb.errors.UsageError("no key"))
     with pytest.raises(wandb.errors.UsageError):
         WandbTracker(WandbOptions(directory=tmp_path))
     assert len(init.calls) == 1
@@ -99,8 +98,7 @@ def test_an_offline_run_is_never_shared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, object], mode: str
 ) -> None:
     # covers: M12
-    init = FakeInit()
-    monkeypatch.setattr(wandb, "init", init)
+    init = FakeInit.installed(monkeypatch)
     WandbTracker(WandbOptions(directory=tmp_path, label="rank 3", **options))
     (call,) = init.calls
     assert call["mode"] == mode
@@ -109,8 +107,7 @@ def test_an_offline_run_is_never_shared(
 
 
 def test_the_run_has_the_name_of_its_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    init = FakeInit()
-    monkeypatch.setattr(wandb, "init", init)
+    init = FakeInit.installed(monkeypatch)
     monkeypatch.delenv("WANDB_NAME", raising=False)
     WandbTracker(WandbOptions(directory=tmp_path / "qwen3-4b"))
     monkeypatch.setenv("WANDB_NAME", "mine")
@@ -120,8 +117,7 @@ def test_the_run_has_the_name_of_its_directory(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_server_that_cannot_be_used_costs_no_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # covers: M12
-    init = FakeInit(wandb.errors.UsageError("no key"))
-    monkeypatch.setattr(wandb, "init", init)
+    init = FakeInit.installed(monkeypatch, wandb.errors.UsageError("no key"))
     WandbTracker(WandbOptions(directory=tmp_path, mode="online"))
     assert [call["mode"] for call in init.calls] == ["online", "offline"]
     assert init.calls[0]["id"] != init.calls[1]["id"]
@@ -152,18 +148,12 @@ def test_a_mode_that_wandb_does_not_know_is_refused() -> None:
         wandb_mode(ObservabilityArguments(use_wandb=True), {"WANDB_MODE": "ofline"})
 
 
-def restart(run_dir: Path) -> RunRestart:
-    return RunRestart(at=0.0, reason="a node was lost", run_dir=str(run_dir), checkpoint=None)
-
-
 def test_a_restarted_run_continues_its_wandb_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    init = FakeInit()
-    monkeypatch.setattr(wandb, "init", init)
+    init = FakeInit.installed(monkeypatch)
     arguments = ObservabilityArguments(run_dir=tmp_path / "latest", use_wandb=True, wandb_mode="online")
     open_trackers(arguments, {}).finish()
     (tmp_path / "latest").rename(tmp_path / "latest.1")
-    restarts = [restart(tmp_path / "latest.1"), restart(tmp_path / "latest.2")]  # the second one opened none
-    monkeypatch.setenv(RESTARTS_VARIABLE, restarts_variable(restarts)[RESTARTS_VARIABLE])
+    restarted(monkeypatch, tmp_path / "latest.1", tmp_path / "latest.2")  # the second one opened none
     open_trackers(arguments, {}).finish()
     first, second = init.calls
     assert first["id"] == second["id"]
@@ -172,10 +162,9 @@ def test_a_restarted_run_continues_its_wandb_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_run_id_of_the_flags_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    init = FakeInit()
-    monkeypatch.setattr(wandb, "init", init)
+    init = FakeInit.installed(monkeypatch)
     (tmp_path / "wandb_run_id").write_text("earlier\n")
-    monkeypatch.setenv(RESTARTS_VARIABLE, restarts_variable([restart(tmp_path)])[RESTARTS_VARIABLE])
+    restarted(monkeypatch, tmp_path)
     for mode in ("online", "offline"):
         arguments = ObservabilityArguments(run_dir=tmp_path, use_wandb=True, wandb_mode=mode, wandb_run_id="mine")
         open_trackers(arguments, {}).finish()
@@ -185,8 +174,7 @@ def test_a_run_id_of_the_flags_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_trying_again_to_continue_a_run_keeps_its_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # covers: M12
-    init, torn_down = FakeInit(wandb.errors.CommError("timed out")), []
-    monkeypatch.setattr(wandb, "init", init)
+    init, torn_down = FakeInit.installed(monkeypatch, wandb.errors.CommError("timed out")), []
     monkeypatch.setattr(wandb, "teardown", lambda: torn_down.append(len(init.calls)))
     WandbTracker(WandbOptions(directory=tmp_path, mode="online", run_id="mine", resume=True))
     assert [call["id"] for call in init.calls] == ["mine", "mine"]
@@ -194,8 +182,7 @@ def test_trying_again_to_continue_a_run_keeps_its_id(monkeypatch: pytest.MonkeyP
 
 
 def test_a_run_that_went_offline_is_not_continued_online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    init = FakeInit(wandb.errors.UsageError("no key"))
-    monkeypatch.setattr(wandb, "init", init)
+    init = FakeInit.installed(monkeypatch, wandb.errors.UsageError("no key"))
     WandbTracker(WandbOptions(directory=tmp_path, mode="online", run_id="mine", resume=True))
     assert init.calls[1]["id"] != "mine"
     assert init.calls[1]["resume"] is None
@@ -203,8 +190,7 @@ def test_a_run_that_went_offline_is_not_continued_online(monkeypatch: pytest.Mon
 
 
 def test_samples_on_disk_become_tables_at_their_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    init = FakeInit()
-    monkeypatch.setattr(wandb, "init", init)
+    init = FakeInit.installed(monkeypatch)
     tracker = WandbTracker(WandbOptions(directory=tmp_path, sample_steps=10))
     tracker.log({"reward/mean": 0.5}, step=10)
     write_samples(tmp_path, "train", 10)  # after the step was logged

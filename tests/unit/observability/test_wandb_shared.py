@@ -25,8 +25,7 @@ def never_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_of_a_run_share_its_id_and_one_is_primary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    init = FakeInit()
-    monkeypatch.setattr(wandb, "init", init)
+    init = FakeInit.installed(monkeypatch)
     arguments = with_shared_id(replace(SHARED, run_dir=tmp_path / "latest"))
     secondary = report_machine(arguments, "trainer node 0")
     assert secondary is not None
@@ -57,8 +56,7 @@ def test_a_secondary_that_cannot_be_online_opens_no_run_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # covers: M12
-    init = FakeInit(wandb.errors.UsageError("no key"))
-    monkeypatch.setattr(wandb, "init", init)
+    init = FakeInit.installed(monkeypatch, wandb.errors.UsageError("no key"))
     with stamina.set_testing(True):
         secondary = report_machine(replace(SHARED, run_dir=tmp_path, wandb_run_id="mine"), "trainer node 0")
         assert secondary is not None

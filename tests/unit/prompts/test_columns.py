@@ -5,20 +5,25 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from miles_async.arguments import Arguments
+from miles_async.arguments import Arguments, CheckpointArguments
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.evaluation import parse_data_sets
 from miles_async.errors import CheckpointError, ConfigurationError, DataError
 from miles_async.prompts.examples import ExampleSource
 from miles_async.prompts.source import FilePromptSource
 from miles_async.runs.prompt_checks import check_prompts
+from miles_async.types import Prompt
 from tests.fakes.chat_formats import chat_format
 from tests.unit.prompts.row_files import prompts, refusal, write
 
@@ -74,6 +79,36 @@ def test_metadata_of_the_usual_name_may_be_absent(file: Path) -> None:
     assert "'extra' (--metadata-key)" in refusal(file, metadata_key="extra")
 
 
+@pytest.mark.parametrize("part", ["", "@[0:1]"])
+def test_metadata_of_tables_is_what_a_checkpoint_can_keep(part: str, tmp_path: Path) -> None:
+    """Attempts that are owed at a checkpoint are kept as JSON, and rewards should not see other types after a resume.
+
+    # covers: C9
+    """
+    more = {
+        "at": datetime.datetime(2026, 1, 2, 3, 4),
+        "day": datetime.date(2026, 1, 2),
+        "raw": b"\x00\xff",
+        "price": decimal.Decimal("1.50"),
+        "tolerance": float("nan"),
+        "answer": decimal.Decimal("2.00"),
+        "deep": [{"at": datetime.time(3, 4)}],
+    }
+    path = write(tmp_path / "p.parquet", [{"prompt": QUESTION, "extra": more}])
+    [prompt] = prompts(Path(f"{path}{part}"), label_key="extra.answer", metadata_key="extra")
+    assert prompt.metadata == {
+        "at": "2026-01-02T03:04:00",
+        "day": "2026-01-02",
+        "raw": "AP8=",
+        "price": "1.50",
+        "tolerance": None,
+        "answer": "2.00",
+        "deep": [{"at": "03:04:00"}],
+    }
+    assert msgspec.json.decode(msgspec.json.encode(prompt), type=Prompt) == prompt
+    assert prompt.label == "2"
+
+
 VERL_ROW = {"data_source": "s", "prompt": QUESTION, "reward_model": {"ground_truth": "2", "style": "rule"}}
 
 
@@ -118,8 +153,13 @@ class TestSeveralAnswers:
             ExampleSource(DataArguments(prompt_data=(str(path),)), chat_format("qwen3"), 10_000).take(1)
 
 
-def test_short_floats_are_labels_in_objects_and_lists_too(tmp_path: Path) -> None:
-    kind = pyarrow.struct([("answers", pyarrow.list_(pyarrow.float32())), ("style", pyarrow.string())])
+@pytest.mark.parametrize(
+    "answers",
+    [pyarrow.list_(pyarrow.float32()), pyarrow.large_list(pyarrow.float32()), pyarrow.list_(pyarrow.float32(), 2)],
+    ids=str,
+)
+def test_short_floats_are_labels_in_objects_and_lists_too(answers: pyarrow.DataType, tmp_path: Path) -> None:
+    kind = pyarrow.struct([("answers", answers), ("style", pyarrow.string())])
     column = pyarrow.array([{"answers": [0.1, 42], "style": "a"}], kind)
     path = tmp_path / "p.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "reward_model": column}), path)
@@ -161,6 +201,28 @@ class TestRowsByNumber:
         assert parse_data_sets(["a/t.jsonl@[0:10]"]) == {"t": "a/t.jsonl@[0:10]"}
         with pytest.raises(ConfigurationError, match=r"--eval-prompt-data t\.parquet@\[1\]: expected FILE@"):
             parse_data_sets(["t.parquet@[1]"])
+
+
+@pytest.mark.parametrize("kind", ["rewards", "examples"])
+def test_a_dry_run_refuses_a_checkpoint_with_other_rows(kind: str, tmp_path: Path) -> None:
+    """As the resumed run does, with rewards and with ``--loss-type sft_loss``."""
+    # covers: C9
+    path = write(tmp_path / "p.jsonl", [{"prompt": "a", "label": "1"}])
+    data, directory = DataArguments(prompt_data=(str(path),)), tmp_path / "iter_0000005"
+    cursor = FilePromptSource(data, lambda content, tools: (1,)).state()
+    directory.mkdir()
+    (directory / "position.json").write_text('{"step": 5, "version": 0, "run": "r"}')
+    name, content = ("examples.json", cursor) if kind == "examples" else ("rollout.json", {"source": cursor})
+    (directory / name).write_text(json.dumps(content))
+    arguments = Arguments(data=data, checkpoint=CheckpointArguments(load=directory))
+    if kind == "examples":
+        arguments = replace(arguments, algorithm=replace(arguments.algorithm, loss_type="sft_loss"))
+    check_prompts(arguments)
+    write(path, [{"prompt": "b", "label": "1"}])
+    with pytest.raises(ConfigurationError, match=r"p\.jsonl: cannot continue in the middle of other prompts"):
+        check_prompts(arguments)
+    accepted = replace(arguments, checkpoint=replace(arguments.checkpoint, load_anyway=("prompt_data",)))
+    assert "prompt_data: digest was" in check_prompts(accepted)[1][0]
 
 
 def test_a_dry_run_counts_rows_without_the_columns_they_may_lack(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from structlog.testing import capture_logs
 
 from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
@@ -139,15 +139,70 @@ def test_examples_that_are_too_long_are_skipped_and_counted(tmp_path: Path) -> N
     path = rows(tmp_path / "a.jsonl", *({"prompt": "?", "label": "a " * n} for n in (1, 400, 2)))
     examples = source(path, most=100)
     assert [len(e.prompt.label or "") for e in examples.take(4)] == [2, 4, 2, 4]
-    assert examples.skipped == 2
-    with pytest.raises(DataError, match="all 3 examples have more than 5 tokens: raise --max-tokens-per-gpu"):
-        source(path, most=5).take(1)
+    assert examples.skipped == 1
+    examples.require_usable()
+    none = source(path, most=5)
+    for use in (none.require_usable, lambda: none.take(1)):
+        with pytest.raises(
+            DataError, match=r"all 3 prompts have more than 5 tokens \(an example .*: raise --max-tokens-"
+        ):
+            use()
 
 
-def test_a_row_without_an_answer_is_named(tmp_path: Path) -> None:
-    path = rows(tmp_path / "a.jsonl", {"messages": [QUESTION]})
-    with pytest.raises(DataError, match=r"a\.jsonl:1: expected an answer"):
-        source(path, input_key="messages", label_key=None).take(1)
+def test_skipped_examples_take_no_share_of_a_weight(tmp_path: Path) -> None:
+    # covers: R11
+    a, b, c = (
+        rows(tmp_path / f"{name}.jsonl", *({"prompt": "?", "label": f"{name} " * n} for n in lengths))
+        for name, lengths in {"a": (1, *[400] * 9), "b": (1, 2), "c": (300, 400)}.items()
+    )
+
+    def mixed(*paths: Path) -> ExampleSource:
+        arguments = DataArguments(prompt_data=tuple(map(str, paths)), prompt_data_weights=("3", "1"))
+        return ExampleSource(arguments, chat_format("llama3"), 100)
+
+    taken = [example.prompt.prompt_id[0] for example in mixed(a, b).take(40)]
+    for begin in range(0, 40, 4):
+        assert Counter(taken[begin : begin + 4]) == {"a": 3, "b": 1}
+    for use in (mixed(b, c).require_usable, lambda: mixed(b, c).take(4)):
+        with pytest.raises(DataError, match=r"^\S*c\.jsonl: all 2 prompts have more than 100 tokens"):
+            use()
+
+
+ASKED = {"messages": [QUESTION]}
+ANSWERED = {"messages": [QUESTION, ANSWER]}
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "message"),
+    [
+        (ASKED, {}, "expected an answer, found neither a last turn of the assistant nor a label"),
+        ({"messages": [ANSWER, QUESTION, ANSWER]}, {}, "expected something for the assistant to answer"),
+        ({"messages": [QUESTION, {**ANSWER, "step_loss_mask": 0}]}, {}, "expected a turn of the assistant to learn"),
+        ({**ANSWERED, "m": {"tools": "search"}}, {"metadata_key": "m"}, "a list of objects"),
+        ({**ASKED, "label": ["1", "one"]}, {"label_key": "label"}, "expected one answer to learn, found 2"),
+        ({"messages": "?", "label": ["1", "one"]}, {"apply_chat_template": False, "label_key": "label"}, "found 2"),
+        ({"messages": "?"}, {"apply_chat_template": False}, "expected an answer, found no label"),
+    ],
+)
+def test_a_row_without_an_answer_is_named_when_its_file_is_opened(
+    row: dict, flags: dict, message: str, tmp_path: Path
+) -> None:
+    keys = {"input_key": "messages", "label_key": None, **flags}
+    path = rows(tmp_path / "a.jsonl", row)
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{message}.*--bad-rows skip"):
+        source(path, **keys)
+    with pytest.raises(DataError, match=r"or are refused \(--bad-rows skip\)"):
+        source(path, bad_rows="skip", **keys).require_usable()
+
+
+def test_rows_without_an_answer_are_skipped_if_bad_rows_may_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = rows(tmp_path / "a.jsonl", ANSWERED, ASKED, ANSWERED)
+    examples = source(path, input_key="messages", label_key=None, bad_rows="skip")
+    assert [(e.epoch, e.prompt.prompt_id[-1]) for e in examples.take(4)] == [(0, "1"), (0, "3"), (1, "1"), (1, "3")]
+    assert examples.skipped == 1
+    assert "a.jsonl:2 skipped: expected an answer" in caplog.text
 
 
 def test_messages_of_a_row_are_learned(tmp_path: Path) -> None:
@@ -196,24 +251,11 @@ def test_rows_that_the_template_refuses_are_named_before_training_or_skipped(tmp
         source(path).take(2)
     examples = source(path, bad_rows="skip")
     examples.require_rendered()
-    with capture_logs() as logs:
-        assert [(e.epoch, e.prompt.prompt_id[-1]) for e in examples.take(4)] == [(0, "1"), (0, "3"), (1, "1"), (1, "3")]
-    assert [(each["reason"], each["so_far"]) for each in logs] == [
-        ("the chat template refuses it", 1),
-        ("the chat template refuses it", 2),
-    ]
+    assert [(e.epoch, e.prompt.prompt_id[-1]) for e in examples.take(4)] == [(0, "1"), (0, "3"), (1, "1"), (1, "3")]
+    assert examples.skipped == 1
     nothing_else = source(rows(tmp_path / "b.jsonl", REFUSED), bad_rows="skip")
-    with pytest.raises(DataError, match="or the chat template refuses them"):
+    with pytest.raises(DataError, match=r"or are refused \(--bad-rows skip\)"):
         nothing_else.take(1)
-
-
-def test_examples_that_are_too_long_are_logged_a_few_times_only(tmp_path: Path) -> None:
-    long = [{"prompt": "long " * 300, "label": str(n)} for n in range(30)]
-    examples = source(rows(tmp_path / "a.jsonl", *long, {"prompt": "short", "label": "1"}), most=200)
-    with capture_logs() as logs:
-        examples.take(1)
-    assert examples.skipped == 30
-    assert [each["so_far"] for each in logs] == [1, 2, 3, 4, 5, 10]
 
 
 def test_plain_texts_are_answered_without_a_template(tmp_path: Path) -> None:

@@ -117,6 +117,19 @@ class TestDifficulty:
         accepted.restore(state)
         assert {epoch for epoch, _ in accepted.take(3)} == {1}
 
+    def test_results_of_prompts_that_are_no_longer_in_their_row_are_ignored(self, path: str) -> None:
+        """Rows without ids are known by their numbers. Groups and attempts of old data end after the change."""
+        first = source(path)
+        old = [prompt for _, prompt in first.take(ROWS)]
+        same = {"prompt": "p 7", "label": "1"}
+        lines = [same if row == 8 else {"prompt": f"new {row}", "label": "1"} for row in range(ROWS + 1)]
+        Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        changed = source(path, anyway=("prompt_data",))
+        changed.restore(json.loads(json.dumps(first.state())))
+        for prompt in old:
+            finish(changed, prompt, 1.0, 1.0)
+        assert changed.state()["known"] == [(8, 1.0)]
+
     def test_epochs_are_told_with_what_they_leave_out(self, path: str) -> None:
         began: list[EpochBegan] = []
         opened = source(path, began=began)

@@ -93,6 +93,17 @@ class TestByWeight:
         )
         assert Counter(text[0] for text in texts(mixed.take(20))) == {"a": 10, "b": 10}
 
+    def test_a_file_without_a_usable_prompt_is_named_before_anything_starts(self, places: tuple[str, str]) -> None:
+        long = write(Path(places[1]), 2, begin="too long for this")
+        flags = {"rollout_max_prompt_len": 9}
+        weighted = source(places[0], long, weights=("3", "1"), **flags)
+        for use in (weighted.require_usable, lambda: weighted.take(8)):
+            with pytest.raises(DataError, match=r"^\S*b\.jsonl: all 2 prompts have more than 9 tokens"):
+                use()
+        mixed = source(places[0], long, **flags)
+        mixed.require_usable()
+        assert set(texts(mixed.take(12))) == {f"a {row}" for row in range(6)}
+
     @pytest.mark.parametrize("taken_before", [0, 1, 7, 16])
     def test_resumes_where_it_was(self, places: tuple[str, str], taken_before: int) -> None:
         uninterrupted = source(*places, weights=("0.7", "0.3")).take(40)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from miles_async.errors import RewardError, ServiceOutageError, ServiceUnavailableError
+from miles_async.errors import OverdueError, RewardError, ServiceOutageError, ServiceUnavailableError
 from miles_async.rewards import remote
 from miles_async.rewards.remote import RemoteReward
 from miles_async.runtime.services import Services
@@ -110,8 +110,10 @@ async def test_a_server_that_hangs_is_asked_again():
 
 async def test_a_server_that_hangs_or_is_not_there_is_down():
     async with serving(lambda n: None, timeout=0.2) as (_, reward):
-        with pytest.raises(ServiceUnavailableError, match=r"no answer for 0\.2 s"):
+        with pytest.raises(OverdueError, match=r"no answer for 0\.2 s"):
             await reward(PROMPT, SAMPLE)
+        with pytest.raises(OverdueError):  # of the sample, though nobody else was answered: the run goes on
+            await Services(max_failures=2).circuit("server").call(lambda: reward(PROMPT, SAMPLE))
     absent = RemoteReward("http://127.0.0.1:1/score", 0.6)
     with pytest.raises(ServiceUnavailableError, match="Cannot connect"):
         await absent(PROMPT, SAMPLE)

@@ -420,7 +420,7 @@ class TestHooks:
             ("own_hooks:not_async", Reward, "is not a Reward: it must be `async def`"),
             ("own_hooks:good", GroupFilter, "it must not be `async def`; it must take (group)"),
             ("own_hooks:too_few", Reward, "it must take (prompt, sample)"),
-            ("own_hooks:slime", Reward, "it must take (prompt, sample), and takes (args, ...), as slime's hooks do: docs/"),
+            ("own_hooks:slime", Reward, "(prompt, sample), and takes (args, ...), as slime's hooks do: docs/"),
             ("own_hooks:good", Generate, "it must take (client, attempt, sample_index)"),
             ("own_hooks:NeedsArguments", Reward, "cannot make one without arguments"),
             ("own_hooks:number", Reward, "it cannot be called (found int)"),

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
-from miles_async.arguments import RewardArguments
+from miles_async.arguments import Arguments, DataArguments, EvaluationArguments, RewardArguments
 from miles_async.errors import DataError
+from miles_async.prompts.row import PromptRow
 from miles_async.rewards.row_check import RewardOfRow
+from miles_async.runs.prompt_checks import check_prompts
 from miles_async.types import Label
 
 TESTS = {"inputs": ["1"], "outputs": ["2"]}
 
 
+def check(label: Label | None, metadata: dict[str, object], **flags: object) -> None:
+    row = PromptRow(row_id=None, content="", label=label, metadata=metadata)
+    RewardOfRow(RewardArguments(**{"rm_type": "exact_match", **flags}))(row, "train.jsonl:7")
+
+
 def problem(label: Label | None, metadata: dict[str, object], **flags: object) -> str:
     with pytest.raises(DataError) as caught:
-        RewardOfRow(RewardArguments(**{"rm_type": "exact_match", **flags}))(label, metadata, "train.jsonl:7")
+        check(label, metadata, **flags)
     return str(caught.value)
 
 
@@ -50,7 +59,31 @@ def test_a_row_that_cannot_be_rewarded_is_named(
     [("21", {}), (None, {"rm_type": "format"}), ("(b)", {"rm_type": "multiple_choice"}), (("2", "two"), {})],
 )
 def test_other_rows_pass(label: Label | None, metadata: dict[str, object]) -> None:
-    RewardOfRow(RewardArguments(rm_type="exact_match"))(label, metadata, "train.jsonl:7")
+    check(label, metadata)
+
+
+def test_overrides_of_an_evaluation_set_count_before_the_row_does(tmp_path: Path) -> None:
+    """As the evaluation merges them: a reward they replace is not checked, one they name is."""
+    (tmp_path / "e.jsonl").write_text('{"prompt": "2 + 2?", "label": "4", "metadata": {"rm_type": "deepscaler"}}\n')
+
+    def dry_run(overrides: dict[str, object]) -> tuple[dict[str, int], list[str]]:
+        data_set = {"name": "a", "path": "e.jsonl", "metadata_overrides": overrides}
+        (tmp_path / "eval.json").write_text(json.dumps({"datasets": [data_set]}))
+        return check_prompts(
+            Arguments(
+                data=DataArguments(prompt_data=(str(tmp_path / "t.jsonl"),), metadata_key="metadata"),
+                rewards=RewardArguments(rm_type="exact_match"),
+                evaluation=EvaluationArguments(eval_config=tmp_path / "eval.json"),
+            )
+        )
+
+    (tmp_path / "t.jsonl").write_text('{"prompt": "2 + 2?", "label": "4"}\n')
+    with pytest.raises(DataError, match=r"e\.jsonl:1: its own reward \(rm_type 'deepscaler' in --metadata-key\)"):
+        dry_run({})
+    counts, _ = dry_run({"rm_type": "math"})
+    assert len(counts) == 2
+    with pytest.raises(DataError, match=r"\(rm_type 'judge' in metadata_overrides\): judge needs --judge-url"):
+        dry_run({"rm_type": "judge"})
 
 
 @pytest.mark.parametrize(

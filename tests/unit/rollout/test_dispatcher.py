@@ -701,6 +701,24 @@ async def test_whatever_a_generate_raises_costs_its_attempt_only(error: BaseExce
     assert sizes == ([2, 2] if min_samples is None else [1, 2])
 
 
+@pytest.mark.parametrize("value", [object(), 2**64, "\ud83d", {"turns": [1j]}])
+async def test_metadata_that_cannot_be_saved_costs_its_attempt_only(value: object) -> None:
+    def wrap(generate: Generating) -> Generating:
+        async def noting(client: Engine, attempt: Attempt, index: int) -> Sample:
+            sample = await generate(client, attempt, index)
+            metadata = {"agent_turns": value if attempt.prompt.prompt_id == "p0" else 3}
+            return msgspec.structs.replace(sample, metadata=metadata)
+
+        return noting
+
+    bench = Bench(wrap=wrap)
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+        await until(lambda: bench.balance()["quarantined"] == 1)
+    (letter,) = bench.dispatcher.pool.dead_letters
+    assert "metadata cannot be saved" in str(letter.reasons)
+
+
 @pytest.mark.parametrize("error", FOREIGN)
 async def test_whatever_a_reward_or_filter_raises_costs_its_attempt_only(error: BaseException) -> None:
     # covers: C6

@@ -57,8 +57,8 @@ def test_tables(arguments: Arguments) -> None:
         "0.0",
         "0.0",
         "3.0",
-        "0.5",
-        "12.5",
+        "1.0",
+        "13.0",
         "0.0",
         "0.0",
     ]
@@ -119,7 +119,7 @@ def test_the_last_stage_alone_has_logits(arguments: Arguments, monkeypatch: pyte
 def test_saves_meanwhile_take_host_memory(arguments: Arguments, checkpoint: CheckpointArguments, host: str) -> None:
     lines = memory.memory_report(replace(arguments, checkpoint=checkpoint)).splitlines()
     trainer = next(line for line in lines if line.startswith("│ 0 "))
-    assert [cell.strip() for cell in trainer.split("│")[-4:-1]] == ["12.5", host, "0.0"]
+    assert [cell.strip() for cell in trainer.split("│")[-4:-1]] == ["13.0", host, "0.0"]
 
 
 def test_kept_versions_take_host_memory(arguments: Arguments) -> None:
@@ -128,7 +128,7 @@ def test_kept_versions_take_host_memory(arguments: Arguments) -> None:
     staleness = replace(arguments.staleness, max_weight_staleness=2)
     lines = memory.memory_report(replace(arguments, algorithm=algorithm, staleness=staleness)).splitlines()
     trainer = next(line for line in lines if line.startswith("│ 0 "))
-    assert [cell.strip() for cell in trainer.split("│")[-4:-1]] == ["12.5", "0.0", "4.0"]
+    assert [cell.strip() for cell in trainer.split("│")[-4:-1]] == ["13.0", "0.0", "4.0"]
 
 
 def test_room_for_tokens_is_not_guessed(arguments: Arguments) -> None:
@@ -201,9 +201,9 @@ def test_half_of_the_ranks_share_each_cache(arguments: Arguments) -> None:
 
 
 def test_ranks_that_do_not_fit_are_refused(arguments: Arguments) -> None:
-    memory.memory_report(with_memory(arguments, 12.5))
-    with pytest.raises(memory.ConfigurationError, match=r"stage 0 needs 12\.5 GiB and --gpu-memory-gb is 12\.4"):
-        memory.memory_report(with_memory(arguments, 12.4))
+    memory.memory_report(with_memory(arguments, 13.0))
+    with pytest.raises(memory.ConfigurationError, match=r"stage 0 needs 13\.0 GiB and --gpu-memory-gb is 12\.9"):
+        memory.memory_report(with_memory(arguments, 12.9))
 
 
 def test_hosts_need_room_for_what_is_published_and_links_a_least_speed(arguments: Arguments) -> None:

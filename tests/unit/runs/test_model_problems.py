@@ -21,22 +21,27 @@ GLM5 = {
 }
 
 
+def problems(*words: object) -> list[str]:
+    return list(model_problems(parse_arguments([str(word) for word in words]).arguments))
+
+
+def model(directory: Path, config: dict[str, object]) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 @pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("cuda", False)])
 def test_a_family_that_engines_serve_on_gpus_only_is_refused_on_a_cpu(
     device: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: M21
     monkeypatch.setattr("miles_async.runtime.device.count_gpus", lambda: 8)
-    (tmp_path / "config.json").write_text(json.dumps(GLM5))
-    arguments = parse_arguments(["--hf-checkpoint", str(tmp_path), "--device", device], prog="test").arguments
-    problems = list(model_problems(arguments))
-    if refused:
-        assert problems == [
-            "--device cpu: engines cannot serve model_type 'glm_moe_dsa': SGLang 0.5.23 chooses the tokens of sparse "
-            "attention with kernels for GPUs only; use --device cuda"
-        ]
-    else:
-        assert problems == []
+    refusal = (
+        "--device cpu: engines cannot serve model_type 'glm_moe_dsa': SGLang 0.5.23 chooses the tokens of sparse "
+        "attention with kernels for GPUs only; use --device cuda"
+    )
+    assert problems("--hf-checkpoint", model(tmp_path, GLM5), "--device", device) == [refusal] * refused
 
 
 TEXT = {"model_type": "qwen2", "num_attention_heads": 4, "intermediate_size": 64}
@@ -64,9 +69,7 @@ IMAGES = {
     ],
 )
 def test_images_are_refused_where_they_would_be_lost(flags: tuple[str, ...], named: str | None, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(IMAGES))
-    words = ["--hf-checkpoint", str(tmp_path), "--device", "cpu", *flags]
-    found = list(model_problems(parse_arguments(words, prog="test").arguments))
+    found = problems("--hf-checkpoint", model(tmp_path, IMAGES), "--device", "cpu", *flags)
     if named is None:
         assert found == []
         return
@@ -75,14 +78,10 @@ def test_images_are_refused_where_they_would_be_lost(flags: tuple[str, ...], nam
 
 
 def test_a_reference_model_reads_images_if_the_policy_does(tmp_path: Path) -> None:
-    for name, config in {"text": TEXT, "images": IMAGES}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    for policy, reference, refused in (("images", "images", 0), ("images", "text", 1)):
-        words = ["--hf-checkpoint", str(tmp_path / policy), "--ref-hf-checkpoint", str(tmp_path / reference)]
-        found = list(model_problems(parse_arguments(words, prog="test").arguments))
-        assert len(found) == refused
-        assert all("should both read images, or neither" in problem for problem in found)
+    policy, other = model(tmp_path / "images", IMAGES), model(tmp_path / "text", TEXT)
+    assert problems("--hf-checkpoint", policy, "--ref-hf-checkpoint", policy) == []
+    (problem,) = problems("--hf-checkpoint", policy, "--ref-hf-checkpoint", other)
+    assert "should both read images, or neither" in problem
 
 
 PLAIN = TEXT | {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 8}
@@ -109,13 +108,12 @@ def test_reference_and_critic_run_in_the_policys_place(
     tmp_path: Path,
 ) -> None:
     for name, differs, tokens in (("policy", {}, VOCABULARY), ("other", config, vocabulary)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(PLAIN | differs))
+        directory = model(tmp_path / name, PLAIN | differs)
         if tokens is not None:
-            (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}}))
+            (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}}))
     split = ("--pipeline-model-parallel-size", "4", "--actor-num-gpus-per-node", "8")
-    words = ["--hf-checkpoint", str(tmp_path / "policy"), f"--{role}-hf-checkpoint", str(tmp_path / "other")]
-    found = list(model_problems(parse_arguments([*words, *split, *flags], prog="test").arguments))
+    words = ("--hf-checkpoint", tmp_path / "policy", f"--{role}-hf-checkpoint", tmp_path / "other")
+    found = problems(*words, *split, *flags)
     if message is None:
         assert found == []
     else:
@@ -125,12 +123,9 @@ def test_reference_and_critic_run_in_the_policys_place(
 
 
 def test_a_reference_that_follows_has_the_policys_shape(tmp_path: Path) -> None:
-    for name, layers in {"policy": 4, "other": 2}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(PLAIN | {"num_hidden_layers": layers}))
-    words = ["--hf-checkpoint", str(tmp_path / "policy"), "--ref-hf-checkpoint", str(tmp_path / "other")]
-    assert list(model_problems(parse_arguments(words, prog="test").arguments)) == []
-    words += ["--ref-update-interval", "5"]
-    (problem,) = model_problems(parse_arguments(words, prog="test").arguments)
+    policy, other = model(tmp_path / "policy", PLAIN), model(tmp_path / "other", PLAIN | {"num_hidden_layers": 2})
+    words = ("--hf-checkpoint", policy, "--ref-hf-checkpoint", other)
+    assert problems(*words) == []
+    (problem,) = problems(*words, "--ref-update-interval", 5)
     assert problem.startswith("--ref-update-interval")
     assert problem.endswith("differs from it in num_hidden_layers")

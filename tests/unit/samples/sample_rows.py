@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from miles_async.samples.columns import FileNote, SampleRow, Turn
+from miles_async.samples.columns import FileNote, Kind, SampleRow, Turn
+from miles_async.samples.files import DIRECTORY, file_of
 from miles_async.samples.parquet_writer import FileWriter
 
 
@@ -64,3 +65,10 @@ def write_file(path: Path, note: FileNote, rows: Sequence[SampleRow]) -> None:
     writer = FileWriter(path)
     writer.add(rows)
     writer.close(note)
+
+
+def write_samples(run_dir: Path, kind: Kind, step: int, rows: Sequence[SampleRow] | None = None) -> Path:
+    """Write the file of a step or evaluation as a run does; by default it has one sample."""
+    path = file_of(run_dir / DIRECTORY, kind, step)
+    write_file(path, FileNote(kind=kind, step=step, groups=1, groups_written=1), rows or [row(kind=kind, step=step)])
+    return path

@@ -44,10 +44,14 @@ def setup_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def make_venv_python(setup_env: ModuleType, script: str) -> None:
     """Stands in for the environment's Python, hence for its pip: a shell script."""
-    python = setup_env.VENV_PYTHON
-    python.parent.mkdir(parents=True)
-    python.write_text(f"#!/bin/sh\n{script}\n")
-    python.chmod(0o755)
+    make_program(setup_env.VENV_PYTHON, script)
+
+
+def make_program(path: Path, script: str = "") -> None:
+    """A shell script."""
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
 
 
 def read_requirements(name: str) -> list[Requirement]:
@@ -294,9 +298,7 @@ def test_other_python_is_refused(setup_env: ModuleType, monkeypatch: pytest.Monk
 def test_python_is_found_on_path_and_among_those_of_pyenv(tmp_path: Path, setup_env: ModuleType, place: str) -> None:
     version = setup_env.PYTHON.removeprefix("python")
     python = tmp_path / place.format(setup_env.PYTHON if place.startswith("bin") else version)
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\n")  # takes every question for answered
-    python.chmod(0o755)
+    make_program(python)  # takes every question for answered
     assert find_python(tmp_path).stdout.strip() == str(python)
 
 
@@ -305,9 +307,7 @@ def test_python_is_found_in_the_pyenv_of_another_user(tmp_path: Path, setup_env:
     version = setup_env.PYTHON.removeprefix("python")
     python = tmp_path / "versions" / f"{version}.9" / "bin" / "python"
     for program in (python, tmp_path / "bin" / "pyenv"):
-        program.parent.mkdir(parents=True)
-        program.write_text("#!/bin/sh\n")
-        program.chmod(0o755)
+        make_program(program)
     assert find_python(tmp_path).stdout.strip() == str(python)
 
 

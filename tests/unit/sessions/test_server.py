@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from unittest.mock import Mock
 
 import numpy as np
@@ -22,7 +23,7 @@ from miles_async.sessions.middleware import as_json
 from miles_async.sessions.server import SessionServer
 from miles_async.trajectory.tree import Trajectory
 from miles_async.trajectory.turn import take_turn
-from miles_async.types import GenerateRequest, JsonObject, RewardParts
+from miles_async.types import GenerateRequest, Generation, JsonObject, RewardParts
 from tests.fakes import session_agents
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.scripted_model import ScriptedModel
@@ -142,6 +143,15 @@ async def test_a_conversation_without_room_is_refused_as_clients_know_it(stream:
         collected = await agent.collect()
     assert collected.cut
     assert collected.sample.finish_reason == "length"
+
+
+async def test_an_agent_that_begins_again_with_less_is_not_cut() -> None:
+    async with agent_of(ScriptedModel(says("one two three four five", "a")), max_response=4) as agent:
+        answer = await agent.chat(QUESTION)
+        with pytest.raises(openai.BadRequestError):
+            await agent.chat(QUESTION, answer.choices[0].message, {"role": "user", "content": "go on"})
+        await agent.chat({"role": "user", "content": "In short?"})
+        assert not (await agent.collect()).cut
 
 
 @pytest.mark.parametrize(("room", "asked", "cut"), [(4, 100, True), (500, 4, False), (500, 100, False)])
@@ -273,6 +283,37 @@ async def test_a_session_whose_sample_cannot_be_made_has_failed(monkeypatch: pyt
         await agent.chat(QUESTION)
         collected = await agent.collect()
     assert (collected.sample, collected.failure) == (None, "it has to be repeated")
+
+
+class Uneven(ScriptedModel):
+    """Fails the first request for A while one for B, which takes longer, is under way."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.seconds = 0.05 if "AAA" in CHAT.decode_all(request.input_ids.tolist()) else 0.5
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+async def test_the_failure_of_an_agent_among_several_stays_until_its_request_is_repeated(repeats: bool) -> None:
+    def script(call: int, input_ids: Sequence[int]) -> list[int] | Exception:
+        fails = "AAA" in CHAT.decode_all(input_ids) and call < 2
+        return TransientEngineError("it died") if fails else [*CHAT.tokenize("fine"), *END]
+
+    first, second = ({"role": "user", "content": name} for name in ("AAA", "BBB"))
+    async with agent_of(Uneven(script)) as agent:
+
+        async def goes_on() -> None:
+            said = (await agent.chat(second)).choices[0].message
+            await agent.chat(second, said, {"role": "user", "content": "more"})
+
+        async with asyncio.TaskGroup() as scope:
+            scope.create_task(goes_on())
+            with pytest.raises(openai.APIStatusError):
+                await agent.chat(first)
+        if repeats:
+            await agent.chat(first)
+        collected = await agent.collect()
+    assert (collected.failure is None) is repeats
 
 
 async def test_parallel_requests_become_branches() -> None:

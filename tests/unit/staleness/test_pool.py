@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from miles_async.errors import ContractViolation, DataError
@@ -55,6 +56,22 @@ def test_a_prompt_is_quarantined_with_cause_and_reason(pool: Pool) -> None:
     quarantine(pool, "p0")
     assert [(letter.prompt_id, letter.reasons) for letter in pool.dead_letters] == [("p0", ("data: no reward",))]
     assert pool.balance().reasons == {"quarantined: data: no reward": 1}
+
+
+def test_another_prompt_of_a_quarantined_id_is_tried(pool: Pool) -> None:
+    """As after a resume with other data: an old prompt that was owed failed, and this row's line was its."""
+    # covers: C6
+    quarantine(pool, "p0")
+    pool.offer(1, make_prompt("p0"))
+    assert pool.needs_prompt()
+    fixed = msgspec.structs.replace(make_prompt("p0"), label="fixed")
+    pool.offer(1, fixed)
+    attempt = pool.issue(0)
+    assert (attempt.prompt, attempt.data_failures) == (fixed, 0)
+    pool.failed(attempt, "still no reward", infrastructure=False)
+    pool.offer(2, fixed)
+    assert pool.needs_prompt()
+    assert len(pool.snapshot().state.book.quarantined) == 1
 
 
 def test_it_can_move_while_an_attempt_is_in_flight_or_may_be_admitted(pool: Pool) -> None:

@@ -19,7 +19,7 @@ from miles_async.staleness.ledger import Outcome
 from miles_async.types import Changes, EngineLoad, EngineReport, EnginesReport, RanksReport, RankTimes
 from tests.property.builders import make_attempt
 from tests.unit.commands.run_directories import write_run
-from tests.unit.samples.sample_rows import row, write_file
+from tests.unit.samples.sample_rows import row, write_file, write_samples
 
 STEPS = 40
 REASON = "all rewards are equal"
@@ -72,23 +72,13 @@ HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)> \u202eevil\u202
 
 def _samples(run_dir: Path) -> None:
     """Two groups of four samples in each of three steps, and an evaluation; one answer is hostile."""
-    directory = run_dir / "samples"
     for step in (10, 20, 30):
         rows = [sample_of(step, attempt, number) for attempt in (1, 2) for number in range(4)]
         note = FileNote(kind="train", step=step, groups=3, groups_written=2, why_fewer="the share of --save-samples")
-        write_file(file_of(directory, "train", step), note, rows)
-    evaluated = [
-        row(
-            kind="eval",
-            step=20,
-            data_set="test",
-            attempt_id=-1,
-            target_version=None,
-            age=None,
-            prompt_id="test.jsonl:1",
-        )
-    ]
-    write_file(file_of(directory, "eval", 20), FileNote(kind="eval", step=20, groups=1, groups_written=1), evaluated)
+        write_file(file_of(run_dir / "samples", "train", step), note, rows)
+    untrained = {"target_version": None, "age": None}
+    evaluated = row(kind="eval", step=20, data_set="test", attempt_id=-1, prompt_id="test.jsonl:1", **untrained)
+    write_samples(run_dir, "eval", 20, [evaluated])
 
 
 def sample_of(step: int, attempt: int, number: int) -> SampleRow:

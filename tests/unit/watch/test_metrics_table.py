@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
-from miles_async.watch.metrics_table import MetricsTable, Series, down_sampled, moving_mean, stretch_means
+from miles_async.watch.metrics_table import MetricsTable, Series, down_sampled, moving_mean, stretch_means, within
 from tests.unit.watch.run_files import write_finished_run
 
 
@@ -92,7 +92,7 @@ def test_means_of_stretches_are_of_all_values() -> None:
     assert found is not None
     assert found.steps.tolist() == [*range(20, 1_001, 20)]
     assert found.values == pytest.approx(np.full(50, 1.95))
-    assert stretch_means(series, 100, low=101, high=200) is None  # down_sampled has them all
+    assert stretch_means(within(series, 101, 200), 100) is None  # down_sampled has them all
 
 
 def test_the_moving_mean_starts_with_what_there_is() -> None:
@@ -104,5 +104,5 @@ def test_the_moving_mean_starts_with_what_there_is() -> None:
 
 def test_a_range_is_cut_before_values_are_left_out() -> None:
     series = Series(np.arange(1_000), np.arange(1_000.0))
-    found = down_sampled(series, 50, low=100, high=120)
+    found = down_sampled(within(series, 100, 120), 50)
     assert found.steps.tolist() == [*range(100, 121)]

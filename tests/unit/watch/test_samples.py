@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from miles_async.errors import DataError
-from miles_async.samples.columns import MASK_REASONS, FileNote
+from miles_async.samples.columns import MASK_REASONS, SampleRow
 from miles_async.samples.files import file_of
+from miles_async.samples.reader import samples_files
 from miles_async.watch import sample_files
 from miles_async.watch.run import Run, open_runs
 from miles_async.watch.server import encode
 from miles_async.watch.views.samples import LONGEST_TEXT, TOKENS, sample, samples, search
-from tests.unit.samples.sample_rows import row, write_file
+from tests.unit.samples.sample_rows import row, write_samples
 from tests.unit.watch.run_files import HOSTILE, write_finished_run
 
 
@@ -24,9 +25,8 @@ def run(tmp_path: Path) -> Run:
     return open_runs([write_finished_run(tmp_path / "run")])[0]
 
 
-def write(run: Run, *rows: object, step: int = 10) -> None:
-    note = FileNote(kind="train", step=step, groups=1, groups_written=1)
-    write_file(file_of(run.directory / "samples", "train", step), note, rows)
+def write(run: Run, *rows: SampleRow) -> None:
+    write_samples(run.directory, "train", 10, rows)
 
 
 def test_the_newest_step_is_shown_first(run: Run) -> None:
@@ -100,16 +100,10 @@ def test_every_turn_of_a_conversation_is_searched(run: Run) -> None:
 
 def test_a_long_search_says_where_it_stopped(run: Run) -> None:
     ticks = iter(range(100))
-    files = [each for each in sample_files_of(run)]
+    files = [each for each in samples_files(run.directory) if each.kind == "train"]
     found = sample_files.search(files, "answer", clock=lambda: next(ticks) * 0.4)
     assert {each["step"] for each in found.rows} == {30, 20}
     assert found.next_step == 10
-
-
-def sample_files_of(run: Run) -> list[object]:
-    from miles_async.samples.reader import samples_files
-
-    return [each for each in samples_files(run.directory) if each.kind == "train"]
 
 
 def test_a_sample_has_its_tokens_and_its_group(run: Run) -> None:

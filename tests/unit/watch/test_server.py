@@ -19,7 +19,6 @@ from starlette.testclient import TestClient
 from miles_async.observability.metrics_file import FILE_NAME, MetricsFile, read_metrics
 from miles_async.runtime.files.run_directory import LEDGER_FILE
 from miles_async.runtime.network.keys import Secret
-from miles_async.runtime.processes.run_process import MARK
 from miles_async.types import EngineReport, EnginesReport
 from miles_async.watch.run import Run, open_runs
 from miles_async.watch.server import STATIC, VIEWS, make_app
@@ -35,9 +34,9 @@ PARAMETERS = {view: {"name": "driver.log", "subject": "1", **(SAMPLE if view == 
 BASE = "http://127.0.0.1:8741"
 
 
-def client_of(*runs: Run, key: str | None = KEY) -> TestClient:
+def client_of(*runs: Run, key: str | None = KEY, write_key: Secret | None = None) -> TestClient:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    return TestClient(make_app(runs, Secret(KEY)), base_url=BASE, headers=headers)
+    return TestClient(make_app(runs, Secret(KEY), write_key), base_url=BASE, headers=headers)
 
 
 @pytest.fixture
@@ -80,12 +79,10 @@ def test_nothing_can_be_changed(client: TestClient, method: str) -> None:
 
 
 def writing(run_dir: Path, key: str) -> TestClient:
-    app = make_app(open_runs([run_dir]), Secret(KEY), Secret("write-key"))
-    return TestClient(app, base_url=BASE, headers={"Authorization": f"Bearer {key}"})
+    return client_of(*open_runs([run_dir]), key=key, write_key=Secret("write-key"))
 
 
-def test_the_write_key_changes_settings_of_a_live_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARK, "mark")
+def test_the_write_key_changes_settings_of_a_live_run(run_dir: Path) -> None:
     with live_run(run_dir) as changes, writing(run_dir, "write-key") as client:
         assert client.get("/api/settings").json() == {"settings": ["lr 1e-06", "generation running"], "over": None}
         answer = client.post("/api/set?run=0", json={"lr": "1e-5"})
@@ -99,8 +96,7 @@ def test_the_write_key_changes_settings_of_a_live_run(run_dir: Path, monkeypatch
         assert {client.get(f"/api/{view}", params=PARAMETERS[view]).status_code for view in VIEWS} == {200}
 
 
-def test_the_read_key_changes_and_asks_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARK, "mark")
+def test_the_read_key_changes_and_asks_nothing(run_dir: Path) -> None:
     with live_run(run_dir) as changes:
         for key in (KEY, "", "wrong"):
             with writing(run_dir, key) as client:
@@ -113,8 +109,7 @@ def test_the_read_key_changes_and_asks_nothing(run_dir: Path, monkeypatch: pytes
     assert changes == []
 
 
-def test_the_write_key_is_refused_elsewhere_and_to_others(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARK, "mark")
+def test_the_write_key_is_refused_elsewhere_and_to_others(run_dir: Path) -> None:
     with live_run(run_dir) as changes, writing(run_dir, "write-key") as client:
         for path in ("/", "/api/runs", "/api/settings", "/api/set/"):
             assert client.post(path, json={"lr": "1e-5"}).status_code == 405
@@ -205,13 +200,12 @@ def test_only_files_of_the_page_are_served(client: TestClient, path: str) -> Non
     assert client.get(path).status_code in (404, 405)
 
 
-def test_a_link_out_of_the_run_directory_is_not_followed(tmp_path: Path, run_dir: Path) -> None:
+def test_a_link_out_of_the_run_directory_is_not_followed(client: TestClient, tmp_path: Path, run_dir: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret line\n")
     (run_dir / "logs" / "link.log").symlink_to(secret)
-    with client_of(*open_runs([run_dir])) as client:
-        assert "link.log" not in [log["name"] for log in client.get("/api/logs").json()]
-        assert client.get("/api/log?name=link.log").json()["lines"] == []
+    assert "link.log" not in [log["name"] for log in client.get("/api/logs").json()]
+    assert client.get("/api/log?name=link.log").json()["lines"] == []
 
 
 def test_the_overview_has_the_numbers_of_the_files(client: TestClient, run_dir: Path) -> None:
@@ -424,8 +418,7 @@ def test_a_directory_opens_with_what_there_is(run_dir: Path, absent: str) -> Non
             assert client.get(f"/api/{view}", params=PARAMETERS[view]).status_code == status
 
 
-def test_a_directory_of_an_earlier_release_opens(tmp_path: Path) -> None:
-    """Which has metrics and a ledger without later tables and columns, and no other file."""
+def test_a_directory_with_nothing_but_metrics_and_a_ledger_opens(tmp_path: Path) -> None:
     with client_of(*open_runs([recorded_run(tmp_path / "run")])) as client:
         for view in VIEWS.keys() - {"sample"}:
             assert client.get(f"/api/{view}", params=PARAMETERS[view]).status_code == 200, view

@@ -246,7 +246,7 @@ async def test_engine_that_hangs_costs_its_own_deadline_not_the_run() -> None:
     async def hang(engines: Sequence[Incarnation], *rest: object) -> Results:
         if "engine-1" in ids(engines):
             await asyncio.sleep(0.05)  # the fleet's own deadline
-            return {engine: EngineError("no answer within 0.05 s") for engine in engines}
+            return {engine: EngineTimeoutError("no answer within 0.05 s") for engine in engines}
         return await plain(engines, *rest)
 
     fleet.receive_stream = hang  # type: ignore[method-assign]

@@ -17,6 +17,8 @@ import pytest
 
 from miles_async.arguments import Arguments, ClusterArguments, ModelArguments, ObservabilityArguments
 from miles_async.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
     ConfigurationError,
     MilesAsyncError,
     ProcessLostError,
@@ -29,7 +31,6 @@ from miles_async.runtime.processes.fork_server_process import ForkServers
 from miles_async.runtime.processes.run_process import MARK
 from miles_async.wiring import driver, report
 from miles_async.wiring import driver_process as train
-from miles_async.wiring.driver import EXIT_FAILED, EXIT_INTERRUPTED
 
 # covers: C10
 

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from miles_async.arguments.config_file import to_toml
-from miles_async.cli import main
 from miles_async.errors import ContractViolation, ReplayDifference, ScheduleError
 from miles_async.ledger.schedule import BatchFrame, Cut, Finished, Frame, PoolFrame, ScheduleWriter
 from miles_async.runtime.files.run_directory import CONFIG_FILE, SCHEDULE_FILE
@@ -27,6 +26,7 @@ from miles_async.wiring.decisions import make_pool
 from miles_async.wiring.replay import Replay
 from tests.property.builders import make_group, make_prompt
 from tests.property.recorded_run import BASE, RecordedRun
+from tests.unit.commands.command_line import printed
 
 STEPS = 4
 RECORDED = Path(__file__).parent / "recorded"  # by an earlier version, see its README.md
@@ -40,12 +40,6 @@ def run(tmp_path: Path) -> RecordedRun:
         run.live(10)
     run.end()
     return run
-
-
-def printed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
-    assert main([str(word) for word in words]) == code
-    captured = capsys.readouterr()
-    return captured.err if code else captured.out
 
 
 # ---------------------------------------------------------------------------------------------------- the command

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from miles_async.backends.megatron.adapters.attach import ADAPTER
 from miles_async.backends.megatron.checkpoints.checkpoint_writer import StagedSave, as_checkpoint_error
-from miles_async.backends.megatron.distributed import together
+from miles_async.backends.megatron.distributed import complete_parameters, together
 from miles_async.backends.megatron.host_buffer import HostBuffer
 from miles_async.backends.megatron.optimizer import load_state, parts_of
 from miles_async.backends.megatron.per_rollout import PerRollout
@@ -107,6 +107,8 @@ def load(directory: Path, learner: Learner, per_rollout: PerRollout | None, *, s
         for index, module in _inner(learner).items():
             module.load_state_dict(state["model"][index], strict=not _is_adapted(state["model"][index]))
         load_state(learner.optimizer, state["optimizer"], state["optimizer_step"])
+        # An fp32 model has the exact weights in this rank's shard of the optimizer alone, if bf16 was saved.
+        complete_parameters(learner.model.modules, always=True)
         learner.scheduler.num_steps = state["schedule_step"]
         learner.scheduler.step(0)  # the flags' rate at this step
         if per_rollout is not None:

@@ -72,6 +72,7 @@ class StagedSave:
             self._buckets = self._writer.preload_tensors(buckets, non_blocking=torch.cuda.is_available())
         else:
             self._buckets = _copied(buckets, copies)
+        self._writer.write_buckets = None  # clones by Megatron of what was copied
 
     def write(self) -> bytes:
         """Write this rank's files, in any thread. Return its part of the index, and digests of the files."""

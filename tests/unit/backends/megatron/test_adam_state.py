@@ -12,7 +12,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.nn import Parameter
 
 from miles_async.backends.megatron import overrides
-from miles_async.backends.megatron.optimizer import load_all_offloaded_weights, make_state
+from miles_async.backends.megatron.optimizer import load_all_offloaded_weights, load_state, make_state
 from miles_async.backends.megatron.platform import Platform
 
 CONFIG = SimpleNamespace(use_precision_aware_optimizer=False)
@@ -95,3 +95,37 @@ def test_fp32_parameters_of_an_offloaded_optimizer_are_loaded_too(
     hybrid._sync_hdo_state_to_sub_optimizers()
     weights = [group["params"][0] for adam in hybrid.sub_optimizers for group in adam.param_groups]
     assert [weight.tolist() for weight in weights] == [[1 + 2**-20] * 4] * 2
+
+
+class CountsByGroup(torch.optim.SGD):
+    """As Transformer Engine's FusedAdam does."""
+
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+def test_the_half_of_an_offloaded_optimizer_on_the_gpu_counts_on_after_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_on_gpu(self: HybridDeviceOptimizer, fraction: float) -> tuple[object, ...]:
+        return [], [{**group, "params": [*group["params"]]} for group in self.param_groups], {}, {}, {}
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", all_on_gpu)
+    monkeypatch.setattr(HybridDeviceOptimizer, "_move_new_state_to_right_device", lambda self: None)
+    hybrid = HybridDeviceOptimizer(
+        [{"params": [Parameter(torch.ones(4))]}],
+        offload_fraction=0.5,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=CountsByGroup,
+        lr=1e-3,
+    )
+    loads = SimpleNamespace(
+        optimizer=hybrid,
+        state_dict=lambda: {"optimizer": hybrid.state_dict()},
+        load_state_dict=lambda state: hybrid.load_state_dict(state["optimizer"]),
+        load_parameter_state_from_fully_reshardable=lambda state: None,
+    )
+    load_state(loads, {0: None}, step=3)  # type: ignore[arg-type]
+    for step in (4, 5, 6):
+        hybrid.step()
+        assert hybrid.gpu_optimizer.param_groups[0]["step"] == step

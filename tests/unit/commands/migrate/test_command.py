@@ -14,6 +14,7 @@ import pytest
 from miles_async.arguments.parser import parse_arguments
 from miles_async.cli import main
 from miles_async.commands.migrate.shell_script import find_command
+from tests.unit.commands.command_line import refused
 
 SCRIPT = r"""#!/bin/bash
 pkill -9 python   # before train.py
@@ -163,6 +164,24 @@ def test_defaults_of_slime_are_written_out(
     assert arguments.evaluation.eval_temperature == 0.8
 
 
+@pytest.mark.parametrize(
+    ("words", "dual"),
+    [
+        ("--advantage-estimator cispo", 0),
+        ("--advantage-estimator gspo", 1),
+        ("--policy-loss=sapo", 0),
+        ("--policy-loss losses:Own", 1),
+    ],
+)
+def test_the_default_of_dual_clipping_is_for_losses_that_read_it(
+    words: str, dual: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fine = "--hf-checkpoint m --prompt-data p.jsonl --n-samples-per-prompt 8 --rm-type math --label-key label"
+    status, text = from_stdin(f"{fine} {words}", monkeypatch, capsys)
+    assert status == 0, text
+    assert text.count("\n--eps-clip-c none\n") == dual
+
+
 def test_held_out_prompts_of_a_file_have_the_temperature_of_training(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,15 +279,18 @@ def test_defaults_stay_out_where_the_script_decides(
     assert "--input-key q\n" in text or "--input-key=q\n" in text
 
 
+@pytest.mark.parametrize("template", ["", "--apply-chat-template"])
 def test_a_script_of_supervised_fine_tuning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    template: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (
-        "--hf-checkpoint m --prompt-data p.parquet --input-key messages --apply-chat-template --rollout-batch-size 8 "
+        f"--hf-checkpoint m --prompt-data p.parquet --input-key messages {template} --rollout-batch-size 8 "
         "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --calculate-per-token-loss"
     )
     status, text = from_stdin(words, monkeypatch, capsys)
     assert status == 0, text
+    assert "--no-apply-chat-template" not in text  # messages are rendered without the flag, too
+    assert "\n--tool-key tools\n" in text
     assert "--on-policy" not in text
     assert "--eps-clip-c" not in text
 
@@ -359,6 +381,27 @@ def test_keys_of_verl_that_are_left_over_have_reasons(
     assert "#   trainer.no_such_key=7: unknown key\n" in unmapped
 
 
+def test_the_fully_asynchronous_program_of_verl_is_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "data.train_files=a.parquet data.val_files=b.parquet data.train_batch_size=0 rollout.test_freq=10 "
+        "actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.ppo_mini_batch_size=32 "
+        "algorithm.adv_estimator=grpo rollout.total_rollout_steps=51200 async_training.require_batches=4"
+    )
+    program = "-m verl.experimental.fully_async_policy.fully_async_main"
+    status, text = from_stdin(words, monkeypatch, capsys, program)
+    assert status == 0, text
+    for flag in (
+        "--rollout-batch-size 128",
+        "--num-steps-per-rollout 4",
+        "--num-rollout 400",
+        "--eval-interval 40",
+        "--update-weights-interval 4",
+    ):
+        assert f"\n{flag}\n" in text
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -377,7 +420,6 @@ def test_wrong_input(
 ) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
-    assert main(["migrate", str(tmp_path / name)]) == 2
-    error = capsys.readouterr().err
+    error = refused(capsys, "migrate", str(tmp_path / name))
     assert str(tmp_path / name) in error
     assert message in error

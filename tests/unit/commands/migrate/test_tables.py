@@ -8,14 +8,13 @@ from __future__ import annotations
 import pytest
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
-from miles_async.cli import main
 from miles_async.commands.migrate.defaults import DEFAULTS
 from miles_async.commands.migrate.verl_keys import KEYS
+from tests.unit.commands.command_line import printed, refused
 
 
 def lines(system: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    assert main(["migrate", "--table", system]) == 0
-    return capsys.readouterr().out.splitlines()
+    return printed(capsys, "migrate", "--table", system).splitlines()
 
 
 @pytest.mark.parametrize("system", ["slime", "miles"])
@@ -52,5 +51,4 @@ def test_every_key_of_verl_has_a_line(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("words", [[], ["run.sh", "--table", "verl"]])
 def test_a_script_or_a_table_is_asked_for(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["migrate", *words]) == 2
-    assert "expected SCRIPT or --table; see miles-async migrate --help" in capsys.readouterr().err
+    assert "expected SCRIPT or --table; see miles-async migrate --help" in refused(capsys, "migrate", *words)

@@ -15,7 +15,7 @@ from miles_async.arguments.parser import build_parser, parse_arguments
 from miles_async.arguments.pass_through import is_pass_through
 from miles_async.commands.migrate.command import VERL, refusals
 from miles_async.commands.migrate.shell_script import find_command
-from miles_async.commands.migrate.verl import from_verl
+from miles_async.commands.migrate.verl import FULLY_ASYNC, from_verl
 from miles_async.commands.migrate.verl_keys import DEFAULTS, KEYS, row_of
 from miles_async.errors import ConfigurationError
 
@@ -63,10 +63,10 @@ def test_no_row_hides_a_later_one() -> None:
         ("algorithm.norm_adv_by_std_in_grpo=False", "--no-grpo-std-normalization"),
         ("algorithm.adv_estimator=rloo", "--advantage-estimator rloo"),
         ("algorithm.gamma=0.9 algorithm.lam=0.95", "--gamma 0.9 --lambd 0.95"),
-        (
-            "critic.optim.lr=2e-5 critic.optim.lr_warmup_steps=7",
-            "--critic-lr 2e-5 --value-clip 0.5 --critic-lr-warmup-iters 7",
-        ),
+        (f"data.train_batch_size=256 {ACTOR}.ppo_mini_batch_size=32 {ACTOR}.optim.lr_warmup_steps=10",
+         "--num-steps-per-rollout 8 --lr-warmup-iters 80"),
+        ("critic.optim.lr=2e-5", "--critic-lr 2e-5 --value-clip 0.5"),
+        (f"{ACTOR}.ppo_epochs=3 critic.optim.lr_warmup_steps=7", "--critic-lr-warmup-iters 84"),
         ("critic.model.path=/m", "--critic-lr 1e-5 --value-clip 0.5 --critic-hf-checkpoint /m"),
         ("critic.cliprange_value=0.3 trainer.critic_warmup=5", "--value-clip 0.3 --num-critic-only-steps 5"),
         (f"{LOSS}.loss_mode=geo_mean", "--policy-loss gmpo --loss-aggregation sequence_mean"),
@@ -81,7 +81,7 @@ def test_no_row_hides_a_later_one() -> None:
             "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k2",
         ),
         (
-            "algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
+            "algorithm.adv_estimator=reinforce_plus_plus algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
             "--token-advantages kl_in_reward --kl-coef 0.1 --kl-reward-type k1",
         ),
         (f"{OVERLONG}.enable=True {OVERLONG}.len=512", "--overlong-buffer-len 512 --overlong-penalty-factor 1.0"),
@@ -97,10 +97,14 @@ def test_no_row_hides_a_later_one() -> None:
         ("trainer.save_freq=5 trainer.default_local_dir=/c", "--save /c --save-interval 5"),
         ("trainer.max_actor_ckpt_to_keep=2 trainer.save_freq=5", "--save-interval 5 --save-keep-last 2"),
         (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4", "--context-parallel-size 4"),
+        (f"{ACTOR}.veomni.ulysses_parallel_size=2 {ACTOR}.veomni.expert_parallel_size=8 {ACTOR}.veomni.fsdp_size=4",
+         "--context-parallel-size 2 --expert-model-parallel-size 8"),
         (f"{ACTOR}.megatron.router_replay.mode=R3", "--use-rollout-routing-replay"),
         (f"{ACTOR}.optim.lr_scheduler_type=cosine", "--lr-decay-style cosine"),
         ("data.val_files=['/d/a/test.parquet','/d/b/test.parquet','/d/c.parquet']",
          "--eval-prompt-data a /d/a/test.parquet b /d/b/test.parquet /d/c.parquet"),
+        ("data.train_files=[/d/gsm8k/train.parquet,/d/math/train.parquet]",
+         "--prompt-data gsm8k /d/gsm8k/train.parquet math /d/math/train.parquet"),
         ("data.image_key=pictures", '--multimodal-keys {"image": "pictures"}'),
         ("trainer.logger=[console,wandb]", "--use-wandb"),
         ("trainer.logger=['swanlab','tensorboard']", "--use-tensorboard --use-swanlab"),
@@ -123,8 +127,10 @@ def test_what_keys_become(overrides: str, words: str) -> None:
         ("actor_rollout_ref.model.target_modules=all-linear", "--target-modules"),
         ("trainer.max_actor_ckpt_to_keep=2", "--save-keep-last"),
         (f"{ACTOR}.optim.lr_warmup_steps=null", "--lr-warmup-iters"),
+        (f"{ACTOR}.optim.lr_warmup_steps=0", "--lr-warmup-iters"),
         ("trainer.critic_warmup=0", "--num-critic-only-steps"),
         ("algorithm.use_kl_in_reward=True", "kl_in_reward"),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.0", "--kl-coef"),
         ("algorithm.adv_estimator=grpo", "--critic-lr"),
         (f"{LOSS}.loss_mode=sapo", "--ppo-kl-coef"),
         ("data.val_files=null", "--eval-prompt-data"),
@@ -132,7 +138,7 @@ def test_what_keys_become(overrides: str, words: str) -> None:
     ],
 )
 def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> None:
-    done = from_verl([override])
+    done = from_verl(override.split())
     assert absent not in done.words
     assert done.unmapped == []
 
@@ -141,6 +147,8 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
     ("override", "named"),
     [
         ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: expected gae, grpo"),
+        (f"{LOSS}.loss_mode=gpg", "for gpg, which has no ratio, cispo has a clipped one"),
+        ("distillation.enabled=True", "by `--use-opd`, the reverse KL of sampled tokens"),
         ("critic.optim.lr_warmup_steps_ratio=0.05", "give `--critic-lr-warmup-iters`"),
         (f"{ROLLOUT}.ignore_eos=True", "an answer ends where the model ends it"),
         (f"{ACTOR}.megatron.dtype=float16", "what fp16 needs, a scaled loss, is not implemented"),
@@ -157,6 +165,14 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
 def test_what_has_no_counterpart_is_told(override: str, named: str) -> None:
     (problem,) = from_verl([override]).unmapped
     assert named in problem
+
+
+def test_a_warm_up_over_mini_batches_of_unequal_size_is_told() -> None:
+    done = from_verl([f"{ACTOR}.ppo_mini_batch_size=100", f"{ACTOR}.optim.lr_warmup_steps=10"])
+    assert "--lr-warmup-iters" not in done.words
+    assert done.unmapped[1] == (
+        f"{ACTOR}.optim.lr_warmup_steps=10: give --lr-warmup-iters, this times --num-steps-per-rollout and --ppo-epochs"
+    )
 
 
 def test_keys_of_one_reason_share_a_line() -> None:
@@ -178,6 +194,7 @@ def test_keys_of_one_reason_share_a_line() -> None:
         (f"{ACTOR}.entropy_from_logits_with_chunking=True", "entropy comes in chunks"),
         (f"{ACTOR}.optim.optimizer=AdamW", "AdamW is the optimizer"),
         ("trainer.max_critic_ckpt_to_keep=2", "the critic is a part of the checkpoints"),
+        ("distillation.teacher_models.a.model_path=/m", "the teacher of --use-opd is a frozen group of engines"),
         ("reward.num_workers=8", "reward.num_workers=8: --rm-workers bounds"),
         ("reward.reward_manager.name=dapo", "reward.reward_manager.name=dapo: --rm-type names the reward"),
     ],
@@ -211,6 +228,50 @@ def test_ppo_whitens_and_has_a_critic() -> None:
     arguments = parse_arguments(from_verl(()).words).arguments  # gae is verl's default
     assert (arguments.algorithm.token_advantages, arguments.algorithm.normalize_advantages) == ("gae", True)
     assert (arguments.critic.critic_lr, arguments.critic.value_clip) == (1e-5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("", "--rollout-batch-size 32"),
+        ("async_training.require_batches=4", "--rollout-batch-size 128"),
+        ("async_training.require_batches=4", "--num-steps-per-rollout 4"),
+        ("async_training.require_batches=4", "--num-rollout 400"),
+        ("async_training.require_batches=$N", "--rollout-batch-size 32*$N"),
+        ("", "--update-weights-interval 4"),
+        ("trainer.nnodes=2", "--rollout-num-gpus 8"),
+        ("rollout.test_freq=10", "--eval-interval 40"),
+        ("trainer.test_freq=10", "--eval-interval 40"),  # since verl 0.8
+        ("rollout.test_freq=5 trainer.test_freq=10", "--eval-interval 20"),
+        ("trainer.save_freq=3 async_training.trigger_parameter_sync_step=2", "--save-interval 6"),
+    ],
+)
+def test_the_fully_asynchronous_trainer_counts_mini_batches_and_publications(overrides: str, words: str) -> None:
+    recipe = f"data.train_batch_size=0 {ACTOR}.ppo_mini_batch_size=32 rollout.total_rollout_steps=51200 {overrides}"
+    assert words in " ".join(from_verl(recipe.split(), FULLY_ASYNC).words)
+
+
+def test_the_end_of_the_fully_asynchronous_trainer_is_counted_in_prompts() -> None:
+    recipe = ["data.train_batch_size=0", "rollout.test_freq=-1", "trainer.save_freq=0", "trainer.total_epochs=10"]
+    done = from_verl([*recipe, "rollout.total_rollout_steps=51200", "rollout.n=4"], FULLY_ASYNC)
+    assert done.unmapped == []
+    assert "--eval-interval" not in done.words
+    assert "--save-interval" not in done.words
+    assert f"rollout.n=4: {ROLLOUT}.n counts" in done.not_needed
+    assert any("trainer.total_epochs=10: fewer prompts than" in line for line in done.not_needed)
+    (problem,) = from_verl(["rollout.total_rollout_steps=$STEPS"], FULLY_ASYNC).unmapped
+    assert "`" not in problem
+    assert "--num-rollout is this over ppo_mini_batch_size and require_batches" in problem
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_a_kl_in_rewards_that_are_compared_is_told(estimator: str) -> None:
+    done = from_verl([f"algorithm.adv_estimator={estimator}", "algorithm.use_kl_in_reward=True"])
+    assert "--kl-coef" not in done.words
+    assert "--token-advantages" not in done.words
+    (problem,) = done.unmapped
+    assert f"adv_estimator={estimator}: verl takes the KL off the rewards before they are compared" in problem
+    assert "give --use-kl-loss --kl-loss-coef" in problem
 
 
 def test_discounted_rewards_without_a_critic_are_refused() -> None:

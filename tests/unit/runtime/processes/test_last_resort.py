@@ -80,6 +80,7 @@ def test_under_nohup_a_terminal_that_closes_does_not_end_it(drivers: list[subpro
     process = driver(drivers, "nohup")
     process.send_signal(signal.SIGHUP)
     time.sleep(1)
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=50)[0] == "ended in order True\n"
 

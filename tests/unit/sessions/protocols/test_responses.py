@@ -105,6 +105,14 @@ async def test_a_turn_without_an_answer_is_continued(said: str, stream: bool) ->
     assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
 
 
+async def test_a_stream_without_an_answer_has_an_empty_message() -> None:
+    async with agent_of(ScriptedModel(says(""))) as agent:
+        events = [event async for event in await agent.respond(QUESTION, stream=True)]
+    (item,) = [event.item for event in events if event.type == "response.output_item.done"]
+    assert (item.type, item.content[0].text) == ("message", "")
+    assert events[-1].response.output == [item]
+
+
 async def test_a_response_can_be_continued_twice() -> None:
     async with agent_of(ScriptedModel(says("68"))) as agent:
         first = await agent.respond(QUESTION)

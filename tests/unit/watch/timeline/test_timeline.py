@@ -16,7 +16,7 @@ from pyarrow import parquet
 from miles_async.errors import LedgerError
 from miles_async.ledger.reader import AttemptRecord, open_ledger
 from miles_async.observability.metrics_file import read_metrics
-from miles_async.samples.columns import FileNote, Turn
+from miles_async.samples.columns import Turn
 from miles_async.samples.files import file_of
 from miles_async.types import EngineReport, EnginesReport
 from miles_async.watch.run import Run
@@ -26,7 +26,7 @@ from miles_async.watch.timeline import requests as requests_module
 from miles_async.watch.timeline.attempts import NO_ENGINE, Lanes
 from miles_async.watch.timeline.build import Part, write_timeline
 from miles_async.watch.timeline.steps import DELIVERY, TURNS
-from tests.unit.samples.sample_rows import row, write_file
+from tests.unit.samples.sample_rows import row, write_samples
 from tests.unit.watch.run_files import write_finished_run
 from tests.unit.watch.timeline.trace_files import (
     MICROSECOND,
@@ -125,7 +125,6 @@ def test_cuts_are_those_of_the_ledger(run_dir: Path) -> None:
 def test_settings_that_were_changed_are_marked_when_they_took_effect(run_dir: Path) -> None:
     at = records(run_dir)[-1].issued_at
     with sqlite3.connect(run_dir / "ledger.sqlite") as connection:
-        connection.execute("CREATE TABLE changes (step INTEGER, name TEXT, before TEXT, value TEXT, at REAL)")
         connection.execute("INSERT INTO changes VALUES (4, 'lr', '0.0005', '0.0004', ?)", (at,))
         connection.execute("INSERT INTO changes VALUES (4, 'evaluation', 'null', '\"now\"', ?)", (at,))
     trace = timeline(run_dir)
@@ -243,8 +242,7 @@ def test_requests_of_saved_samples_are_on_the_engine_that_had_them(run_dir: Path
     rows = [
         row(step=1, attempt_id=0, sample=number, turns=turns[number], metadata=metadata[number]) for number in range(3)
     ]
-    note = FileNote(kind="train", step=1, groups=1, groups_written=1)
-    write_file(file_of(run_dir / "samples", "train", 1), note, rows)
+    write_samples(run_dir, "train", 1, rows)
     trace = timeline(run_dir)
     spans = trace.spans("engine-1", "requests")
     assert [span.name for span in spans] == ["attempt 0 sample 0", "attempt 0 sample 1"]
@@ -268,8 +266,7 @@ def test_old_files_of_samples_are_left_alone(run_dir: Path, monkeypatch: pytest.
     for step in (1, 2, 3):
         turns = [Turn(start=2, end=5, started_at=at + step, seconds=0.25)]
         rows = [row(step=step, attempt_id=step, sample=number, turns=turns) for number in range(2)]
-        note = FileNote(kind="train", step=step, groups=1, groups_written=1)
-        write_file(file_of(run_dir / "samples", "train", step), note, rows)
+        write_samples(run_dir, "train", step, rows)
 
     def shown() -> list[str]:
         return [span.name for span in timeline(run_dir).spans(NO_ENGINE, "requests")]

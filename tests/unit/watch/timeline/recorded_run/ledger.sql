@@ -137,6 +137,21 @@ INSERT INTO "attempts" VALUES(110,'train.jsonl:16764',0,5,'[]','cut','["engine-0
 INSERT INTO "attempts" VALUES(111,'train.jsonl:9233',0,5,'[]','cut','["engine-1", "engine-0"]',8,'[6, 6, 6, 6, 6, 6, 6, 6]',5,5,0,1.0,0,6,7,'trained',NULL,1.79563639995507597925e+09,1.79563640033987092971e+09,1.79563640034008502963e+09,1.79563640048384404179e+09);
 INSERT INTO "attempts" VALUES(112,'train.jsonl:18292',0,6,'[]','in_flight',NULL,NULL,NULL,NULL,NULL,NULL,NULL,0,NULL,NULL,NULL,NULL,1.79563640052169799809e+09,NULL,NULL,NULL);
 INSERT INTO "attempts" VALUES(113,'train.jsonl:5676',0,6,'[]','in_flight',NULL,NULL,NULL,NULL,NULL,NULL,NULL,0,NULL,NULL,NULL,NULL,1.79563640052441906929e+09,NULL,NULL,NULL);
+CREATE TABLE changes (                -- by `miles-async set`
+    step INTEGER NOT NULL,            -- rollout step after which it took effect
+    name TEXT NOT NULL,               -- of the flag, without dashes, or of a request such as evaluation
+    before TEXT NOT NULL,             -- JSON
+    value TEXT NOT NULL,              -- JSON
+    at REAL NOT NULL
+);
+CREATE TABLE epochs (
+    data TEXT NOT NULL,               -- file of prompts, or all
+    epoch INTEGER NOT NULL,
+    sampler TEXT NOT NULL,            -- --prompt-sampler
+    prompts INTEGER NOT NULL,         -- rows that the epoch gives
+    left_out INTEGER NOT NULL,        -- rows that it does not
+    began_at REAL NOT NULL
+);
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 INSERT INTO "meta" VALUES('schema_version','3');
 CREATE INDEX attempts_of_prompt ON attempts (prompt_id);
