@@ -102,18 +102,20 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _command(module: str, name: str, *, shows: bool = False) -> Command:
-    """A command that returns its exit code, or its output, whole or in parts. Imported when it is called.
+    """A command that returns its output, whole or in parts. Imported when it is called.
 
-    ``shows``: it gets :func:`_show` as well, for output while it works.
+    ``shows``: it gets :func:`_show` for output while it works, and returns its exit code.
     """
 
     def run(words: Sequence[str]) -> int:
         command = getattr(import_module(f"miles_async.commands.{module}"), name)
-        found = command(words, _show) if shows else command(words)
-        if isinstance(found, int):
-            return found
-        for part in [found] if isinstance(found, str) else found:
-            _show(part)
+        if shows:
+            return command(words, _show)
+        try:
+            for part in [found] if isinstance(found := command(words), str) else found:
+                _show(part)
+        except PermissionError as error:  # of another user's run, say
+            raise ConfigurationError(str(error)) from error
         return 0
 
     return run
@@ -138,12 +140,12 @@ COMMANDS: Mapping[str, Command] = {
     "ledger": _command("ledger", "ledger"),
     "explain": _command("ledger", "explain"),
     "samples": _command("samples", "samples"),
-    "stop": _command("stop", "stop"),
+    "stop": _command("stop", "stop", shows=True),
     "scale": _command("scale", "scale"),
     "set": _command("live_set", "set_live"),
     "replay": _command("replay", "replay"),
     "plan": _command("plan", "plan"),
-    "migrate": _command("migrate.command", "migrate"),
+    "migrate": _command("migrate.command", "migrate", shows=True),
     "doctor": _command("doctor", "doctor", shows=True),
     "completion": _completion,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
+from miles_async.arguments.words import NEGATIVE_NUMBER
 from miles_async.errors import ConfigurationError
 
 
@@ -19,6 +20,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str, **options: Any) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False, **options)
+        self._negative_number_matcher = NEGATIVE_NUMBER
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}; see {self.prog} --help")

@@ -11,8 +11,7 @@ from pathlib import Path
 from miles_async.commands.parser import CommandParser
 from miles_async.observability.progress import step_line
 from miles_async.observability.progress_state import ProgressState, duration
-from miles_async.runtime.files.run_directory import check_directory
-from miles_async.runtime.processes.run_process import read_run_process
+from miles_async.runtime.files.run_directory import find_run
 from miles_async.types import JsonObject
 from miles_async.watch.status import Status, numbers, read_rows, read_status, trained_rows
 
@@ -31,9 +30,7 @@ def status(words: Sequence[str]) -> str:
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="a run directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed = parser.parse_args(words)
-    run_dir = parsed.directory
-    check_directory(run_dir)
-    run = read_run_process(run_dir)
+    run_dir, run = find_run(parsed.directory)
     rows = read_rows(run_dir)
     found = read_status(run_dir, run, rows)
     return json.dumps(asdict(found)) + "\n" if parsed.json else "".join(f"{line}\n" for line in _lines(found, rows))
@@ -41,16 +38,20 @@ def status(words: Sequence[str]) -> str:
 
 def _lines(found: Status, rows: Sequence[JsonObject]) -> Iterator[str]:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.started))
-    states = {"running": "running", "over": "over", "unknown": f"unknown from here: ask on {found.host}"}
-    ended = found.ending or ("killed, or lost with its machine" if found.state == "over" else "")
-    yield f"{found.run_dir}: {states[found.state]}" + (f", {ended}" if ended else "")
+    states = {
+        "running": "running",
+        "restarting": "between two lives: it is being restarted",
+        "over": f"over, {found.ending or 'killed, or lost with its machine'}",
+        "unknown": f"unknown from here: ask on {found.host}",
+    }
+    yield f"{found.run_dir}: {states[found.state]}"
     yield f"  process {found.pid} on {found.host}, since {since}"
     if found.error:
         yield f"  error: {found.error}"
     progress = ProgressState(found.steps or 0)
     for row in trained_rows(rows):
         progress.add_step(row["step"], numbers(row))
-    yield f"  {step_line(progress.view)}" if progress.view else "  no step yet"
+    yield f"  {step_line(progress.view, over=found.state == 'over')}" if progress.view else "  no step yet"
     if found.state != "over" and found.quiet_seconds is not None:
         yield f"  last metrics {duration(max(0.0, found.quiet_seconds))} ago"
     if found.eval_reward is not None:

@@ -7,6 +7,7 @@ Drawn from metrics.jsonl alone, so that it can be drawn again at any time, with
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 AVERAGE_WINDOW = 5
+MOST_STRETCHES = 400  # of steps, in the plot of ages
 REWARD_COLOR, EVAL_COLOR = "#1f77b4", "#d62728"
 Rows = Sequence[JsonObject]
 
@@ -87,19 +89,26 @@ def draw_reward(axes: Axes, rows: Rows) -> None:
 
 
 def draw_ages(axes: Axes, rows: Rows) -> None:
-    """Draw samples per age, stacked, for every step."""
+    """Draw samples per age, stacked, over the steps.
+
+    A long run has means over stretches of steps: every step would take minutes, and be narrower than a pixel.
+    """
     import matplotlib
 
     names = {name for row in rows for name in row if name.startswith(AGE_COUNT)}
     ages = sorted(int(name.removeprefix(AGE_COUNT)) for name in names)
     colors = matplotlib.colormaps["viridis_r"]
     trained = [row for row in rows if "reward/mean" in row]
-    steps, bottom = [row["step"] for row in trained], [0.0] * len(trained)
+    width = math.ceil(len(trained) / MOST_STRETCHES)
+    stretches = [trained[start : start + width] for start in range(0, len(trained), width)]
+    edges = [*(stretch[0]["step"] - 0.5 for stretch in stretches), trained[-1]["step"] + 0.5]
+    bottom = [0.0] * len(stretches)
     for age in ages:
-        counts = [row.get(f"{AGE_COUNT}{age}") or 0.0 for row in trained]
+        counts = [sum(row.get(f"{AGE_COUNT}{age}") or 0.0 for row in each) / len(each) for each in stretches]
+        top = [low + count for low, count in zip(bottom, counts, strict=True)]
         color = colors(0.15 + 0.75 * age / max(ages[-1], 2))
-        axes.bar(steps, counts, bottom=bottom, width=0.9, color=color, label=f"age {age}")
-        bottom = [low + count for low, count in zip(bottom, counts, strict=True)]
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=color, label=f"age {age}")
+        bottom = top
     axes.set_ylabel("samples by age")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize="small", ncols=6, loc="lower right", bbox_to_anchor=(1.0, 0.98))

@@ -183,15 +183,16 @@ def _details(view: StepView) -> RenderableType:
     return grid
 
 
-def step_line(view: StepView) -> str:
-    """The plain form of one step."""
+def step_line(view: StepView, *, over: bool = False) -> str:
+    """The plain form of one step; without an ETA if the run is ``over``."""
+    eta = "" if over else f"  ETA {view.eta}"
     if view.reward == MISSING:  # supervised fine-tuning
-        return f"step {view.step}/{view.total}  loss {view.loss}  {view.step_seconds}  ETA {view.eta}"
+        return f"step {view.step}/{view.total}  loss {view.loss}  {view.step_seconds}{eta}"
     filtered = f"  filtered {view.filtered}" if view.filtered else ""
     return (
         f"step {view.step}/{view.total}  reward {view.reward} (avg {view.reward_average})  age {view.age}  "
         f"lead {view.lead}  in flight {view.in_flight}  buffered {view.buffered}{filtered}  "
-        f"trainer idle {view.trainer_idle}  {view.step_seconds}  ETA {view.eta}"
+        f"trainer idle {view.trainer_idle}  {view.step_seconds}{eta}"
     )
 
 

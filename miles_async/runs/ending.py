@@ -12,14 +12,14 @@ from pathlib import Path
 from miles_async.arguments.config_file import read_config_file
 from miles_async.errors import ConfigurationError, StalledError
 from miles_async.runtime.files.owned_directory import sweep_temporary
-from miles_async.runtime.files.run_directory import CONFIG_FILE, KILLED_FILE
+from miles_async.runtime.files.run_directory import CONFIG_FILE, find_run
 from miles_async.runtime.processes.run_process import (
     RunProcess,
     expect_own,
     find_driver,
+    find_keeper,
     find_marked,
     kill_marked,
-    read_run_process,
 )
 
 STOP_SECONDS = 90.0  # for the driver to end by itself: both sides, Ray, the summary
@@ -32,27 +32,42 @@ Say = Callable[[str], None]
 def end_run(run_dir: Path, timeout: float = STOP_SECONDS, say: Say = lambda text: None) -> None:
     """End the run as Ctrl-C would; after ``timeout`` seconds kill its processes. No-op if it is over.
 
+    A run with ``--max-run-restarts`` ends for good, even between two of its lives.
+
     Raises:
         ConfigurationError: no such run, or it is on another machine or another user's.
         StalledError: a process cannot be ended.
     """
-    run = read_run_process(run_dir)
+    directory, run = find_run(run_dir)
     if run.host != socket.gethostname():
         raise ConfigurationError(f"{run_dir}: the run was started on {run.host}; stop it there")
-    driver = find_driver(run)
-    if driver is None:
+    chief = find_keeper(run) or find_driver(run)  # a keeper passes the signal on
+    if chief is None:
         say(f"the run in {run_dir} is over")
     else:
-        expect_own(driver, run_dir)
-        say(f"stopping the run in {run_dir} (process {driver.pid})")
-        driver.send_signal(signal.SIGTERM)
-        if not _until(lambda: find_driver(run) is None, timeout):
+        expect_own(chief, run_dir)
+        say(f"stopping the run in {run_dir} (process {chief.pid})")
+        chief.send_signal(signal.SIGTERM)
+        ended = _until(lambda: not _is_live(run), timeout)
+        with suppress(ConfigurationError):  # the keeper may have started another life meanwhile
+            directory, run = find_run(run_dir)
+        if not ended:
             say(f"it did not end within {timeout:g} s; killing its processes")
-            with suppress(OSError):  # a full disk
-                (run_dir / KILLED_FILE).touch()
-            driver.kill()
+            _kill(run)
     end_leftovers(run, say)
-    sweep_temporary(_staging_directory(run_dir))
+    sweep_temporary(_staging_directory(directory))
+
+
+def _is_live(run: RunProcess) -> bool:
+    return find_keeper(run) is not None or find_driver(run) is not None
+
+
+def _kill(run: RunProcess) -> None:
+    """Kill the driver, and its keeper if it does not end by itself then."""
+    if (driver := find_driver(run)) is not None:
+        driver.kill()
+    if not _until(lambda: not _is_live(run), LEFTOVER_SECONDS) and (keeper := find_keeper(run)) is not None:
+        keeper.kill()
 
 
 def _staging_directory(run_dir: Path) -> Path | None:

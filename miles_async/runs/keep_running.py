@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from miles_async.arguments.checkpoint import CheckpointArguments
@@ -23,10 +24,10 @@ from miles_async.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigurationError
 from miles_async.runs.ending import end_leftovers
 from miles_async.runs.starting import train_command
 from miles_async.runtime.files.owned_directory import sweep_temporary
-from miles_async.runtime.files.run_directory import KILLED_FILE, copy_code, move_aside
+from miles_async.runtime.files.run_directory import copy_code, move_aside
 from miles_async.runtime.processes import dies_with_parent
 from miles_async.runtime.processes.restarts import LONGEST_REASON, RestartBudget, RunRestart, restarts_variable
-from miles_async.runtime.processes.run_process import read_run_process
+from miles_async.runtime.processes.run_process import KEEPER, read_run_process
 from miles_async.runtime.texts import shortened
 
 WINDOW_SECONDS = 3600.0
@@ -67,30 +68,31 @@ class RunKeeper:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number)
-        while True:
+        while self._interrupted is None:
             child, status = await self._live(resume)
-            if self._interrupted is not None or (status < 0 and (self._run_dir / KILLED_FILE).exists()):
-                return EXIT_INTERRUPTED
+            if self._interrupted is not None:
+                break
             reason = why_lost(self._run_dir, child, status)
             if reason is None:
                 return status
             await asyncio.to_thread(self._clean_up, child)
+            if self._interrupted is not None:
+                break
             if not budget.take():
                 _say(f"{reason}; it is not restarted any more: {budget} is all that --max-run-restarts allows")
                 return EXIT_FAILED
-            if self._interrupted is not None:
-                return EXIT_INTERRUPTED
             try:
-                resume = self._note_restart(shortened(reason, LONGEST_REASON))
+                resume = await asyncio.to_thread(self._note_restart, shortened(reason, LONGEST_REASON))
             except OSError as error:  # a disk that is full or read-only
                 _say(f"{reason}; it is not restarted: {error}")
                 return EXIT_FAILED
+        return EXIT_INTERRUPTED
 
     async def _live(self, resume: Sequence[str]) -> tuple[int, int]:
         """Run one life; return its driver's pid and exit code, or minus the signal that killed it."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, dies_with_parent.__file__, str(os.getpid()), *self._command, *resume),
-            env={**os.environ, **restarts_variable(self._restarts)},
+            env={**os.environ, KEEPER: str(os.getpid()), **restarts_variable(self._restarts)},
             process_group=0,  # signals for the terminal's processes reach it through this one, once
         )
         self._life = process
@@ -160,4 +162,5 @@ def _mark(checkpoint: Checkpoint) -> tuple[Path, int, int]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):  # a reader that is gone, a full disk: restarts.json has it too
+        print(text, file=sys.stderr, flush=True)

@@ -17,9 +17,9 @@ from miles_async.observability.metrics_file import FILE_NAME
 from miles_async.observability.summary import Summary
 from miles_async.runs.ending import STOP_SECONDS, end_run
 from miles_async.runs.records import POLL_SECONDS, Metrics, Records
-from miles_async.runtime.files.run_directory import check_directory
+from miles_async.runtime.files.run_directory import find_run
 from miles_async.runtime.network.control import call
-from miles_async.runtime.processes.run_process import control_of, read_run_process
+from miles_async.runtime.processes.run_process import control_of
 from miles_async.samples.query import Query, find
 from miles_async.samples.reader import read_rows, read_summaries
 from miles_async.watch.status import State, Status, read_status, state_of
@@ -29,13 +29,10 @@ from miles_async.watch.status import read_rows as read_metric_rows
 def attach(run_dir: str | Path) -> Run:
     """Open the directory of a run that is live or over, such as after a restart of the notebook's kernel.
 
-    An attached run with ``--max-run-restarts`` counts as over between two of its lives.
-
     Raises ConfigurationError: it is not the directory of a run.
     """
     directory = Path(run_dir).absolute()
-    check_directory(directory)
-    read_run_process(directory)
+    find_run(directory)
     return Run(directory)
 
 
@@ -60,20 +57,24 @@ class Run:
 
     @property
     def state(self) -> State:
-        """Whether the run is live; ``unknown`` if its driver is on another machine and has written no end."""
+        """Whether the run is live.
+
+        ``restarting``: between two lives with ``--max-run-restarts``, as an attached run shows it. ``unknown``: its
+        driver is on another machine and has written no end.
+        """
         if self._process is not None:
             return "running" if self._process.poll() is None else "over"
         try:
-            driver = read_run_process(self.directory)
-        except ConfigurationError:  # moved aside between two lives
+            _, process = find_run(self.directory)
+        except ConfigurationError:  # it was removed
             return "over"
-        return state_of(driver, {**self.summary} if self.summary else {})
+        return state_of(process, {**self.summary} if self.summary else {})
 
     @property
     def status(self) -> Status:
         """Where the run stands, as ``miles-async status`` shows it."""
-        rows = read_metric_rows(self.directory)
-        return read_status(self.directory, read_run_process(self.directory), rows)
+        directory, process = find_run(self.directory)
+        return read_status(directory, process, read_metric_rows(directory))
 
     @property
     def summary(self) -> Summary | None:
@@ -137,11 +138,11 @@ class Run:
         """
         try:
             end_run(self.directory, timeout)
-        except ConfigurationError:  # no run.json, such as between two lives
+        except ConfigurationError:  # no run.json, such as before its first life has written it
             if self._process is None:
                 raise
         if self._process is not None and self._process.poll() is None:
-            self._process.terminate()  # --max-run-restarts: it would start another life
+            self._process.terminate()
             try:
                 self._process.wait(timeout)
             except subprocess.TimeoutExpired:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from miles_async.errors import ConfigurationError, LedgerError
-from miles_async.ledger.reader import LedgerReader, Settled, open_ledger
+from miles_async.ledger.reader import ChangeRecord, LedgerReader, Settled, open_ledger
 from miles_async.observability.metrics_file import FILE_NAME
 from miles_async.runtime.files.run_directory import (
     CONFIG_FILE,
@@ -114,17 +114,17 @@ class Run:
         value = self.flags().get("rollout", {}).get("num-rollout")
         return value if isinstance(value, int) else None
 
-    def changes(self) -> list[str]:
+    def changes(self) -> Sequence[ChangeRecord]:
         """Settings changed and requests made while the run was live, in order; none if no ledger can be read."""
         with suppress(LedgerError), self.ledger() as reader:
-            return [] if reader is None else [str(change) for change in reader.changes()]
-        return []
+            return () if reader is None else reader.changes()
+        return ()
 
 
 def open_runs(paths: Sequence[Path]) -> list[Run]:
-    """Open run directories; any other directory stands for the runs in it, newest first.
+    """Open run directories; any other directory stands for the runs in it that can be read, newest first.
 
-    Raises ConfigurationError: a path does not exist, or holds no run.
+    Raises ConfigurationError: a path does not exist, cannot be read, or holds no run.
     """
     directories = list(dict.fromkeys(each for path in paths for each in _runs_at(path)))
     names = [directory.resolve().name for directory in directories]
@@ -141,9 +141,16 @@ def is_run(directory: Path) -> bool:
 
 def _runs_at(path: Path) -> list[Path]:
     check_directory(path)
-    if is_run(path):
-        return [path]
-    found = [each for each in path.iterdir() if each.is_dir() and is_run(each)]
+    found: dict[Path, float] = {}
+    try:
+        if is_run(path):
+            return [path]
+        for each in path.iterdir():
+            with suppress(OSError):  # another user's, or removed meanwhile
+                if each.is_dir() and is_run(each):
+                    found[each] = each.stat().st_mtime
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
     if not found:
         raise ConfigurationError(f"{path}: expected a run directory, or a directory of some; found no {MARKS[0]} there")
-    return sorted(found, key=lambda each: each.stat().st_mtime, reverse=True)
+    return sorted(found, key=found.__getitem__, reverse=True)

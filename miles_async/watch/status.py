@@ -12,7 +12,7 @@ from typing import Literal
 from miles_async.observability.heartbeat import read_balance, standing_line
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
 from miles_async.runtime.files.run_directory import LEDGER_FILE
-from miles_async.runtime.processes.run_process import RunProcess, find_driver
+from miles_async.runtime.processes.run_process import RunProcess, find_driver, find_keeper
 from miles_async.runtime.texts import last_lines
 from miles_async.types import JsonObject
 from miles_async.watch.json_texts import decoded_object
@@ -21,8 +21,8 @@ from miles_async.watch.run import Run
 WARNINGS = 5  # the last ones that the command shows
 LOG_TAIL = 1 << 20  # bytes of each log that are searched for warnings
 
-State = Literal["running", "over", "unknown"]
-"""unknown: its driver is on another machine."""
+State = Literal["running", "restarting", "over", "unknown"]
+"""restarting: between two lives of --max-run-restarts; unknown: its driver is on another machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,16 +80,18 @@ def read_status(run_dir: Path, run: RunProcess, rows: Sequence[JsonObject]) -> S
         checkpoint=max(saved, default=None),
         groups={} if balance is None else balance.summary(),
         standing="" if balance is None else standing_line(balance, ledger),
-        changes=seen.changes(),
+        changes=[str(change) for change in seen.changes()],
         warnings=last_warnings(run_dir),
     )
 
 
 def state_of(run: RunProcess, summary: JsonObject) -> State:
-    """Judge by the driver's process where that is on this machine, and by summary.json elsewhere."""
-    here = run.host == socket.gethostname()
-    alive = here and find_driver(run) is not None
-    return "running" if alive else "over" if here or "ending" in summary else "unknown"
+    """Judge by the run's processes where they are on this machine, and by summary.json elsewhere."""
+    if run.host != socket.gethostname():
+        return "over" if "ending" in summary else "unknown"
+    if find_driver(run) is not None:
+        return "running"
+    return "over" if find_keeper(run) is None else "restarting"
 
 
 def trained_rows(rows: Sequence[JsonObject]) -> list[JsonObject]:

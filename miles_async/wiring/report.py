@@ -64,7 +64,7 @@ class RunReport:
             log.error("the run has stalled; who waits for whom is in a file", file=str(path))
 
     def write(self, ending: Ending, error: str = "") -> None:
-        """Write summary.json and the plot, and print the closing table, however the run ended.
+        """Write summary.json, print the closing table and draw the plot, however the run ended.
 
         Raises SummaryError if summary.json cannot be written.
         """
@@ -91,9 +91,9 @@ class RunReport:
         if not summary["steps"]:
             return
         try:
+            print_summary(summary, self._run_dir)
             if summary["reward_first"] is not None:
                 plot_run(self._run_dir)
-            print_summary(summary, self._run_dir)
         except Exception as problem:  # supervision point: pictures and tables can be made again, see --run-dir
             log.warning("the run cannot be shown", error=repr(problem))
 

@@ -325,6 +325,7 @@ def test_what_a_run_writes_appears_by_itself(tab: Page, tmp_path: Path) -> None:
     (run_dir / "config.toml").write_text(config)
     with served([run_dir]) as base:
         tab.open(base)
+        assert tab.text(".chip .state").startswith("? on another-")
         assert tab.text(".tile[data-name=step] b") == str(STEPS)
         assert tab.text(".tile[data-name='step time'] small") == "ETA 2:00"  # 60 steps of 2 s
         file = MetricsFile(run_dir / FILE_NAME)

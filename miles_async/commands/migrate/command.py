@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -77,7 +77,7 @@ System = Literal["slime", "miles", "verl"]
 SYSTEMS: tuple[System, ...] = get_args(System)
 
 
-def migrate(words: Sequence[str]) -> int:
+def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
     """Run ``miles-async migrate``; return the exit code. Raises ConfigurationError naming script and line."""
     parser = CommandParser(prog="miles-async migrate", description=DESCRIPTION)
     parser.add_argument(
@@ -93,7 +93,7 @@ def migrate(words: Sequence[str]) -> int:
     if (script is None) == (parsed.table is None):
         parser.error("expected SCRIPT or --table")
     if script is None:
-        print("".join(table(parsed.table)), end="")
+        show("".join(table(parsed.table)))
         return 0
     command = _command(script)
     is_verl = command.program in VERL_PROGRAMS
@@ -107,7 +107,7 @@ def migrate(words: Sequence[str]) -> int:
     refused = refusals("".join(flags), translation.checks)
     title = f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
     remarks = [*_remarks(command, migrated), *_section("`train` would refuse this", refused)]
-    print("".join([title, *flags, *remarks]), end="")
+    show("".join([title, *flags, *remarks]))
     return 1 if migrated.unmapped or command.missing or command.unknown or refused else 0
 
 

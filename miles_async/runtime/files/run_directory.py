@@ -10,25 +10,27 @@ import difflib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
 from miles_async.errors import ConfigurationError, RunDirectoryError
 from miles_async.runtime.processes.run_process import (
     RUN_FILE,
+    RunProcess,
     describe_driver,
     find_driver,
+    find_keeper,
     note_run_process,
     read_run_process,
 )
 
 CONFIG_FILE = "config.toml"  # every flag in force
 LEDGER_FILE = "ledger.sqlite"
-KILLED_FILE = "killed"  # there if `miles-async stop` killed the driver, which then is not started again
 SCHEDULE_FILE = "schedule.msgpack"  # --record
 PROFILES = "profiles"  # directory: --profile-step
 ENGINES_FILE = "engines.json"  # an EnginesReport
@@ -36,6 +38,7 @@ RANKS_FILE = "ranks.json"  # a RanksReport
 CODE_DIRECTORY = "carried"  # functions and classes given to miles_async.start, written before the run starts
 
 _WATCH_SECONDS = 1.0
+_TIME = re.compile(r"\d{8}-\d{6}(-\d+)?")  # after the name of a directory that was moved aside
 
 
 class Claim:
@@ -90,6 +93,24 @@ def move_aside(directory: Path) -> Path:
         os.close(lock)
 
 
+def find_run(directory: Path) -> tuple[Path, RunProcess]:
+    """Where the files of the run in ``directory`` are, and its processes.
+
+    Between two lives of a run with ``--max-run-restarts`` the files may have been moved aside.
+    Raises ConfigurationError: there is no such directory, or it has no run.
+    """
+    try:
+        return directory, read_run_process(directory)
+    except ConfigurationError:
+        for aside in _moved_aside(directory):
+            with suppress(ConfigurationError):
+                run = read_run_process(aside)
+                if find_keeper(run) is not None:
+                    return aside, run
+        check_directory(directory)
+        raise
+
+
 def copy_code(earlier: Path, directory: Path) -> None:
     """Copy the carried code of an earlier start of the run to the one that will start in ``directory``."""
     if (earlier / CODE_DIRECTORY).is_dir():
@@ -129,9 +150,13 @@ def check_run_directory(directory: Path) -> None:
 
 def check_directory(directory: Path) -> None:
     """Check that the run directory exists. Raises ConfigurationError with the nearest name if not."""
-    if directory.is_dir():
-        return
-    siblings = [path.name for path in directory.parent.iterdir() if path.is_dir()] if directory.parent.is_dir() else []
+    try:
+        if directory.is_dir():
+            return
+        near = list(directory.parent.iterdir()) if directory.parent.is_dir() else []
+        siblings = [path.name for path in near if path.is_dir()]
+    except OSError as error:
+        raise ConfigurationError(f"{directory} cannot be looked for: {error}") from error
     nearest = difflib.get_close_matches(directory.name, siblings, n=1)
     hint = f"; did you mean {directory.with_name(nearest[0])}?" if nearest else ""
     raise ConfigurationError(f"there is no directory {directory}{hint}")
@@ -180,6 +205,15 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError as error:  # others may pass, as of a network disk
         return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+def _moved_aside(directory: Path) -> list[Path]:
+    """Directories of earlier runs in ``directory``, newest first."""
+    start = f"{directory.name}."
+    with suppress(OSError):
+        near = [path for path in directory.absolute().parent.iterdir() if path.name.startswith(start)]
+        return sorted((path for path in near if _TIME.fullmatch(path.name.removeprefix(start))), reverse=True)
+    return []
 
 
 def _unused(path: Path) -> Path:

@@ -21,6 +21,7 @@ from miles_async.errors import ConfigurationError
 
 RUN_FILE = "run.json"
 MARK = "MILES_ASYNC_RUN"
+KEEPER = "MILES_ASYNC_KEEPER"  # pid of the process that restarts the run (--max-run-restarts), for its children
 
 
 class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +33,8 @@ class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     mark: str
     control: str = ""  # the socket that commands talk to (control.py)
+    keeper_pid: int | None = None  # the driver's parent, if that restarts the run
+    keeper_ticks: int = 0  # its start_ticks
 
 
 def mark_processes() -> None:
@@ -42,6 +45,7 @@ def mark_processes() -> None:
 def note_run_process(run_dir: Path, control: Path) -> None:
     """Record this process, which has called :func:`mark_processes`, as the driver of the run in ``run_dir``."""
     this = psutil.Process()
+    keeper = parent if os.environ.get(KEEPER) == str(parent := os.getppid()) else None
     record = RunProcess(
         pid=this.pid,
         started=this.create_time(),
@@ -49,6 +53,8 @@ def note_run_process(run_dir: Path, control: Path) -> None:
         host=socket.gethostname(),
         mark=os.environ[MARK],
         control=str(control),
+        keeper_pid=keeper,
+        keeper_ticks=0 if keeper is None else start_ticks(keeper),
     )
     (run_dir / RUN_FILE).write_bytes(msgspec.json.encode(record) + b"\n")
 
@@ -87,9 +93,18 @@ def describe_driver(run_dir: Path) -> str:
 
 def find_driver(run: RunProcess) -> psutil.Process | None:
     """Return the driver, or None if it is dead."""
+    return _find(run.pid, run.start_ticks)
+
+
+def find_keeper(run: RunProcess) -> psutil.Process | None:
+    """Return the process that restarts the run, or None if none does or it is dead."""
+    return None if run.keeper_pid is None else _find(run.keeper_pid, run.keeper_ticks)
+
+
+def _find(pid: int, ticks: int) -> psutil.Process | None:
     try:
-        process = psutil.Process(run.pid)
-        return process if start_ticks(run.pid) == run.start_ticks and is_alive(process) else None
+        process = psutil.Process(pid)
+        return process if start_ticks(pid) == ticks and is_alive(process) else None
     except (psutil.Error, OSError):
         return None
 
@@ -108,7 +123,8 @@ def control_of(run_dir: Path) -> Path:
     if run.host != socket.gethostname():
         raise ConfigurationError(f"{run_dir}: the run was started on {run.host}; use this command there")
     if (driver := find_driver(run)) is None:
-        raise ConfigurationError(f"the run in {run_dir} is over")
+        stands = "is over" if find_keeper(run) is None else "is being restarted: try again when it runs"
+        raise ConfigurationError(f"the run in {run_dir} {stands}")
     expect_own(driver, run_dir)
     return Path(run.control)
 

@@ -107,8 +107,11 @@ function runChip(run, index, at) {
 
 export function stateText(run) {
   if (run.state === "running") return `▶ step ${run.step}${run.steps ? `/${run.steps}` : ""}`;
+  if (run.state === "restarting") return "↻ restarting";
   if (run.ending) return { finished: "✓ finished", failed: "✗ failed" }[run.ending] ?? `■ ${run.ending}`;
-  return run.state === "over" ? "✗ killed" : "? on another machine";
+  if (run.state === "over") return "✗ killed";
+  if (run.missing) return "? moved or removed";
+  return run.host ? `? on ${run.host}` : "? no run.json";
 }
 
 const stateClass = (run) => (run.state === "running" ? "good" : run.ending === "finished" ? "done" : "bad");

@@ -10,11 +10,11 @@ from contextlib import suppress
 import numpy as np
 
 from miles_async.errors import ConfigurationError, LedgerError
+from miles_async.ledger.reader import ChangeRecord
 from miles_async.observability.heartbeat import standing_line
 from miles_async.observability.metrics_file import AGE_COUNT
 from miles_async.observability.progress_state import AVERAGE_WINDOW, TIME_WINDOW
-from miles_async.runtime.files.run_directory import LEDGER_FILE
-from miles_async.runtime.processes.run_process import read_run_process
+from miles_async.runtime.files.run_directory import LEDGER_FILE, find_run
 from miles_async.types import JsonObject
 from miles_async.watch.metrics_table import MetricsTable, down_sampled, encoded_series, moving_mean
 from miles_async.watch.run import Run
@@ -24,6 +24,7 @@ POINTS = 800  # of a curve
 STRIP = 240  # columns of the strip of ages
 MOST_WARNINGS = 50
 MOST_REASONS = 20
+BOUND = "max-weight-staleness"
 LATELY = 1_000  # attempts by which the idle time of the rollout side is judged during a run
 PAGES: Mapping[str, str] = {  # by the room that warns
     "engines": "docs/engines.md",
@@ -51,13 +52,14 @@ def standing(run: Run) -> JsonObject:
         "name": run.name,
         "directory": str(run.directory),
         "state": "over" if "ending" in summary else "unknown",
+        "missing": not run.directory.is_dir(),
         "ending": summary.get("ending"),
         "error": summary.get("error"),
         "step": _last_step(run.metrics),
         "steps": run.total_steps,
     }
     with suppress(ConfigurationError):  # no run.json, or of another version
-        process = read_run_process(run.directory)
+        _, process = find_run(run.directory)
         found |= {"state": state_of(process, summary), "host": process.host, "pid": process.pid}
         found["started"] = process.started
     return found
@@ -65,12 +67,12 @@ def standing(run: Run) -> JsonObject:
 
 def overview(run: Run) -> JsonObject:
     """All of the view."""
-    found = standing(run)
+    found, changes = standing(run), run.changes()
     groups, reasons, line, notes = _groups(run)
     averaged = moving_mean(run.metrics.series("reward/mean"), AVERAGE_WINDOW)
     return {
         "run": found,
-        "tiles": _tiles(run, running=found["state"] != "over"),
+        "tiles": _tiles(run, changes, running=found["state"] != "over"),
         "curves": {
             name: encoded_series(down_sampled(run.metrics.series(name), POINTS))
             for name in ("reward/mean", "eval/reward", "train/loss")
@@ -80,7 +82,7 @@ def overview(run: Run) -> JsonObject:
         "ages": ages(run.metrics),
         "groups": groups,
         "reasons": reasons,
-        "changes": run.changes(),
+        "changes": [str(change) for change in changes],
         "standing": line if found["state"] != "over" else "",
         "warnings": [_warning(entry) for entry in reversed(last_warnings(run.directory, MOST_WARNINGS))],
         "notes": [*run.metrics.notes, *notes],
@@ -114,7 +116,7 @@ def _last_step(metrics: MetricsTable) -> int:
     return int(steps[-1]) if len(steps) else 0
 
 
-def _tiles(run: Run, *, running: bool) -> JsonObject:
+def _tiles(run: Run, changes: Sequence[ChangeRecord], *, running: bool) -> JsonObject:
     metrics, summary = run.metrics, run.summary()
     seconds = metrics.series("time/step_seconds").values
     wait = metrics.series("time/wait_seconds").values
@@ -124,6 +126,7 @@ def _tiles(run: Run, *, running: bool) -> JsonObject:
     total, done = run.total_steps, _last_step(metrics)
     saved = metrics.series("checkpoint/write_seconds").steps
     evaluated = metrics.series("eval/reward")
+    bounds = [run.flags().get("staleness", {}).get(BOUND), *(each.value for each in changes if each.name == BOUND)]
     return {
         "reward": float(rewards[-AVERAGE_WINDOW:].mean()) if len(rewards) else None,
         "reward_steps": min(AVERAGE_WINDOW, len(rewards)),
@@ -132,14 +135,15 @@ def _tiles(run: Run, *, running: bool) -> JsonObject:
         "loss": metrics.last("train/loss"),
         "age_mean": metrics.last("age/mean"),
         "age_max": metrics.last("age/max"),
-        "max_weight_staleness": run.flags().get("staleness", {}).get("max-weight-staleness"),
+        "max_weight_staleness": bounds[-1],
         "step_seconds": recent,
         "tokens_per_second": _rate(tokens, seconds),
         "eta_seconds": recent * (total - done) if running and recent is not None and total else None,
         "trainer_idle": float(wait.sum() / seconds.sum()) if len(seconds) and len(wait) and seconds.sum() else None,
         "rollout_idle": summary.get("rollout_idle_fraction"),
         "rollout_idle_lately": _idle_lately(run),
-        "weight_version": metrics.last("weight_version/trainer"),
+        "weight_version": summary.get("weight_version"),
+        "stepped_from": metrics.last("weight_version/trainer"),
         "checkpoint": int(saved[-1]) if len(saved) else None,
         "quiet_seconds": seconds_since(metrics.last_time) if running and metrics.last_time is not None else None,
     }

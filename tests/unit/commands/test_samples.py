@@ -57,6 +57,7 @@ def found(run_dir: Path, *words: str) -> list[str]:
         (["--prompt", "train.jsonl:7", "--step", "11"], ["11 17.0"]),
         (["--reward", "0.9:"], ["10 17.1"]),
         (["--reward", ":0.3"], ["eval 10 aime -1.0"]),
+        (["--reward", "-1:0.3"], ["eval 10 aime -1.0"]),
         (["--reward", "1"], ["10 17.1"]),
         (["--length", "5:20"], ["10 17.1"]),
         (["--age", "0"], ["10 17.1"]),

@@ -90,6 +90,7 @@ def test_a_run_that_is_over_and_one_on_another_machine(tmp_path: Path, capsys: p
     assert f"{tmp_path / 'killed'}: over, killed, or lost with its machine\n" in shown
     assert f"{tmp_path / 'far'}: unknown from here: ask on elsewhere\n" in shown
     assert f"{finished}: over, failed\n" in shown
+    assert [line.count("  ETA ") for line in shown.splitlines() if "  step 2" in line] == [0, 1, 0]
     assert "error: rank 0 died\n" in shown
 
 

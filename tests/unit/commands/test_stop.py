@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,6 +85,21 @@ def test_processes_that_the_driver_leaves_are_killed_wherever_they_are(
     assert f"killing what is left: {driver.child.pid}" in capsys.readouterr().out
     driver.process.wait(10)
     assert printed(capsys, "stop", str(tmp_path)) == f"the run in {tmp_path} is over\n"
+
+
+def test_a_reader_that_is_gone_does_not_keep_it_from_killing(
+    tmp_path: Path, drivers: list[Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of ``miles-async stop RUN | head -1``."""
+    monkeypatch.setattr("miles_async.runs.ending.LEFTOVER_SECONDS", 0.5)
+    drivers.append(driver := Driver(tmp_path, "obedient"))
+    reading, writing = os.pipe()
+    os.close(reading)
+    with io.TextIOWrapper(os.fdopen(writing, "wb", 0), write_through=True) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["stop", str(tmp_path)]) == 0
+        monkeypatch.undo()
+    assert not alive(driver.child)
 
 
 def test_a_driver_that_does_not_listen_is_killed(

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
 
 from miles_async.observability.metrics_file import MetricsFile, read_metrics
-from miles_async.observability.plots import main, moving_average, plot_run
+from miles_async.observability.plots import MOST_STRETCHES, draw_ages, main, moving_average, plot_run
 from miles_async.observability.progress import PlainProgress
 from miles_async.observability.progress_state import ProgressState
 from miles_async.observability.recorder import RunRecorder
@@ -88,6 +89,22 @@ def test_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ticks = drawn[0].axes[1].get_xticks()
     assert len(ticks) > 1
     assert all(tick == round(tick) for tick in ticks)
+
+
+@pytest.mark.parametrize("steps", [3, 10_000])
+def test_ages_of_a_long_run_are_few_shapes_over_all_its_steps(steps: int) -> None:
+    axes = Figure().subplots()
+    draw_ages(
+        axes, [{"step": step, "reward/mean": 0.5, "age/count/0": 4, "age/count/1": 8} for step in range(1, steps + 1)]
+    )
+    shapes = axes.patches
+    assert len(shapes) == 2
+    for shape, top in zip(shapes, (4, 12), strict=True):
+        assert isinstance(shape, StepPatch)
+        values, edges, _ = shape.get_data()
+        assert set(values) == {top}
+        assert len(values) <= min(steps, MOST_STRETCHES)
+        assert (edges[0], edges[-1]) == (0.5, steps + 0.5)
 
 
 def test_a_run_without_age_histograms_is_plotted_too(tmp_path: Path) -> None:

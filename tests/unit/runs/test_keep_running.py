@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,9 +21,11 @@ import pytest
 
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.checkpoints.files import checkpoint_directory
+from miles_async.cli import main
 from miles_async.commands.ledger import ledger
 from miles_async.runs.ending import end_run
 from miles_async.runs.keep_running import RunKeeper
+from miles_async.runs.run import attach
 from miles_async.runtime.files.run_directory import CODE_DIRECTORY
 from miles_async.runtime.processes.restarts import LONGEST_REASON, RunRestart, read_restarts, restarts_variable
 
@@ -75,7 +79,21 @@ from pathlib import Path
 from miles_async.arguments.checkpoint import CheckpointArguments
 from miles_async.runs.keep_running import RunKeeper
 checkpoint = CheckpointArguments(save=Path(sys.argv[2]), max_run_restarts=int(sys.argv[1]))
-sys.exit(asyncio.run(RunKeeper(sys.argv[4:], checkpoint, Path(sys.argv[3])).run()))
+keeper = RunKeeper(sys.argv[4:], checkpoint, Path(sys.argv[3]))
+...
+sys.exit(asyncio.run(keeper.run()))
+"""
+
+# Put into KEEPER: between two lives, where a function is called, it waits for a signal.
+PAUSE = """
+import time
+from miles_async.runs import keep_running
+def pause(*_):
+    print("between", flush=True)
+    deadline = time.monotonic() + 10
+    while keeper._interrupted is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+keep_running.{function} = pause
 """
 
 
@@ -95,10 +113,11 @@ class Lives:
     def arguments(self, restarts: int) -> CheckpointArguments:
         return CheckpointArguments(save=self.save, max_run_restarts=restarts)
 
-    def start(self, restarts: int) -> subprocess.Popen[str]:
+    def start(self, restarts: int, patch: str = "") -> subprocess.Popen[str]:
         """In a process of its own, for signals."""
         words = [str(restarts), str(self.save), str(self.run_dir), *self.command]
-        return subprocess.Popen([sys.executable, "-c", KEEPER, *words], stdout=subprocess.PIPE, text=True)
+        source = KEEPER.replace("...", patch)
+        return subprocess.Popen([sys.executable, "-c", source, *words], stdout=subprocess.PIPE, text=True)
 
     @property
     def words(self) -> list[list[str]]:
@@ -127,6 +146,15 @@ def test_a_run_that_lost_a_process_goes_on_from_its_newest_checkpoint(
     told = capfd.readouterr().err
     assert f"restarted from {lives.checkpoint(10)} after: {restart.reason}" in told
     assert "restart 1, of 1 per hour" in told
+
+
+def test_a_run_whose_terminal_is_gone_is_restarted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with io.TextIOWrapper(os.fdopen(writing, "wb", 0), write_through=True) as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        assert Lives(tmp_path, "lost done").run(1) == 0
+        monkeypatch.undo()
 
 
 def test_it_ends_when_it_was_restarted_often_enough(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +220,27 @@ def test_a_run_that_has_to_be_killed_to_stop_it_is_not_started_again(tmp_path: P
     end_run(lives.run_dir, 0.2)
     assert keeper.wait(120) == 130
     assert lives.words == [[]]
+
+
+@pytest.mark.parametrize(("function", "aside"), [("end_leftovers", False), ("copy_code", True)])
+def test_a_run_can_be_stopped_between_two_lives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, aside: bool
+) -> None:
+    """Before its directory is moved aside, and after it."""
+    lives = Lives(tmp_path, "kill done")
+    keeper = lives.start(5, PAUSE.format(function=function))
+    assert keeper.stdout is not None
+    assert keeper.stdout.readline() == "between\n"
+    assert lives.run_dir.exists() is not aside
+    assert main(["status", str(lives.run_dir)]) == 0
+    assert ": between two lives: it is being restarted\n" in capsys.readouterr().out
+    attached = attach(lives.run_dir)
+    assert attached.state == attached.status.state == "restarting"
+    assert main(["stop", str(lives.run_dir)]) == 0
+    assert capsys.readouterr().out == f"stopping the run in {lives.run_dir} (process {keeper.pid})\n"
+    assert keeper.wait(60) == 130
+    assert lives.words == [[]]
+    assert attached.state == "over"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -5,16 +5,19 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from miles_async.observability.metrics_file import FILE_NAME, read_metrics
+from miles_async.observability.metrics_file import FILE_NAME, MetricsFile, read_metrics
+from miles_async.runtime.files.run_directory import LEDGER_FILE
 from miles_async.runtime.network.keys import Secret
 from miles_async.types import EngineReport, EnginesReport
 from miles_async.watch.run import Run, open_runs
@@ -228,6 +231,32 @@ def test_the_overview_has_the_numbers_of_the_files(client: TestClient, run_dir: 
     (warning,) = found["warnings"]
     assert warning["flags"] == ["--engine-timeout"]
     assert warning["page"] == "docs/engines.md"
+
+
+def test_the_overview_has_the_bound_that_was_set_last(client: TestClient, run_dir: Path) -> None:
+    assert client.get("/api/overview").json()["tiles"]["max_weight_staleness"] == "none"  # the flag
+    with closing(sqlite3.connect(run_dir / LEDGER_FILE)) as connection, connection:
+        rows = [(step, "max-weight-staleness", "2", value, 3.0) for step, value in ((21, "0"), (22, "3"))]
+        connection.executemany("INSERT INTO changes VALUES (?, ?, ?, ?, ?)", rows)
+    assert client.get("/api/overview").json()["tiles"]["max_weight_staleness"] == 3
+
+
+def test_the_version_that_was_last_stepped_from_is_not_that_of_the_weights(client: TestClient, run_dir: Path) -> None:
+    file = MetricsFile(run_dir / FILE_NAME)
+    file.log({"weight_version/trainer": 39}, step=STEPS + 1)
+    file.finish()
+    tiles = client.get("/api/overview").json()["tiles"]
+    assert (tiles["weight_version"], tiles["stepped_from"]) == (None, 39)
+    (run_dir / "summary.json").write_text('{"ending": "finished", "weight_version": 40}')
+    assert client.get("/api/overview").json()["tiles"]["weight_version"] == 40
+
+
+def test_a_run_whose_directory_is_gone_is_not_on_another_machine(client: TestClient, run_dir: Path) -> None:
+    assert client.get("/api/runs").json()[0]["missing"] is False
+    run_dir.rename(run_dir.with_name("elsewhere"))
+    (found,) = client.get("/api/runs").json()
+    assert (found["state"], found["missing"]) == ("unknown", True)
+    assert "host" not in found
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,11 @@ def test_a_finished_run_without_a_summary_says_so(arguments: Arguments, monkeypa
 def test_a_plot_that_cannot_be_drawn_costs_nothing(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     ends_with(monkeypatch, None)
     monkeypatch.setattr(report, "plot_run", full_disk)
-    monkeypatch.setattr(report.RunSummary, "finish", lambda *_, **__: {"steps": 3})
+    monkeypatch.setattr(report.RunSummary, "finish", lambda *_, **__: {"steps": 3, "reward_first": 0.5})
+    printed: list[object] = []
+    monkeypatch.setattr(report, "print_summary", lambda *_, **__: printed.append("table"))
     assert train.run(arguments, NO_IMPORTS) == 0
+    assert printed == ["table"]
 
 
 def test_a_directory_that_cannot_be_written_is_named(arguments: Arguments, tmp_path: Path) -> None:

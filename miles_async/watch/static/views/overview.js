@@ -53,6 +53,7 @@ function heading({ run, notes }) {
 
 function tiles({ run, tiles: t }) {
   const bound = typeof t.max_weight_staleness === "number" ? ` (bound ${t.max_weight_staleness})` : "";
+  const version = t.weight_version !== null ? `version ${t.weight_version}` : t.stepped_from !== null ? `stepped from version ${t.stepped_from}` : "";
   const rewarded = t.reward !== null || t.loss === null;
   return [
     tile("step", number(run.step), run.steps ? `of ${number(run.steps)}` : "", run.steps ? run.step / run.steps : null),
@@ -63,7 +64,7 @@ function tiles({ run, tiles: t }) {
     tile("step time", t.step_seconds === null ? MISSING : `${number(t.step_seconds)} s`, `ETA ${duration(t.eta_seconds)}`),
     tile("trainer idle", percent(t.trainer_idle), "of all steps", t.trainer_idle),
     t.rollout_idle === null ? tile("rollout idle", percent(t.rollout_idle_lately), "lately, no groups", t.rollout_idle_lately) : tile("rollout idle", percent(t.rollout_idle), "no requests", t.rollout_idle),
-    tile("checkpoint", t.checkpoint === null ? MISSING : `step ${t.checkpoint}`, t.weight_version === null ? "" : `version ${t.weight_version}`),
+    tile("checkpoint", t.checkpoint === null ? MISSING : `step ${t.checkpoint}`, version),
   ];
 }
 

@@ -21,9 +21,10 @@ from miles_async.runtime.files.run_directory import (
     check_run_directory,
     claimed,
     copy_code,
+    find_run,
     move_aside,
 )
-from miles_async.runtime.processes.run_process import MARK, RUN_FILE, read_run_process
+from miles_async.runtime.processes.run_process import KEEPER, MARK, RUN_FILE, note_run_process, read_run_process
 
 HOLDER = """
 import sys, time
@@ -177,3 +178,17 @@ def test_a_network_disk_that_fails_for_a_moment_is_not_a_lost_directory(
     monkeypatch.setattr(Path, "stat", fails)
     with (tmp_path / "file").open("w") as file:
         assert run_directory._is_same_file(file.fileno(), tmp_path / "file") is same
+
+
+def test_between_two_lives_the_run_is_where_its_files_were_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside, over, other = (tmp_path / f"run.{name}" for name in ("20261129-120000", "20261129-110000-2", "old"))
+    for directory, keeper in ((over, 1), (other, os.getppid()), (aside, os.getppid())):
+        monkeypatch.setenv(KEEPER, str(keeper))
+        directory.mkdir()
+        note_run_process(directory, Path("control"))
+    assert find_run(tmp_path / "run") == (aside, read_run_process(aside))
+    shutil.rmtree(aside)
+    with pytest.raises(ConfigurationError, match="there is no directory"):
+        find_run(tmp_path / "run")
