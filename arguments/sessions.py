@@ -203,7 +203,7 @@ def parse_environment_config(text: str | None) -> Mapping[str, object]:
     """Settings of ``--environment``. Raises ConfigurationError."""
     try:
         config = json.loads(text or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"--environment-config {text}: expected a JSON object: {error}") from None
     if not isinstance(config, dict):
         raise ConfigurationError(f"--environment-config {text}: expected a JSON object, found {type(config).__name__}")

@@ -78,7 +78,7 @@ def _read(directory: Path, name: str) -> Run:
     read_run_process(directory)  # says so if it is not a run directory
     try:
         tables = tomllib.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{directory}: cannot read {CONFIG_FILE}: {error}") from error
     try:
         rows = read_metrics(directory / FILE_NAME)

@@ -67,7 +67,7 @@ def _check_row(name: str, label: Label | None, metadata: JsonObject) -> None:
         raise RewardError(f"{name} compares with a label, and the row has none (--label-key)")
     accepted = (label,) if isinstance(label, str) else label or ()
     match name:
-        case "math" if not all(answer.strip() for answer in accepted):
+        case "math" if not all(answer.strip("$ \t\n") for answer in accepted):
             raise RewardError("math compares with an answer, and the label is empty (--label-key)")
         case "multiple_choice":
             for letter in accepted:

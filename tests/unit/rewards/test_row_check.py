@@ -36,6 +36,7 @@ def problem(label: Label | None, metadata: dict[str, object], **flags: object) -
         (None, {}, {}, "exact_match compares with a label, and the row has none"),
         (None, {"rm_type": "math"}, {}, "math compares with a label"),
         (("4", " "), {}, {"rm_type": "math"}, "math compares with an answer, and the label is empty"),
+        ("$$", {}, {"rm_type": "math"}, "math compares with an answer, and the label is empty"),
         ("12", {}, {"rm_type": "multiple_choice"}, "compares letters, the label is '12'"),
         ("x", {"rm_type": "code"}, {}, "expected tests in its metadata"),
         ("[]", {}, {"rm_type": "code"}, "its list of tests is empty"),

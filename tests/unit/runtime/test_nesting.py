@@ -14,6 +14,7 @@ from miles_async.arguments.config_file import read_config_file
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.model_files import read_json, read_shapes
 from miles_async.arguments.server_groups import read_server_groups
+from miles_async.arguments.sessions import parse_environment_config
 from miles_async.backends.megatron.families.hf_config import read_config
 from miles_async.engines.http import decode_json
 from miles_async.errors import ConfigurationError, DataError, EngineError, TrajectoryError
@@ -59,10 +60,15 @@ def _file(name: str, text: str, read: Callable[[Path], object], *, directory: bo
             DataError,
             r"train\.jsonl:2: 't' \(--tool-key\) must be",
         ),
+        (
+            lambda _: parse_environment_config(DEEP),
+            ConfigurationError,
+            r"--environment-config .*expected a JSON object",
+        ),
         (lambda _: read_request(DEEP.encode()), TrajectoryError, "not a request for a chat completion"),
         (lambda _: decode_json(DEEP.encode(), Any, "engine-0"), EngineError, "engine-0: unexpected answer"),
     ],
-    ids=["config", "groups", "model", "row", "shallow row", "tools", "agent", "engine"],
+    ids=["config", "groups", "model", "row", "shallow row", "tools", "settings", "agent", "engine"],
 )
 def test_it_is_named(read: Callable[[Path], object], error: type[Exception], named: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=named):
