@@ -105,7 +105,7 @@ def check_machine(extras: str) -> None:
 
 
 def check_compilation() -> None:
-    """What a build for GPUs needs here. CUDA's compiler and headers come with the lock."""
+    """Check for the tools that building for GPUs needs. CUDA's compiler and headers come with the lock."""
     problems = []
     if not shutil.which("c++"):
         problems.append("there is no C++ compiler on PATH: apt-get install g++")

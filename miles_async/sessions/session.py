@@ -29,7 +29,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False, slots=True)
 class Outcome:
-    """What became of a request."""
+    """How a request ended, or that it is under way."""
 
     messages: Sequence[object]
     alone: bool = False  # no other request was under way when it ended

@@ -190,7 +190,7 @@ def unissued(attempt: Attempt) -> Attempt:
 
 
 def _content(prompt: Prompt) -> tuple[object, ...]:
-    """What tells prompts of one id apart; not metadata and messages, which users' code may have changed."""
+    """The parts of a prompt to compare with another of its id. User code may have changed metadata and messages."""
     return prompt.token_ids, prompt.label, prompt.pictures
 
 

@@ -8,7 +8,7 @@ from miles_async.cli import main
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
-    """What goes to stdout, or with another exit code to stderr."""
+    """Run a command that ends with ``code``; return its stdout, or its stderr if it fails."""
     assert main([str(word) for word in words]) == code
     captured = capsys.readouterr()
     return captured.err if code else captured.out

@@ -1,4 +1,4 @@
-"""What only the code behind ``module:attr`` flags tells about a run, before anything is started."""
+"""Checks of a run that need the code behind its ``module:attr`` flags, before anything is started."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from miles_async.cli import main
 from miles_async.commands.migrate.shell_script import find_command
 from tests.unit.commands.command_line import refused
 
+FINE = "--hf-checkpoint m --prompt-data p.jsonl --n-samples-per-prompt 8 --rm-type math --label-key label"
 SCRIPT = r"""#!/bin/bash
 pkill -9 python   # before train.py
 set -ex
@@ -176,8 +177,7 @@ def test_defaults_of_slime_are_written_out(
 def test_the_default_of_dual_clipping_is_for_losses_that_read_it(
     words: str, dual: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fine = "--hf-checkpoint m --prompt-data p.jsonl --n-samples-per-prompt 8 --rm-type math --label-key label"
-    status, text = from_stdin(f"{fine} {words}", monkeypatch, capsys)
+    status, text = from_stdin(f"{FINE} {words}", monkeypatch, capsys)
     assert status == 0, text
     assert text.count("\n--eps-clip-c none\n") == dual
 
@@ -218,8 +218,7 @@ def test_a_loop_without_a_bound_gets_one(
 def test_what_others_leave_without_effect_is_no_obstacle(
     words: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fine = "--hf-checkpoint m --prompt-data p.jsonl --n-samples-per-prompt 8 --rm-type math --label-key label"
-    status, text = from_stdin(f"{fine} {words}", monkeypatch, capsys)
+    status, text = from_stdin(f"{FINE} {words}", monkeypatch, capsys)
     assert status == 0, text
     assert line in text.partition("# Not needed here:\n")[2]
 
