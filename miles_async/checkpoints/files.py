@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ import msgspec
 from miles_async.errors import CheckpointError
 
 POSITION_FILE = "position.json"
-MANIFEST_FILE = "manifest.json"
 ROLLOUT_FILE = "rollout.json"
 EXAMPLES_FILE = "examples.json"  # instead of it, by --loss-type sft_loss: the cursor alone
 TRAINER_FILE = f"trainer/{POSITION_FILE}"
@@ -85,12 +84,11 @@ def find_checkpoint(load: Path) -> Checkpoint:
     return checkpoints[-1]
 
 
-def position_problems(checkpoint: Checkpoint, manifest_step: int | None) -> Iterator[str]:
-    """Yield which parts are at another step than position.json, or cannot be read.
-
-    ``manifest_step``: None in a manifest of an earlier version. Parts that were not saved are left out.
+def position_problems(checkpoint: Checkpoint, others: Mapping[str, int]) -> Iterator[str]:
+    """Yield which parts are at another step than position.json, or cannot be read. Parts that were not saved are left
+    out. ``others``: names of other parts → their steps.
     """
-    steps: dict[str, int] = {}
+    steps = dict(others)
     for name in (POSITION_FILE, TRAINER_FILE, ROLLOUT_FILE):
         try:
             steps[name] = _read_step(checkpoint.directory / name)
@@ -100,8 +98,6 @@ def position_problems(checkpoint: Checkpoint, manifest_step: int | None) -> Iter
             yield f"{name}: {error}"
     if POSITION_FILE not in steps:
         return
-    if manifest_step is not None:
-        steps[MANIFEST_FILE] = manifest_step
     step = steps.pop(POSITION_FILE)
     for name, other in {**steps, f"the directory's name, {checkpoint.directory.name},": checkpoint.step}.items():
         if other != step:

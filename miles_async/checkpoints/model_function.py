@@ -88,8 +88,6 @@ def differing(saved: JsonObject, now: JsonObject, anyway: Collection[str] = ()) 
     """
     before, after = (fingerprint.get("function") or {} for fingerprint in (saved, now))
     names = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
-    if not any(name.startswith("images.") for name in before):  # saved before they were compared
-        names = [name for name in names if not name.startswith("images.")]
     if any(name not in before or name not in after for name in names):
         full_before, full_after = _with_defaults(saved, before), _with_defaults(now, after)
         names = [name for name in names if full_before.get(name) != full_after.get(name)]

@@ -96,16 +96,6 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def as_an_earlier_version_saved(checkpoint: Path) -> None:
-    def leave_out(manifest: Any) -> None:
-        for name in ("digests", "seal", "step"):
-            del manifest[name]
-        del manifest["files"]["trainer/position.json"]
-
-    edit(checkpoint / "manifest.json", leave_out)
-    (checkpoint / "trainer" / "position.json").unlink()
-
-
 @pytest.mark.parametrize(
     "name", ["trainer/weights", "trainer/position.json", "rollout.json", "groups.msgpack", "position.json"]
 )
@@ -141,28 +131,7 @@ async def test_an_edited_step_is_refused_with_both_files(tmp_path: Path) -> None
         assert f"position.json says step 11, and {other} says 10" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["position.json", "rollout.json"])
-async def test_steps_are_compared_without_digests_too(tmp_path: Path, name: str) -> None:
-    checkpoint = await save(tmp_path)
-    as_an_earlier_version_saved(checkpoint)
-    path = checkpoint / name
-    path.write_bytes(path.read_bytes().replace(b":10", b":19"))
-    with pytest.raises(CheckpointError, match=r"position\.json says step 1\d, and rollout\.json says 1\d"):
-        await load(checkpoint)
-
-
 async def test_a_trainer_at_another_step_makes_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"position\.json says step 10, and trainer/position\.json says 9"):
         await save(tmp_path, Trainer(step=9))
     assert list_checkpoints(tmp_path) == []
-
-
-async def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_note(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = await save(tmp_path)
-    assert await load(checkpoint) == Position(step=10, version=7)
-    assert "without digests" not in capsys.readouterr().out
-    as_an_earlier_version_saved(checkpoint)
-    assert await load(checkpoint) == Position(step=10, version=7)
-    assert "checkpoint without digests: only sizes of its files were compared" in capsys.readouterr().out
