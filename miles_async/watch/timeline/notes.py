@@ -12,7 +12,7 @@ from miles_async.types import JsonObject
 from miles_async.watch.engine_events import EVENTS, time_of
 from miles_async.watch.json_texts import decoded_object
 from miles_async.watch.run import Run
-from miles_async.watch.timeline.trace import Instant, Item, Span, Track
+from miles_async.watch.timeline.trace import Span, Track
 
 LOGS = ("driver", "rollout")
 MOST = 5_000  # items per log, the newest
@@ -25,10 +25,10 @@ ENDS_OF_OUTAGES = {"service is back": ("service", "after_seconds"), "in reach ag
 """Message → its fields with the name of the unreachable part, and the seconds."""
 
 
-def notes(run: Run) -> Iterator[Item]:
+def notes(run: Run) -> Iterator[Span]:
     """Marks and outages in both logs."""
     for name in LOGS:
-        found: deque[Item] = deque(maxlen=MOST)
+        found: deque[Span] = deque(maxlen=MOST)
         for entry in _entries(run, f"{name}.log"):
             if (item := _item(name, entry)) is not None:
                 found.append(item)
@@ -59,7 +59,7 @@ def _entries(run: Run, name: str) -> Iterator[JsonObject]:
                 yield entry
 
 
-def _item(log: str, entry: JsonObject) -> Item | None:
+def _item(log: str, entry: JsonObject) -> Span | None:
     event, level, at = str(entry.get("event", "")), entry.get("level"), time_of(entry.get("timestamp"))
     if at is None or (level not in SEVERE and event not in OF_INTEREST and event not in ENDS_OF_OUTAGES):
         return None
@@ -73,4 +73,4 @@ def _item(log: str, entry: JsonObject) -> Item | None:
             return Span(track=track, name=what, start=at - seconds, end=at, category="outage", args=args)
     thread = "engines" if event in EVENTS else log
     name = f"{entry['engine']}: {event}" if event in EVENTS and "engine" in entry else shortened(event, TEXT_LENGTH)
-    return Instant(track=Track("events", thread), name=name, at=at, category=str(level), args=args)
+    return Span(track=Track("events", thread), name=name, start=at, category=str(level), args=args)
