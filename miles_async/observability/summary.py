@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
+from miles_async.observability.progress_state import AVERAGE_WINDOW
 from miles_async.runtime.files.whole_file import write_whole
 
-REWARD_WINDOW = 5  # reward_last is a mean over so many steps: a single step of a small batch swings by ±0.1
-GROUP_ENDS = ("trained", "recycled", "dropped", "filtered", "failed", "quarantined", "cancelled")
-GROUP_STAGES = ("in_flight", "buffered")
-
+GROUPS = (
+    *("issued", "trained", "recycled", "dropped", "filtered", "failed", "quarantined", "cancelled"),
+    *("in_flight", "buffered"),
+)
 
 Ending = Literal["finished", "interrupted", "failed", "lost", "stalled"]
 """How a run ended. lost: a process was lost to a machine's fault, so another try may succeed. stalled: a wait
@@ -47,7 +48,7 @@ class Summary(TypedDict):
     steps: int
     wall_seconds: float
     reward_first: float | None
-    reward_last: float | None  # mean of the last REWARD_WINDOW steps
+    reward_last: float | None  # mean of the last AVERAGE_WINDOW steps
     eval_reward_first: float | None
     eval_reward_last: float | None
     age_max: int | None
@@ -121,13 +122,12 @@ class RunSummary:
         0 if not measured.
         """
         steps = self._stages.get("step") or wall_seconds
-        groups = {name: int(balance.get(name, 0)) for name in ("issued", *GROUP_ENDS, *GROUP_STAGES)}
-        groups |= {name: int(count) for name, count in balance.items()}
+        groups = {**dict.fromkeys(GROUPS, 0), **balance}
         return {
             "steps": self._steps,
             "wall_seconds": _rounded(wall_seconds),
             "reward_first": _rounded(self._rewards[0]) if self._rewards else None,
-            "reward_last": _mean(self._rewards[-REWARD_WINDOW:]),
+            "reward_last": _mean(self._rewards[-AVERAGE_WINDOW:]),
             "eval_reward_first": _rounded(self._eval_rewards[0]) if self._eval_rewards else None,
             "eval_reward_last": _rounded(self._eval_rewards[-1]) if self._eval_rewards else None,
             "age_max": max((age for age, count in self._ages.items() if count), default=None),

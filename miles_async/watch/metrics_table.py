@@ -163,14 +163,6 @@ def stretch_means(series: Series, points: int) -> Series | None:
     return Series(steps[bounds[1:] - 1], np.add.reduceat(values, bounds[:-1]) / np.diff(bounds))
 
 
-def moving_mean(series: Series, count: int) -> Series:
-    """The mean of each value and up to ``count - 1`` before it."""
-    sums = np.concatenate([[0.0], np.cumsum(series.values)])
-    ends = np.arange(1, len(sums))
-    starts = np.maximum(0, ends - count)
-    return Series(series.steps, (sums[ends] - sums[starts]) / (ends - starts))
-
-
 def encoded_series(series: Series) -> dict[str, list[float]]:
     """For the page: steps and values as lists of equal length."""
     return {"steps": series.steps.tolist(), "values": series.values.tolist()}

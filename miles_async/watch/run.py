@@ -21,10 +21,10 @@ from miles_async.runtime.files.run_directory import (
     RANKS_FILE,
     check_directory,
 )
+from miles_async.runtime.json_texts import decoded_object
 from miles_async.runtime.processes.run_process import RUN_FILE
 from miles_async.staleness.ledger import Balance
 from miles_async.types import EnginesReport, JsonObject, RanksReport
-from miles_async.watch.json_texts import decoded_object
 from miles_async.watch.metrics_table import MetricsTable
 
 Report = TypeVar("Report")

@@ -13,10 +13,11 @@ from miles_async.errors import ConfigurationError, LedgerError
 from miles_async.ledger.reader import ChangeRecord
 from miles_async.observability.heartbeat import standing_line
 from miles_async.observability.metrics_file import AGE_COUNT
+from miles_async.observability.plots import moving_average
 from miles_async.observability.progress_state import AVERAGE_WINDOW, TIME_WINDOW
 from miles_async.runtime.files.run_directory import LEDGER_FILE, find_run
 from miles_async.types import JsonObject
-from miles_async.watch.metrics_table import MetricsTable, down_sampled, encoded_series, moving_mean
+from miles_async.watch.metrics_table import MetricsTable, Series, down_sampled, encoded_series
 from miles_async.watch.run import Run
 from miles_async.watch.status import last_warnings, seconds_since, state_of
 
@@ -69,7 +70,8 @@ def overview(run: Run) -> JsonObject:
     """All of the view."""
     found, changes = standing(run), run.changes()
     groups, reasons, line, notes = _groups(run)
-    averaged = moving_mean(run.metrics.series("reward/mean"), AVERAGE_WINDOW)
+    rewards = run.metrics.series("reward/mean")
+    averaged = Series(rewards.steps, moving_average(rewards.values))
     return {
         "run": found,
         "tiles": _tiles(run, changes, running=found["state"] != "over"),

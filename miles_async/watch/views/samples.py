@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 
 from miles_async.errors import DataError
+from miles_async.runtime.json_texts import decoded
 from miles_async.samples.columns import MASK_REASONS, Kind, SampleRow, SampleSummary
 from miles_async.samples.files import DIRECTORY, file_of
 from miles_async.samples.reader import read_note, read_sample, read_state
 from miles_async.types import JsonObject
-from miles_async.watch.json_texts import decoded
 from miles_async.watch.run import Run
 from miles_async.watch.sample_files import MOST_ROWS, Found, files_of, previews
 from miles_async.watch.sample_files import search as search_files
