@@ -78,7 +78,7 @@ class RunSummary:
         self._preparations: list[float] = []
         self._eval_rewards: list[float] = []
         self._difference_sum = self._difference_tokens = 0.0
-        self._difference_max = math.nan
+        self._difference_max = -math.inf
 
     def record_step(self, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None:
         """Record one trained step. ``ages``: age in weight versions → number of samples trained at that age."""
@@ -160,7 +160,7 @@ class RunSummary:
             self._difference_sum += mean * tokens
             self._difference_tokens += tokens
         if math.isfinite(largest):
-            self._difference_max = max(largest, self._difference_max) if self._difference_tokens else largest
+            self._difference_max = max(largest, self._difference_max)
 
 
 def write_summary(summary: Summary, path: Path) -> None:
