@@ -139,7 +139,6 @@ def sweep_leftovers(save: Path) -> None:
 
 
 def put_in_place(partial: Path, final: Path, replaced: Sequence[Checkpoint]) -> None:
-    """Rename ``partial`` to ``final`` and remove ``replaced``."""
     gone = {checkpoint.directory for checkpoint in replaced} | ({final} if final.exists() else set())
     retired = [_retire(directory) for directory in gone]
     partial.rename(final)
@@ -164,7 +163,6 @@ def describe_disk(path: Path) -> str:
 
 
 def readable_size(count: int) -> str:
-    """Format bytes in GiB, or in MiB below one GiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 

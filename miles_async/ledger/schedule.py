@@ -93,8 +93,6 @@ AnyCall = (
 
 # ----------------------------------------------------------------------------------------------- decisions
 class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
-    """End of an attempt."""
-
     attempt_id: int
     outcome: Outcome
     reason: str = ""
@@ -120,7 +118,6 @@ class Decisions(msgspec.Struct, kw_only=True):
     room: int = 0  # attempts that may be issued afterwards
 
     def note(self, event: PoolEvent) -> None:
-        """Add an event of the pool."""
         match event:
             case events.Restored(balance):
                 self.restored = balance
@@ -252,7 +249,6 @@ class ScheduleWriter(QueuedWriter[Frame]):
     failures = (OSError, TypeError, OverflowError)
 
     def pool(self, call: AnyCall, decisions: Decisions) -> None:
-        """Record a call of ``RecordedPool``."""
         self.add(PoolFrame(at=self._clock(), call=call, decisions=decisions))
 
     def batch(self, groups: Sequence[Group], shards: Sequence[TrainShard], quadratic_work: float) -> None:
@@ -276,5 +272,4 @@ class ScheduleWriter(QueuedWriter[Frame]):
 
 
 def attempt_ids(groups: Sequence[Group]) -> tuple[int, ...]:
-    """Ids of the attempts of ``groups``, in the same order."""
     return tuple(group.attempt.attempt_id for group in groups)

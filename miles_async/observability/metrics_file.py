@@ -105,8 +105,6 @@ def row_of(line: bytes | str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AddedLines:
-    """Lines that were added to a file."""
-
     lines: Sequence[bytes]
     restarted: bool  # the file was replaced, cut or removed: earlier lines are void
     torn: bool  # half a line follows

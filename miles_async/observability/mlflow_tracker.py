@@ -56,7 +56,6 @@ class MlflowTracker:
         save_run_id(arguments.run_dir, NAME, self._run_id)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Log the metrics of a step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -65,7 +64,6 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=some)
 
     def finish(self) -> None:
-        """Mark the run as finished."""
         self._client.set_terminated(self._run_id)
 
     def _experiment(self, name: str) -> str:

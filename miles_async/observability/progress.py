@@ -53,13 +53,11 @@ class Progress:
         self._say(self._state.add_evaluated(ended), "cyan")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the mean reward of the weights after ``step`` steps."""
         self._state.add_evaluation(metrics)
         self._say(f"evaluation after {step} steps: mean reward {metrics['eval/reward']:.3f}", "cyan")
 
     @property
     def quiet_seconds(self) -> float:
-        """Seconds since the last step, phase or heartbeat."""
         return self._state.quiet_seconds
 
     def heartbeat(self, doing: str) -> None:

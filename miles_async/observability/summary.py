@@ -101,7 +101,6 @@ class RunSummary:
         self._preparations.append(prepare_seconds)
 
     def record_eval(self, reward: float) -> None:
-        """Record the mean reward on held-out prompts."""
         if math.isfinite(reward):
             self._eval_rewards.append(reward)
 

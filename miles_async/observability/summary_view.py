@@ -12,7 +12,6 @@ from miles_async.observability.summary import Summary
 
 
 def print_summary(summary: Summary, run_dir: Path, *, console: Console | None = None) -> None:
-    """Print the result of :meth:`RunSummary.finish`."""
     console = console or Console()
     rows = [*summary_rows(summary), ("written to", f"{run_dir} (summary.json, metrics.jsonl, reward.png)")]
     if console.is_terminal:

@@ -60,7 +60,6 @@ class TensorBoardTracker:
         self._write(Event(step=step, summary=Summary(value=values)))
 
     def finish(self) -> None:
-        """Close the file."""
         if self._records is not None:
             self._records.close()
 

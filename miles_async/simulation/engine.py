@@ -147,7 +147,6 @@ class SimulatedEngine:
         self._resumed.set()
 
     async def answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Response:
-        """Answer one HTTP call."""
         match self._fault(path):
             case "crash":
                 self.die(f"crashed at {path}")

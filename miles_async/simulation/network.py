@@ -70,8 +70,6 @@ class _Exchange:
 
 
 class SimulatedHttp(Http):
-    """The session of a simulated network."""
-
     def __init__(self, network: Network) -> None:
         super().__init__()
         self._network = network

@@ -38,7 +38,6 @@ class SimulationResult:
 
     @property
     def samples(self) -> int:
-        """Number of trained samples."""
         return len(self.steps) * self.samples_per_step
 
     @cached_property

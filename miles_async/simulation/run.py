@@ -171,7 +171,6 @@ class Simulation:
             await self.manager.stop()
 
     def result(self, *, cpu_seconds: float = 0.0) -> SimulationResult:
-        """Result so far."""
         settings, meter = self.settings, self.engines.meter
         return SimulationResult(
             steps=tuple(self.recording.steps),

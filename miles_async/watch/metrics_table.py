@@ -68,7 +68,6 @@ class MetricsTable:
 
     @property
     def names(self) -> list[str]:
-        """Names of all metrics, sorted."""
         with self._lock:
             return sorted(self._columns)
 
@@ -90,7 +89,6 @@ class MetricsTable:
         return Series(steps, column)
 
     def last(self, name: str) -> float | None:
-        """The metric's value at its last step."""
         values = self.series(name).values
         return float(values[-1]) if len(values) else None
 

@@ -27,8 +27,6 @@ State = Literal["running", "restarting", "over", "unknown"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """Where a run stands."""
-
     run_dir: str
     state: State
     host: str

@@ -34,8 +34,6 @@ SHOWN = ("reward/mean", "age/mean", "age/max", "train/tokens", "train/loss", "tr
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the file."""
-
     kind: Kind
     step: int
     time: float

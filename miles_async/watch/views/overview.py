@@ -67,7 +67,6 @@ def standing(run: Run) -> JsonObject:
 
 
 def overview(run: Run) -> JsonObject:
-    """All of the view."""
     found, changes = standing(run), run.changes()
     groups, reasons, line, notes = _groups(run)
     rewards = run.metrics.series("reward/mean")
