@@ -30,33 +30,11 @@ SHOWN = 3  # files in one error
 
 # Fields of config.json that decide which tensors there are, and their shapes.
 SHAPING = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-    "attention_bias",
-    "use_qk_norm",
-    "moe_intermediate_size",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "n_shared_experts",
-    "first_k_dense_replace",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "global_head_dim",
-    "num_global_key_value_heads",
-    "per_layer_config",
-    "attention_k_eq_v",
-    "enable_moe_block",
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "attention_bias", "use_qk_norm"),
+    *("moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
+    *("first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("global_head_dim", "num_global_key_value_heads", "per_layer_config", "attention_k_eq_v", "enable_moe_block"),
 )
 ADAPTING = ("lora_rank", "lora_type", "lora_alpha", "target_modules", "weights")
 
