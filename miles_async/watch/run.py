@@ -14,13 +14,7 @@ import msgspec
 from miles_async.errors import ConfigurationError, LedgerError
 from miles_async.ledger.reader import ChangeRecord, LedgerReader, Settled, open_ledger
 from miles_async.observability.metrics_file import FILE_NAME
-from miles_async.runtime.files.run_directory import (
-    CONFIG_FILE,
-    ENGINES_FILE,
-    LEDGER_FILE,
-    RANKS_FILE,
-    check_directory,
-)
+from miles_async.runtime.files.run_directory import CONFIG_FILE, ENGINES_FILE, LEDGER_FILE, RANKS_FILE, check_directory
 from miles_async.runtime.json_texts import decoded_object
 from miles_async.runtime.processes.run_process import RUN_FILE
 from miles_async.staleness.ledger import Balance
