@@ -59,7 +59,7 @@ def checkpoint_directory(save: Path, step: int) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
-    """List the checkpoints in ``directory`` by step; other names are ignored."""
+    """List the checkpoints in ``directory`` by step; other names are ignored. Raises OSError."""
     if not directory.is_dir():
         return []
     found = [(match, path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
@@ -69,9 +69,12 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
 def find_checkpoint(load: Path) -> Checkpoint:
     """Find the checkpoint that ``--load`` names: ``load`` itself, or the newest in it. Raises CheckpointError."""
     match = NAME.fullmatch(load.name)
-    if match and (load / POSITION_FILE).is_file():
-        return _checkpoint(match, load)
-    checkpoints = list_checkpoints(load)
+    try:
+        if match and (load / POSITION_FILE).is_file():
+            return _checkpoint(match, load)
+        checkpoints = list_checkpoints(load)
+    except OSError as error:  # another user's, or on a disk that does not answer
+        raise CheckpointError(f"--load {load}: cannot be read: {error}") from error
     if not checkpoints:
         raise CheckpointError(f"--load {load}: no checkpoint there (expected a folder iter_NNNNNNN)")
     newest = {checkpoint.run: checkpoint.directory for checkpoint in checkpoints if checkpoint.run is not None}

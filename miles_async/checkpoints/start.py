@@ -31,10 +31,11 @@ from miles_async.types import JsonObject, KeptSetting
 def where_to_resume(save: Path | None, load: Path | None) -> Path | None:
     """Return ``load``; None if that is where the run saves, and nothing was saved there yet: the run begins.
 
-    So the same command begins a run and resumes it.
+    So the same command begins a run and resumes it. A directory that cannot be read is refused elsewhere.
     """
-    if load is not None and save is not None and load.resolve() == save.resolve() and not list_checkpoints(load):
-        return None
+    if load is not None and save is not None and load.resolve() == save.resolve():
+        with suppress(OSError):
+            return load if list_checkpoints(load) else None
     return load
 
 

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import errno
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from miles_async.arguments.model import ModelArguments
 from miles_async.checkpoints.files import expendable, find_checkpoint, list_checkpoints
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, least_bytes, new_run_name, write_manifest
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
-from miles_async.checkpoints.start import checkpoint_problems, kept_settings, resumption_notes
+from miles_async.checkpoints.start import checkpoint_problems, kept_settings, resumption_notes, where_to_resume
 from miles_async.errors import CheckpointError
 from miles_async.runtime import clock
 from miles_async.runtime.files.digests import digest_pieces, split, write_digested
@@ -129,6 +130,27 @@ async def test_checkpoints_of_two_runs_in_one_directory_are_never_guessed_about(
     ):
         find_checkpoint(tmp_path)
     assert find_checkpoint(tmp_path / "iter_0000010").run == "new"
+
+
+@pytest.mark.parametrize("name", [".", "iter_0000010"])
+async def test_a_directory_that_cannot_be_read_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    await save("theirs", 10, save=tmp_path)
+    stat = os.stat
+
+    def refuse(path: str | Path, **options: Any) -> os.stat_result:
+        if Path(path).is_relative_to(tmp_path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)  # root may read everything
+    load = tmp_path / name
+    [problem] = problems(load=load)
+    assert problem.startswith(f"--load {load}: cannot be read: [Errno 13] Permission denied")
+    assert list(resumption_notes(load, 8)) == []
+    assert kept_settings(load) == {}
+    assert where_to_resume(load, load) == load
 
 
 def test_run_names_are_unique() -> None:
