@@ -24,7 +24,8 @@ from miles_async.checkpoints.files import (
 )
 from miles_async.checkpoints.manifest import check_whole
 from miles_async.checkpoints.save_lock import lock_problem
-from miles_async.errors import CheckpointError
+from miles_async.errors import CheckpointError, DataError
+from miles_async.ledger.readmission import read_readmissions
 from miles_async.types import JsonObject, KeptSetting
 
 
@@ -89,7 +90,8 @@ def checkpoint_problems(
         try:
             loaded = find_checkpoint(load)
             least_bytes = sum(check_whole(loaded, model, anyway).files.values())
-        except CheckpointError as error:
+            read_readmissions(loaded.directory.parent)
+        except (CheckpointError, DataError) as error:
             yield str(error)
             return
     if save is None:

@@ -25,6 +25,7 @@ from miles_async.checkpoints.manifest import RunIdentity, fingerprint, least_byt
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
 from miles_async.checkpoints.start import checkpoint_problems, kept_settings, resumption_notes, where_to_resume
 from miles_async.errors import CheckpointError
+from miles_async.ledger.readmission import request_readmission
 from miles_async.runtime import clock
 from miles_async.runtime.files.digests import digest_pieces, split, write_digested
 from miles_async.seams import Position, Resumption
@@ -196,6 +197,15 @@ async def test_a_truncated_or_missing_file_is_found_before_the_start(tmp_path: P
         await run_checkpoints("mine", load=tmp_path).load()
     (newest / "manifest.json").unlink()
     assert "expected a manifest.json, found none" in problems(load=tmp_path)[0]
+
+
+async def test_requests_to_readmit_prompts_are_read_before_the_start(tmp_path: Path) -> None:
+    await save("mine", 10, save=tmp_path)
+    request_readmission(tmp_path, ["p1"])
+    assert problems(load=tmp_path) == []
+    (tmp_path / "readmit.json").write_text('["p1"]')
+    [problem] = problems(load=tmp_path)
+    assert "readmit.json: expected request ids with lists of prompt ids" in problem
 
 
 async def test_another_models_checkpoint_is_found_before_the_start(tmp_path: Path) -> None:
