@@ -90,14 +90,14 @@ def overview(run: Run) -> JsonObject:
     }
 
 
-def ages(metrics: MetricsTable, columns: int = STRIP) -> JsonObject:
+def ages(metrics: MetricsTable) -> JsonObject:
     """Samples trained per age, over stretches of steps: {"from": [c], "to": [c], "ages": [a], "counts": [a][c]}."""
     names = [name for name in metrics.names if name.startswith(AGE_COUNT)]
     found = sorted((int(name.removeprefix(AGE_COUNT)), metrics.series(name)) for name in names)
     steps = np.unique(np.concatenate([series.steps for _, series in found])) if found else np.array([], dtype=np.int64)
     if not len(steps):
         return {"from": [], "to": [], "ages": [], "counts": []}
-    starts = np.unique(np.linspace(0, len(steps), min(columns, len(steps)) + 1).astype(int))[:-1]
+    starts = np.unique(np.linspace(0, len(steps), min(STRIP, len(steps)) + 1).astype(int))[:-1]
     counts = []
     for _, series in found:
         whole = np.zeros(len(steps))
