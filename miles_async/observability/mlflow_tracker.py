@@ -47,7 +47,9 @@ class MlflowTracker:
             self._run_id = continued
             self._client.update_run(self._run_id, status="RUNNING")
         else:
-            experiment = self._experiment(arguments.mlflow_experiment_name)
+            experiment_name = arguments.mlflow_experiment_name
+            found = self._client.get_experiment_by_name(experiment_name)
+            experiment = self._client.create_experiment(experiment_name) if found is None else found.experiment_id
             name = arguments.mlflow_run_name or arguments.run_dir.name
             self._run_id = self._client.create_run(experiment, run_name=name).info.run_id
             parameters = [Param(name, value) for name, value in flat_settings(run.settings).items()]
@@ -65,10 +67,6 @@ class MlflowTracker:
 
     def finish(self) -> None:
         self._client.set_terminated(self._run_id)
-
-    def _experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        return str(found.experiment_id if found is not None else self._client.create_experiment(name))
 
 
 def mlflow_name(metric: str) -> str:
