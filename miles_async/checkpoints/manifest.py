@@ -82,9 +82,8 @@ def fingerprint(model: ModelArguments, critic: Path | None = None) -> JsonObject
     shape = {name: config[name] for name in SHAPING if config.get(name) is not None}
     shape["function"] = {**model_function(directory), **(critic_function(critic) if critic is not None else {})}
     if not model.lora_rank:
-        return {**shape, "lora_rank": 0}
-    return {
-        **shape,
+        return shape | {"lora_rank": 0}
+    return shape | {
         "lora_rank": model.lora_rank,
         "lora_type": model.lora_type,
         "lora_alpha": model.lora_alpha,
