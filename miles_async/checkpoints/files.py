@@ -13,14 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from miles_async.errors import CheckpointError
+
+log = structlog.get_logger(__name__)
 
 POSITION_FILE = "position.json"
 ROLLOUT_FILE = "rollout.json"
 EXAMPLES_FILE = "examples.json"  # instead of it, by --loss-type sft_loss: the cursor alone
 TRAINER_FILE = f"trainer/{POSITION_FILE}"
 NAME = re.compile(r"iter_(\d+)")
+RETIRED = ".old"
 LEFTOVER = re.compile(r"iter_\d+\.(partial|old)")  # of a run that was killed while it wrote or removed one
 
 
@@ -135,10 +139,13 @@ def start_partial(final: Path) -> Path:
 
 
 def sweep_leftovers(save: Path) -> None:
-    """Remove what killed runs left half written or half removed in ``save``."""
+    """Remove what runs left half written or half removed in ``save``. Raises OSError for what is half written."""
     for path in save.iterdir():
         if LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path)
+            if path.suffix == RETIRED:
+                _delete(path)
+            else:
+                shutil.rmtree(path)
 
 
 def put_in_place(partial: Path, final: Path, replaced: Sequence[Checkpoint]) -> None:
@@ -147,13 +154,13 @@ def put_in_place(partial: Path, final: Path, replaced: Sequence[Checkpoint]) -> 
     partial.rename(final)
     _sync(final.parent)
     for directory in retired:
-        shutil.rmtree(directory)
+        _delete(directory)
 
 
 def remove(checkpoints: Iterable[Checkpoint]) -> None:
     """Remove checkpoints; one that is half removed no longer counts as a checkpoint."""
     for checkpoint in checkpoints:
-        shutil.rmtree(_retire(checkpoint.directory))
+        _delete(_retire(checkpoint.directory))
 
 
 def describe_disk(path: Path) -> str:
@@ -187,9 +194,17 @@ def _existing(path: Path) -> Path:
 
 
 def _retire(directory: Path) -> Path:
-    old = directory.with_suffix(".old")
+    old = directory.with_suffix(RETIRED)
     shutil.rmtree(old, ignore_errors=True)
     return directory.rename(old)
+
+
+def _delete(retired: Path) -> None:
+    """Delete a retired checkpoint. Files that somebody reads on a network disk stay there until a later sweep."""
+    try:
+        shutil.rmtree(retired)
+    except OSError as error:  # no reason to end a run: its newest checkpoint is whole
+        log.warning("a removed checkpoint is still on the disk", directory=str(retired), error=str(error))
 
 
 def _sync(directory: Path) -> None:

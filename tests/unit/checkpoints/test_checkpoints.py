@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -319,6 +320,26 @@ async def test_the_next_save_removes_half_written_and_half_removed_checkpoints(t
     (tmp_path / "notes.partial").touch()
     await save("mine", 30, save=tmp_path, load=tmp_path)
     assert names(tmp_path) == ["iter_0000010", "iter_0000030", "notes.partial"]
+
+
+async def test_a_checkpoint_that_somebody_reads_on_a_network_disk_is_removed_by_a_later_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps a removed file that is open under another name, so that its directory is not empty."""
+    remove = shutil.rmtree
+
+    def held_open(path: Path, ignore_errors: bool = False) -> None:
+        if path.suffix != ".old":
+            remove(path, ignore_errors)
+        elif not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", held_open)
+        await save("mine", 10, 20, 30, save=tmp_path, save_keep_last=1)
+    assert names(tmp_path) == ["iter_0000010.old", "iter_0000020.old", "iter_0000030"]
+    await save("mine", 40, save=tmp_path, load=tmp_path, save_keep_last=1)
+    assert names(tmp_path) == ["iter_0000040"]
 
 
 # ------------------------------------------------------------------------------------ saves while training goes on
