@@ -8,20 +8,23 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from miles_async.errors import CheckpointError
 
+log = structlog.get_logger(__name__)
+
 POSITION_FILE = "position.json"
-MANIFEST_FILE = "manifest.json"
 ROLLOUT_FILE = "rollout.json"
 EXAMPLES_FILE = "examples.json"  # instead of it, by --loss-type sft_loss: the cursor alone
 TRAINER_FILE = f"trainer/{POSITION_FILE}"
 NAME = re.compile(r"iter_(\d+)")
+RETIRED = ".old"
 LEFTOVER = re.compile(r"iter_\d+\.(partial|old)")  # of a run that was killed while it wrote or removed one
 
 
@@ -60,7 +63,7 @@ def checkpoint_directory(save: Path, step: int) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
-    """List the checkpoints in ``directory`` by step; other names are ignored."""
+    """List the checkpoints in ``directory`` by step; other names are ignored. Raises OSError."""
     if not directory.is_dir():
         return []
     found = [(match, path) for path in directory.iterdir() if (match := NAME.fullmatch(path.name)) and path.is_dir()]
@@ -70,9 +73,12 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
 def find_checkpoint(load: Path) -> Checkpoint:
     """Find the checkpoint that ``--load`` names: ``load`` itself, or the newest in it. Raises CheckpointError."""
     match = NAME.fullmatch(load.name)
-    if match and (load / POSITION_FILE).is_file():
-        return _checkpoint(match, load)
-    checkpoints = list_checkpoints(load)
+    try:
+        if match and (load / POSITION_FILE).is_file():
+            return _checkpoint(match, load)
+        checkpoints = list_checkpoints(load)
+    except OSError as error:  # another user's, or on a disk that does not answer
+        raise CheckpointError(f"--load {load}: cannot be read: {error}") from error
     if not checkpoints:
         raise CheckpointError(f"--load {load}: no checkpoint there (expected a folder iter_NNNNNNN)")
     newest = {checkpoint.run: checkpoint.directory for checkpoint in checkpoints if checkpoint.run is not None}
@@ -85,12 +91,11 @@ def find_checkpoint(load: Path) -> Checkpoint:
     return checkpoints[-1]
 
 
-def position_problems(checkpoint: Checkpoint, manifest_step: int | None) -> Iterator[str]:
-    """Yield which parts are at another step than position.json, or cannot be read.
-
-    ``manifest_step``: None in a manifest of an earlier version. Parts that were not saved are left out.
+def position_problems(checkpoint: Checkpoint, others: Mapping[str, int]) -> Iterator[str]:
+    """Yield which parts are at another step than position.json, or cannot be read. Parts that were not saved are left
+    out. ``others``: names of other parts → their steps.
     """
-    steps: dict[str, int] = {}
+    steps = dict(others)
     for name in (POSITION_FILE, TRAINER_FILE, ROLLOUT_FILE):
         try:
             steps[name] = _read_step(checkpoint.directory / name)
@@ -100,8 +105,6 @@ def position_problems(checkpoint: Checkpoint, manifest_step: int | None) -> Iter
             yield f"{name}: {error}"
     if POSITION_FILE not in steps:
         return
-    if manifest_step is not None:
-        steps[MANIFEST_FILE] = manifest_step
     step = steps.pop(POSITION_FILE)
     for name, other in {**steps, f"the directory's name, {checkpoint.directory.name},": checkpoint.step}.items():
         if other != step:
@@ -136,26 +139,28 @@ def start_partial(final: Path) -> Path:
 
 
 def sweep_leftovers(save: Path) -> None:
-    """Remove what killed runs left half written or half removed in ``save``."""
+    """Remove what runs left half written or half removed in ``save``. Raises OSError for what is half written."""
     for path in save.iterdir():
         if LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path)
+            if path.suffix == RETIRED:
+                _delete(path)
+            else:
+                shutil.rmtree(path)
 
 
 def put_in_place(partial: Path, final: Path, replaced: Sequence[Checkpoint]) -> None:
-    """Rename ``partial`` to ``final`` and remove ``replaced``."""
     gone = {checkpoint.directory for checkpoint in replaced} | ({final} if final.exists() else set())
     retired = [_retire(directory) for directory in gone]
     partial.rename(final)
     _sync(final.parent)
     for directory in retired:
-        shutil.rmtree(directory)
+        _delete(directory)
 
 
 def remove(checkpoints: Iterable[Checkpoint]) -> None:
     """Remove checkpoints; one that is half removed no longer counts as a checkpoint."""
     for checkpoint in checkpoints:
-        shutil.rmtree(_retire(checkpoint.directory))
+        _delete(_retire(checkpoint.directory))
 
 
 def describe_disk(path: Path) -> str:
@@ -168,7 +173,6 @@ def describe_disk(path: Path) -> str:
 
 
 def readable_size(count: int) -> str:
-    """Format bytes in GiB, or in MiB below one GiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
@@ -190,9 +194,17 @@ def _existing(path: Path) -> Path:
 
 
 def _retire(directory: Path) -> Path:
-    old = directory.with_suffix(".old")
+    old = directory.with_suffix(RETIRED)
     shutil.rmtree(old, ignore_errors=True)
     return directory.rename(old)
+
+
+def _delete(retired: Path) -> None:
+    """Delete a retired checkpoint. Files that somebody reads on a network disk stay there until a later sweep."""
+    try:
+        shutil.rmtree(retired)
+    except OSError as error:  # no reason to end a run: its newest checkpoint is whole
+        log.warning("a removed checkpoint is still on the disk", directory=str(retired), error=str(error))
 
 
 def _sync(directory: Path) -> None:

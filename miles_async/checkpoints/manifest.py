@@ -19,44 +19,22 @@ from xxhash import xxh3_128
 from miles_async.arguments.adapters import target_layers
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import read_config
-from miles_async.checkpoints.files import MANIFEST_FILE, TRAINER_FILE, Checkpoint, list_checkpoints, position_problems
+from miles_async.checkpoints.files import TRAINER_FILE, Checkpoint, list_checkpoints, position_problems
 from miles_async.checkpoints.model_function import critic_function, differing, model_function
 from miles_async.errors import CheckpointError
 from miles_async.runtime.files.digests import digest_file, digest_pieces, split, write_digested
 from miles_async.types import JsonObject
 
-EARLIER_FIELDS = ("model", "ranks", "files")  # all that a manifest without digests has
+MANIFEST_FILE = "manifest.json"
 SHOWN = 3  # files in one error
 
 # Fields of config.json that decide which tensors there are, and their shapes.
 SHAPING = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-    "attention_bias",
-    "use_qk_norm",
-    "moe_intermediate_size",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "n_shared_experts",
-    "first_k_dense_replace",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "global_head_dim",
-    "num_global_key_value_heads",
-    "per_layer_config",
-    "attention_k_eq_v",
-    "enable_moe_block",
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "attention_bias", "use_qk_norm"),
+    *("moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
+    *("first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("global_head_dim", "num_global_key_value_heads", "per_layer_config", "attention_k_eq_v", "enable_moe_block"),
 )
 ADAPTING = ("lora_rank", "lora_type", "lora_alpha", "target_modules", "weights")
 
@@ -78,14 +56,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model: JsonObject
     ranks: dict[str, int]
     files: dict[str, int]  # path below the checkpoint → bytes; all files but the manifest itself
-    step: int | None = None
-    digests: dict[str, str] = {}  # of the same files (runtime/files/digests.py); none in earlier versions
+    step: int
+    digests: dict[str, str]  # of the same files (runtime/files/digests.py)
     seal: str = ""  # digest of all the rest
 
     def select(self, *, trainer: bool) -> dict[str, int]:
         """Bytes of the files whose digests the trainer's ranks compare, or of the others, which the driver reads."""
-        large = {name for name in self.digests if name.startswith("trainer/") and name != TRAINER_FILE}
-        return {name: size for name, size in self.files.items() if name in self.digests and (name in large) is trainer}
+        large = {name for name in self.files if name.startswith("trainer/") and name != TRAINER_FILE}
+        return {name: size for name, size in self.files.items() if (name in large) is trainer}
 
 
 def new_run_name(run_dir: Path) -> str:
@@ -104,9 +82,8 @@ def fingerprint(model: ModelArguments, critic: Path | None = None) -> JsonObject
     shape = {name: config[name] for name in SHAPING if config.get(name) is not None}
     shape["function"] = {**model_function(directory), **(critic_function(critic) if critic is not None else {})}
     if not model.lora_rank:
-        return {**shape, "lora_rank": 0}
-    return {
-        **shape,
+        return shape | {"lora_rank": 0}
+    return shape | {
         "lora_rank": model.lora_rank,
         "lora_type": model.lora_type,
         "lora_alpha": model.lora_alpha,
@@ -156,7 +133,7 @@ def check_whole(checkpoint: Checkpoint, model: JsonObject, anyway: Collection[st
     manifest = _read(checkpoint)
     problems = _shortened(_broken_files(checkpoint.directory, manifest))
     problems = problems or _shortened(_changed_files(checkpoint.directory, manifest))
-    problems += position_problems(checkpoint, manifest.step)
+    problems += position_problems(checkpoint, {MANIFEST_FILE: manifest.step})
     problems += _differences(manifest.model, model, anyway)
     if problems:
         raise _refusal(checkpoint, problems)
@@ -177,12 +154,11 @@ def _read(checkpoint: Checkpoint) -> Manifest:
         fields = msgspec.json.decode(content)
     except FileNotFoundError:
         raise CheckpointError(
-            f"--load {checkpoint.directory}: expected a {MANIFEST_FILE}, found none: it is incomplete, or from an "
-            f"earlier version{_advice(checkpoint)}"
+            f"--load {checkpoint.directory}: expected a {MANIFEST_FILE}, found none{_advice(checkpoint)}"
         ) from None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"--load {path}: {error}{_advice(checkpoint)}") from error
-    if fields.keys() - set(EARLIER_FIELDS) and manifest.seal != _seal(fields):
+    if manifest.seal != _seal(fields):
         raise _refusal(checkpoint, [f"{MANIFEST_FILE} is not as it was saved: its own digest, seal, is another one"])
     if checkpoint.run is None:
         raise CheckpointError(f"--load {checkpoint.directory}: position.json names no run{_advice(checkpoint)}")
@@ -252,8 +228,6 @@ def _differences(saved: JsonObject, model: JsonObject, anyway: Collection[str]) 
     ]
     if differ:
         return [f"it belongs to another model than --hf-checkpoint: expected what was saved, {', '.join(differ)}"]
-    if not isinstance(saved.get("function"), dict):  # of an earlier version
-        return []
     others = differing(saved, model, anyway)
     if not others:
         return []

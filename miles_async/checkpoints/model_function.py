@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from miles_async.arguments.model_files import read_config, read_json
 from miles_async.types import JsonObject
@@ -45,11 +46,8 @@ _TOKENIZER_WITHOUT_EFFECT = ("version", "truncation", "padding")
 _TOKENIZER_SETTINGS = ("add_bos_token", "add_eos_token", "bos_token", "eos_token")
 # Entries of a fingerprint that are not fields of config.json.
 _NO_FIELDS = (
-    "function",
-    "tokenizer",
-    "chat_template",
+    *("function", "tokenizer", "chat_template", "weights"),
     *("lora_rank", "lora_type", "lora_alpha", "target_modules"),
-    "weights",
 )
 _VOCABULARIES = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json", "vocab.json", "merges.txt")
 
@@ -63,21 +61,16 @@ def model_function(directory: Path) -> JsonObject:
     """
     config = _flat_rope(read_config(directory))
     generation = read_json(directory / "generation_config.json")
-    found = {name: value for name, value in config.items() if name not in WITHOUT_EFFECT}
-    found |= {
-        f"generation.{name}": value for name, value in generation.items() if name not in GENERATION_WITHOUT_EFFECT
-    }
-    found |= {
-        f"images.{name}": value for name, value in _images(directory).items() if name not in IMAGES_WITHOUT_EFFECT
-    }
+    found = _chosen(config, WITHOUT_EFFECT)
+    found |= _chosen(generation, GENERATION_WITHOUT_EFFECT, "generation.")
+    found |= _chosen(_images(directory), IMAGES_WITHOUT_EFFECT, "images.")
     found["eos_token_id"] = sorted({*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))})
     return _present(found | {"tokenizer": _tokenizer(directory), "chat_template": _chat_template(directory)})
 
 
 def critic_function(directory: Path) -> JsonObject:
     """Fields of the critic's config.json that change its values, each after "critic."."""
-    config = _present(_flat_rope(read_config(directory)))
-    return {f"critic.{name}": value for name, value in config.items() if name not in WITHOUT_EFFECT}
+    return _chosen(_present(_flat_rope(read_config(directory))), WITHOUT_EFFECT, "critic.")
 
 
 def differing(saved: JsonObject, now: JsonObject, anyway: Collection[str] = ()) -> dict[str, str]:
@@ -88,8 +81,6 @@ def differing(saved: JsonObject, now: JsonObject, anyway: Collection[str] = ()) 
     """
     before, after = (fingerprint.get("function") or {} for fingerprint in (saved, now))
     names = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
-    if not any(name.startswith("images.") for name in before):  # saved before they were compared
-        names = [name for name in names if not name.startswith("images.")]
     if any(name not in before or name not in after for name in names):
         full_before, full_after = _with_defaults(saved, before), _with_defaults(now, after)
         names = [name for name in names if full_before.get(name) != full_after.get(name)]
@@ -110,6 +101,10 @@ def _with_defaults(fingerprint: JsonObject, function: JsonObject) -> JsonObject:
     except Exception:  # a config class may raise anything; its defaults are not known then
         return function
     return {**_present(_flat_rope(defaults)), **function}
+
+
+def _chosen(fields: JsonObject, without: Collection[str], prefix: str = "") -> dict[str, Any]:
+    return {f"{prefix}{name}": value for name, value in fields.items() if name not in without}
 
 
 def _present(fields: JsonObject) -> JsonObject:

@@ -165,11 +165,6 @@ class RunCheckpoints:
 
     async def _check_trainer_files(self, loaded: Checkpoint, manifest: Manifest) -> None:
         """Compare digests; the ranks read the files side by side. Raises CheckpointError."""
-        if not manifest.digests:
-            log.warning(
-                "checkpoint without digests: only sizes of its files were compared", directory=str(loaded.directory)
-            )
-            return
         watch = Stopwatch()
         with watch.timed("check"):
             found = await self._trainer.digests(loaded.directory, manifest.select(trainer=True))
@@ -188,7 +183,7 @@ class RunCheckpoints:
         run, partial = self._identity.run, final.with_suffix(".partial")
         saved = SavedPosition(**msgspec.structs.asdict(position), run=run, settings=self._saved_settings)
         digests = self._digests | {POSITION_FILE: write_digested(partial / POSITION_FILE, msgspec.json.encode(saved))}
-        if problems := list(position_problems(Checkpoint(position.step, partial, run), None)):
+        if problems := list(position_problems(Checkpoint(position.step, partial, run), {})):
             raise CheckpointError("; ".join(problems))
         write_manifest(partial, self._identity, position.step, digests)
         replaced = in_the_way(final.parent, run, position.step)

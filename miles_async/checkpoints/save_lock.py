@@ -187,10 +187,14 @@ def _create(path: Path, owner: LockOwner) -> bool:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
         return False
-    with open(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(owner) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(owner) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # a full disk: without a name in it, it would be taken for a living run's
+        path.unlink(missing_ok=True)
+        raise
     return True
 
 

@@ -24,17 +24,19 @@ from miles_async.checkpoints.files import (
 )
 from miles_async.checkpoints.manifest import check_whole
 from miles_async.checkpoints.save_lock import lock_problem
-from miles_async.errors import CheckpointError
+from miles_async.errors import CheckpointError, DataError
+from miles_async.ledger.readmission import read_readmissions
 from miles_async.types import JsonObject, KeptSetting
 
 
 def where_to_resume(save: Path | None, load: Path | None) -> Path | None:
     """Return ``load``; None if that is where the run saves, and nothing was saved there yet: the run begins.
 
-    So the same command begins a run and resumes it.
+    So the same command begins a run and resumes it. A directory that cannot be read is refused elsewhere.
     """
-    if load is not None and save is not None and load.resolve() == save.resolve() and not list_checkpoints(load):
-        return None
+    if load is not None and save is not None and load.resolve() == save.resolve():
+        with suppress(OSError):
+            return load if list_checkpoints(load) else None
     return load
 
 
@@ -88,7 +90,8 @@ def checkpoint_problems(
         try:
             loaded = find_checkpoint(load)
             least_bytes = sum(check_whole(loaded, model, anyway).files.values())
-        except CheckpointError as error:
+            read_readmissions(loaded.directory.parent)
+        except (CheckpointError, DataError) as error:
             yield str(error)
             return
     if save is None:

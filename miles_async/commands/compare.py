@@ -18,8 +18,8 @@ from miles_async.arguments.words import did_you_mean
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
-from miles_async.observability.plots import AVERAGE_WINDOW, is_of_steps, moving_average, plot_curves, series
-from miles_async.observability.progress_state import MISSING, sparkline
+from miles_async.observability.plots import is_of_steps, moving_average, plot_curves, series
+from miles_async.observability.progress_state import AVERAGE_WINDOW, MISSING, sparkline
 from miles_async.runtime.files.run_directory import CONFIG_FILE, check_directory
 from miles_async.runtime.processes.run_process import read_run_process
 from miles_async.types import JsonObject
@@ -132,7 +132,7 @@ def _curve_table(runs: Sequence[Run], metrics: Sequence[str]) -> Table:
             curve = sparkline(_resampled(of_run, max(1, width)), min(values), max(values))
             numbers = [of_run[0], of_run[-1]] if of_run else []
             if numbers and is_of_steps(metric):
-                numbers.append(moving_average(of_run)[-1])
+                numbers.append(float(moving_average(of_run)[-1]))
             table.add_row(metric if number == 0 else "", Text(name), curve, *(f"{value:.4g}" for value in numbers))
         table.add_section()
     return table

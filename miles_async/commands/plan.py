@@ -28,7 +28,7 @@ from miles_async.runtime.device import with_precision
 from miles_async.runtime.files.run_directory import CONFIG_FILE, check_directory
 from miles_async.simulation.distributions import Fixed, median, parse_distribution
 from miles_async.simulation.estimates import GB, GPUS, Assumptions
-from miles_async.simulation.plan import Row, candidates, predict, recommend
+from miles_async.simulation.plan import Refusal, Row, candidates, predict, recommend
 from miles_async.simulation.plan_view import plan_table, plan_text, plot_plan
 from miles_async.simulation.settings import SimulationSettings
 
@@ -82,7 +82,7 @@ def plan(words: Sequence[str]) -> str:
             print(f"\rsimulated {len(rows)} of {len(labels)}", end=end, file=sys.stderr, flush=True)
     recommended = recommend(rows)
     if recommended is None:
-        refuse([f"{row.label}: {row.refusal}" for row in rows])
+        refuse([f"{row.label}: {row.reason}" for row in rows if isinstance(row, Refusal)])
     console = Console()
     with console.capture() as capture:
         console.print(plan_table(rows, recommended))

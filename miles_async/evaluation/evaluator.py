@@ -60,8 +60,6 @@ class _AskedPrompt:
 
 
 class Evaluator:
-    """Evaluates named sets of prompts."""
-
     def __init__(
         self,
         data_sets: Mapping[str, DataSet],

@@ -214,7 +214,6 @@ class LedgerReader:
         return 0.0 if last is None else float(last)
 
     def cuts(self) -> Iterator[CutRecord]:
-        """All cuts, in order."""
         rows = self._connection.execute(
             "SELECT cut_at, target_version, count(*), min(oldest_version) FROM attempts WHERE cut_at IS NOT NULL "
             "GROUP BY cut_at, target_version ORDER BY cut_at"

@@ -26,7 +26,7 @@ def read_readmissions(save: Path) -> dict[str, tuple[str, ...]]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[str, ...]])
     except FileNotFoundError:
         return {}
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: expected request ids with lists of prompt ids: {error}") from error
 
 

@@ -1,25 +1,21 @@
-"""The schedule of a run: each call of the pool, in order, with its decisions, for a replay (``wiring/replay.py``).
-
-``schedule.msgpack`` has a frame (``serialization.py``) for each call of the pool with its decisions, and for the
-digests of each batch, in order.
+"""The schedule of a run, for a replay (``wiring/replay.py``): ``schedule.msgpack`` has a frame (``serialization.py``)
+for each call of the pool with its decisions, and for the digests of each batch, in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import msgspec
 
-from miles_async.api import GroupFilter
 from miles_async.errors import ScheduleError
 from miles_async.ledger.queued_writer import QueuedWriter
 from miles_async.runtime.serialization import write_frames
 from miles_async.staleness import events
-from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.events import PoolEvent, PoolObserver
 from miles_async.staleness.ledger import Balance, Outcome
-from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.train_data.batch import digests
 from miles_async.types import Attempt, Changes, Group, Prompt, TrainShard
@@ -90,25 +86,13 @@ class Cancelled(Call, frozen=True, kw_only=True):
 
 
 AnyCall = (
-    Offered
-    | Issued
-    | Finished
-    | Failed
-    | Filtered
-    | Reviewed
-    | Cut
-    | Trained
-    | Committed
-    | Restored
-    | Changed
+    Offered | Issued | Finished | Failed | Filtered | Reviewed | Cut | Trained | Committed | Restored | Changed
     | Cancelled
-)
+)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------- decisions
 class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
-    """End of an attempt."""
-
     attempt_id: int
     outcome: Outcome
     reason: str = ""
@@ -134,7 +118,6 @@ class Decisions(msgspec.Struct, kw_only=True):
     room: int = 0  # attempts that may be issued afterwards
 
     def note(self, event: PoolEvent) -> None:
-        """Add an event of the pool."""
         match event:
             case events.Restored(balance):
                 self.restored = balance
@@ -176,25 +159,11 @@ Record = Callable[[AnyCall, Decisions], None]
 class RecordedPool(Pool):
     """A pool that passes every call to ``record``, right after it; ``record`` must not wait."""
 
-    def __init__(
-        self,
-        policy: StalenessPolicy,
-        retries: RetryPolicy,
-        *,
-        record: Record,
-        total_groups: int | None = None,
-        group_filter: GroupFilter | None = None,
-        observers: Sequence[PoolObserver] = (),
-    ) -> None:
+    def __init__(self, *arguments: Any, record: Record, observers: Sequence[PoolObserver] = (), **options: Any) -> None:
+        """``arguments``, ``observers``, ``options``: of a Pool."""
         self._record = record
         self._decisions = Decisions()  # of the call that is running
-        super().__init__(
-            policy,
-            retries,
-            total_groups=total_groups,
-            group_filter=group_filter,
-            observers=(self._note, *observers),
-        )
+        super().__init__(*arguments, observers=(lambda event: self._decisions.note(event), *observers), **options)
 
     def offer(self, epoch: int, prompt: Prompt) -> None:
         with self._recorded(Offered(epoch=epoch, prompt=prompt)):
@@ -256,15 +225,8 @@ class RecordedPool(Pool):
         call = Restored(snapshot=snapshot, version=version, total_groups=total_groups, readmissions=granted)
         with self._recorded(call):
             super().restore(
-                snapshot,
-                version=version,
-                total_groups=total_groups,
-                readmissions=readmissions,
-                accepted=accepted,
+                snapshot, version=version, total_groups=total_groups, readmissions=readmissions, accepted=accepted
             )
-
-    def _note(self, event: PoolEvent) -> None:
-        self._decisions.note(event)
 
     @contextmanager
     def _recorded(self, call: AnyCall) -> Iterator[None]:
@@ -287,19 +249,12 @@ class ScheduleWriter(QueuedWriter[Frame]):
     failures = (OSError, TypeError, OverflowError)
 
     def pool(self, call: AnyCall, decisions: Decisions) -> None:
-        """Record a call of ``RecordedPool``."""
         self.add(PoolFrame(at=self._clock(), call=call, decisions=decisions))
 
     def batch(self, groups: Sequence[Group], shards: Sequence[TrainShard], quadratic_work: float) -> None:
         """Record a batch; called by ``BatchMaker``, in its thread."""
-        self.add(
-            BatchFrame(
-                at=self._clock(),
-                attempt_ids=attempt_ids(groups),
-                digests=digests(shards),
-                quadratic_work=quadratic_work,
-            )
-        )
+        ids = attempt_ids(groups)
+        self.add(BatchFrame(at=self._clock(), attempt_ids=ids, digests=digests(shards), quadratic_work=quadratic_work))
 
     def _open(self) -> None:
         self._file = self._path.open("xb")
@@ -317,5 +272,4 @@ class ScheduleWriter(QueuedWriter[Frame]):
 
 
 def attempt_ids(groups: Sequence[Group]) -> tuple[int, ...]:
-    """Ids of the attempts of ``groups``, in the same order."""
     return tuple(group.attempt.attempt_id for group in groups)

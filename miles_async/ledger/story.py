@@ -17,7 +17,7 @@ def tell(record: AttemptRecord, *, started_at: float, came_again_as: int | None 
     lines = [f"attempt {record.attempt_id} of prompt {record.prompt_id} (epoch {record.epoch}): {_headline(record)}"]
     lines.append(
         f"issued {record.issued_at - started_at:.1f} s into the run under version {record.issued_version}"
-        + (f", after {_count(len(record.history), 'earlier attempt')}" if record.history else "")
+        + (f", after {counted(len(record.history), 'earlier attempt')}" if record.history else "")
     )
     lines += [f"  earlier: {why}" for why in record.history]
     lines += [*_generated(record), *_cut(record), *_ended(record)]
@@ -56,16 +56,16 @@ def _generated(record: AttemptRecord) -> list[str]:
     shortest, longest = min(record.response_lengths), max(record.response_lengths)
     engines = f" by {', '.join(record.engines)}" if record.engines else ""
     line = (
-        f"generated{engines} in {record.finished_at - record.issued_at:.1f} s: {_count(samples, 'sample')} of "
+        f"generated{engines} in {record.finished_at - record.issued_at:.1f} s: {counted(samples, 'sample')} of "
         f"{_tokens(shortest, longest)} with {_versions(record)}"
     )
     if record.mixed_samples:
         line += f", {record.mixed_samples} of them across versions"
     lines = [line]
     if record.chunks is not None and record.chunks > samples:
-        lines.append(f"publications interrupted it: {record.chunks} generation calls for {_count(samples, 'sample')}")
+        lines.append(f"publications interrupted it: {record.chunks} generation calls for {counted(samples, 'sample')}")
     if record.left_out:
-        lines.append(f"{_count(record.left_out, 'further sample')} of it had become too old and left")
+        lines.append(f"{counted(record.left_out, 'further sample')} of it had become too old and left")
     if record.reward_mean is not None:
         lines.append(f"reward {record.reward_mean:.4g} (mean)")
     return lines
@@ -105,8 +105,9 @@ def _versions(record: AttemptRecord) -> str:
 
 
 def _tokens(low: int, high: int) -> str:
-    return _count(low, "token") if low == high else f"{low}–{high} tokens"
+    return counted(low, "token") if low == high else f"{low}–{high} tokens"
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """``1, "group"`` → ``"1 group"``, ``2, "group"`` → ``"2 groups"``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import structlog
 
@@ -84,12 +85,13 @@ class BackgroundTracker:
             log.warning("tracker unavailable; continuing without it", tracker=self._name, error=str(error))
             return
         while (item := self._queue.get()) is not None:
-            self._guarded(lambda metrics, step: tracker.log(metrics, step=step), *item)
+            metrics, step = item
+            self._guarded(partial(tracker.log, metrics, step=step))
         self._guarded(tracker.finish)
 
-    def _guarded(self, call: Callable[..., None], *arguments: object) -> None:
+    def _guarded(self, call: Callable[[], None]) -> None:
         try:
-            call(*arguments)
+            call()
         except Exception as error:  # supervision point: counted, reported once
             self.errors += 1
             if self.errors == 1:

@@ -11,6 +11,7 @@ import structlog
 
 from miles_async.errors import LedgerError
 from miles_async.ledger.reader import Settled, open_ledger
+from miles_async.ledger.story import counted
 from miles_async.observability.progress import Progress
 from miles_async.staleness.ledger import Balance, Outcome
 
@@ -72,7 +73,7 @@ def generation_paused(ledger: Path) -> bool:
 
 def standing_line(balance: Balance, ledger: Path) -> str:
     """Groups in flight, buffered, and filtered or failed with the most common reason; then what the run waits for."""
-    parts = [f"{_groups(balance.in_flight)} in flight", f"{balance.buffered} buffered"]
+    parts = [f"{counted(balance.in_flight, 'group')} in flight", f"{balance.buffered} buffered"]
     finished = sum(balance.ended.values()) + balance.buffered + balance.cut
     for outcome in (Outcome.FILTERED, Outcome.FAILED):
         if count := balance.ended.get(outcome, 0):
@@ -84,7 +85,7 @@ def standing_line(balance: Balance, ledger: Path) -> str:
 def waits_for(balance: Balance, ledger: Path) -> str:
     """Name the cause of the wait for the next step, judging by the states of groups."""
     if balance.cut:
-        return f"{_groups(balance.cut)} {'is' if balance.cut == 1 else 'are'} with the trainer"
+        return f"{counted(balance.cut, 'group')} {'is' if balance.cut == 1 else 'are'} with the trainer"
     if balance.in_flight:
         return "the trainer waits for groups in flight"
     if generation_paused(ledger):
@@ -92,10 +93,6 @@ def waits_for(balance: Balance, ledger: Path) -> str:
     if balance.issued:
         return "nothing is in flight: rollouts wait for the trainer or for engines"
     return "rollouts wait for the first weights"
-
-
-def _groups(count: int) -> str:
-    return f"{count} group{'' if count == 1 else 's'}"
 
 
 def commonest_reason(balance: Balance, outcome: Outcome) -> str:

@@ -18,17 +18,7 @@ from structlog.typing import EventDict, ExcInfo, Processor
 from miles_async.arguments.observability import LogLevel
 from miles_async.runtime.texts import shortened
 
-NOISY_LIBRARIES = (
-    "asyncio",
-    "filelock",
-    "fsspec",
-    "httpcore",
-    "httpx",
-    "matplotlib",
-    "PIL",
-    "urllib3",
-    "wandb",
-)
+NOISY_LIBRARIES = ("asyncio", "filelock", "fsspec", "httpcore", "httpx", "matplotlib", "PIL", "urllib3", "wandb")
 
 _SHARED: tuple[Processor, ...] = (
     structlog.contextvars.merge_contextvars,
@@ -86,11 +76,7 @@ def configure_logging(run_dir: Path, level: LogLevel = "info", *, name: str = "d
         logging.getLogger(library).setLevel(logging.WARNING)
     logging.captureWarnings(True)
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *_SHARED,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
+        processors=[structlog.stdlib.filter_by_level, *_SHARED, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,  # so that a second call reaches loggers made before it

@@ -45,8 +45,6 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registry(msgspec.Struct, frozen=True, kw_only=True):
-    """All sections, in order."""
-
     sections: tuple[Section, ...]
 
 
@@ -64,7 +62,6 @@ class Description:
 
 @cache
 def registry() -> Registry:
-    """Read the registry."""
     return msgspec.toml.decode(FILE.read_bytes(), type=Registry)
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import structlog
 
+from miles_async.runtime.json_texts import decoded_object
 from miles_async.types import JsonObject
 
 log = structlog.get_logger(__name__)
@@ -99,17 +99,12 @@ def row_of(line: bytes | str) -> dict[str, Any] | None:
     >>> row_of(b'{"kind": "step", "st') is None
     True
     """
-    try:
-        row = msgspec.json.decode(line)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    row = decoded_object(line)
+    return row if isinstance(row.get("step"), int) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AddedLines:
-    """Lines that were added to a file."""
-
     lines: Sequence[bytes]
     restarted: bool  # the file was replaced, cut or removed: earlier lines are void
     torn: bool  # half a line follows

@@ -47,7 +47,9 @@ class MlflowTracker:
             self._run_id = continued
             self._client.update_run(self._run_id, status="RUNNING")
         else:
-            experiment = self._experiment(arguments.mlflow_experiment_name)
+            experiment_name = arguments.mlflow_experiment_name
+            found = self._client.get_experiment_by_name(experiment_name)
+            experiment = self._client.create_experiment(experiment_name) if found is None else found.experiment_id
             name = arguments.mlflow_run_name or arguments.run_dir.name
             self._run_id = self._client.create_run(experiment, run_name=name).info.run_id
             parameters = [Param(name, value) for name, value in flat_settings(run.settings).items()]
@@ -56,7 +58,6 @@ class MlflowTracker:
         save_run_id(arguments.run_dir, NAME, self._run_id)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Log the metrics of a step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -65,12 +66,7 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=some)
 
     def finish(self) -> None:
-        """Mark the run as finished."""
         self._client.set_terminated(self._run_id)
-
-    def _experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        return str(found.experiment_id if found is not None else self._client.create_experiment(name))
 
 
 def mlflow_name(metric: str) -> str:

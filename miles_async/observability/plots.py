@@ -13,13 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from miles_async.observability.metrics_file import AGE_COUNT, FILE_NAME, kind_of, read_metrics
+from miles_async.observability.progress_state import AVERAGE_WINDOW
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-AVERAGE_WINDOW = 5
 MOST_STRETCHES = 400  # of steps, in the plot of ages
 REWARD_COLOR, EVAL_COLOR = "#1f77b4", "#d62728"
 Rows = Sequence[JsonObject]
@@ -119,10 +122,13 @@ def is_of_steps(metric: str) -> bool:
     return kind_of({metric: None}) == "step"
 
 
-def moving_average(values: Sequence[float], window: int = AVERAGE_WINDOW) -> list[float]:
+def moving_average(values: npt.ArrayLike, window: int = AVERAGE_WINDOW) -> npt.NDArray[np.float64]:
     """Mean of each value and up to ``window - 1`` before it."""
-    windows = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
-    return [sum(part) / len(part) for part in windows]
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(sums))
+    starts = np.maximum(0, ends - window)
+    averages: npt.NDArray[np.float64] = (sums[ends] - sums[starts]) / (ends - starts)
+    return averages
 
 
 def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:

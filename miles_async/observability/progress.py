@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any, Self, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -33,9 +33,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def phase(self, name: str) -> None:
@@ -53,13 +51,11 @@ class Progress:
         self._say(self._state.add_evaluated(ended), "cyan")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the mean reward of the weights after ``step`` steps."""
         self._state.add_evaluation(metrics)
         self._say(f"evaluation after {step} steps: mean reward {metrics['eval/reward']:.3f}", "cyan")
 
     @property
     def quiet_seconds(self) -> float:
-        """Seconds since the last step, phase or heartbeat."""
         return self._state.quiet_seconds
 
     def heartbeat(self, doing: str) -> None:
@@ -86,7 +82,7 @@ class Progress:
 
 def open_progress(total_steps: int, *, live: bool = True, console: Console | None = None) -> Progress:
     """Open the display: live on a terminal if ``live`` (``--progress``), plain lines otherwise."""
-    console = console or Console()
+    console = console or Console(file=cast(IO[str], _Outlived(sys.stdout)))
     state = ProgressState(total_steps)
     return LiveProgress(state, console) if live and console.is_terminal else PlainProgress(state)
 
@@ -197,7 +193,32 @@ def step_line(view: StepView, *, over: bool = False) -> str:
 
 
 def _write_line(line: str) -> None:
-    try:
-        print(line, file=sys.stdout, flush=True)  # flushed: readers of a log want the step when it happens
-    except OSError:  # `| head`, a tee that died, a log on a full disk: the run continues, and its files have everything
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(line, file=_Outlived(sys.stdout), flush=True)  # flushed: readers of a log want the step when it happens
+
+
+class _Outlived:
+    """An output that may end before the run: `| head`, a tee that died, a closed terminal, a log on a full disk. The
+    run continues, and its files have everything.
+    """
+
+    def __init__(self, output: IO[str]) -> None:
+        self._output = output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)
+
+    def write(self, text: str) -> int:
+        with self._discarding():
+            self._output.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._discarding():
+            self._output.flush()
+
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._output.fileno())

@@ -54,7 +54,6 @@ class ProgressState:
 
     @property
     def phase_seconds(self) -> float:
-        """Seconds since the current phase began."""
         return self._clock() - self._phase_started
 
     def begin_phase(self, name: str | None) -> tuple[str, float] | None:

@@ -61,7 +61,6 @@ class PrometheusTracker(Collector):
         self._thread.start()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Replace the values of these metrics."""
         with self._lock:
             self._latest.update(metrics)
             if kind_of(metrics) == "step":
@@ -80,7 +79,6 @@ class PrometheusTracker(Collector):
         yield from families.values()
 
     def finish(self) -> None:
-        """Close the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

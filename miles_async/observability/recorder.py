@@ -34,7 +34,6 @@ class RunRecorder:
         self._summary.record_publication(record.pause_seconds, record.prepare_seconds)
 
     def checkpoint(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a checkpoint that is whole."""
         self._tracker.log(metrics, step=step)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:

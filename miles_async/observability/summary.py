@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
+from miles_async.observability.progress_state import AVERAGE_WINDOW
 from miles_async.runtime.files.whole_file import write_whole
 
-REWARD_WINDOW = 5  # reward_last is a mean over so many steps: a single step of a small batch swings by ±0.1
-GROUP_ENDS = ("trained", "recycled", "dropped", "filtered", "failed", "quarantined", "cancelled")
-GROUP_STAGES = ("in_flight", "buffered")
-
+GROUPS = (
+    *("issued", "trained", "recycled", "dropped", "filtered", "failed", "quarantined", "cancelled"),
+    *("in_flight", "buffered"),
+)
 
 Ending = Literal["finished", "interrupted", "failed", "lost", "stalled"]
 """How a run ended. lost: a process was lost to a machine's fault, so another try may succeed. stalled: a wait
@@ -47,7 +48,7 @@ class Summary(TypedDict):
     steps: int
     wall_seconds: float
     reward_first: float | None
-    reward_last: float | None  # mean of the last REWARD_WINDOW steps
+    reward_last: float | None  # mean of the last AVERAGE_WINDOW steps
     eval_reward_first: float | None
     eval_reward_last: float | None
     age_max: int | None
@@ -77,7 +78,7 @@ class RunSummary:
         self._preparations: list[float] = []
         self._eval_rewards: list[float] = []
         self._difference_sum = self._difference_tokens = 0.0
-        self._difference_max = math.nan
+        self._difference_max = -math.inf
 
     def record_step(self, metrics: Mapping[str, float], ages: Mapping[int, int]) -> None:
         """Record one trained step. ``ages``: age in weight versions → number of samples trained at that age."""
@@ -100,7 +101,6 @@ class RunSummary:
         self._preparations.append(prepare_seconds)
 
     def record_eval(self, reward: float) -> None:
-        """Record the mean reward on held-out prompts."""
         if math.isfinite(reward):
             self._eval_rewards.append(reward)
 
@@ -121,13 +121,12 @@ class RunSummary:
         0 if not measured.
         """
         steps = self._stages.get("step") or wall_seconds
-        groups = {name: int(balance.get(name, 0)) for name in ("issued", *GROUP_ENDS, *GROUP_STAGES)}
-        groups |= {name: int(count) for name, count in balance.items()}
+        groups = {**dict.fromkeys(GROUPS, 0), **balance}
         return {
             "steps": self._steps,
             "wall_seconds": _rounded(wall_seconds),
             "reward_first": _rounded(self._rewards[0]) if self._rewards else None,
-            "reward_last": _mean(self._rewards[-REWARD_WINDOW:]),
+            "reward_last": _mean(self._rewards[-AVERAGE_WINDOW:]),
             "eval_reward_first": _rounded(self._eval_rewards[0]) if self._eval_rewards else None,
             "eval_reward_last": _rounded(self._eval_rewards[-1]) if self._eval_rewards else None,
             "age_max": max((age for age, count in self._ages.items() if count), default=None),
@@ -160,7 +159,7 @@ class RunSummary:
             self._difference_sum += mean * tokens
             self._difference_tokens += tokens
         if math.isfinite(largest):
-            self._difference_max = max(largest, self._difference_max) if self._difference_tokens else largest
+            self._difference_max = max(largest, self._difference_max)
 
 
 def write_summary(summary: Summary, path: Path) -> None:

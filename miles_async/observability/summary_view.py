@@ -7,12 +7,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from miles_async.observability.progress_state import MISSING, duration
-from miles_async.observability.summary import REWARD_WINDOW, Summary
+from miles_async.observability.progress_state import AVERAGE_WINDOW, MISSING, duration
+from miles_async.observability.summary import Summary
 
 
 def print_summary(summary: Summary, run_dir: Path, *, console: Console | None = None) -> None:
-    """Print the result of :meth:`RunSummary.finish`."""
     console = console or Console()
     rows = [*summary_rows(summary), ("written to", f"{run_dir} (summary.json, metrics.jsonl, reward.png)")]
     if console.is_terminal:
@@ -41,7 +40,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         return [("steps", f"{summary['steps']} in {wall}"), ("seconds by stage", stages or MISSING), *restarts]
     return [
         ("steps", f"{summary['steps']} in {wall}, weight version {summary['weight_version']}"),
-        ("reward", f"{reward} (mean of the last {REWARD_WINDOW} steps)"),
+        ("reward", f"{reward} (mean of the last {AVERAGE_WINDOW} steps)"),
         ("eval reward", eval_reward),
         ("age of trained samples", _ages(summary)),
         ("balance", balance_line(summary)),

@@ -50,7 +50,6 @@ class SwanlabTracker:
             save_run_id(run_dir, NAME, self._run.id)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Log the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def finish(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -41,7 +41,9 @@ class TensorBoardTracker:
         """Open an event file. Raises OSError, and ImportError without the package."""
         directory.mkdir(parents=True, exist_ok=True)
         self._continued = any(directory.glob(f"{_PREFIX}*"))
-        self._paths = _file_names(directory, clock)
+        origin = f"{socket.gethostname()}.{os.getpid()}"
+        # TensorBoard reads them in this order.
+        self._paths = (directory / f"{_PREFIX}{int(clock()):010d}.{origin}.{number}" for number in count())
         self._clock = clock
         self._records: RecordWriter | None = self._open()
 
@@ -60,7 +62,6 @@ class TensorBoardTracker:
         self._write(Event(step=step, summary=Summary(value=values)))
 
     def finish(self) -> None:
-        """Close the file."""
         if self._records is not None:
             self._records.close()
 
@@ -83,9 +84,3 @@ class TensorBoardTracker:
                 self._records.close()
             self._records = None
             raise
-
-
-def _file_names(directory: Path, clock: Callable[[], float]) -> Iterator[Path]:
-    """Names that TensorBoard reads in this order."""
-    origin = f"{socket.gethostname()}.{os.getpid()}"
-    return (directory / f"{_PREFIX}{int(clock()):010d}.{origin}.{number}" for number in count())

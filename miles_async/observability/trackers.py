@@ -17,7 +17,7 @@ from miles_async.observability.swanlab_tracker import SwanlabTracker, swanlab_mo
 from miles_async.observability.tensorboard_tracker import TensorBoardTracker, tensorboard_directory
 from miles_async.observability.tracker_parts import Settings, TrackedRun, earlier_run_id
 from miles_async.observability.trackio_tracker import TrackioTracker
-from miles_async.observability.wandb_tracker import WandbOptions, new_run_id, open_wandb, wandb_mode
+from miles_async.observability.wandb_tracker import new_run_id, open_wandb, wandb_mode
 from miles_async.runtime.hooks import check_object, load_object
 from miles_async.runtime.network.addresses import LOCAL, Network
 
@@ -40,23 +40,10 @@ def _metrics_file(run: TrackedRun) -> Tracker:
 
 
 def _wandb(run: TrackedRun) -> Tracker | None:
-    arguments = run.arguments
-    if (mode := wandb_mode(arguments)) == "disabled":
+    if (mode := wandb_mode(run.arguments)) == "disabled":
         return None
-    continued = arguments.wandb_run_id or earlier_run_id("wandb")
-    return open_wandb(
-        WandbOptions(
-            directory=arguments.run_dir,
-            mode=mode,
-            project=arguments.wandb_project,
-            group=arguments.wandb_group,
-            config=run.settings,
-            run_id=continued or new_run_id(),
-            resume=continued is not None,
-            sample_steps=arguments.wandb_sample_steps,
-            shared=arguments.wandb_shared,
-        )
-    )
+    continued = run.arguments.wandb_run_id or earlier_run_id("wandb")
+    return open_wandb(run, mode, continued or new_run_id(), resume=continued is not None)
 
 
 def _tensorboard(run: TrackedRun) -> Tracker | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from miles_async.observability.tracker_parts import TrackedRun, flat_settings, save_run_id
 
@@ -20,9 +19,10 @@ class TrackioTracker:
         import trackio  # takes a second
 
         arguments = run.arguments
+        new_name = f"{arguments.run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         self._run = trackio.init(
             project=arguments.trackio_project,
-            name=continued or _new_name(arguments.run_dir),  # by which Trackio finds a run to continue
+            name=continued or new_name,  # by which Trackio finds a run to continue: no other run has it
             space_id=arguments.trackio_space_id,
             config=flat_settings(run.settings),
             resume="allow" if continued else "never",
@@ -39,8 +39,3 @@ class TrackioTracker:
     def finish(self) -> None:
         """Wait until they are written, half a minute at most."""
         self._run.finish()
-
-
-def _new_name(run_dir: Path) -> str:
-    """A name that no other run has: "latest-20261125-101502-3fa1"."""
-    return f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"

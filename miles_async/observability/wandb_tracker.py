@@ -13,9 +13,10 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import psutil
 import stamina
@@ -23,12 +24,11 @@ import structlog
 
 from miles_async.arguments.observability import ObservabilityArguments, WandbMode
 from miles_async.observability.background import BackgroundTracker
-from miles_async.observability.tracker_parts import earlier_run_id, mode_of, save_run_id
+from miles_async.observability.tracker_parts import TrackedRun, earlier_run_id, mode_of, save_run_id
 from miles_async.runtime.texts import shortened
 from miles_async.samples.columns import SampleSummary
 from miles_async.samples.files import SamplesFile
 from miles_async.samples.reader import read_summaries, samples_files
-from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
     import wandb
@@ -43,16 +43,8 @@ END_SECONDS = 5.0  # that it may take to end after a run, if the tracker did not
 _ALIASES: Mapping[str, WandbMode] = {"run": "online", "shared": "online", "dryrun": "offline"}  # wandb's other names
 
 COLUMNS = (
-    "prompt_id",
-    "sample",
-    "reward",
-    "advantage",
-    "finish_reason",
-    "age",
-    "length",
-    "prompt",
-    "response",
-    "label",
+    *("prompt_id", "sample", "reward", "advantage", "finish_reason", "age", "length"),
+    *("prompt", "response", "label"),
 )
 """Fields of SampleSummary, in the order of the tables of samples."""
 
@@ -85,51 +77,40 @@ def new_run_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WandbOptions:
-    """Options of ``wandb.init``."""
-
-    directory: Path  # files go to <directory>/wandb
-    mode: WandbMode = "offline"
-    project: str = "miles_async"
-    group: str | None = None
-    config: JsonObject = field(default_factory=dict)
-    run_id: str = field(default_factory=new_run_id)
-    resume: bool = False  # online: continue the run with this id, if there is one
-    sample_steps: int = 0  # log a table of samples every so many steps; 0: none
-    shared: bool = False  # online only: several writers log to this run, with one run_id
-    label: str = "driver"  # unique per writer
-    primary: bool = True  # exactly one writer is primary
-    init_timeout: float = INIT_TIMEOUT
-
-
 class WandbTracker:
     """The Tracker itself, synchronous. Use :func:`open_wandb`, which keeps it off the training's thread."""
 
-    def __init__(self, options: WandbOptions) -> None:
-        """Open the run, offline if it cannot be online. Raises wandb's errors if not even that works."""
+    def __init__(
+        self, run: TrackedRun, mode: WandbMode, run_id: str, *, resume: bool = False, machine: str | None = None
+    ) -> None:
+        """Open the run, offline if it cannot be online. Raises wandb's errors if not even that works.
+
+        ``resume``: online, continue the run with this id, if there is one. ``machine``: label of a secondary, unique
+        per writer; None: the primary, of which a run has one.
+        """
         import wandb  # takes a second, so only processes that log to it import it
 
-        options.directory.mkdir(parents=True, exist_ok=True)
-        mode: WandbMode | Literal["shared"] = "shared" if options.shared and options.mode == "online" else options.mode
+        directory, sample_steps = run.arguments.run_dir, run.arguments.wandb_sample_steps
+        directory.mkdir(parents=True, exist_ok=True)
+        shared = run.arguments.wandb_shared and mode == "online"
         try:
-            self._run = _open(options, mode)
+            self._run = _open(run, "shared" if shared else mode, run_id, resume=resume, machine=machine)
         except wandb.errors.Error as error:
-            if mode == "offline" or not options.primary:  # a secondary by itself would be another run
+            if mode == "offline" or machine is not None:  # a secondary by itself would be another run
                 raise
             log.warning(
                 "wandb cannot be used online; the run writes its files, and `wandb sync` sends them",
-                directory=str(options.directory / "wandb"),
+                directory=str(directory / "wandb"),
                 error=str(error),
             )
-            self._run = _open(replace(options, run_id=new_run_id(), resume=False), "offline")
+            self._run = _open(run, "offline", new_run_id(), resume=False, machine=None)
         else:
-            if options.primary:
-                save_run_id(options.directory, NAME, self._run.id)
+            if machine is None:
+                save_run_id(directory, NAME, self._run.id)
         # shared mode orders by arrival, so the step is a metric and every chart's x-axis
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._tables = SampleTables(options.directory, options.sample_steps) if options.sample_steps else None
+        self._tables = SampleTables(directory, sample_steps) if sample_steps and machine is None else None
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Log the metrics of a step, and the tables of samples that are on disk by now."""
@@ -147,19 +128,21 @@ class WandbTracker:
         import wandb
 
         for table in self._tables.new() if self._tables is not None else ():
-            shown = wandb.Table(columns=list(COLUMNS), data=[list(row) for row in table.rows])
+            shown = wandb.Table(columns=list(COLUMNS), data=table.rows)
             self._run.log({table.name: shown, "step": table.step})
 
 
-def _open(options: WandbOptions, mode: WandbMode | Literal["shared"]) -> wandb.Run:
+def _open(
+    run: TrackedRun, mode: WandbMode | Literal["shared"], run_id: str, *, resume: bool, machine: str | None
+) -> wandb.Run:
     """Call ``wandb.init``. Communication errors are retried with exponential backoff; others raise."""
     import wandb
 
     settings = wandb.Settings(
-        init_timeout=options.init_timeout,
-        x_label=options.label,
-        x_primary=options.primary,
-        x_update_finish_state=options.primary,  # a secondary that ends must not mark the run as finished
+        init_timeout=INIT_TIMEOUT,
+        x_label=machine or "driver",
+        x_primary=machine is None,
+        x_update_finish_state=machine is None,  # a secondary that ends must not mark the run as finished
         console="off",  # capturing it would fight with the live display over stdout
         silent=True,
     )
@@ -168,27 +151,30 @@ def _open(options: WandbOptions, mode: WandbMode | Literal["shared"]) -> wandb.R
     )
     for attempt in retrying:
         again = attempt.num > 1 and mode != "shared"  # wandb's process holds the id of an attempt that failed
-        if again and options.resume:
+        if again and resume:
             wandb.teardown()  # another id would be another run
         with attempt:
             return wandb.init(
-                dir=options.directory,
+                dir=run.arguments.run_dir,
                 mode=mode,
-                project=options.project,
-                group=options.group,
-                name=os.environ.get("WANDB_NAME") or options.directory.name,
-                id=new_run_id() if again and not options.resume else options.run_id,
-                resume="allow" if options.resume and mode == "online" else None,
-                config=dict(options.config),
+                project=run.arguments.wandb_project,
+                group=run.arguments.wandb_group,
+                name=os.environ.get("WANDB_NAME") or run.arguments.run_dir.name,
+                id=new_run_id() if again and not resume else run_id,
+                resume="allow" if resume and mode == "online" else None,
+                config=dict(run.settings),
                 settings=settings,
             )
     raise AssertionError("stamina returns or raises")
 
 
-def open_wandb(options: WandbOptions) -> BackgroundTracker:
-    """Return a tracker at once; a W&B that is slow, absent or broken costs a warning."""
+def open_wandb(
+    run: TrackedRun, mode: WandbMode, run_id: str, *, resume: bool = False, machine: str | None = None
+) -> BackgroundTracker:
+    """Return a :class:`WandbTracker` at once; a W&B that is slow, absent or broken costs a warning."""
     ends = threading.Thread(target=_end_service, name="wandb-end", daemon=True)
-    return BackgroundTracker(NAME, lambda: WandbTracker(options), abandon=ends.start)
+    make = partial(WandbTracker, run, mode, run_id, resume=resume, machine=machine)
+    return BackgroundTracker(NAME, make, abandon=ends.start)
 
 
 def _end_service() -> None:
@@ -215,31 +201,19 @@ def report_machine(arguments: ObservabilityArguments, label: str) -> BackgroundT
     """
     if not _is_shared(arguments) or arguments.wandb_run_id is None:
         return None
-    return open_wandb(
-        WandbOptions(
-            directory=arguments.run_dir,
-            mode="online",
-            project=arguments.wandb_project,
-            group=arguments.wandb_group,
-            run_id=arguments.wandb_run_id,
-            shared=True,
-            label=label,
-            primary=False,
-        )
-    )
+    return open_wandb(TrackedRun(arguments=arguments), "online", arguments.wandb_run_id, machine=label)
 
 
 def _is_shared(arguments: ObservabilityArguments) -> bool:
     return arguments.wandb_shared and wandb_mode(arguments) == "online"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleTable:
+class SampleTable(NamedTuple):
     """The samples of one step or evaluation."""
 
     name: str  # samples/train or samples/eval
     step: int
-    rows: tuple[tuple[Cell, ...], ...]  # by COLUMNS
+    rows: list[list[Cell]]  # by COLUMNS
 
 
 class SampleTables:
@@ -259,9 +233,9 @@ class SampleTables:
                 continue
             self._taken.add(file)
             rows = read_summaries(file.path)[:MOST_ROWS]
-            yield SampleTable(name=f"samples/{file.kind}", step=file.step, rows=tuple(map(_row, rows)))
+            yield SampleTable(f"samples/{file.kind}", file.step, [*map(_row, rows)])
 
 
-def _row(summary: SampleSummary) -> tuple[Cell, ...]:
+def _row(summary: SampleSummary) -> list[Cell]:
     cells = (getattr(summary, column) for column in COLUMNS)
-    return tuple(shortened(cell, MOST_CHARACTERS) if isinstance(cell, str) else cell for cell in cells)
+    return [shortened(cell, MOST_CHARACTERS) if isinstance(cell, str) else cell for cell in cells]

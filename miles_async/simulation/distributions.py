@@ -23,8 +23,6 @@ class Distribution(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A constant duration."""
-
     seconds: float
 
     def draw(self, chance: random.Random) -> float:

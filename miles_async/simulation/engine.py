@@ -122,11 +122,7 @@ class SimulatedEngine:
     def _scheduler_load(self) -> dict[str, float]:
         """A slot is all the KV cache that a request needs."""
         running = len(self._running)
-        return {
-            "num_running_reqs": running,
-            "num_waiting_reqs": len(self._queue),
-            "token_usage": running / self._slots,
-        }
+        return {"num_running_reqs": running, "num_waiting_reqs": len(self._queue), "token_usage": running / self._slots}
 
     async def wait_exit(self) -> str:
         return await asyncio.shield(self._dead)
@@ -147,7 +143,6 @@ class SimulatedEngine:
         self._resumed.set()
 
     async def answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Response:
-        """Answer one HTTP call."""
         match self._fault(path):
             case "crash":
                 self.die(f"crashed at {path}")

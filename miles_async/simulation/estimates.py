@@ -212,7 +212,7 @@ def describe(
         f"the rollout process {estimate.rollout_cpu_seconds:.3g} s of CPU per step.\n"
         + _publication_table(publications, estimate.publication.transport)
         + (f"Measured in {origin}: {', '.join(known)}.\n" if known else "")
-        + f"Assumed: {', '.join(guessed)}{', ' if guessed else ''}also on a shared file system; "
+        + f"Assumed: {', '.join(guessed)}{'; ' if guessed else ''}files are no slower on a shared file system; "
         f"of files {estimate.publication.transport.sent:.0%} are sent (--weight-delta); "
         f"{assumed.cpu_per_sample * 1000:g} ms of CPU per sample; engines always run as many requests as their cache "
         "holds, and prompts cost them nothing. Not counted: digests and deltas, which are computed during training.\n"

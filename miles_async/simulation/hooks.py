@@ -101,7 +101,6 @@ class SimulatedEpisode:
         self._chance = random.Random(f"{settings.seed} environments")
 
     async def __call__(self, client: EngineClient, attempt: Attempt, sample_index: int) -> Sample:
-        """Raises what the response raises."""
         sample = await self._generate(client, attempt, sample_index)
         await self._process.take()
         if seconds := self._seconds.draw(self._chance):

@@ -5,7 +5,8 @@ A URL is ``sim://HOST/PATH``. A host that is gone refuses connections; an exchan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol, cast
 
 import aiohttp
@@ -37,11 +38,15 @@ class Network:
     def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}
 
-    def post(self, url: str, *, data: bytes, headers: Mapping[str, str]) -> _Exchange:
-        return _Exchange(self, url, data, headers)
+    def post(self, url: str, *, data: bytes, headers: Mapping[str, str]) -> AbstractAsyncContextManager[Response]:
+        return self.request("POST", url, data=data, headers=headers)
 
-    def request(self, method: str, url: str, *, data: bytes | None, headers: Mapping[str, str]) -> _Exchange:
-        return _Exchange(self, url, data or b"", headers)
+    @asynccontextmanager
+    async def request(
+        self, method: str, url: str, *, data: bytes | None, headers: Mapping[str, str]
+    ) -> AsyncIterator[Response]:
+        host, path = self.host(url)
+        yield await host.answer(path, data or b"", headers)
 
     def host(self, url: str) -> tuple[Host, str]:
         """Return the host that listens at ``url`` and the path. Raises ClientConnectionError if there is none."""
@@ -52,26 +57,7 @@ class Network:
         return host, url[slash:]
 
 
-class _Exchange:
-    """One request and its answer: an async context manager, as aiohttp's."""
-
-    def __init__(self, network: Network, url: str, body: bytes, headers: Mapping[str, str]) -> None:
-        self._network = network
-        self._url = url
-        self._body = body
-        self._headers = headers
-
-    async def __aenter__(self) -> Response:
-        host, path = self._network.host(self._url)
-        return await host.answer(path, self._body, self._headers)
-
-    async def __aexit__(self, *_: object) -> None:
-        return None
-
-
 class SimulatedHttp(Http):
-    """The session of a simulated network."""
-
     def __init__(self, network: Network) -> None:
         super().__init__()
         self._network = network

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from miles_async.arguments.staleness import StalenessArguments
 from miles_async.errors import ConfigurationError, MilesAsyncError
 from miles_async.simulation.result import SimulationResult
 from miles_async.simulation.run import simulate
@@ -29,22 +30,34 @@ DEFAULT_SWEEP = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One candidate: its prediction, or why it cannot work."""
+class Prediction:
+    """One candidate that works."""
 
     label: str  # the flags that are its own
-    settings: SimulationSettings | None
-    result: SimulationResult | None = None
-    refusal: str = ""
+    staleness: StalenessArguments
+    result: SimulationResult
 
     @property
     def rollout_cores(self) -> float:
         """CPU that the rollout process needs, in cores: what grows with the number of samples."""
-        assert self.settings is not None
-        assert self.result is not None
-        return self.settings.rollout.samples_per_rollout / self.result.step_seconds * CPU_SECONDS_PER_SAMPLE
+        return self.result.samples_per_step / self.result.step_seconds * CPU_SECONDS_PER_SAMPLE
+
+    @property
+    def age_and_lead(self) -> tuple[float, int, float]:
+        """By which predictions that are about as fast are sorted."""
+        bound = math.inf if self.staleness.bound is None else self.staleness.bound
+        return bound, self.staleness.lead, self.result.step_seconds
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """One candidate that cannot work."""
+
+    label: str
+    reason: str
+
+
+Row = Prediction | Refusal
 ReadSettings = Callable[[Sequence[str]], SimulationSettings]
 """Words of one candidate → its simulation. Raises ConfigurationError naming the flag to change."""
 
@@ -68,38 +81,24 @@ def candidates(sweep: Sequence[str]) -> Iterator[str]:
 
 
 def predict(labels: Iterable[str], read: ReadSettings) -> Iterator[Row]:
-    """Simulate the candidates one after another. A candidate that cannot work is a row with its refusal."""
+    """Simulate the candidates one after another."""
     for label in labels:
-        settings = None
         try:
             settings = read(label.split())
-            result = simulate(settings)
+            yield Prediction(label=label, staleness=settings.staleness, result=simulate(settings))
         except MilesAsyncError as error:
-            yield Row(label=label, settings=settings, refusal=str(error))
-        else:
-            yield Row(label=label, settings=settings, result=result)
+            yield Refusal(label=label, reason=str(error))
 
 
-def recommend(rows: Iterable[Row]) -> Row | None:
+def recommend(rows: Iterable[Row]) -> Prediction | None:
     """The youngest data whose step time is within 5 % of the best: smallest bound, then lead. None: nothing works.
 
     Of these, it prefers candidates that throw away less than 2 % of the tokens they generate.
     """
-    working = [row for row in rows if row.result is not None and row.settings is not None]
+    working = [row for row in rows if isinstance(row, Prediction)]
     if not working:
         return None
-    best = min(_step_seconds(row) for row in working)
-    good = [row for row in working if _step_seconds(row) <= GOOD_ENOUGH * best]
-    thrifty = [row for row in good if row.result is not None and row.result.wasted_fraction < MOST_WASTE]
-    return min(thrifty or good, key=_age_and_lead)
-
-
-def _step_seconds(row: Row) -> float:
-    assert row.result is not None
-    return row.result.step_seconds
-
-
-def _age_and_lead(row: Row) -> tuple[float, int, float]:
-    assert row.settings is not None
-    staleness = row.settings.staleness
-    return (math.inf if staleness.bound is None else staleness.bound, staleness.lead, _step_seconds(row))
+    best = min(row.result.step_seconds for row in working)
+    good = [row for row in working if row.result.step_seconds <= GOOD_ENOUGH * best]
+    thrifty = [row for row in good if row.result.wasted_fraction < MOST_WASTE]
+    return min(thrifty or good, key=lambda row: row.age_and_lead)

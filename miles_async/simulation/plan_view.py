@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from miles_async.simulation.plan import CPU_SECONDS_PER_SAMPLE, GOOD_ENOUGH, MOST_WASTE, Row
+from miles_async.simulation.plan import CPU_SECONDS_PER_SAMPLE, GOOD_ENOUGH, MOST_WASTE, Prediction, Refusal, Row
 from miles_async.simulation.result import BOUND, SimulationResult
 
 MOST_USE = 0.7  # of a core: beyond that the timers of an event loop are late
@@ -17,7 +17,7 @@ BOTTLENECK = 0.1  # a side that is idle for more of the time waits for the other
 COLUMNS = ("flags", "step\ns", "×\nbound", "trainer\nidle", "engine\nidle", "age\nmean", "age\nmax", "stale", "waste")
 
 
-def plan_table(rows: Sequence[Row], recommended: Row | None) -> Table:
+def plan_table(rows: Sequence[Row], recommended: Prediction | None) -> Table:
     """One line per candidate; the recommended one is marked."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, caption_justify="left")
     for name in COLUMNS:
@@ -25,7 +25,7 @@ def plan_table(rows: Sequence[Row], recommended: Row | None) -> Table:
         table.add_column(name, justify="left" if flags else "right", no_wrap=not flags)
     for row in rows:
         style = "bold green" if row is recommended else None
-        if row.result is None:
+        if isinstance(row, Refusal):
             table.add_row(_short(row.label), "refused", style="red")
         else:
             table.add_row(_short(row.label), *_cells(row.result), style=style)
@@ -54,10 +54,10 @@ def _cells(result: SimulationResult) -> list[str]:
     ]
 
 
-def plan_text(rows: Sequence[Row], recommended: Row | None) -> str:
+def plan_text(rows: Sequence[Row], recommended: Prediction | None) -> str:
     """Recommend a candidate, and list the refused ones with reasons."""
-    lines = [f"Refused: {row.label}: {row.refusal}" for row in rows if row.result is None]
-    if recommended is not None and recommended.result is not None:
+    lines = [f"Refused: {row.label}: {row.reason}" for row in rows if isinstance(row, Refusal)]
+    if recommended is not None:
         lines.append(_recommendation(recommended.label, recommended.result))
         lines.append(rollout_process_text(recommended.rollout_cores))
     return "".join(f"{line}\n" for line in lines)
@@ -101,36 +101,32 @@ def rollout_process_text(cores: float) -> str:
     return f"{found} Above {MOST_USE:.0%} it is the bottleneck: steps will take longer than predicted."
 
 
-def plot_plan(rows: Sequence[Row], recommended: Row | None, output: Path) -> None:
+def plot_plan(rows: Sequence[Row], recommended: Prediction | None, output: Path) -> None:
     """Step times against the bound, idle fractions, ages; as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and no display is needed
     from matplotlib.figure import Figure
 
-    shown = [(row, row.result) for row in rows if row.result is not None]
+    shown = [row for row in rows if isinstance(row, Prediction)]
+    results = [row.result for row in shown]
     places = range(len(shown))
     figure = Figure(figsize=(9, 1.6 + 0.5 * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
     left, middle, right = figure.subplots(1, 3, sharey=True, gridspec_kw={"width_ratios": [2, 1.4, 1]})
-    colors = ["#2ca02c" if row is recommended else "#1f77b4" for row, _ in shown]
-    left.barh(places, [result.step_seconds for _, result in shown], color=colors)
-    bounds = [result.bound_seconds for _, result in shown]
+    colors = ["#2ca02c" if row is recommended else "#1f77b4" for row in shown]
+    left.barh(places, [result.step_seconds for result in results], color=colors)
+    bounds = [result.bound_seconds for result in results]
     left.plot(bounds, list(places), "|", color="black", markersize=14, label="bound")
-    left.set_yticks(list(places), [_short(row.label) for row, _ in shown], fontsize="small")
+    left.set_yticks(list(places), [_short(row.label) for row in shown], fontsize="small")
     left.set_xlabel("seconds per step")
     left.legend(frameon=False, fontsize="small")
-    idle = {"trainer": "#d62728", "engines": "#ff7f0e"}
-    middle.barh(
-        [place - 0.2 for place in places], [r.trainer_idle_fraction for _, r in shown], 0.4, color=idle["trainer"],
-        label="trainer",
-    )  # fmt: skip
-    middle.barh(
-        [place + 0.2 for place in places], [r.slot_idle_fraction for _, r in shown], 0.4, color=idle["engines"],
-        label="engines",
-    )  # fmt: skip
+    trainer = [result.trainer_idle_fraction for result in results]
+    engines = [result.slot_idle_fraction for result in results]
+    middle.barh([place - 0.2 for place in places], trainer, 0.4, color="#d62728", label="trainer")
+    middle.barh([place + 0.2 for place in places], engines, 0.4, color="#ff7f0e", label="engines")
     middle.set_xlabel("idle fraction")
     middle.set_xlim(0, 1)
     middle.legend(frameon=False, fontsize="small")
-    right.barh(places, [result.mean_age for _, result in shown], color=colors)
+    right.barh(places, [result.mean_age for result in results], color=colors)
     right.set_xlabel("mean age")
     left.invert_yaxis()
     for axes in (left, middle, right):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from miles_async.staleness.events import Cut, Ended, Finished, Issued, PoolEvent, Trimmed
 from miles_async.staleness.ledger import Outcome
@@ -21,13 +21,11 @@ class EventLog:
         self._enabled = enabled
 
     def add(self, kind: str, **fields: object) -> None:
-        """Log one event at the current time."""
         if self._enabled:
             values = "".join(f" {name}={value}" for name, value in fields.items())
             self.lines.append(f"{asyncio.get_running_loop().time():.6f} {kind}{values}")
 
     def text(self) -> bytes:
-        """The whole log."""
         return "".join(line + "\n" for line in self.lines).encode()
 
 
@@ -40,18 +38,9 @@ class Step:
     wait_seconds: float  # of the trainer, for its batch
     train_seconds: float
     ages: Mapping[int, int]
-    lead: int  # groups that held slots when it ended
     concurrency_limit: int  # samples that could be under way when its batch was cut
     groups: Mapping[str, int]  # the ledger's balance when it ended
     untrained: Mapping[str, float]  # groups that ended otherwise since the batch before was cut, by how they did
-
-
-@dataclass(kw_only=True, slots=True)
-class Lengths:
-    """Tokens of responses: response length → samples."""
-
-    generated: Counter[int] = field(default_factory=Counter)  # of finished groups
-    trained: Counter[int] = field(default_factory=Counter)
 
 
 class PoolRecorder:
@@ -59,7 +48,8 @@ class PoolRecorder:
 
     def __init__(self, log: EventLog, lead: Callable[[], int]) -> None:
         """``lead``: returns the current lead of the pool."""
-        self.lengths = Lengths()
+        self.generated: Counter[int] = Counter()  # tokens of a response → samples of finished groups
+        self.trained: Counter[int] = Counter()  # of trained groups
         self.max_lead = 0
         self._log = log
         self._lead = lead
@@ -72,7 +62,7 @@ class PoolRecorder:
                 self.max_lead = max(self.max_lead, self._lead())
                 self._log.add("issued", attempt=attempt.attempt_id, prompt=attempt.prompt.prompt_id, lead=self._lead())
             case Finished(group):
-                self.lengths.generated.update(self._wait(group))
+                self.generated.update(self._wait(group))
                 self._log.add("finished", attempt=group.attempt.attempt_id, oldest=group.oldest_version)
             case Trimmed(group, left_out):
                 self._wait(group)
@@ -82,7 +72,7 @@ class PoolRecorder:
             case Ended(attempt_id, outcome):
                 lengths = self._waiting.pop(attempt_id, [])
                 if outcome is Outcome.TRAINED:
-                    self.lengths.trained.update(lengths)
+                    self.trained.update(lengths)
                 self._log.add("ended", attempt=attempt_id, outcome=outcome)
 
     def _wait(self, group: Group) -> list[int]:
@@ -108,7 +98,6 @@ class Recording:
             wait_seconds=metrics["time/wait_seconds"],
             train_seconds=metrics["time/train_seconds"],
             ages=dict(ages),
-            lead=self._pool.lead(),
             concurrency_limit=int(metrics["rollout/concurrency_limit"]),
             groups=self._pool.balance().summary(),
             untrained={
@@ -117,7 +106,7 @@ class Recording:
         )
         self.steps.append(record)
         shown = ",".join(f"{age}:{count}" for age, count in sorted(ages.items()))
-        self._log.add("step", step=step, waited=f"{record.wait_seconds:.6f}", ages=shown, lead=record.lead)
+        self._log.add("step", step=step, waited=f"{record.wait_seconds:.6f}", ages=shown, lead=self._pool.lead())
 
     def publication(self, record: Publication) -> None:
         self.publications.append((asyncio.get_running_loop().time(), record))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from miles_async.simulation.recording import Lengths, Step
+from miles_async.simulation.recording import Step
 from miles_async.types import Publication
 
 WARM_UP = 0.1  # share of the steps that measures of the steady state leave out
@@ -22,7 +22,7 @@ class SimulationResult:
     steps: tuple[Step, ...]
     publications: tuple[tuple[float, Publication], ...]
     balance: Mapping[str, int]
-    lengths: Lengths
+    trained_lengths: Mapping[int, int]  # tokens → trained responses
     max_lead: int  # groups that held slots at once, at most
     seconds: float
     slot_seconds: float  # slots × seconds of generating
@@ -38,7 +38,6 @@ class SimulationResult:
 
     @property
     def samples(self) -> int:
-        """Number of trained samples."""
         return len(self.steps) * self.samples_per_step
 
     @cached_property
@@ -57,16 +56,17 @@ class SimulationResult:
     @property
     def pause_seconds(self) -> float:
         """Mean pause per step that publications cost the rollout side."""
-        start, end = self.steady[0].ended, self.steady[-1].ended
-        pauses = [record.pause_seconds for when, record in self.publications if start < when <= end]
-        return sum(pauses) / max(1, len(self.steady) - 1)
+        return sum(record.pause_seconds for record in self._steady_publications) / max(1, len(self.steady) - 1)
 
     @property
     def copy_seconds(self) -> float:
         """Mean time per step that the trainer spends on export and copy of weights."""
+        return sum(record.copy_seconds for record in self._steady_publications) / max(1, len(self.steady) - 1)
+
+    @property
+    def _steady_publications(self) -> list[Publication]:
         start, end = self.steady[0].ended, self.steady[-1].ended
-        copies = [record.copy_seconds for when, record in self.publications if start < when <= end]
-        return sum(copies) / max(1, len(self.steady) - 1)
+        return [record for when, record in self.publications if start < when <= end]
 
     @property
     def train_seconds(self) -> float:
@@ -117,5 +117,5 @@ class SimulationResult:
     @property
     def wasted_fraction(self) -> float:
         """Share of generated tokens that were never trained."""
-        trained = sum(length * count for length, count in self.lengths.trained.items())
+        trained = sum(length * count for length, count in self.trained_lengths.items())
         return 1 - trained / max(1, self.generated_tokens)

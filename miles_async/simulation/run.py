@@ -58,8 +58,7 @@ def simulate(settings: SimulationSettings) -> SimulationResult:
     """Simulate one run. Raises the first error of either side, as a real run does."""
     with quiet_logs(), seeded(settings.seed), rare_collections():
         started = time.process_time()
-        result = run_in_virtual_time(_simulate(settings, started), limit_seconds=settings.limit_seconds)
-        return result
+        return run_in_virtual_time(_simulate(settings, started), limit_seconds=settings.limit_seconds)
 
 
 async def _simulate(settings: SimulationSettings, started: float) -> SimulationResult:
@@ -172,13 +171,12 @@ class Simulation:
             await self.manager.stop()
 
     def result(self, *, cpu_seconds: float = 0.0) -> SimulationResult:
-        """Result so far."""
         settings, meter = self.settings, self.engines.meter
         return SimulationResult(
             steps=tuple(self.recording.steps),
             publications=tuple(self.recording.publications),
             balance=self.pool.balance().summary(),
-            lengths=self.observer.lengths,
+            trained_lengths=self.observer.trained,
             max_lead=self.observer.max_lead,
             seconds=asyncio.get_running_loop().time(),
             slot_seconds=meter.slot_seconds,
@@ -218,10 +216,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def quiet_logs(level: int = logging.CRITICAL) -> Iterator[None]:
+def quiet_logs() -> Iterator[None]:
     """Silence warnings, which are in the event log and would flood the terminal."""
     before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
         yield
     finally:

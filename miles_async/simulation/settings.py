@@ -52,8 +52,6 @@ class CallFault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """Faults to inject."""
-
     crashes: tuple[Crash, ...] = ()
     calls: tuple[CallFault, ...] = ()
     silences: tuple[Silence, ...] = ()
@@ -66,8 +64,6 @@ class Faults:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationSettings:
-    """One simulated run."""
-
     rollout: RolloutArguments
     staleness: StalenessArguments
     weights: WeightsArguments = field(default_factory=WeightsArguments)

@@ -36,7 +36,6 @@ class SimulatedTrainer:
         self._staged = Path(), 0  # directory and state of the last save
         self._train_times = random.Random(f"{settings.seed} trainer")
         self._publish_times = random.Random(f"{settings.seed} publications")
-        self.busy_seconds = 0.0
         self.token_scores: Sequence[TokenScores] = ()
 
     async def start(self) -> None: ...
@@ -48,9 +47,7 @@ class SimulatedTrainer:
         shard = shards[0]
         assert isinstance(shard, TrainShard)  # itself: there is no object store
         self._log.add("train", step=step, version=shard.target_version)
-        seconds = self._settings.train_seconds.draw(self._train_times)
-        await asyncio.sleep(seconds)
-        self.busy_seconds += seconds
+        await asyncio.sleep(self._settings.train_seconds.draw(self._train_times))
         self._steps = step
         return {"loss": 0.0}
 
@@ -61,7 +58,6 @@ class SimulatedTrainer:
             await asyncio.Event().wait()
         self._log.add("copy", version=version)
         await asyncio.sleep(self._settings.copy_seconds)
-        self.busy_seconds += self._settings.copy_seconds
 
     async def stage_weights(self, version: int) -> StagedWeights:
         digest = simulated_digest(version)

@@ -68,7 +68,6 @@ class MetricsTable:
 
     @property
     def names(self) -> list[str]:
-        """Names of all metrics, sorted."""
         with self._lock:
             return sorted(self._columns)
 
@@ -90,7 +89,6 @@ class MetricsTable:
         return Series(steps, column)
 
     def last(self, name: str) -> float | None:
-        """The metric's value at its last step."""
         values = self.series(name).values
         return float(values[-1]) if len(values) else None
 
@@ -161,14 +159,6 @@ def stretch_means(series: Series, points: int) -> Series | None:
         return None
     bounds = np.linspace(0, len(steps), max(1, points // 2) + 1).astype(int)
     return Series(steps[bounds[1:] - 1], np.add.reduceat(values, bounds[:-1]) / np.diff(bounds))
-
-
-def moving_mean(series: Series, count: int) -> Series:
-    """The mean of each value and up to ``count - 1`` before it."""
-    sums = np.concatenate([[0.0], np.cumsum(series.values)])
-    ends = np.arange(1, len(sums))
-    starts = np.maximum(0, ends - count)
-    return Series(series.steps, (sums[ends] - sums[starts]) / (ends - starts))
 
 
 def encoded_series(series: Series) -> dict[str, list[float]]:

@@ -14,17 +14,11 @@ import msgspec
 from miles_async.errors import ConfigurationError, LedgerError
 from miles_async.ledger.reader import ChangeRecord, LedgerReader, Settled, open_ledger
 from miles_async.observability.metrics_file import FILE_NAME
-from miles_async.runtime.files.run_directory import (
-    CONFIG_FILE,
-    ENGINES_FILE,
-    LEDGER_FILE,
-    RANKS_FILE,
-    check_directory,
-)
+from miles_async.runtime.files.run_directory import CONFIG_FILE, ENGINES_FILE, LEDGER_FILE, RANKS_FILE, check_directory
+from miles_async.runtime.json_texts import decoded_object
 from miles_async.runtime.processes.run_process import RUN_FILE
 from miles_async.staleness.ledger import Balance
 from miles_async.types import EnginesReport, JsonObject, RanksReport
-from miles_async.watch.json_texts import decoded_object
 from miles_async.watch.metrics_table import MetricsTable
 
 Report = TypeVar("Report")

@@ -12,10 +12,10 @@ from typing import Literal
 from miles_async.observability.heartbeat import read_balance, standing_line
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
 from miles_async.runtime.files.run_directory import LEDGER_FILE
+from miles_async.runtime.json_texts import decoded_object
 from miles_async.runtime.processes.run_process import RunProcess, find_driver, find_keeper
 from miles_async.runtime.texts import last_lines
 from miles_async.types import JsonObject
-from miles_async.watch.json_texts import decoded_object
 from miles_async.watch.run import Run
 
 WARNINGS = 5  # the last ones that the command shows
@@ -27,8 +27,6 @@ State = Literal["running", "restarting", "over", "unknown"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """Where a run stands."""
-
     run_dir: str
     state: State
     host: str

@@ -249,7 +249,7 @@ async def measure(workload: Workload, mode: str, seconds: float, urls: Sequence[
         trace=False,
     )
     simulation = Simulation(settings, partial(HttpEngines, urls=urls), chat())
-    client, generated = simulation.engines.client, simulation.observer.lengths.generated
+    client, generated = simulation.engines.client, simulation.observer.generated
     async with asyncio.TaskGroup() as scope:
         run = scope.create_task(simulation.run())
         await asyncio.sleep(WARM_UP_SECONDS)

@@ -16,13 +16,7 @@ from dataclasses import dataclass
 from miles_async.seams import InferenceServer, per_engine
 from miles_async.weights.transports.distributed.driver import Broadcasts
 from tests.benchmarks.publication_parts import HERE, SIZES
-from tests.benchmarks.publication_processes import (
-    Fleet,
-    Trainer,
-    processes,
-    publisher,
-    total_cpu_seconds,
-)
+from tests.benchmarks.publication_processes import Fleet, Trainer, processes, publisher, total_cpu_seconds
 from tests.benchmarks.report import Row
 
 ENDS = ((1, 1), (2, 1), (4, 1), (1, 2))  # receivers and senders
@@ -123,8 +117,7 @@ async def measure_plain(trainer: Trainer, fleet: Fleet) -> Plain:
             before = await total_cpu_seconds(trainer, fleet)
             started = time.perf_counter()
             await asyncio.gather(
-                trainer.processes[0].call("send_plainly", "plain", sizes),
-                fleet._each(engines, *receive),
+                trainer.processes[0].call("send_plainly", "plain", sizes), fleet._each(engines, *receive)
             )
             seconds.append(time.perf_counter() - started)
             cpu.append(await total_cpu_seconds(trainer, fleet) - before)

@@ -121,11 +121,7 @@ class Fleet:
         assert not broken
 
     async def on_host(
-        self,
-        engines: Sequence[Incarnation],
-        function: Callable[..., object],
-        *arguments: object,
-        room: int = 0,
+        self, engines: Sequence[Incarnation], function: Callable[..., object], *arguments: object, room: int = 0
     ) -> Mapping[Incarnation, object]:
         return {engine: await self.processes[engine.engine].call("on_host", function, arguments) for engine in engines}
 

@@ -92,7 +92,7 @@ def measures(result: SimulationResult) -> Row:
 
 def length_distance(result: SimulationResult) -> float:
     """Kolmogorov-Smirnov distance between the lengths of responses begun and trained."""
-    counts = (result.drawn_lengths, result.lengths.trained)
+    counts = (result.drawn_lengths, result.trained_lengths)
     lengths = sorted({*counts[0], *counts[1]})
     cumulated = [[*accumulate(of.get(length, 0) / sum(of.values()) for length in lengths)] for of in counts]
     return max(abs(begun - trained) for begun, trained in zip(*cumulated, strict=True))

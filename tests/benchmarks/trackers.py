@@ -17,7 +17,7 @@ from miles_async.observability.mlflow_tracker import MlflowTracker
 from miles_async.observability.prometheus_tracker import PrometheusTracker
 from miles_async.observability.tensorboard_tracker import TensorBoardTracker
 from miles_async.observability.tracker_parts import TrackedRun
-from miles_async.observability.wandb_tracker import WandbOptions, WandbTracker
+from miles_async.observability.wandb_tracker import WandbTracker
 from miles_async.runtime.network.keys import Secret
 from tests.benchmarks.report import Row
 
@@ -52,7 +52,7 @@ def _trackers(directory: Path) -> dict[str, Callable[[], Tracker]]:
         FILE_NAME: lambda: MetricsFile(directory / FILE_NAME),
         "tensorboard": lambda: TensorBoardTracker(directory / "tensorboard"),
         "prometheus": lambda: PrometheusTracker(run, Secret("key")),
-        "wandb (offline)": lambda: WandbTracker(WandbOptions(directory=directory)),
+        "wandb (offline)": lambda: WandbTracker(run, "offline", "benchmark"),
     }
     if importlib.util.find_spec("mlflow"):  # an extra
         trackers["mlflow (files)"] = lambda: MlflowTracker(run, (directory / "mlflow").as_uri(), None)

@@ -13,16 +13,25 @@ import stamina
 from wandb.proto.wandb_internal_pb2 import MetricRecord
 
 from examples.quickstart.prepare import main as prepare_quickstart
-from miles_async.observability.wandb_tracker import COLUMNS, INIT_TIMEOUT, WandbOptions, open_wandb
+from miles_async.arguments.observability import ObservabilityArguments, WandbMode
+from miles_async.observability import wandb_tracker
+from miles_async.observability.background import BackgroundTracker
+from miles_async.observability.tracker_parts import TrackedRun
+from miles_async.observability.wandb_tracker import COLUMNS, new_run_id, open_wandb
 from tests.integration.real_run import REVERSE, ROOT
 from tests.unit.samples.sample_rows import write_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 
+def opened(run_dir: Path, mode: WandbMode = "offline", **flags: object) -> BackgroundTracker:
+    run = TrackedRun(arguments=ObservabilityArguments(run_dir=run_dir, **flags), settings={"optimizer": {"lr": 5e-4}})
+    return open_wandb(run, mode, new_run_id())
+
+
 def test_offline_run_writes_its_files_into_the_run_directory(tmp_path: Path) -> None:
     # covers: M12
-    tracker = open_wandb(WandbOptions(directory=tmp_path, group="tests", config={"lr": 5e-4}))
+    tracker = opened(tmp_path, wandb_group="tests")
     for step in range(5):
         tracker.log({"reward/mean": step / 10}, step=step)
     tracker.finish()
@@ -33,7 +42,7 @@ def test_offline_run_writes_its_files_into_the_run_directory(tmp_path: Path) -> 
 
 def test_samples_are_tables_of_the_run(tmp_path: Path) -> None:
     write_samples(tmp_path, "train", 10)
-    tracker = open_wandb(WandbOptions(directory=tmp_path, sample_steps=5))
+    tracker = opened(tmp_path, wandb_sample_steps=5)
     tracker.log({"reward/mean": 0.5}, step=10)
     tracker.finish()
     assert (tracker.errors, tracker.dropped) == (0, 0)
@@ -50,19 +59,10 @@ def _require_files(run_dir: Path, content: bytes = b"reward/mean") -> None:
         time.sleep(0.1)
 
 
-def test_writers_of_one_run_have_their_own_label_and_share_the_id(tmp_path: Path) -> None:
-    # covers: M12
-    primary = WandbOptions(directory=tmp_path)
-    secondary = WandbOptions(directory=tmp_path, run_id=primary.run_id, label="rank 1", primary=False)
-    assert primary.run_id == secondary.run_id
-    assert primary.label != secondary.label
-    assert primary.init_timeout == INIT_TIMEOUT == 300.0
-
-
 def test_a_directory_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
     # covers: M12
     (tmp_path / "file").write_text("in the way")
-    tracker = open_wandb(WandbOptions(directory=tmp_path / "file"))
+    tracker = opened(tmp_path / "file")
     tracker.log({"reward/mean": 0.1}, step=0)
     tracker.finish()
 
@@ -71,8 +71,9 @@ def test_a_run_whose_server_is_out_of_reach_writes_its_files(tmp_path: Path, mon
     # covers: M12
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(wandb_tracker, "INIT_TIMEOUT", 1.0)
     with stamina.set_testing(True, attempts=1):
-        tracker = open_wandb(WandbOptions(directory=tmp_path, mode="online", init_timeout=1.0))
+        tracker = opened(tmp_path, mode="online")
         tracker.log({"reward/mean": 0.1}, step=0)
         tracker.finish()
     _require_files(tmp_path)

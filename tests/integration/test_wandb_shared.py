@@ -19,14 +19,13 @@ ROOT = Path(__file__).parents[2]
 WRITER = """
 import sys, time, urllib.request
 from pathlib import Path
-from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
+from miles_async.arguments.observability import ObservabilityArguments
+from miles_async.observability.tracker_parts import TrackedRun
+from miles_async.observability.wandb_tracker import open_wandb
 
 directory, label, server = sys.argv[1:]
-tracker = open_wandb(
-    WandbOptions(
-        directory=Path(directory), mode="online", shared=True, run_id="run1", label=label, primary=label == "driver"
-    )
-)
+run = TrackedRun(arguments=ObservabilityArguments(run_dir=Path(directory), wandb_shared=True))
+tracker = open_wandb(run, "online", "run1", machine=None if label == "driver" else label)
 for step in range(3):
     tracker.log({f"{label}/value": step / 10}, step=step)
 while f"/l:{label}" not in urllib.request.urlopen(server).read().decode():  # in wandb's metrics of the machine
@@ -37,12 +36,13 @@ sys.exit(tracker.errors + tracker.dropped)
 CONTINUED = """
 import sys
 from pathlib import Path
-from miles_async.observability.wandb_tracker import WandbOptions, open_wandb
+from miles_async.arguments.observability import ObservabilityArguments
+from miles_async.observability.tracker_parts import TrackedRun
+from miles_async.observability.wandb_tracker import open_wandb
 
 directory, resume = sys.argv[1:]
-tracker = open_wandb(
-    WandbOptions(directory=Path(directory), mode="online", run_id="run1", resume=resume == "resume")
-)
+run = TrackedRun(arguments=ObservabilityArguments(run_dir=Path(directory)))
+tracker = open_wandb(run, "online", "run1", resume=resume == "resume")
 tracker.log({f"{resume}/value": 0.5}, step=1)
 tracker.finish()
 sys.exit(tracker.errors + tracker.dropped)

@@ -133,6 +133,13 @@ def test_assumptions_are_told() -> None:
         assert told in text
 
 
+def test_what_a_report_measured_leaves_whole_sentences_of_assumptions() -> None:
+    told = describe(estimate(JOB, WORK, GPU, TOKENS, ASSUMED), [], ASSUMED, measured=("files",), origin="report.json")
+    measured, _, assumed = told.partition("Measured in report.json: ")[2].partition("Assumed: ")
+    assert measured == "files are written and loaded at 4e-08 GB/s by each sender and engine.\n"
+    assert "5e-08 GB/s to host memory; files are no slower on a shared file system; of files 100% are sent" in assumed
+
+
 def test_transports_are_compared() -> None:
     brought = Transport(name="brought", senders=1, loads_files=True, shares_files=False, sent=0.5)
     compared = [publication(transport, 2000, ASSUMED) for transport in (LINKS, brought)]

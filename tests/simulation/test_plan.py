@@ -9,13 +9,12 @@ from typing import cast
 
 import pytest
 
-from miles_async.arguments import RolloutArguments, StalenessArguments
+from miles_async.arguments import StalenessArguments
 from miles_async.cli import main
 from miles_async.simulation.distributions import Fixed, LogNormal, Trace
-from miles_async.simulation.plan import DEFAULT_SWEEP, Row, candidates, recommend
+from miles_async.simulation.plan import DEFAULT_SWEEP, Prediction, candidates, recommend
 from miles_async.simulation.plan_view import rollout_process_text
 from miles_async.simulation.result import SimulationResult
-from miles_async.simulation.settings import SimulationSettings
 
 QUICK = [
     "plan", "--latency", "lognormal:20:0.5", "--train-seconds", "60", "--publish-seconds", "1",
@@ -50,26 +49,27 @@ def test_it_recommends_the_smallest_age_that_is_fast_enough(capsys: pytest.Captu
     assert printed.count("max-weight-staleness") == 6
 
 
-def row(bound: int, lead: int, step_seconds: float, waste: float) -> Row:
-    """A candidate as far as a recommendation looks at it."""
-    settings = SimpleNamespace(staleness=StalenessArguments(max_weight_staleness=bound, max_rollout_lead=lead))
-    result = SimpleNamespace(step_seconds=step_seconds, wasted_fraction=waste)
-    return Row(
-        label=f"{bound} {lead}", settings=cast(SimulationSettings, settings), result=cast(SimulationResult, result)
+def row(bound: int, lead: int, **result: float) -> Prediction:
+    """A candidate as far as it is looked at."""
+    staleness = StalenessArguments(max_weight_staleness=bound, max_rollout_lead=lead)
+    return Prediction(
+        label=f"{bound} {lead}", staleness=staleness, result=cast(SimulationResult, SimpleNamespace(**result))
     )
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([row(1, 2, 1.2, 0.0), row(2, 3, 1.04, 0.0), row(4, 3, 1.0, 0.0)], "2 3"),  # younger data is worth 5 %
-        ([row(2, 3, 1.0, 0.03), row(4, 3, 1.0, 0.01), row(4, 2, 1.0, 0.019)], "4 2"),  # and 2 % waste is too much
-        ([row(0, 1, 2.5, 0.0), row(2, 3, 1.0, 0.03), row(4, 3, 1.0, 0.03)], "2 3"),  # but no reason to be slow
+        ([(1, 2, 1.2, 0.0), (2, 3, 1.04, 0.0), (4, 3, 1.0, 0.0)], "2 3"),  # younger data is worth 5 %
+        ([(2, 3, 1.0, 0.03), (4, 3, 1.0, 0.01), (4, 2, 1.0, 0.019)], "4 2"),  # and 2 % waste is too much
+        ([(0, 1, 2.5, 0.0), (2, 3, 1.0, 0.03), (4, 3, 1.0, 0.03)], "2 3"),  # but no reason to be slow
     ],
 )
-def test_it_weighs_age_against_time_and_waste(rows: list[Row], expected: str) -> None:
+def test_it_weighs_age_against_time_and_waste(rows: list[tuple[int, int, float, float]], expected: str) -> None:
     # covers: C4
-    recommended = recommend(rows)
+    recommended = recommend(
+        row(bound, lead, step_seconds=seconds, wasted_fraction=waste) for bound, lead, seconds, waste in rows
+    )
     assert recommended is not None
     assert recommended.label == expected
 
@@ -88,10 +88,7 @@ def test_a_recommendation_that_throws_tokens_away_says_so(capsys: pytest.Capture
     [(80.0, "needs 10% of a core, at 1 ms per sample"), (10.0, "needs 82% of a core.*it is the bottleneck")],
 )
 def test_a_rollout_process_that_could_not_keep_up_is_told(step_seconds: float, said: str) -> None:
-    settings = SimpleNamespace(rollout=RolloutArguments(rollout_batch_size=1024, n_samples_per_prompt=8, num_rollout=1))
-    result = SimpleNamespace(step_seconds=step_seconds)
-    candidate = Row(label="", settings=cast(SimulationSettings, settings), result=cast(SimulationResult, result))
-    told = rollout_process_text(candidate.rollout_cores)
+    told = rollout_process_text(row(1, 2, step_seconds=step_seconds, samples_per_step=8192).rollout_cores)
     assert re.search(said, told)
     assert ("bottleneck" in told) is ("bottleneck" in said)
 

@@ -186,8 +186,8 @@ def test_batches_by_the_variance_of_rewards_leave_out_groups_that_agree(monkeypa
 
 def mean_length(result: SimulationResult) -> float:
     """Of trained responses, in tokens."""
-    trained = result.lengths.trained
-    return sum(length * count for length, count in trained.items()) / trained.total()
+    trained = result.trained_lengths
+    return sum(length * count for length, count in trained.items()) / sum(trained.values())
 
 
 # --------------------------------------------------------------------------------------- pacing (C4), P1, P3
@@ -280,7 +280,7 @@ def test_measured_times_are_those_that_were_put_in() -> None:
     assert result.trainer_idle_fraction == pytest.approx(0.0)
     assert result.slot_idle_fraction == pytest.approx(1 - 1 / 3.5, abs=0.02)
     assert result.wasted_fraction == 0
-    assert result.drawn_lengths == result.lengths.trained
+    assert result.drawn_lengths == result.trained_lengths
 
 
 def test_tokens_of_aborted_requests_are_kept_unless_flags_say_otherwise() -> None:
@@ -300,7 +300,7 @@ def test_the_lag_of_publications_shows_in_the_ages() -> None:
 
 def test_tokens_are_cut_at_the_longest_response() -> None:
     result = simulate(settings(rollout=replace(ROLLOUT, rollout_max_response_len=8)))
-    assert max(result.lengths.trained) == 8
+    assert max(result.trained_lengths) == 8
 
 
 def test_the_ledger_on_disk_says_the_same(tmp_path: Path) -> None:

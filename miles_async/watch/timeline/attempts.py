@@ -12,7 +12,7 @@ import numpy.typing as npt
 from miles_async.ledger.reader import AttemptRecord, ChangeRecord, CutRecord
 from miles_async.runtime.texts import shortened
 from miles_async.watch.metrics_table import Series, down_sampled
-from miles_async.watch.timeline.trace import Count, Instant, Item, Span, Track
+from miles_async.watch.timeline.trace import Count, Item, Span, Track
 
 Float64 = npt.NDArray[np.float64]
 
@@ -94,18 +94,18 @@ class AttemptSpans:
         return generated
 
 
-def cuts(records: Iterable[CutRecord]) -> Iterator[Instant]:
+def cuts(records: Iterable[CutRecord]) -> Iterator[Span]:
     """One mark per batch that was cut."""
     for record in records:
         args = {"version": record.target_version, "groups": record.groups, "oldest version": record.oldest_version}
-        yield Instant(track=CUTS, name=f"cut for version {record.target_version}", at=record.at, args=args)
+        yield Span(track=CUTS, name=f"cut for version {record.target_version}", start=record.at, args=args)
 
 
-def changes(records: Iterable[ChangeRecord]) -> Iterator[Instant]:
+def changes(records: Iterable[ChangeRecord]) -> Iterator[Span]:
     """One mark per setting that was changed, or request, while the run was live."""
     for record in records:
         args = {"after step": record.step, "before": record.before, "value": record.value}
-        yield Instant(track=CHANGES, name=record.change, at=record.at, category="setting", args=args)
+        yield Span(track=CHANGES, name=record.change, start=record.at, category="setting", args=args)
 
 
 def _arguments(record: AttemptRecord) -> dict[str, object]:
@@ -147,4 +147,4 @@ def _counter(track: Track, times: Float64, values: Float64) -> Iterator[Count]:
     microseconds = np.round((times - first) * 1e6).astype(np.int64)
     thinned = down_sampled(Series(microseconds, values), COUNTER_POINTS)
     for at, value in zip(thinned.steps.tolist(), thinned.values.tolist(), strict=True):
-        yield Count(track=track, at=first + at / 1e6, value=value)
+        yield Count(track=track, start=first + at / 1e6, value=value)

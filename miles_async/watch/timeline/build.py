@@ -73,17 +73,17 @@ def trace(run: Run, part: Part = Part()) -> Iterator[bytes]:
         items, since = _without_attempts(run, reader, part, about)
         attempts: Iterator[Item] = iter(())
         if reader is not None:
-            attempts = _attempts(reader, part, since, until=max(reader.last_at(), *map(_end, items), 0.0))
+            attempts = _attempts(reader, part, since, until=max(reader.last_at(), *(item.until for item in items), 0.0))
             about |= _about_attempts(reader, part)
         first = [*itertools.islice(attempts, 1)]
-        origin = min(map(_start, [*items, *first]), default=0.0)
+        origin = min((item.start for item in (*items, *first)), default=0.0)
         about["time 0"] = f"{origin:.6f} seconds since 1970"
         yield from trace_text(TraceEncoder(origin, PROCESSES).events(itertools.chain(items, first, attempts)), about)
 
 
 def _without_attempts(
     run: Run, reader: LedgerReader | None, part: Part, about: dict[str, str]
-) -> tuple[list[Item], float]:
+) -> tuple[list[Span], float]:
     """All other items, and the time since which they are wanted. Adds notes on omissions to ``about``."""
     lines, left_out = _newest_lines(run)
     clock = Clock()
@@ -91,7 +91,7 @@ def _without_attempts(
         clock = Clock(trained_at=reader.trained_at(), visible_at=reader.first_issued_at())
     rolling = run.flags().get("weights", {}).get("publish-order") == "rolling"
     items = [*step_items(lines, clock, rolling=rolling)]
-    steps = [item for item in items if isinstance(item, Span) and item.category == STEP]
+    steps = [item for item in items if item.category == STEP]
     wanted = len(steps) if part.last_steps is None else min(part.last_steps, len(steps))
     since = 0.0
     if left_out or wanted < len(steps):
@@ -101,7 +101,7 @@ def _without_attempts(
     items += [*requests(run), *pauses(run)]
     if reader is not None:
         items += [*cuts(reader.cuts()), *changes(reader.changes())]
-    return [item for item in items if _end(item) > since or _start(item) == since], since
+    return [item for item in items if item.until > since or item.start == since], since
 
 
 def _newest_lines(run: Run) -> tuple[list[Line], int]:
@@ -131,11 +131,3 @@ def _about_attempts(reader: LedgerReader, part: Part) -> dict[str, str]:
     if bounds is None or (left_out := bounds[1] - bounds[0] + 1 - part.attempts) <= 0:
         return {}
     return {"attempts": f"the newest {part.attempts}; {left_out} that were issued before are left out"}
-
-
-def _start(item: Item) -> float:
-    return item.start if isinstance(item, Span) else item.at
-
-
-def _end(item: Item) -> float:
-    return item.end if isinstance(item, Span) else item.at

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from miles_async.runtime.json_texts import decoded_object
 from miles_async.samples.columns import Turn
 from miles_async.samples.files import SamplesFile
-from miles_async.watch.json_texts import decoded_object
 from miles_async.watch.run import Run
 from miles_async.watch.sample_files import files_of
 from miles_async.watch.timeline.attempts import NO_ENGINE, Lanes
@@ -34,9 +34,9 @@ def requests(run: Run) -> Iterator[Span]:
         if len(found) < MOST_REQUESTS:
             found += _requests(file.path)
     lanes: defaultdict[str, Lanes] = defaultdict(Lanes)
-    for span in sorted(found, key=lambda span: (span.start, span.end))[-MOST_REQUESTS:]:
+    for span in sorted(found, key=lambda span: (span.start, span.until))[-MOST_REQUESTS:]:
         engine = span.track.process
-        lane = lanes[engine].place(span.start, span.end)
+        lane = lanes[engine].place(span.start, span.until)
         yield replace(span, track=Track(engine, f"requests of saved samples {lane}"))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from miles_async.observability.metrics_file import Kind, kind_of, row_of
-from miles_async.watch.timeline.trace import Instant, Item, Span, Track
+from miles_async.watch.timeline.trace import Span, Track
 
 STEPS = Track("trainer", "steps")
 STEP = "step"
@@ -34,8 +34,6 @@ SHOWN = ("reward/mean", "age/mean", "age/max", "train/tokens", "train/loss", "tr
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the file."""
-
     kind: Kind
     step: int
     time: float
@@ -74,7 +72,7 @@ def line_of(text: bytes | str) -> Line | None:
     return Line(kind_of(row), row["step"], float(time), values)
 
 
-def step_items(lines: Iterable[Line], clock: Clock, *, rolling: bool = False) -> Iterator[Item]:
+def step_items(lines: Iterable[Line], clock: Clock, *, rolling: bool = False) -> Iterator[Span]:
     """All spans of the lines. Spans of a kind never overlap: clocks of two processes may differ by a little.
 
     ``rolling``: engines took turns in publications, so that their phases, which are sums, are one span.
@@ -86,13 +84,13 @@ def step_items(lines: Iterable[Line], clock: Clock, *, rolling: bool = False) ->
         if line.kind == "step" and "time/step_seconds" in line.values:
             recorded_at[line.step] = line.time
             step = _step(line, clock, step_end)
-            step_end = step[0].end
+            step_end = step[0].until
             yield from step
             if line.publishes:
                 copy = step[-1].start if step[-1].name == COPY else step_end
                 times = (max(copy, published), max(step_end, published))
                 publication = _publication(line, clock, times, rolling=rolling)
-                published = publication[0].end
+                published = publication[0].until
                 yield from publication
         elif line.kind == "checkpoint":
             yield from _checkpoint(line)
@@ -167,10 +165,9 @@ def _checkpoint(line: Line) -> Iterator[Span]:
     yield Span(track=CHECKPOINTS, name="write", start=written, end=line.time, category="checkpoint")
 
 
-def _evaluation(line: Line, start: float | None) -> Item:
+def _evaluation(line: Line, start: float | None) -> Span:
     args = {name: value for name, value in line.values.items() if name.startswith("eval/")}
     name = f"evaluation at step {line.step}"
-    if start is None:  # its step is not in this file
-        return Instant(track=EVALUATIONS, name=name, at=line.time, category="evaluation", args=args)
-    end = max(start, line.time)
+    end = None if start is None else max(start, line.time)  # its step is not in this file
+    start = line.time if start is None else start
     return Span(track=EVALUATIONS, name=name, start=start, end=end, category="evaluation", args=args)

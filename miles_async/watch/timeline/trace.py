@@ -1,4 +1,4 @@
-"""Chrome's trace event format, as Perfetto reads it: spans, instants and counts on named tracks.
+"""Chrome's trace event format, as Perfetto reads it: spans, moments and counts on named tracks.
 
 Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -24,57 +24,41 @@ class Track(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Something that lasted. Spans of one track are apart, or one contains the other and comes first."""
+    """Something that lasted or, without an ``end``, happened at one moment. Those of one track that lasted are apart,
+    or one contains the other and comes first.
+    """
 
     track: Track
     name: str
     start: float  # seconds since 1970, as all times
-    end: float
+    end: float | None = None
     category: str = ""
     args: Arguments = field(default_factory=dict)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Instant:
-    """Something that happened at one moment."""
-
-    track: Track
-    name: str
-    at: float
-    category: str = ""
-    args: Arguments = field(default_factory=dict)
+    @property
+    def until(self) -> float:
+        """Its end, or the moment."""
+        return self.start if self.end is None else self.end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Count:
-    """The value of a counter from this moment on. Each thread of ``track`` is one counter."""
+    """The value of a counter from ``start`` on. Each thread of ``track`` is one counter."""
 
     track: Track
-    at: float
+    start: float
     value: float
 
 
-Item = Span | Instant | Count
-
-
-class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One entry of ``traceEvents``."""
-
-    ph: str  # X: span, i: instant, C: counter, M: metadata
-    name: str
-    pid: int
-    tid: int
-    ts: int  # microseconds
-    dur: int | None = None
-    cat: str = ""
-    s: str = ""  # of instants; t: its mark is as high as its track
-    args: Arguments = {}
+Item = Span | Count
+Event = Mapping[str, object]
+"""One entry of ``traceEvents``."""
 
 
 class TraceEncoder:
     """Turns items into entries of ``traceEvents``."""
 
-    def __init__(self, origin: float, first: Sequence[str] = ()) -> None:
+    def __init__(self, origin: float, first: Sequence[str]) -> None:
         """Times are counted from ``origin``, in seconds since 1970. ``first``: processes that stand above the others,
         which follow in order of their first event.
         """
@@ -83,46 +67,31 @@ class TraceEncoder:
         self._processes: dict[str, int] = {}
         self._threads: dict[Track, int] = {}
 
-    def events(self, items: Iterable[Item]) -> Iterator[TraceEvent]:
+    def events(self, items: Iterable[Item]) -> Iterator[Event]:
         """The entries of each item; the first item of a process or track brings along its name."""
         for item in items:
             yield from self._names(item.track)
-            pid, tid = self._processes[item.track.process], self._threads[item.track]
-            match item:
-                case Span():
-                    start = self._microseconds(item.start)
-                    lasts = max(0, self._microseconds(item.end) - start)
-                    yield TraceEvent(
-                        ph="X",
-                        name=item.name,
-                        pid=pid,
-                        tid=tid,
-                        ts=start,
-                        dur=lasts,
-                        cat=item.category,
-                        args=item.args,
-                    )
-                case Instant():
-                    at = self._microseconds(item.at)
-                    yield TraceEvent(
-                        ph="i", name=item.name, pid=pid, tid=tid, ts=at, s="t", cat=item.category, args=item.args
-                    )
-                case Count():
-                    at = self._microseconds(item.at)
-                    yield TraceEvent(
-                        ph="C", name=item.track.thread, pid=pid, tid=tid, ts=at, args={"value": item.value}
-                    )
+            start = self._microseconds(item.start)
+            place = {"pid": self._processes[item.track.process], "tid": self._threads[item.track], "ts": start}
+            if isinstance(item, Count):
+                yield {"ph": "C", "name": item.track.thread, **place, "args": {"value": item.value}}
+                continue
+            about = {"name": item.name, **place, "cat": item.category, "args": item.args}
+            if item.end is None:
+                yield {"ph": "i", **about, "s": "t"}  # its mark is as high as its track
+            else:
+                yield {"ph": "X", **about, "dur": max(0, self._microseconds(item.end) - start)}
 
-    def _names(self, track: Track) -> Iterator[TraceEvent]:
+    def _names(self, track: Track) -> Iterator[Event]:
         if track in self._threads:
             return
         if track.process not in self._processes:
             pid = self._processes[track.process] = len(self._processes) + 1
-            yield _metadata("process_name", pid, 0, {"name": track.process})
             rank = self._ranks.get(track.process, len(self._ranks) + pid)
+            yield _metadata("process_name", pid, 0, {"name": track.process})
             yield _metadata("process_sort_index", pid, 0, {"sort_index": rank})
-        pid = self._processes[track.process]
-        tid = self._threads[track] = len(self._threads) + 1
+        pid, tid = self._processes[track.process], len(self._threads) + 1
+        self._threads[track] = tid
         yield _metadata("thread_name", pid, tid, {"name": track.thread})
         yield _metadata("thread_sort_index", pid, tid, {"sort_index": tid})
 
@@ -130,11 +99,11 @@ class TraceEncoder:
         return round((at - self._origin) * 1e6)
 
 
-def _metadata(name: str, pid: int, tid: int, args: Arguments) -> TraceEvent:
-    return TraceEvent(ph="M", name=name, pid=pid, tid=tid, ts=0, args=args)
+def _metadata(name: str, pid: int, tid: int, args: Arguments) -> Event:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
-def trace_text(events: Iterable[TraceEvent], about: Mapping[str, str]) -> Iterator[bytes]:
+def trace_text(events: Iterable[Event], about: Mapping[str, str]) -> Iterator[bytes]:
     """The file in parts: one JSON object, one line per event. ``about``: shown by viewers as facts of the trace."""
     encode = msgspec.json.Encoder().encode
     yield b'{"displayTimeUnit":"ms","otherData":' + encode(about) + b',"traceEvents":[\n'

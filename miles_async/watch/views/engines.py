@@ -9,8 +9,8 @@ from typing import Any
 from miles_async.errors import LedgerError
 from miles_async.ledger.reader import AttemptRecord
 from miles_async.types import EnginesReport, JsonObject
-from miles_async.watch.engine_events import EVENTS, time_of
 from miles_async.watch.run import Run
+from miles_async.watch.timeline.notes import ENGINE_EVENTS, time_of
 from miles_async.watch.timeline.steps import DELIVERY
 from miles_async.watch.views import logs
 from miles_async.watch.views.flags import flat
@@ -108,7 +108,7 @@ def _events(run: Run) -> Iterator[tuple[str, str, float | None]]:
     """(engine, state after it, when) of each such event in the rollout side's log."""
     lines = logs.page(run, "rollout.log")["lines"]
     for line in lines:
-        state = EVENTS.get(line["text"])
+        state = ENGINE_EVENTS.get(line["text"])
         engine = line.get("fields", {}).get("engine")
         if state and engine:
             yield engine, state, time_of(line["timestamp"])

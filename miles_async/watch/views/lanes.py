@@ -73,9 +73,9 @@ def lanes(
     pauses are those in ``reported`` alone. Evaluations are drawn on the engines that ``reported`` says are for them.
     """
     lines = [line for text in last_lines(run.directory / FILE_NAME, TAIL_BYTES) if (line := line_of(text)) is not None]
-    spans = [item for item in step_items(lines, _clock(records, whole=whole)) if isinstance(item, Span)]
+    spans = [span for span in step_items(lines, _clock(records, whole=whole)) if span.end is not None]
     steps = [span for span in spans if span.category == STEP][-STEPS:]
-    until = max([*(span.end for span in steps), *map(_last, records)], default=0.0)
+    until = max([*(span.until for span in steps), *map(_last, records)], default=0.0)
     begins = [span.start for span in steps[:1]]
     begins += [record.issued_at for record in records[-1:] if not (whole and steps)]
     since = max(begins, default=until)
@@ -114,7 +114,7 @@ def _of_spans(
     trainer: defaultdict[str, Intervals] = defaultdict(list)
     engines: defaultdict[str, Intervals] = defaultdict(list)
     for span in spans:
-        lasted = (span.start, span.end)
+        lasted = (span.start, span.until)
         if span.track.process == "trainer" and span.name in _TRAINER:
             trainer[_TRAINER[span.name]].append(lasted)
         elif span.category == "publication" and span.name in _PAUSED and not rolling:

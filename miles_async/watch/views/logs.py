@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from miles_async.runtime.json_texts import decoded_object
 from miles_async.runtime.texts import shortened
 from miles_async.types import JsonObject
-from miles_async.watch.json_texts import decoded_object
 from miles_async.watch.run import Run
 
 PAGE_BYTES = 1 << 17

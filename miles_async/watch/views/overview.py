@@ -13,10 +13,11 @@ from miles_async.errors import ConfigurationError, LedgerError
 from miles_async.ledger.reader import ChangeRecord
 from miles_async.observability.heartbeat import standing_line
 from miles_async.observability.metrics_file import AGE_COUNT
+from miles_async.observability.plots import moving_average
 from miles_async.observability.progress_state import AVERAGE_WINDOW, TIME_WINDOW
 from miles_async.runtime.files.run_directory import LEDGER_FILE, find_run
 from miles_async.types import JsonObject
-from miles_async.watch.metrics_table import MetricsTable, down_sampled, encoded_series, moving_mean
+from miles_async.watch.metrics_table import MetricsTable, Series, down_sampled, encoded_series
 from miles_async.watch.run import Run
 from miles_async.watch.status import last_warnings, seconds_since, state_of
 
@@ -66,10 +67,10 @@ def standing(run: Run) -> JsonObject:
 
 
 def overview(run: Run) -> JsonObject:
-    """All of the view."""
     found, changes = standing(run), run.changes()
     groups, reasons, line, notes = _groups(run)
-    averaged = moving_mean(run.metrics.series("reward/mean"), AVERAGE_WINDOW)
+    rewards = run.metrics.series("reward/mean")
+    averaged = Series(rewards.steps, moving_average(rewards.values))
     return {
         "run": found,
         "tiles": _tiles(run, changes, running=found["state"] != "over"),
@@ -89,14 +90,14 @@ def overview(run: Run) -> JsonObject:
     }
 
 
-def ages(metrics: MetricsTable, columns: int = STRIP) -> JsonObject:
+def ages(metrics: MetricsTable) -> JsonObject:
     """Samples trained per age, over stretches of steps: {"from": [c], "to": [c], "ages": [a], "counts": [a][c]}."""
     names = [name for name in metrics.names if name.startswith(AGE_COUNT)]
     found = sorted((int(name.removeprefix(AGE_COUNT)), metrics.series(name)) for name in names)
     steps = np.unique(np.concatenate([series.steps for _, series in found])) if found else np.array([], dtype=np.int64)
     if not len(steps):
         return {"from": [], "to": [], "ages": [], "counts": []}
-    starts = np.unique(np.linspace(0, len(steps), min(columns, len(steps)) + 1).astype(int))[:-1]
+    starts = np.unique(np.linspace(0, len(steps), min(STRIP, len(steps)) + 1).astype(int))[:-1]
     counts = []
     for _, series in found:
         whole = np.zeros(len(steps))

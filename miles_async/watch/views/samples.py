@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 
 from miles_async.errors import DataError
+from miles_async.runtime.json_texts import decoded
 from miles_async.samples.columns import MASK_REASONS, Kind, SampleRow, SampleSummary
 from miles_async.samples.files import DIRECTORY, file_of
 from miles_async.samples.reader import read_note, read_sample, read_state
 from miles_async.types import JsonObject
-from miles_async.watch.json_texts import decoded
 from miles_async.watch.run import Run
-from miles_async.watch.sample_files import MOST_ROWS, Found, files_of, previews
+from miles_async.watch.sample_files import MOST_ROWS, files_of, previews
 from miles_async.watch.sample_files import search as search_files
 
 LONGEST_TEXT = 100_000  # characters of a message, unless all of it is asked for
@@ -40,7 +40,7 @@ def samples(run: Run, kind: Kind, step: int | None) -> JsonObject:
 def search(run: Run, kind: Kind, text: str, before: int | None = None) -> JsonObject:
     """Search all samples of a kind from step ``before`` backwards: {"rows", "next", "notes"}."""
     files = [each for each in files_of(run.directory) if each.kind == kind and (before is None or each.step <= before)]
-    found = search_files(files, text) if text else Found(rows=[], next_step=None, notes=[])
+    found = search_files(files if text else [], text)
     return {"rows": found.rows, "next": found.next_step, "notes": found.notes}
 
 

@@ -9,6 +9,8 @@ import asyncio
 import dataclasses
 import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +24,9 @@ from miles_async.arguments.model import ModelArguments
 from miles_async.checkpoints.files import expendable, find_checkpoint, list_checkpoints
 from miles_async.checkpoints.manifest import RunIdentity, fingerprint, least_bytes, new_run_name, write_manifest
 from miles_async.checkpoints.run_checkpoints import RunCheckpoints
-from miles_async.checkpoints.start import checkpoint_problems, kept_settings, resumption_notes
+from miles_async.checkpoints.start import checkpoint_problems, kept_settings, resumption_notes, where_to_resume
 from miles_async.errors import CheckpointError
+from miles_async.ledger.readmission import request_readmission
 from miles_async.runtime import clock
 from miles_async.runtime.files.digests import digest_pieces, split, write_digested
 from miles_async.seams import Position, Resumption
@@ -131,6 +134,27 @@ async def test_checkpoints_of_two_runs_in_one_directory_are_never_guessed_about(
     assert find_checkpoint(tmp_path / "iter_0000010").run == "new"
 
 
+@pytest.mark.parametrize("name", [".", "iter_0000010"])
+async def test_a_directory_that_cannot_be_read_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    await save("theirs", 10, save=tmp_path)
+    stat = os.stat
+
+    def refuse(path: str | Path, **options: Any) -> os.stat_result:
+        if Path(path).is_relative_to(tmp_path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)  # root may read everything
+    load = tmp_path / name
+    [problem] = problems(load=load)
+    assert problem.startswith(f"--load {load}: cannot be read: [Errno 13] Permission denied")
+    assert list(resumption_notes(load, 8)) == []
+    assert kept_settings(load) == {}
+    assert where_to_resume(load, load) == load
+
+
 def test_run_names_are_unique() -> None:
     assert new_run_name(Path("runs/latest")).startswith("latest-")
     assert new_run_name(Path("runs/latest")) != new_run_name(Path("runs/latest"))
@@ -174,6 +198,15 @@ async def test_a_truncated_or_missing_file_is_found_before_the_start(tmp_path: P
         await run_checkpoints("mine", load=tmp_path).load()
     (newest / "manifest.json").unlink()
     assert "expected a manifest.json, found none" in problems(load=tmp_path)[0]
+
+
+async def test_requests_to_readmit_prompts_are_read_before_the_start(tmp_path: Path) -> None:
+    await save("mine", 10, save=tmp_path)
+    request_readmission(tmp_path, ["p1"])
+    assert problems(load=tmp_path) == []
+    (tmp_path / "readmit.json").write_text('["p1"]')
+    [problem] = problems(load=tmp_path)
+    assert "readmit.json: expected request ids with lists of prompt ids" in problem
 
 
 async def test_another_models_checkpoint_is_found_before_the_start(tmp_path: Path) -> None:
@@ -287,6 +320,26 @@ async def test_the_next_save_removes_half_written_and_half_removed_checkpoints(t
     (tmp_path / "notes.partial").touch()
     await save("mine", 30, save=tmp_path, load=tmp_path)
     assert names(tmp_path) == ["iter_0000010", "iter_0000030", "notes.partial"]
+
+
+async def test_a_checkpoint_that_somebody_reads_on_a_network_disk_is_removed_by_a_later_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS keeps a removed file that is open under another name, so that its directory is not empty."""
+    remove = shutil.rmtree
+
+    def held_open(path: Path, ignore_errors: bool = False) -> None:
+        if path.suffix != ".old":
+            remove(path, ignore_errors)
+        elif not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", held_open)
+        await save("mine", 10, 20, 30, save=tmp_path, save_keep_last=1)
+    assert names(tmp_path) == ["iter_0000010.old", "iter_0000020.old", "iter_0000030"]
+    await save("mine", 40, save=tmp_path, load=tmp_path, save_keep_last=1)
+    assert names(tmp_path) == ["iter_0000040"]
 
 
 # ------------------------------------------------------------------------------------ saves while training goes on

@@ -173,22 +173,6 @@ def test_merges_in_the_form_of_a_newer_library(model: Path) -> None:
     assert model_function(model) != before
 
 
-async def test_checkpoints_of_earlier_versions_are_taken(model: Path, tmp_path: Path) -> None:
-    await save("mine", 10, save=tmp_path / "saved")
-    now = fingerprint(ModelArguments(hf_checkpoint=model))
-    before = {name: value for name, value in now.items() if name != "function"}
-    write_manifest(tmp_path / "saved" / "iter_0000010", RunIdentity(run="mine", model=before, ranks={}), 10, {})
-    change(model, "config.json", rope_theta=500.0)
-    assert await resumed(model, tmp_path / "saved") == ""
-
-
-async def test_an_earlier_checkpoint_says_nothing_of_images(model: Path, tmp_path: Path) -> None:
-    (model / "preprocessor_config.json").unlink()
-    await save_as(model, tmp_path / "saved")
-    change(model, "preprocessor_config.json")
-    assert await resumed(model, tmp_path / "saved") == ""
-
-
 def test_an_image_processor_in_the_file_of_all_processors_is_the_one_that_is_read(model: Path) -> None:
     before = model_function(model)
     (model / "processor_config.json").write_text(json.dumps({"image_processor": IMAGES}))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -190,6 +191,17 @@ async def test_a_run_whose_lock_was_lost_writes_nothing_more(tmp_path: Path) -> 
             ):
                 await step()
     assert names(tmp_path) == ["iter_0000005.partial", "save_lock.json"]  # the other's to remove, or to write
+
+
+def test_a_full_disk_leaves_no_lock_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ConfigurationError, match=r"cannot write its lock, save_lock\.json: .*No space left"):
+            SaveLock(tmp_path, RUN)
+    SaveLock(tmp_path, RUN).release()  # as soon as there is room
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from miles_async.api import TokenBatch
+from miles_async.arguments import AlgorithmArguments
 from miles_async.commands.gpu_report import FORMAT
 from miles_async.commands.plan import plan
 from miles_async.errors import ConfigurationError
@@ -168,6 +171,17 @@ def test_requests_fill_all_caches_of_an_engine(model: tuple[str, ...], flags: tu
     assert f"an engine runs {int(room / 1012)} requests at once" in text
 
 
+class OfEntropy:
+    """Token advantages that need the entropy of every token."""
+
+    needs = ("entropy",)
+
+    def __init__(self, arguments: AlgorithmArguments) -> None: ...
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        return batch.entropy
+
+
 ONE = ("--advantage-estimator", "reinforce")
 CRITIC = (*ONE, "--token-advantages", "gae")
 
@@ -179,6 +193,7 @@ CRITIC = (*ONE, "--token-advantages", "gae")
         (("--recompute-granularity", "full"), 4),
         (("--use-kl-loss", "--kl-loss-coef", "0.1"), 3 + 1),
         ((*ONE, "--token-advantages", "kl_in_reward", "--kl-coef", "0.1"), 3 + 1),
+        (("--token-advantages", f"{__name__}:OfEntropy"), 3 + 1),
         (CRITIC, 3 + 1 + 3),
         ((*CRITIC, "--critic-updates-per-step", "2", "--recompute-granularity", "full"), 4 + 1 + 2 * 4),
         (("--advantage-estimator", "opob"), 3 + 3),

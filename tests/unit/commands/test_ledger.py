@@ -279,9 +279,10 @@ def test_a_readmission_file_that_is_none_is_an_error(tmp_path: Path) -> None:
     request_readmission(tmp_path / "save", ["p1"])
     path = request_readmission(tmp_path / "save", ["p2"])
     assert list(read_readmissions(tmp_path / "save").values()) == [("p1",), ("p2",)]
-    path.write_bytes(msgspec.json.encode(["p1"]))
-    with pytest.raises(DataError, match=r"readmit\.json: expected request ids"):
-        read_readmissions(tmp_path / "save")
+    for content in (b'["p1"]', b'{"a": ["caf\xe9"]}'):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"readmit\.json: expected request ids"):
+            read_readmissions(tmp_path / "save")
 
 
 def test_help_of_both(capsys: pytest.CaptureFixture[str]) -> None:

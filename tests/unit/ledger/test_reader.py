@@ -158,10 +158,7 @@ def test_response_lengths_by_where_their_attempts_ended(store: LedgerStore, read
 def test_quarantined_prompts_with_every_reason(store: LedgerStore, reader: LedgerReader) -> None:
     attempt = msgspec.structs.replace(make_attempt(3), history=("data: first",))
     store.write(
-        [
-            (0.0, Issued(attempt=attempt)),
-            (1.0, Ended(attempt_id=3, outcome=Outcome.QUARANTINED, reason="data: second")),
-        ]
+        [(0.0, Issued(attempt=attempt)), (1.0, Ended(attempt_id=3, outcome=Outcome.QUARANTINED, reason="data: second"))]
     )
     prompt_id = attempt.prompt.prompt_id
     assert reader.dead_letters() == (DeadLetter(prompt_id=prompt_id, epoch=0, reasons=("data: first", "data: second")),)

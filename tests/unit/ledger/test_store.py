@@ -20,7 +20,7 @@ from miles_async.ledger.store import LedgerStore
 from miles_async.ledger.story import tell
 from miles_async.staleness.attempts import DeadLetter
 from miles_async.staleness.events import Checked, Cut, Ended, Finished, Issued, Restored
-from miles_async.staleness.ledger import Ledger, Outcome, Stage
+from miles_async.staleness.ledger import MOST_REASONS, Ledger, Outcome, Stage
 from tests.property.builders import make_attempt, make_group
 
 
@@ -125,6 +125,22 @@ def test_the_balance_on_disk_is_compared_with_the_pools(store: LedgerStore) -> N
     store.write([(0.0, Issued(attempt=make_attempt(0)))])
     store.compare(ledger.balance())
     ledger.end(0, Outcome.FAILED, "data: no reward")
+    with pytest.raises(ContractViolation, match="the ledger on disk has"):
+        store.compare(ledger.balance())
+
+
+def test_more_reasons_than_the_pool_counts_one_by_one_are_no_difference(store: LedgerStore) -> None:
+    """Users' errors may have an id or a time in them, so that all differ."""
+    ledger = Ledger()
+    for number in range(MOST_REASONS + 2):
+        ledger.issue(make_attempt(number))
+        ledger.end(number, Outcome.FAILED, f"KeyError: {number}")
+        store.write([(0.0, Issued(make_attempt(number))), (0.0, Ended(number, Outcome.FAILED, f"KeyError: {number}"))])
+    store.compare(ledger.balance())
+    ledger.issue(make_attempt(MOST_REASONS + 2))
+    store.write([(0.0, Issued(make_attempt(MOST_REASONS + 2)))])
+    ledger.end(MOST_REASONS + 2, Outcome.FILTERED, "too easy")
+    store.write([(0.0, Ended(MOST_REASONS + 2, Outcome.FILTERED))])
     with pytest.raises(ContractViolation, match="the ledger on disk has"):
         store.compare(ledger.balance())
 

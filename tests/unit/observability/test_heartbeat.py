@@ -7,13 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from miles_async.ledger.store import LedgerStore
-from miles_async.observability.heartbeat import (
-    LONGEST_REASON,
-    commonest_reason,
-    heartbeat,
-    read_balance,
-    standing_line,
-)
+from miles_async.observability.heartbeat import LONGEST_REASON, commonest_reason, heartbeat, read_balance, standing_line
 from miles_async.observability.progress import PlainProgress
 from miles_async.observability.progress_state import ProgressState
 from miles_async.observability.recorder import RunRecorder

@@ -123,4 +123,5 @@ def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
 
 
 def test_moving_average_starts_with_what_there_is() -> None:
-    assert moving_average([1.0, 0.0, 0.5, 0.5], window=2) == [1.0, 0.5, 0.25, 0.5]
+    assert moving_average([1.0, 0.0, 0.5, 0.5], window=2).tolist() == [1.0, 0.5, 0.25, 0.5]
+    assert moving_average([]).tolist() == []

@@ -66,6 +66,29 @@ def test_a_run_outlives_the_reader_of_its_lines() -> None:
     assert process.wait(60) == 7
 
 
+def test_a_run_outlives_its_terminal() -> None:
+    """As after ``miles-async train ... & disown`` and a logout."""
+    source = """
+import os, pty, sys, time
+reader, terminal = pty.openpty()
+os.dup2(terminal, 1)
+os.close(terminal)
+from miles_async.observability.progress import LiveProgress, open_progress
+with open_progress(9) as progress:
+    assert isinstance(progress, LiveProgress)
+    progress.phase("engines")
+    os.close(reader)
+    for step in (1, 2, 3):
+        progress.step(step, {"reward/mean": 0.5})
+        progress.evaluation(step, {"eval/reward": 0.5})
+        time.sleep(0.3)  # a redraw, in its thread
+print("to nobody", flush=True)
+raise SystemExit(7)
+"""
+    process = subprocess.run([sys.executable, "-c", source], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (process.returncode, process.stderr) == (7, "")
+
+
 def test_metrics_that_are_absent_or_not_a_number_show_as_a_dash() -> None:
     view = ProgressState(10).add_step(1, {"reward/mean": float("nan")})
     assert (view.reward, view.reward_average, view.lead, view.eta) == (MISSING,) * 4

@@ -50,11 +50,7 @@ def test_summary_has_the_promised_keys_and_numbers() -> None:
     assert result["reward_last"] == pytest.approx(0.5)  # mean of 0.3 .. 0.7
     assert (result["eval_reward_first"], result["eval_reward_last"]) == (0.15, 0.95)
     assert result["age_max"] == 2
-    assert result["age_histogram"] == {
-        "0": 4 * 6 + 3 * 2,
-        "1": 4,
-        "2": 4,
-    }  # {0: 2} replaces {0: 6} in 3 steps
+    assert result["age_histogram"] == {"0": 4 * 6 + 3 * 2, "1": 4, "2": 4}  # {0: 2} replaces {0: 6} in 3 steps
     assert result["publish"] == {
         "count": 3,
         "pause_seconds_mean": pytest.approx(0.3),  # nothing is generated before the first one
@@ -79,11 +75,7 @@ def test_a_short_run_with_long_evaluations_is_not_idle_all_the_time() -> None:
 
 def test_logprob_difference_is_weighted_by_tokens_and_skips_steps_without_any() -> None:
     summary = seven_steps()
-    unmeasured = {
-        "train/logprob_diff_mean": 9.0,
-        "train/logprob_diff_max": 9.0,
-        "train/logprob_diff_tokens": 0.0,
-    }
+    unmeasured = {"train/logprob_diff_mean": 9.0, "train/logprob_diff_max": 9.0, "train/logprob_diff_tokens": 0.0}
     summary.record_step(unmeasured, {})
     difference = finished(summary)["logprob_diff"]
     assert difference["mean"] == pytest.approx((300 * 3e-6 + 600 * 1e-6) / 900)
@@ -94,10 +86,7 @@ def test_a_balance_that_adds_up_and_one_that_does_not() -> None:
     # covers: C2
     good = finished(seven_steps())
     assert good["balanced"]
-    assert good["groups"] == {
-        **BALANCE,
-        **dict.fromkeys(("dropped", "filtered", "quarantined", "cancelled"), 0),
-    }
+    assert good["groups"] == {**BALANCE, **dict.fromkeys(("dropped", "filtered", "quarantined", "cancelled"), 0)}
     assert balance_line(good) == "issued 20 = trained 12 + recycled 2 + failed 1 + in flight 3 + buffered 2 groups"
     bad = finished(seven_steps(), {**BALANCE, "issued": 21})
     assert not bad["balanced"]
@@ -122,13 +111,6 @@ def test_the_printed_summary_shows_reward_ages_and_balance(terminal: bool) -> No
     console = Console(file=output, force_terminal=terminal, width=200)
     print_summary(finished(seven_steps()), Path("runs/x"), console=console)
     text = output.getvalue()
-    for expected in (
-        "0.100 → 0.500",
-        "0.150 → 0.950",
-        "max 2",
-        "issued 20 = trained 12",
-        "trainer 25%",
-        "runs/x",
-    ):
+    for expected in ("0.100 → 0.500", "0.150 → 0.950", "max 2", "issued 20 = trained 12", "trainer 25%", "runs/x"):
         assert expected in text
     assert ("\x1b[" in text) is terminal  # colours only where they can be seen

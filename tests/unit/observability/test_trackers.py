@@ -151,10 +151,7 @@ def test_a_long_wait_at_the_end_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     assert said == [("waiting for a tracker to write its last metrics", {"tracker": "test", "at_most_seconds": 60.0})]
 
 
-@pytest.mark.parametrize(
-    ("ages", "metrics"),
-    [({}, {}), ({2: 1, 0: 127}, {"age/count/0": 127.0, "age/count/2": 1.0})],
-)
+@pytest.mark.parametrize(("ages", "metrics"), [({}, {}), ({2: 1, 0: 127}, {"age/count/0": 127.0, "age/count/2": 1.0})])
 def test_ages_become_flat_metrics(ages: dict[int, int], metrics: dict[str, float]) -> None:
     assert age_metrics(ages) == metrics
 

@@ -9,10 +9,11 @@ import pytest
 import stamina
 import wandb
 
-from miles_async.arguments.observability import ObservabilityArguments
+from miles_async.arguments.observability import ObservabilityArguments, WandbMode
 from miles_async.errors import ConfigurationError
+from miles_async.observability.tracker_parts import TrackedRun
 from miles_async.observability.trackers import open_trackers
-from miles_async.observability.wandb_tracker import INIT_ATTEMPTS, WandbOptions, WandbTracker, wandb_mode
+from miles_async.observability.wandb_tracker import INIT_ATTEMPTS, WandbTracker, wandb_mode
 from tests.json_dict import JsonDict
 from tests.unit.observability.tracked import restarted
 from tests.unit.samples.sample_rows import write_samples
@@ -56,6 +57,13 @@ class FakeInit:
         return self.runs[-1]
 
 
+def opened(
+    directory: Path, *, mode: WandbMode = "offline", resume: bool = False, machine: str | None = None, **flags: object
+) -> WandbTracker:
+    run = TrackedRun(arguments=ObservabilityArguments(run_dir=directory, **flags))
+    return WandbTracker(run, mode, "mine", resume=resume, machine=machine)
+
+
 @pytest.fixture(autouse=True)
 def no_waiting() -> Iterator[None]:
     with stamina.set_testing(True, attempts=INIT_ATTEMPTS):
@@ -65,7 +73,7 @@ def no_waiting() -> Iterator[None]:
 def test_communication_errors_are_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # covers: M12
     init = FakeInit.installed(monkeypatch, wandb.errors.CommError("timed out"), wandb.errors.CommError("timed out"))
-    WandbTracker(WandbOptions(directory=tmp_path))
+    opened(tmp_path)
     assert len({call["id"] for call in init.calls}) == 3  # wandb refuses the id of an attempt that failed
 
 
@@ -73,7 +81,7 @@ def test_retries_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     # covers: M12
     init = FakeInit.installed(monkeypatch, *[wandb.errors.CommError("timed out")] * 10)
     with pytest.raises(wandb.errors.CommError):
-        WandbTracker(WandbOptions(directory=tmp_path))
+        opened(tmp_path)
     assert len(init.calls) == INIT_ATTEMPTS
 
 
@@ -81,7 +89,7 @@ def test_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     # covers: M12
     init = FakeInit.installed(monkeypatch, wandb.errors.UsageError("no key"))
     with pytest.raises(wandb.errors.UsageError):
-        WandbTracker(WandbOptions(directory=tmp_path))
+        opened(tmp_path)
     assert len(init.calls) == 1
 
 
@@ -89,9 +97,9 @@ def test_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     ("options", "mode"),
     [
         ({}, "offline"),
-        ({"shared": True}, "offline"),
+        ({"wandb_shared": True}, "offline"),
         ({"mode": "online"}, "online"),
-        ({"mode": "online", "shared": True}, "shared"),
+        ({"mode": "online", "wandb_shared": True}, "shared"),
     ],
 )
 def test_an_offline_run_is_never_shared(
@@ -99,7 +107,7 @@ def test_an_offline_run_is_never_shared(
 ) -> None:
     # covers: M12
     init = FakeInit.installed(monkeypatch)
-    WandbTracker(WandbOptions(directory=tmp_path, label="rank 3", **options))
+    opened(tmp_path, machine="rank 3", **options)
     (call,) = init.calls
     assert call["mode"] == mode
     assert call["settings"].x_label == "rank 3"
@@ -109,16 +117,16 @@ def test_an_offline_run_is_never_shared(
 def test_the_run_has_the_name_of_its_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     init = FakeInit.installed(monkeypatch)
     monkeypatch.delenv("WANDB_NAME", raising=False)
-    WandbTracker(WandbOptions(directory=tmp_path / "qwen3-4b"))
+    opened(tmp_path / "qwen3-4b")
     monkeypatch.setenv("WANDB_NAME", "mine")
-    WandbTracker(WandbOptions(directory=tmp_path / "qwen3-4b"))
+    opened(tmp_path / "qwen3-4b")
     assert [call["name"] for call in init.calls] == ["qwen3-4b", "mine"]
 
 
 def test_a_server_that_cannot_be_used_costs_no_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # covers: M12
     init = FakeInit.installed(monkeypatch, wandb.errors.UsageError("no key"))
-    WandbTracker(WandbOptions(directory=tmp_path, mode="online"))
+    opened(tmp_path, mode="online")
     assert [call["mode"] for call in init.calls] == ["online", "offline"]
     assert init.calls[0]["id"] != init.calls[1]["id"]
 
@@ -176,14 +184,14 @@ def test_trying_again_to_continue_a_run_keeps_its_id(monkeypatch: pytest.MonkeyP
     # covers: M12
     init, torn_down = FakeInit.installed(monkeypatch, wandb.errors.CommError("timed out")), []
     monkeypatch.setattr(wandb, "teardown", lambda: torn_down.append(len(init.calls)))
-    WandbTracker(WandbOptions(directory=tmp_path, mode="online", run_id="mine", resume=True))
+    opened(tmp_path, mode="online", resume=True)
     assert [call["id"] for call in init.calls] == ["mine", "mine"]
     assert torn_down == [1]  # before the second attempt: wandb's process holds the id of the first
 
 
 def test_a_run_that_went_offline_is_not_continued_online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     init = FakeInit.installed(monkeypatch, wandb.errors.UsageError("no key"))
-    WandbTracker(WandbOptions(directory=tmp_path, mode="online", run_id="mine", resume=True))
+    opened(tmp_path, mode="online", resume=True)
     assert init.calls[1]["id"] != "mine"
     assert init.calls[1]["resume"] is None
     assert not (tmp_path / "wandb_run_id").exists()
@@ -191,7 +199,7 @@ def test_a_run_that_went_offline_is_not_continued_online(monkeypatch: pytest.Mon
 
 def test_samples_on_disk_become_tables_at_their_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     init = FakeInit.installed(monkeypatch)
-    tracker = WandbTracker(WandbOptions(directory=tmp_path, sample_steps=10))
+    tracker = opened(tmp_path, wandb_sample_steps=10)
     tracker.log({"reward/mean": 0.5}, step=10)
     write_samples(tmp_path, "train", 10)  # after the step was logged
     tracker.log({"reward/mean": 0.6}, step=11)

@@ -56,11 +56,7 @@ def write_step(run_dir: Path, *, end: float, wait: float, train: float, copy: fl
 def test_every_stretch_has_the_letter_of_what_took_most_of_it(tmp_path: Path) -> None:
     write_step(tmp_path, end=8, wait=5, train=2, copy=1, pausing=1, send=1)
     trained = {"step": 1, "outcome": Outcome.TRAINED, "ended_at": BEGAN + 7}
-    records = [
-        attempt(3, 8, 11, "b"),
-        attempt(2, 2, 6, "a", "b", **trained),
-        attempt(1, 1, 4, "a", **trained),
-    ]
+    records = [attempt(3, 8, 11, "b"), attempt(2, 2, 6, "a", "b", **trained), attempt(1, 1, 4, "a", **trained)]
     found = lanes(Run(tmp_path, "run"), ["a", "b", "c"], records, whole=True, rolling=False)
     assert found is not None
     assert (found["since"], found["until"]) == (BEGAN, BEGAN + 11)

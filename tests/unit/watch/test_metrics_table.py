@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
-from miles_async.watch.metrics_table import MetricsTable, Series, down_sampled, moving_mean, stretch_means, within
+from miles_async.watch.metrics_table import MetricsTable, Series, down_sampled, stretch_means, within
 from tests.unit.watch.run_files import write_finished_run
 
 
@@ -93,13 +93,6 @@ def test_means_of_stretches_are_of_all_values() -> None:
     assert found.steps.tolist() == [*range(20, 1_001, 20)]
     assert found.values == pytest.approx(np.full(50, 1.95))
     assert stretch_means(within(series, 101, 200), 100) is None  # down_sampled has them all
-
-
-def test_the_moving_mean_starts_with_what_there_is() -> None:
-    found = moving_mean(Series(np.array([1, 2, 5, 6]), np.array([1.0, 0.0, 0.5, 0.5])), 2)
-    assert found.steps.tolist() == [1, 2, 5, 6]
-    assert found.values.tolist() == [1.0, 0.5, 0.25, 0.5]
-    assert moving_mean(Series(np.array([], dtype=np.int64), np.array([])), 5).values.tolist() == []
 
 
 def test_a_range_is_cut_before_values_are_left_out() -> None:

@@ -383,8 +383,7 @@ def test_logs_of_all_processes_are_there_in_groups_and_searched_at_once(client: 
 
 def test_an_engine_of_any_group_has_its_log_and_its_role(client: TestClient, run_dir: Path) -> None:
     report = EnginesReport(
-        time=1.0,
-        engines={"judge-1": EngineReport(state="serving", load=None, pauses=(), role="frozen")},
+        time=1.0, engines={"judge-1": EngineReport(state="serving", load=None, pauses=(), role="frozen")}
     )
     (run_dir / "engines.json").write_bytes(msgspec.json.encode(report))
     for name in ("judge-1.0.log", "judge-1.1.log", "sessions-0.0.log", "judge-1.node1.7.log"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
 
-from miles_async.types import JsonObject
+import msgspec
 
 
 def decoded(line: bytes | str) -> object:
@@ -19,7 +19,7 @@ def decoded(line: bytes | str) -> object:
         return None
 
 
-def decoded_object(text: bytes | str) -> JsonObject:
+def decoded_object(text: bytes | str) -> dict[str, Any]:
     """Parse a JSON object; {} if the text is not one."""
     found = decoded(text)
     return found if isinstance(found, dict) else {}
