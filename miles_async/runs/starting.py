@@ -19,12 +19,12 @@ from miles_async.runs.config import Config, expect_config
 from miles_async.runs.run import Run
 from miles_async.runtime.files.run_directory import (
     CODE_DIRECTORY,
+    CONSOLE_FILE,
     check_run_directory,
     move_aside,
     owner_of,
 )
 
-CONSOLE_FILE = "console.log"  # what `miles-async train` prints
 POLL_SECONDS = 0.05
 INTERRUPT_SECONDS = 30.0
 
