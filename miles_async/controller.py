@@ -153,7 +153,7 @@ class Controller:
             self._publishing = scope.create_task(rest, name=f"publication of step {step}")
             if self._asked:
                 await self._trainer.change(self._asked)
-            if self._checkpoint_at(step):
+            if "checkpoint" in self._asked or self._checkpoint.due(step, last=step == self._num_steps):
                 await self._checkpoints.save(self.position)
                 scope.create_task(self._complete_checkpoint(step), name=f"checkpoint of step {step}")
             self._gpus.training_is_over()
@@ -260,9 +260,6 @@ class Controller:
             return self._held_out
         last = step == self._num_steps
         return [each for each in self._held_out if each.due(self._evaluation, step, last=last)]
-
-    def _checkpoint_at(self, step: int) -> bool:
-        return "checkpoint" in self._asked or self._checkpoint.due(step, last=step == self._num_steps)
 
     def _comparable(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Drop engine-against-trainer differences if the trainer is ahead of the published weights.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from miles_async.arguments.cluster import DeviceChoice
 from miles_async.arguments.model_files import directory_problems, read_config
+from miles_async.backends.megatron.families.hf_config import check_model
 from miles_async.errors import ConfigurationError
 from miles_async.machine.finding import Finding
 from miles_async.machine.gpus import gpu_facts, gpu_findings
@@ -26,8 +27,6 @@ from miles_async.runtime.device import choose_device
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Intent:
-    """Planned use of the machine."""
-
     device: DeviceChoice = "auto"
     own_gpus: bool = True  # False: GPUs are on other nodes, this machine may have none
     ports: range | None = None  # of its servers; None: any
@@ -52,8 +51,6 @@ def machine_findings(intent: Intent) -> Iterator[Finding]:
 
 def model_findings(directory: Path) -> Iterator[Finding]:
     """Check that the directory holds a whole model of a family that can be trained."""
-    from miles_async.backends.megatron.families.hf_config import check_model
-
     problems = list(directory_problems(directory, "--hf-checkpoint"))
     for problem in problems:
         yield Finding(

@@ -22,7 +22,6 @@ class Finding:
 
     @property
     def problem(self) -> str:
-        """One line for an error or a note."""
         return f"{self.check}: {self.found}; {self.mend}"
 
 

@@ -28,8 +28,6 @@ _PASS_ON = "in a container: docker run --gpus all; else install NVIDIA's driver 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuFacts:
-    """GPU facts from driver and torch."""
-
     driver: str | None  # "580.65.06"; None if the kernel has no NVIDIA driver
     cuda: str | None  # that torch was built with: "13.0"; None for a CPU build
     gpus: tuple[str, ...]  # names of those that torch can use
@@ -37,7 +35,6 @@ class GpuFacts:
 
 
 def gpu_facts(driver_file: Path = _DRIVER) -> GpuFacts:
-    """Ask the kernel and torch."""
     import torch
 
     there = torch.cuda.is_available()

@@ -26,8 +26,6 @@ REPLY_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
-    """A service outside that runs may use."""
-
     name: str
     variable: str  # environment variable with another URL
     url: str

@@ -29,18 +29,17 @@ def installed_for(device: Device) -> Device:
     return "cuda"
 
 
-def versions_tested(device: Device, folder: Path = REQUIREMENTS) -> dict[str, str | None]:
+def versions_tested(device: Device) -> dict[str, str | None]:
     """Package → the version that was tested, or None where any will do; later files replace what earlier ones say."""
     tested: dict[str, str | None] = {}
     for source in _SOURCES[device]:
-        for line in (folder / source).read_text().splitlines():
+        for line in (REQUIREMENTS / source).read_text().splitlines():
             if requirement := _REQUIREMENT.match(line.partition("#")[0].strip()):
                 tested[requirement[1]] = requirement[2]
     return tested
 
 
 def package_findings(tested: Mapping[str, str | None], device: Device) -> Iterator[Finding]:
-    """Compare the installed packages with ``tested``."""
     missing: list[str] = []
     others: list[str] = []
     same: list[str] = []

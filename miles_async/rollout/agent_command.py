@@ -31,6 +31,7 @@ from miles_async.types import Prompt
 EX_TEMPFAIL = 75  # sysexits.h: not the command's fault, try again
 _SHOWN = 500  # characters of its last words that go into an error
 _LAST_BYTES = 1 << 20  # of its output that are looked at
+_LOG_BYTES = 1 << 26  # of a log, before another one is begun
 
 
 class CommandAgent:
@@ -49,6 +50,8 @@ class CommandAgent:
         Raises RequestRejectedError with its last words if it fails, ConnectionError if it wants to be run again.
         """
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self._log_path.exists() and self._log_path.stat().st_size > _LOG_BYTES:
+            self._log_path.replace(f"{self._log_path}.1")  # commands that have it open still write there
         # Its output goes to a file: a pipe ends when the last process that holds it does, which may be none of ours.
         if self._temporary is None:
             self._temporary = OwnedDirectory(temporary_parent(), mode=0o700)

@@ -12,15 +12,42 @@ from functools import partial
 from pathlib import Path
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.algorithm_checks import check_trained_critic
 from miles_async.arguments.distillation_checks import has_vocabulary, vocabulary_difference
+from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import TRANSFORMER_ENGINE_MODULES
+from miles_async.arguments.model_files import read_config
+from miles_async.arguments.needs import need_notes
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.problems import refusal, refuse
 from miles_async.arguments.server_groups import of_role, server_groups
+from miles_async.backends.megatron.attention_kernels import (
+    FLASH_NOTE,
+    FP32_NOTE,
+    attention_problems,
+    usable_backend,
+)
+from miles_async.backends.megatron.families import hf_config
+from miles_async.backends.megatron.families.layout import check_layout
+from miles_async.backends.megatron.host import ignored_on_cpu
+from miles_async.checkpoints import start
+from miles_async.checkpoints.manifest import SHAPING, fingerprint, least_bytes
+from miles_async.engines.sglang.known_flags import refused_flags, sglang_flags, smg_flags, unknown_flags
 from miles_async.errors import ConfigurationError
+from miles_async.machine.checks import Intent, machine_findings
 from miles_async.machine.finding import Finding
+from miles_async.machine.network import WANDB, service_findings
+from miles_async.prompts.tokenizers import digests
+from miles_async.runtime.cluster.ray_address import check_ray_address
+from miles_async.runtime.cuda_environment import memory_saver_problems, nccl_problems
+from miles_async.runtime.device import choose_device
+from miles_async.runtime.environment import hidden_modules
+from miles_async.runtime.files.run_directory import check_run_directory
+from miles_async.runtime.network.addresses import Network
+from miles_async.runtime.network.open_files import connection_limits
 from miles_async.runtime.packages import require
 from miles_async.types import JsonObject
+from miles_async.weights.transports import choice
 
 LOG_IN = "run `wandb login` or set WANDB_API_KEY, or stay offline: --wandb-mode offline, or WANDB_MODE=offline"
 
@@ -49,8 +76,6 @@ def check_surroundings(arguments: Arguments) -> list[str]:
 
 def machine_state(arguments: Arguments) -> Iterator[Finding]:
     """Yield the findings of ``miles-async doctor`` that matter to the run."""
-    from miles_async.machine.checks import Intent, machine_findings
-
     cluster, observability, save = arguments.cluster, arguments.observability, arguments.checkpoint.save
     directories = {"--run-dir": observability.run_dir} | ({"--save": save} if save is not None else {})
     alone = cluster.ray_address is None
@@ -62,7 +87,6 @@ def machine_state(arguments: Arguments) -> Iterator[Finding]:
 
 def wandb_findings(observability: ObservabilityArguments) -> Iterator[Finding]:
     """Yield what keeps a run from wandb's server, if it is to log there. Without a key it cannot work."""
-    from miles_async.machine.network import WANDB, service_findings
     from miles_async.observability.wandb_tracker import login_problem, wandb_mode
 
     try:
@@ -96,20 +120,16 @@ def tracker_problems(arguments: Arguments) -> Iterator[str]:
 
 def model_problems(arguments: Arguments) -> Iterator[str]:
     """Yield why the model cannot be trained or split as asked; for the backend that comes with the project."""
-    from miles_async.backends.megatron.families.hf_config import check_model, family_of, read_config
-    from miles_async.backends.megatron.families.layout import check_layout
-    from miles_async.runtime.device import choose_device
-
     model = arguments.model
     if model.train_backend != "megatron" or model.hf_checkpoint is None:
         return
     try:
-        config = read_config(model.hf_checkpoint)
-        check_model(config, model.hf_checkpoint)
+        config = hf_config.read_config(model.hf_checkpoint)
+        hf_config.check_model(config, model.hf_checkpoint)
         check_layout(config, model, arguments.cluster.trainer_world_size)
-        if family_of(config).images:
+        if hf_config.family_of(config).images:
             yield from _image_problems(arguments, config["model_type"])
-        reason = family_of(config).gpu_engines
+        reason = hf_config.family_of(config).gpu_engines
         if reason and choose_device(arguments.cluster.device) == "cpu":
             yield f"--device cpu: engines cannot serve model_type {config['model_type']!r}: {reason}; use --device cuda"
         for flag, other in arguments.model_directories.items():
@@ -121,14 +141,10 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
 
 def _check_other(arguments: Arguments, config: JsonObject, flag: str, other: Path) -> None:
     """Raise ConfigurationError if the reference, or the critic, cannot run in the policy's place."""
-    from miles_async.backends.megatron.families.hf_config import check_model, family_of, read_config
-    from miles_async.backends.megatron.families.layout import check_layout
-    from miles_async.checkpoints.manifest import SHAPING
-
     model, policy = arguments.model, arguments.model.hf_checkpoint
     assert policy is not None, "compared with it"
-    check_model(found := read_config(other), other)
-    if family_of(found).images != family_of(config).images:
+    hf_config.check_model(found := hf_config.read_config(other), other)
+    if hf_config.family_of(found).images != hf_config.family_of(config).images:
         raise ConfigurationError(f"{other}: it and --hf-checkpoint should both read images, or neither")
     try:
         plain = replace(model, lora_rank=0, enable_mtp_training=False, share_prefixes=False)
@@ -161,9 +177,6 @@ def _image_problems(arguments: Arguments, kind: str) -> Iterator[str]:
 
 def checkpoint_problems(arguments: Arguments) -> Iterator[str]:
     """Yield why the run cannot resume as asked, or not save where it should."""
-    from miles_async.checkpoints import start
-    from miles_async.checkpoints.manifest import fingerprint, least_bytes
-
     checkpoint, model = arguments.checkpoint, arguments.model
     if model.hf_checkpoint is None:
         return
@@ -179,8 +192,6 @@ def checkpoint_problems(arguments: Arguments) -> Iterator[str]:
 
 def passed_on_problems(arguments: Arguments) -> Iterator[str]:
     """Yield flags that the installed SGLang or smg does not know, and flags of SGLang that a run refuses."""
-    from miles_async.engines.sglang.known_flags import refused_flags, sglang_flags, smg_flags, unknown_flags
-
     engines = arguments.engines
     groups = server_groups(arguments)
     if engines.sglang_extra or any(group.sglang for group in groups):
@@ -199,10 +210,6 @@ def passed_on_problems(arguments: Arguments) -> Iterator[str]:
 
 def place_problems(arguments: Arguments) -> Iterator[str]:
     """Yield problems with the run directory (in use, or not a run's), the Ray cluster and the module path."""
-    from miles_async.runtime.cluster.ray_address import check_ray_address
-    from miles_async.runtime.environment import hidden_modules
-    from miles_async.runtime.files.run_directory import check_run_directory
-
     yield from refusal(lambda: check_run_directory(arguments.observability.run_dir))
     yield from refusal(lambda: check_ray_address(arguments.cluster.ray_address))
     yield from hidden_modules()
@@ -212,10 +219,7 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
     """Yield what needs a GPU on a CPU, what its kernels and NCCL would refuse, and whether more GPUs are needed than
     this machine has, if Ray starts on it.
     """
-    from miles_async.arguments.megatron_settings import megatron_settings
-    from miles_async.backends.megatron.attention_kernels import attention_problems, usable_backend
-    from miles_async.runtime.cuda_environment import memory_saver_problems, nccl_problems
-    from miles_async.runtime.device import choose_device, count_gpus
+    from miles_async.runtime.device import count_gpus
 
     cluster = arguments.cluster
     device = choose_device(cluster.device)
@@ -254,8 +258,6 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
 
 def connection_problems(arguments: Arguments) -> Iterator[str]:
     """Yield limits of this machine that the requests in flight of a run exceed."""
-    from miles_async.runtime.network.open_files import connection_limits
-
     if arguments.sides == "trainer":
         return
     rollout, per_engine = arguments.rollout, arguments.rollout.rollout_concurrency_per_engine
@@ -271,8 +273,6 @@ def connection_problems(arguments: Arguments) -> Iterator[str]:
 
 def tls_problems(arguments: Arguments) -> Iterator[str]:
     """Yield why the run's servers could not use the certificate, or its clients would refuse it."""
-    from miles_async.runtime.network.addresses import Network
-
     network = Network.of_run(arguments.cluster)
     if (tls := network.tls) is not None:
         # In a cluster each node checks its own address when it knows it.
@@ -282,9 +282,6 @@ def tls_problems(arguments: Arguments) -> Iterator[str]:
 
 def transport_problems(arguments: Arguments) -> Iterator[str]:
     """Yield problems of the weight transport with the device, the engines and other flags."""
-    from miles_async.runtime.device import choose_device
-    from miles_async.weights.transports import choice
-
     if arguments.sides == "trainer":
         return
     groups = server_groups(arguments)
@@ -298,14 +295,6 @@ def transport_problems(arguments: Arguments) -> Iterator[str]:
 
 def run_notes(arguments: Arguments) -> Iterator[str]:
     """Yield notes on flags that work, though perhaps not as expected."""
-    from miles_async.arguments.megatron_settings import megatron_settings
-    from miles_async.arguments.model_files import read_config
-    from miles_async.arguments.needs import need_notes
-    from miles_async.backends.megatron.attention_kernels import FLASH_NOTE, FP32_NOTE, usable_backend
-    from miles_async.backends.megatron.host import ignored_on_cpu
-    from miles_async.prompts.tokenizers import digests
-    from miles_async.runtime.device import choose_device
-
     algorithm = arguments.algorithm
     if algorithm.use_kl_loss and algorithm.kl_loss_coef == 0:
         yield (
@@ -362,23 +351,18 @@ def check_hooks(arguments: Arguments) -> None:
     The processes that call the hooks load them again; here a mistake costs no start-up.
     """
     from miles_async.algorithms import registry
-    from miles_async.api import Generate
-    from miles_async.arguments.algorithm_checks import check_trained_critic
     from miles_async.observability.trackers import check_tracker
     from miles_async.rollout.group_filters import group_filter
-    from miles_async.runtime.hooks import load_object
-    from miles_async.wiring import generation as episode
+    from miles_async.wiring import generation
 
     check_tracker(arguments.observability)
     if arguments.algorithm.supervised:
         return  # nothing is sampled or rewarded
-    episode.check_hooks(arguments)
+    generation.check_hooks(arguments)
     group_filter(arguments.rewards)
     registry.check_own(arguments.algorithm)
     if registry.own_need_critic(arguments.algorithm):
         refuse([*check_trained_critic(arguments)])
-    if arguments.rollout.custom_generate_function_path:
-        load_object(arguments.rollout.custom_generate_function_path, Generate, "--custom-generate-function-path")
 
 
 def _warm_up_notes(arguments: Arguments) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class Config:
 
     words: tuple[str, ...]  # of a command line, without argument files: these may change
     parsed: ParsedCommandLine = field(repr=False, compare=False)
+    directory: Path = field(default_factory=Path.cwd)  # where relative paths among the flags begin
 
     @classmethod
     def from_args(cls, words: Sequence[str] = (), **flags: FlagArgument) -> Config:
@@ -64,7 +66,8 @@ class Config:
 
     def having(self, *words: str, **flags: FlagArgument) -> Config:
         """The same flags with others after them, which win."""
-        return Config.from_args((*self.words, *words), **flags)
+        with chdir(self.directory):
+            return Config.from_args((*self.words, *words), **flags)
 
 
 def _as_words(flags: Mapping[str, FlagArgument]) -> Iterator[str]:

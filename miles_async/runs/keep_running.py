@@ -24,7 +24,7 @@ from miles_async.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigurationError
 from miles_async.runs.ending import end_leftovers
 from miles_async.runs.starting import train_command
 from miles_async.runtime.files.owned_directory import sweep_temporary
-from miles_async.runtime.files.run_directory import copy_code, move_aside
+from miles_async.runtime.files.run_directory import carry_over, move_aside
 from miles_async.runtime.processes import dies_with_parent
 from miles_async.runtime.processes.restarts import LONGEST_REASON, RestartBudget, RunRestart, restarts_variable
 from miles_async.runtime.processes.run_process import KEEPER, read_run_process
@@ -122,7 +122,7 @@ class RunKeeper:
         aside = self._run_dir
         if aside.exists():
             aside = move_aside(self._run_dir)
-            copy_code(aside, self._run_dir)
+            carry_over(aside, self._run_dir)
         restart = RunRestart(at=time.time(), reason=reason, run_dir=str(aside), checkpoint=newest)
         self._restarts.append(restart)
         _say(f"{restart}; restart {len(self._restarts)}, of {self._max_restarts} per hour")
@@ -145,13 +145,8 @@ def why_lost(run_dir: Path, driver: int, status: int) -> str | None:
         summary = json.loads((run_dir / "summary.json").read_text())
     except (ConfigurationError, OSError, ValueError):  # a full disk, say: no other try would do better
         return None
-    match summary.get("ending"):
-        case "lost":
-            may_succeed = True
-        case "stalled":
-            may_succeed = bool(summary["steps"] or "restarts" in summary)
-        case _:
-            may_succeed = False
+    ending = summary.get("ending")
+    may_succeed = ending == "lost" or (ending == "stalled" and (summary["steps"] or "restarts" in summary))
     return str(summary["error"]) if may_succeed else None
 
 

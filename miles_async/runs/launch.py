@@ -6,6 +6,7 @@ Flags, model, prompts and hooks are checked before anything starts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import chdir
 from dataclasses import replace
 
 from miles_async.arguments import Arguments
@@ -35,11 +36,12 @@ def check(config: Config) -> str:
     Returns a description of the run that would start, with notes. Raises ConfigurationError, DataError.
     """
     expect_config(config)
-    arguments, beginning = _complete(config)
-    prompts, notes = _check(arguments)
-    notes += [*beginning, *check_tokenizer(arguments)]
-    memory = "" if arguments.evaluation.eval_only else _memory(arguments)
-    notes += [*run_notes(arguments), *config.parsed.notes]
+    with chdir(config.directory):
+        arguments, beginning = _complete(config)
+        prompts, notes = _check(arguments)
+        notes += [*beginning, *check_tokenizer(arguments)]
+        memory = "" if arguments.evaluation.eval_only else _memory(arguments)
+        notes += [*run_notes(arguments), *config.parsed.notes]
     return "\n".join([summarize(arguments, prompts), *(f"  note: {note}" for note in notes)]) + "\n" + memory
 
 

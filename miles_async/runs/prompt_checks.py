@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation_sets import evaluation_sets
+from miles_async.checkpoints.files import EXAMPLES_FILE, find_checkpoint
 from miles_async.errors import CheckpointError, ConfigurationError
+from miles_async.prompts.earlier_rates import earlier_rates
+from miles_async.prompts.identity import changed_prompts
+from miles_async.prompts.layouts import lacking
+from miles_async.prompts.rows import open_prompts
+from miles_async.rewards.row_check import RewardOfRow
+from miles_async.rollout.checkpoint import read_cursor
 from miles_async.types import JsonObject
 
 
@@ -13,12 +22,6 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
 
     Raises DataError naming file and line, ConfigurationError if ``--load`` would continue among other prompts.
     """
-    from miles_async.prompts.earlier_rates import earlier_rates
-    from miles_async.prompts.identity import changed_prompts
-    from miles_async.prompts.layouts import lacking
-    from miles_async.prompts.rows import open_prompts
-    from miles_async.rewards.row_check import RewardOfRow
-
     counts, notes = dict[str, int](), list[str]()
     held_out = [
         (each.data(arguments.data), each.rewards(arguments.rewards), each.metadata_overrides)
@@ -70,11 +73,6 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
 
 def _saved_cursor(arguments: Arguments) -> JsonObject | None:
     """The prompt cursor of the checkpoint to resume from; None if there is none."""
-    import msgspec
-
-    from miles_async.checkpoints.files import EXAMPLES_FILE, find_checkpoint
-    from miles_async.rollout.checkpoint import read_cursor
-
     load = arguments.checkpoint.load
     if load is None:
         return None

@@ -16,8 +16,6 @@ POLL_SECONDS = 0.2
 
 
 class Records(list[JsonObject]):
-    """A list of dictionaries."""
-
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` with a row per record."""
         return data_frame(self)

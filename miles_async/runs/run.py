@@ -7,7 +7,6 @@ import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -50,9 +49,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
@@ -68,7 +65,7 @@ class Run:
             _, process = find_run(self.directory)
         except ConfigurationError:  # it was removed
             return "over"
-        return state_of(process, {**self.summary} if self.summary else {})
+        return state_of(process, {**(self.summary or {})})
 
     @property
     def status(self) -> Status:

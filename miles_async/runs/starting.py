@@ -19,12 +19,12 @@ from miles_async.runs.config import Config, expect_config
 from miles_async.runs.run import Run
 from miles_async.runtime.files.run_directory import (
     CODE_DIRECTORY,
+    CONSOLE_FILE,
     check_run_directory,
     move_aside,
     owner_of,
 )
 
-CONSOLE_FILE = "console.log"  # what `miles-async train` prints
 POLL_SECONDS = 0.05
 INTERRUPT_SECONDS = 30.0
 
@@ -66,7 +66,7 @@ def start(
     }
     carried = carry(hooks)
     config = config.having(*carried.words)
-    run_dir = config.arguments.observability.run_dir.absolute()
+    run_dir = config.directory / config.arguments.observability.run_dir
     with _written(carried, run_dir):
         before = owner_of(run_dir)
         with _console(run_dir) as console, console.open("wb") as output:
@@ -75,6 +75,7 @@ def start(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                cwd=config.directory,
                 start_new_session=True,  # signals for a notebook's kernel or a terminal's programs are not for it
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(_module_path(run_dir))},
             )
@@ -146,6 +147,6 @@ def _module_path(run_dir: Path) -> list[str]:
     """Directories where the run finds modules: carried code's and, as here, the program's own."""
     installed = {"site-packages", "dist-packages", "lib-dynload"}
     standard = Path(os.__file__).parent
-    own = (Path(entry) for entry in sys.path if entry and os.path.isdir(entry))
+    own = (Path(entry) for entry in sys.path if os.path.isdir(entry or os.curdir))
     paths = (path for path in own if path != standard and not installed.intersection(path.parts))
     return [str(run_dir / CODE_DIRECTORY), *dict.fromkeys(str(path.absolute()) for path in paths)]

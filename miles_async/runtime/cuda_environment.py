@@ -65,8 +65,8 @@ def use_installed_cudnn(environment: MutableMapping[str, str]) -> None:
     """
     if "CUDNN_HOME" in environment or "CUDNN_PATH" in environment:
         return
-    if (folder := installed_cudnn()) is not None:
-        environment["CUDNN_PATH"] = str(folder)
+    if (library := _installed("nvidia.cudnn", "lib")) is not None:  # else torch has another
+        environment["CUDNN_PATH"] = str(library.parent)
 
 
 def use_installed_compilers(environment: MutableMapping[str, str]) -> None:
@@ -81,12 +81,6 @@ def use_installed_compilers(environment: MutableMapping[str, str]) -> None:
         return
     if (library := _installed("nvidia", "cu*/lib64/libcudart.so")) is not None:
         environment["CUDA_HOME"] = str(library.parents[1])
-
-
-def installed_cudnn() -> Path | None:
-    """Folder of the package nvidia-cudnn, which torch loads; None where torch has another."""
-    found = _installed("nvidia.cudnn", "lib")
-    return None if found is None else found.parent
 
 
 def _installed(package: str, pattern: str) -> Path | None:

@@ -16,7 +16,6 @@ def choose_device(choice: DeviceChoice) -> Device:
 
 
 def count_gpus() -> int:
-    """Number of GPUs that CUDA shows on this machine."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

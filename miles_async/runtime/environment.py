@@ -58,7 +58,6 @@ def secret_environment(patterns: Sequence[str]) -> dict[str, Secret]:
 
 
 def apply_secrets(secrets: SecretEnvironment) -> None:
-    """Put secrets into this process's environment."""
     os.environ.update({name: secret.reveal() for name, secret in secrets.items()})
 
 

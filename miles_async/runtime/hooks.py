@@ -48,7 +48,7 @@ def check_object(path: str, protocol: type, flag: str) -> None:
     loaded = _load(path, named)
     if inspect.isclass(loaded):
         _require_no_arguments(loaded, named)
-        loaded = object.__new__(loaded)  # its methods are looked at
+        loaded = _unmade(loaded, named)
     _require(loaded, protocol, named)
 
 
@@ -59,6 +59,14 @@ def _require_no_arguments(made: type, named: str) -> None:
         raise ConfigurationError(f"{named}: cannot make one without arguments: {error}") from error
     except ValueError:  # no signature: believed
         pass
+
+
+def _unmade(made: type, named: str) -> object:
+    """An object whose methods can be looked at, without a call of ``__init__``."""
+    try:
+        return object.__new__(made)
+    except TypeError as error:  # it has abstract methods
+        raise ConfigurationError(f"{named}: {error}") from error
 
 
 def _require(loaded: object, protocol: type, named: str) -> None:
@@ -75,7 +83,7 @@ def load_factory(path: str, make: type[Kind], made: type, flag: str) -> Kind:
     loaded = _load(path, named)
     problems = [*_problems(loaded, make)]
     if inspect.isclass(loaded):
-        problems += _problems(object.__new__(loaded), made)  # its methods are looked at, it is not made yet
+        problems += _problems(_unmade(loaded, named), made)
     if problems:
         raise ConfigurationError(f"{named} makes no {made.__name__}: {'; '.join(problems)}")
     return cast(Kind, loaded)

@@ -69,5 +69,4 @@ def make_batches(
 
 
 def quadratic_work_of(arguments: Arguments) -> float:
-    """``train_data.work.quadratic_work`` of the run's model."""
     return work.quadratic_work(read_config(arguments.model.directory))

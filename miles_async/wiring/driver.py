@@ -55,7 +55,7 @@ from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
 from miles_async.weights.verify import canary_tolerance
 from miles_async.wiring.fork_servers import RunForkServers, fork_servers
-from miles_async.wiring.gpus import RunGpus, gpus_of, shared_places
+from miles_async.wiring.gpus import OwnGpus, RunGpus, SharedGpus, shared_places
 from miles_async.wiring.live_settings import LiveSettings
 from miles_async.wiring.placement import RunPlacement, place_run
 from miles_async.wiring.prepared_batches import DumpedBatches, SupervisedBatches
@@ -118,7 +118,9 @@ class Run:
                 if arguments.cluster.colocate and trainer is not None:
                     placement = replace(placement, engines=shared_places(arguments, await trainer.locations()))
                 rollout = None if sides == "trainer" else self._rollout(servers, marks, placement)
-                gpus = gpus_of(rollout, trainer, shared=arguments.cluster.colocate)
+                gpus: RunGpus = OwnGpus()
+                if arguments.cluster.colocate and rollout is not None and trainer is not None:
+                    gpus = SharedGpus(rollout.fleet, trainer)
                 async with AsyncExitStack() as stopping:
                     if rollout is not None:
                         await stopping.enter_async_context(afterwards(partial(rollout.stop, STOP_SECONDS)))
@@ -314,7 +316,6 @@ async def _no_engines() -> str:
 
 
 def _commands(rollout: RolloutProcess | None, live: LiveSettings | None) -> Mapping[str, Handler]:
-    """Commands that the control socket accepts."""
     if rollout is None:
         return {"engines": _no_engines}
     manager = rollout.manager

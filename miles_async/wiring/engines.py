@@ -15,7 +15,7 @@ from miles_async.arguments.cluster import Device
 from miles_async.arguments.evaluation_sets import evaluation_sets
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.prompt_limit import response_length
-from miles_async.arguments.routing import RouterShape, router_shape
+from miles_async.arguments.routing import router_shape
 from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
 from miles_async.engines.external import ExternalServers
 from miles_async.engines.kind import LaunchServer, ServerSpec
@@ -42,8 +42,6 @@ SEEDS_PER_GROUP = 10_000  # engine i of a group samples with the i-th
 
 
 class Service(Protocol):
-    """Something with processes."""
-
     async def start(self) -> None: ...
 
     async def supervise(self) -> None: ...
@@ -82,7 +80,6 @@ class RunEngines:
         self.wait_for_joining = self.train.supervisor.wait_for_joining
 
     def add(self, service: Service) -> None:
-        """Add a service that starts and stops with the engines."""
         self._services.append(service)
 
     async def start(self) -> None:
@@ -143,7 +140,9 @@ class StackMaker:
     def __call__(
         self, kind: type[EngineStack], name: str, groups: Sequence[ServerGroup], port: int | None = None
     ) -> EngineStack:
-        arguments = self.arguments
+        arguments, trained = self.arguments, bool(of_role(groups, "train"))
+        model = read_config(arguments.model.directory) if trained else {}
+        replayed = trained and arguments.algorithm.routing_replay == "rollout"
         return kind(
             [self._group(group) for group in groups],
             arguments.engines,
@@ -154,8 +153,8 @@ class StackMaker:
             name=name,
             port=port,
             keys=self.keys,
-            routers=_replayed_routers(arguments) if of_role(groups, "train") else None,
-            vocabulary=_vocabulary(arguments) if of_role(groups, "train") else None,
+            routers=router_shape(model) if replayed else None,  # the trainer replays the engines' choices
+            vocabulary=model.get("vocab_size"),
             needed=not of_role(groups, "evaluation"),  # A9
         )
 
@@ -197,19 +196,7 @@ class StackMaker:
         )
 
 
-def _replayed_routers(arguments: Arguments) -> RouterShape | None:
-    """Routers of the model, if the trainer replays the engines' choices."""
-    replayed = arguments.algorithm.routing_replay == "rollout"
-    return router_shape(read_config(arguments.model.directory)) if replayed else None
-
-
-def _vocabulary(arguments: Arguments) -> int | None:
-    """Number of token ids of the model; None if config.json does not say."""
-    return read_config(arguments.model.directory).get("vocab_size")
-
-
 def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device: Device) -> ServerSpec:
-    """Settings of the servers of a group."""
     alone = arguments.sides == "rollout"
     published = group.role != "frozen" and not alone
     return ServerSpec(

@@ -20,8 +20,6 @@ from miles_async.runtime.network.keys import Secret
 from miles_async.runtime.packages import require
 from miles_async.types import JsonObject
 
-VERIFIERS_LOG = "verifiers.log"
-
 if TYPE_CHECKING:
     from miles_async.wiring.engines import Service
 
@@ -101,7 +99,7 @@ def verifiers_agent(sessions: SessionsArguments, api_key: Secret, log_dir: Path)
         name,
         config,
         api_key=api_key,
-        log_path=log_dir / VERIFIERS_LOG,
+        log_path=log_dir / "verifiers.log",
         start_timeout=sessions.agent_timeout,
     )
 

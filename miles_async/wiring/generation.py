@@ -166,7 +166,7 @@ class Episodes:
 
 @dataclass(frozen=True, slots=True)
 class SessionsOfRun:
-    """Sessions with the settings of training, or of evaluation."""
+    """``rollout.agent.Sessions`` with the settings of training, or of evaluation."""
 
     service: SessionService
     sampling: JsonObject
@@ -174,7 +174,6 @@ class SessionsOfRun:
     may_constrain: bool
 
     async def open(self, routing_key: str) -> OpenSession:
-        """See ``rollout.agent.Sessions``."""
         return await self.service.open(
             SessionSettings(
                 routing_key=routing_key,
@@ -185,11 +184,9 @@ class SessionsOfRun:
         )
 
     async def collect(self, session: OpenSession) -> CollectedSession:
-        """See ``rollout.agent.Sessions``."""
         return await self.service.collect(session)
 
     async def abandon(self, session: OpenSession) -> None:
-        """See ``rollout.agent.Sessions``."""
         await self.service.abandon(session)
 
 
@@ -221,15 +218,16 @@ def _stops(arguments: Arguments) -> tuple[str, ...]:
 
 
 def run_services(arguments: Arguments) -> Services:
-    """The circuits of this run's services."""
     rollout = arguments.rollout
     return Services(outage_timeout=rollout.service_outage_timeout, max_failures=rollout.max_sample_failures)
 
 
 def check_hooks(arguments: Arguments) -> None:
     """Import the hooks of a run, which loads them again. Raises ConfigurationError."""
-    sessions = arguments.sessions
+    sessions, generate = arguments.sessions, arguments.rollout.custom_generate_function_path
     check_environments(sessions)
+    if generate is not None:
+        load_object(generate, Generate, "--custom-generate-function-path")
     if sessions.agent_path is not None:
         load_object(sessions.agent_path, Agent, "--agent-path")
     if sessions.agent_command is not None:

@@ -18,7 +18,6 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.server_groups import DEFAULT_GROUP
 from miles_async.engines.placement import EnginePlace
 from miles_async.errors import EngineError
-from miles_async.rollout.actor import RolloutProcess
 from miles_async.runtime.tasks import gathered
 from miles_async.seams import EngineErrors, EngineFleet, InferenceServer, NoTurns
 from miles_async.trainer.ranks import TrainerRanks
@@ -31,7 +30,6 @@ class OwnGpus(NoTurns):
     """Each side has its own GPUs, so neither waits for the other."""
 
     async def start(self, *sides: Start) -> None:
-        """Start them at once."""
         await gathered(*(start() for start in sides))
 
 
@@ -94,11 +92,6 @@ class SharedGpus:
 
 
 RunGpus = OwnGpus | SharedGpus
-
-
-def gpus_of(rollout: RolloutProcess | None, trainer: TrainerRanks | None, *, shared: bool) -> RunGpus:
-    """``shared``: with ``--colocate``, when there are both sides."""
-    return SharedGpus(rollout.fleet, trainer) if shared and rollout is not None and trainer is not None else OwnGpus()
 
 
 def shared_places(arguments: Arguments, locations: Sequence[tuple[str, str]]) -> dict[str, tuple[EnginePlace, ...]]:

@@ -31,8 +31,6 @@ REPORT_SECONDS = 1.0
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the session server's processes."""
-
     hf_checkpoint: str
     trust_remote_code: bool = False  # of its tokenizer
     host: str  # address of this node at which agents reach it

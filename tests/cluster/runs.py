@@ -51,11 +51,22 @@ def machine_with_ranks(cluster: Machines, run: RealRun) -> Machine:
     return next(machine for machine in cluster.all if machine.has(run.actors("TrainerActor")[0].pid))
 
 
-def assert_each_trained_once(run: RealRun, steps: int) -> None:
-    """The run came to its end, its books are balanced, and no prompt was trained twice or left out."""
+def assert_ends(run: RealRun, status: int = 0, seconds: float = RUN_SECONDS) -> None:
+    """The run ends with this status in time, and leaves nothing behind."""
+    assert run.wait(seconds) == status, run.output
+    run.assert_nothing_left()
+
+
+def assert_finished(run: RealRun) -> None:
+    """The run came to its end, its books are balanced, and no sample was too old."""
     assert run.summary["ending"] == "finished"
     assert run.summary["balanced"]
     assert run.summary["age_max"] <= MAX_AGE
+
+
+def assert_each_trained_once(run: RealRun, steps: int) -> None:
+    """The run finished, and no prompt was trained twice or left out."""
+    assert_finished(run)
     assert [step["step"] for step in run.steps] == list(range(1, steps + 1))
     prompts = [row.prompt_id for row in trained(run.run_dir)]
     assert len(prompts) == len(set(prompts)) == steps * BATCH_SIZE

@@ -17,10 +17,11 @@ from tests.cluster.runs import (
     ENDING_SECONDS,
     ENGINES,
     RANKS,
-    RUN_SECONDS,
     START_SECONDS,
     apart,
     assert_each_trained_once,
+    assert_ends,
+    assert_finished,
     assert_one_error,
     cluster_run,
     machine_with_ranks,
@@ -35,8 +36,7 @@ def test_one_with_engines_costs_its_engines(tmp_path: Path) -> None:
         with cluster_run(cluster, *apart(10)) as run:
             run.wait_for_steps(2, START_SECONDS)
             cluster[2].kill()
-            assert run.wait(RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run)
         assert_each_trained_once(run, 10)
 
 
@@ -48,8 +48,7 @@ def test_the_only_one_with_engines_comes_back_and_the_run_goes_on(tmp_path: Path
             cluster[1].kill()
             time.sleep(60.0)
             cluster.bring_back(cluster[1], ENGINES)
-            assert run.wait(RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run)
         assert_each_trained_once(run, 8)
 
 
@@ -64,20 +63,16 @@ def test_one_with_ranks_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path:
             run.wait_for_steps(3, START_SECONDS)
             first = machine_with_ranks(cluster, run)
             first.kill()
-            assert run.wait(ENDING_SECONDS) == 1, run.output
-            run.assert_nothing_left()
+            assert_ends(run, 1, seconds=ENDING_SECONDS)
         assert_one_error(run, "trainer rank ")
         with cluster_run(cluster, *flags, "--load", str(checkpoints), "--max-run-restarts", "1") as run:
             run.wait_for_output(f"/{steps}  reward ", START_SECONDS)
             machine_with_ranks(cluster, run).kill()
             run.wait_for_output("restart 1, of 1 per hour", ENDING_SECONDS)
             cluster.bring_back(first, RANKS)
-            assert run.wait(RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run)
         assert len(read_restarts(run.run_dir)) == 1
-        assert run.summary["ending"] == "finished"
-        assert run.summary["balanced"]
-        assert run.summary["age_max"] <= 2
+        assert_finished(run)
         assert run.steps[-1]["step"] == steps
 
 
@@ -94,11 +89,8 @@ def test_the_same_command_goes_on_elsewhere_when_the_drivers_machine_died(tmp_pa
             run.wait_for_steps(5, START_SECONDS)
             cluster[1].kill()
         with cluster_run(cluster, *flags, position=0) as again:
-            assert again.wait(RUN_SECONDS) == 0, again.output
-            again.assert_nothing_left()
-        assert again.summary["ending"] == "finished"
-        assert again.summary["balanced"]
-        assert again.summary["age_max"] <= 2
+            assert_ends(again)
+        assert_finished(again)
         first = again.steps[0]["step"]
         assert first in (3, 5)  # the one after the last that was saved whole
         assert [step["step"] for step in again.steps] == list(range(first, steps + 1))

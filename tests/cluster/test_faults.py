@@ -21,6 +21,7 @@ from tests.cluster.runs import (
     START_SECONDS,
     apart,
     assert_each_trained_once,
+    assert_ends,
     assert_one_error,
     cluster_run,
 )
@@ -35,8 +36,7 @@ def test_a_slow_link_that_loses_packets_is_only_slow(tmp_path: Path) -> None:
         cluster.slow_down(cluster[1], delay=0.05, loss=0.01)
         cluster.start_ray({0: ENGINES, 1: RANKS})
         with cluster_run(cluster, *apart(4)) as run:
-            assert run.wait(START_SECONDS + RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run, seconds=START_SECONDS + RUN_SECONDS)
         assert_each_trained_once(run, 4)
 
 
@@ -46,8 +46,7 @@ def test_clocks_ten_minutes_off_make_no_difference(tmp_path: Path) -> None:
         assert float(subprocess.check_output(asked)) > time.time() + 500.0
         cluster.start_ray({1: RANKS, 2: ENGINES})
         with cluster_run(cluster, *apart(4)) as run:
-            assert run.wait(START_SECONDS + RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run, seconds=START_SECONDS + RUN_SECONDS)
         assert_each_trained_once(run, 4)
 
 
@@ -57,8 +56,7 @@ def test_a_full_disk_for_staged_weights_is_named(tmp_path: Path) -> None:
         for words in ("mkdir /tmp/small", "mount -t tmpfs -o nr_inodes=4 none /tmp/small"):
             subprocess.run(cluster[1].command(*words.split()), check=True)
         with cluster_run(cluster, *apart(4), "--weight-staging-dir", "/tmp/small") as run:
-            assert run.wait(START_SECONDS) == 1, run.output
-            run.assert_nothing_left()
+            assert_ends(run, 1, seconds=START_SECONDS)
         assert_one_error(run, "the weights of version 0 cannot be staged in /tmp/small/", "failed")
         last_line = run.output.splitlines()[-1]
         assert "No space left on device" in last_line
@@ -76,8 +74,7 @@ def test_a_full_disk_for_checkpoints_is_named(tmp_path: Path) -> None:
         with cluster_run(cluster, *flags) as run:
             run.wait_for_steps(1, START_SECONDS)
             subprocess.run(driver.command("mount", "-o", "remount,size=1m", "/tmp/checkpoints"), check=True)
-            assert run.wait(RUN_SECONDS) == 1, run.output
-            run.assert_nothing_left()
+            assert_ends(run, 1)
         assert_one_error(run, "--save /tmp/checkpoints: iter_0000004 was not saved: ", "failed")
         assert "No space left on device" in run.output.splitlines()[-1]
 
@@ -95,8 +92,7 @@ def test_a_disk_of_the_run_directory_that_becomes_full_ends_the_run(tmp_path: Pa
             subprocess.run(driver.command("mount", "-o", "remount,size=32m", RUN_DIR), check=True)
             filling = driver.command("dd", "if=/dev/zero", f"of={RUN_DIR}/rest", "bs=1k")
             assert "No space left" in subprocess.run(filling, capture_output=True, text=True).stderr
-            assert run.wait(ENDING_SECONDS) == 1, run.output
-            run.assert_nothing_left()
+            assert_ends(run, 1, seconds=ENDING_SECONDS)
         [error] = [line for line in run.output.splitlines() if line.startswith("error: ")]
         assert "disk is full" in error
         assert not traceback_in(run.output), run.output

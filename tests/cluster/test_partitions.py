@@ -17,10 +17,11 @@ from tests.cluster.runs import (
     ENGINES,
     RANKS,
     RUN_DIR,
-    RUN_SECONDS,
     START_SECONDS,
     apart,
     assert_each_trained_once,
+    assert_ends,
+    assert_finished,
     assert_one_error,
     cluster_run,
     machine_with_ranks,
@@ -53,8 +54,7 @@ def test_a_machine_out_of_reach_for_20_seconds_costs_that_time_and_no_step(
         with cluster_run(cluster, *apart(8), *ONE_RANK_EACH, position=driver) as run:
             run.wait_for_steps(2, START_SECONDS)
             cut_off(cluster, cluster[lost], 20.0)
-            assert run.wait(RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run)
         assert_each_trained_once(run, 8)
 
 
@@ -64,8 +64,7 @@ def test_ranks_out_of_reach_for_good_end_the_run_and_leave_nothing_when_the_link
         with cluster_run(cluster, *apart(40)) as run:
             run.wait_for_steps(2, START_SECONDS)
             cut_off(cluster, cluster[1], 120.0)
-            assert run.wait(ENDING_SECONDS) == 1, run.output
-            run.assert_nothing_left()
+            assert_ends(run, 1, seconds=ENDING_SECONDS)
         assert_one_error(run, "trainer rank ")
 
 
@@ -75,8 +74,7 @@ def test_ranks_out_of_reach_of_each_other_for_good_end_the_run(tmp_path: Path) -
         with cluster_run(cluster, *apart(40), *ONE_RANK_EACH) as run:
             run.wait_for_steps(2, START_SECONDS)
             cut_off(cluster, cluster[2], 120.0)
-            assert run.wait(ENDING_SECONDS) == 1, run.output
-            run.assert_nothing_left()
+            assert_ends(run, 1, seconds=ENDING_SECONDS)
         assert_one_error(run, "trainer rank ")
 
 
@@ -94,12 +92,9 @@ def test_ranks_that_live_on_out_of_reach_do_not_disturb_the_run_that_was_restart
             assert any(lost.has(each.pid) for each in run.processes())  # until its Ray node gives up, too
             run.wait_for_steps(1, START_SECONDS)  # after the restart, which begins with an empty run directory
             cluster.reconnect(lost)
-            assert run.wait(RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run)
         assert len(read_restarts(run.run_dir)) == 1
-        assert run.summary["ending"] == "finished"
-        assert run.summary["balanced"]
-        assert run.summary["age_max"] <= 2
+        assert_finished(run)
         assert run.steps[-1]["step"] == steps
 
 
@@ -109,8 +104,7 @@ def test_engines_out_of_reach_for_20_seconds_are_not_restarted(tmp_path: Path) -
         with cluster_run(cluster, *apart(8)) as run:
             run.wait_for_steps(2, START_SECONDS)
             cut_off(cluster, cluster[2], 20.0)
-            assert run.wait(RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run)
         assert_each_trained_once(run, 8)
         logs = [path.name for each in cluster.all for path in each.seen_from_host(f"{RUN_DIR}/logs").glob("engine-*")]
         assert sorted(logs) == ["engine-0.0.log", "engine-1.0.log"]
@@ -122,8 +116,7 @@ def test_engines_out_of_reach_for_120_seconds_hold_up_no_step_and_leave_nothing(
         with cluster_run(cluster, *apart(12)) as run:
             run.wait_for_steps(2, START_SECONDS)
             cut_off(cluster, cluster[2], 120.0)
-            assert run.wait(RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run)
         assert_each_trained_once(run, 12)
 
 
@@ -136,6 +129,5 @@ def test_the_drivers_machine_out_of_reach_for_good_ends_the_run(tmp_path: Path, 
         with cluster_run(cluster, *apart(40), position=driver) as run:
             run.wait_for_steps(2, START_SECONDS)
             cut_off(cluster, cluster[driver], 120.0)
-            assert run.wait(ENDING_SECONDS) == 1, run.output
-            run.assert_nothing_left()
+            assert_ends(run, 1, seconds=ENDING_SECONDS)
         assert_one_error(run, "")  # it names the process that is noticed first

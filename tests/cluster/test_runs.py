@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.machines import Machine, Machines, machines, needs_machines, on_second_network
-from tests.cluster.runs import GENERATE, RUN_DIR, RUN_SECONDS, TRAIN, cluster_run
+from tests.cluster.runs import GENERATE, RUN_DIR, RUN_SECONDS, TRAIN, assert_ends, cluster_run
 from tests.integration.real_run import RealRun, traceback_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420), needs_machines]
@@ -62,8 +62,7 @@ def test_ranks_on_one_machine_and_engines_on_another(tmp_path: Path) -> None:
     with machines(tmp_path, 2) as cluster:
         cluster.start_ray({0: "pool=train", 1: "pool=generate"})
         with cluster_run(cluster, *SMALL, *TRAIN, *GENERATE, "--num-rollout", "2") as run:
-            assert run.wait(RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run)
         assert_trained(run, 2)
         assert {"trainer-0.log", "router.0.log"} <= logs_on(cluster, 0)
         assert logs_on(cluster, 1) == {"engine-0.0.log"}
@@ -77,8 +76,7 @@ def test_ranks_and_engines_on_both_machines(tmp_path: Path) -> None:
     with machines(tmp_path, 2) as cluster:
         cluster.start_ray()
         with cluster_run(cluster, *flags, address_in="environment") as run:
-            assert run.wait(RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run)
         assert_trained(run, 4)
         here, there = logs_on(cluster, 0), logs_on(cluster, 1)
         assert len(here & {"trainer-0.log", "trainer-1.log"}) == 1
@@ -102,8 +100,7 @@ def test_nothing_is_shared_but_the_checkpoints_and_the_export(tmp_path: Path) ->
             expected = ["127.0.0.1", cluster[1].address, cluster[2].address]
             for machine, address in zip(cluster.all, expected, strict=True):  # router; rendezvous; engine and its ranks
                 assert {found for found, port in listening(machine) if port in PORTS} == {address}
-            assert run.wait(RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run)
         assert_trained(run, 4)
         assert logs_on(cluster, 1) == {"trainer-0.log"}
         assert logs_on(cluster, 2) == {"engine-0.0.log"}
@@ -127,8 +124,7 @@ def test_gloo_binds_the_interface_that_is_named_and_the_router_the_address(tmp_p
             assert {end for end in listening(cluster[0]) if end[1] == router[1]} == {router}
             for machine in cluster.all:  # gloo
                 assert on_second_network(machine) in {address for address, _ in listening(machine) - {router}}
-            assert run.wait(RUN_SECONDS) == 0, run.output
-            run.assert_nothing_left()
+            assert_ends(run)
         assert_trained(run, 4)
 
 

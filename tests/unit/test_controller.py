@@ -163,6 +163,13 @@ def bench(
     return Bench(events, rollout, trainer, fleet, records, controller)
 
 
+async def error_of(bench: Bench) -> BaseException:
+    """The first error, which ends the run."""
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await bench.controller.run()
+    return first_error(caught.value)
+
+
 def only(events: list[str], *prefixes: str) -> list[str]:
     return [event for event in events if event.startswith(prefixes)]
 
@@ -258,9 +265,7 @@ async def test_weights_that_cannot_be_staged_stop_the_run_and_reach_no_engine() 
         return await stage(version)
 
     b.trainer.stage_weights = full
-    with pytest.raises(ExceptionGroup) as caught:
-        await b.controller.run()
-    assert "--weight-staging-dir" in str(first_error(caught.value))
+    assert "--weight-staging-dir" in str(await error_of(b))
     assert only(b.events, "commit") == ["commit 0", "commit 1"]
     assert not only(b.events, "announce and send 2")
     assert [step for step, *_ in b.records.steps] == [1, 2], "the second step was trained"
@@ -278,10 +283,9 @@ async def test_a_delivery_that_fails_stops_the_run_although_the_trainer_was_ahea
         return {"loss": 0.0}
 
     b.trainer.train = train_once
-    with pytest.raises(ExceptionGroup) as caught:
-        await b.controller.run()
-    assert "for an engine to publish to" in str(first_error(caught.value))
-    assert isinstance(first_error(caught.value), PublicationError)
+    error = await error_of(b)
+    assert "for an engine to publish to" in str(error)
+    assert isinstance(error, PublicationError)
 
 
 async def test_interval_publishes_every_second_step_and_cuts_for_the_unchanged_version() -> None:
@@ -408,9 +412,7 @@ async def test_a_checkpoint_is_made_whole_while_training_goes_on_and_at_the_end(
 async def test_batch_older_than_the_bound_stops_the_run_before_the_optimizer_steps() -> None:
     # covers: C1
     b = bench(steps=3, bound=1, age=2)
-    with pytest.raises(ExceptionGroup) as caught:
-        await b.controller.run()
-    assert isinstance(first_error(caught.value), ContractViolation)
+    assert isinstance(await error_of(b), ContractViolation)
     assert b.events.count("train") == 2  # versions 0 and 1: the age was 0 and 1
 
 
@@ -419,9 +421,7 @@ async def test_batch_cut_for_another_version_stops_the_run() -> None:
     b = bench(steps=2, bound=None)
     plain = b.rollout.next_batch
     b.rollout.next_batch = lambda target_version: plain(target_version + 1)
-    with pytest.raises(ExceptionGroup) as caught:
-        await b.controller.run()
-    assert "cut for version 1, but the trainer is at 0" in str(first_error(caught.value))
+    assert "cut for version 1, but the trainer is at 0" in str(await error_of(b))
     assert "train" not in b.events
 
 
@@ -441,9 +441,7 @@ async def test_rollout_failure_stops_the_trainer_and_is_the_error_that_surfaces(
     # covers: A1, C10
     b = bench(steps=1000)
     b.rollout.error = EngineError("all engines are gone")
-    with pytest.raises(ExceptionGroup) as caught:
-        await b.controller.run()
-    assert str(first_error(caught.value)) == "all engines are gone"
+    assert str(await error_of(b)) == "all engines are gone"
 
 
 async def test_trainer_failure_stops_the_rollout_side() -> None:
@@ -453,9 +451,7 @@ async def test_trainer_failure_stops_the_rollout_side() -> None:
         raise TrainerError("rank 1 died")
 
     b.trainer.train = die
-    with pytest.raises(ExceptionGroup) as caught:
-        await b.controller.run()
-    assert str(first_error(caught.value)) == "rank 1 died"
+    assert str(await error_of(b)) == "rank 1 died"
 
 
 async def test_resume_gives_weights_that_were_never_published_a_new_version() -> None:
@@ -484,9 +480,7 @@ async def test_resume_goes_on_with_step_and_version_and_publishes_before_generat
 
 async def test_a_bad_step_ends_the_run_and_names_its_prompts() -> None:
     b = bench(steps=3, bad={1})
-    with pytest.raises(BaseExceptionGroup) as caught:
-        await b.controller.run()
-    assert re.search(r"version 1 was not made: grad_norm 7\..* prompt-0, prompt-1$", str(first_error(caught.value)))
+    assert re.search(r"version 1 was not made: grad_norm 7\..* prompt-0, prompt-1$", str(await error_of(b)))
     assert only(b.events, "trained") == ["trained"]  # the first batch alone
 
 
@@ -504,9 +498,7 @@ async def test_a_batch_whose_bad_step_is_skipped_is_spent_and_its_version_counts
 
 async def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
     b = bench(steps=5, bad={1, 2}, bad_steps="skip")  # at most two
-    with pytest.raises(BaseExceptionGroup) as caught:
-        await b.controller.run()
-    assert "in 2 rollout steps in a row (--max-bad-steps)" in str(first_error(caught.value))
+    assert "in 2 rollout steps in a row (--max-bad-steps)" in str(await error_of(b))
 
 
 async def test_changes_are_made_between_two_cuts_and_by_the_trainer_between_two_steps() -> None:
@@ -539,9 +531,7 @@ async def test_a_batch_is_judged_by_the_bound_that_it_was_cut_under(
     if steps is None:
         await b.controller.run()  # raised in time
         return
-    with pytest.raises(ExceptionGroup) as caught:
-        await b.controller.run()
-    assert "above --max-weight-staleness 1" in str(first_error(caught.value))
+    assert "above --max-weight-staleness 1" in str(await error_of(b))
     assert only(b.events, "train") == ["train", "trained"] * steps  # step 3 was cut under the lower one
 
 

@@ -35,8 +35,10 @@ SCHEDULE_FILE = "schedule.msgpack"  # --record
 PROFILES = "profiles"  # directory: --profile-step
 ENGINES_FILE = "engines.json"  # an EnginesReport
 RANKS_FILE = "ranks.json"  # a RanksReport
-CODE_DIRECTORY = "carried"  # functions and classes given to miles_async.start, written before the run starts
+CODE_DIRECTORY = "carried"  # functions and classes given to miles_async.start
+CONSOLE_FILE = "console.log"  # what a run prints that miles_async.start has started
 
+_FROM_START = {CODE_DIRECTORY, CONSOLE_FILE}  # which may be there before the run
 _WATCH_SECONDS = 1.0
 _TIME = re.compile(r"\d{8}-\d{6}(-\d+)?")  # after the name of a directory that was moved aside
 
@@ -63,7 +65,8 @@ class Claim:
 
 @contextmanager
 def claimed(directory: Path, control: Path) -> Iterator[Claim]:
-    """Claim ``directory`` for this process's run: empty but for ``run.json``, carried code and a ``logs`` folder.
+    """Claim ``directory`` for this process's run: empty but for ``run.json``, a ``logs`` folder, and carried code and
+    output of :func:`miles_async.start`.
 
     An earlier run's directory is renamed to ``<name>.<time>``. ``control``: the socket of this run (control.py).
     Raises ConfigurationError where :func:`check_run_directory` does, and if the directory cannot be made.
@@ -111,10 +114,15 @@ def find_run(directory: Path) -> tuple[Path, RunProcess]:
         raise
 
 
-def copy_code(earlier: Path, directory: Path) -> None:
-    """Copy the carried code of an earlier start of the run to the one that will start in ``directory``."""
+def carry_over(earlier: Path, directory: Path) -> None:
+    """Copy the carried code of an earlier start of the run to the one that will start in ``directory``, and move the
+    file to which both print.
+    """
     if (earlier / CODE_DIRECTORY).is_dir():
         shutil.copytree(earlier / CODE_DIRECTORY, directory / CODE_DIRECTORY)
+    if (earlier / CONSOLE_FILE).is_file():
+        directory.mkdir(exist_ok=True)
+        (earlier / CONSOLE_FILE).rename(directory / CONSOLE_FILE)
 
 
 def owner_of(directory: Path) -> tuple[int, int] | None:
@@ -136,7 +144,7 @@ def check_run_directory(directory: Path) -> None:
                 "aside by the next run: choose a separate one, such as runs/latest"
             )
     try:
-        if not directory.is_dir() or all(path.name == CODE_DIRECTORY for path in directory.iterdir()):
+        if not directory.is_dir() or all(path.name in _FROM_START for path in directory.iterdir()):
             return
         if not (directory / RUN_FILE).is_file():
             raise ConfigurationError(

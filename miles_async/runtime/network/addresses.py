@@ -43,7 +43,6 @@ class Network:
         )
 
     def url(self, host: str, port: int) -> str:
-        """URL of an HTTP server of this run."""
         return f"{'http' if self.tls is None else 'https'}://{host}:{port}"
 
     def address(self) -> str:
@@ -82,7 +81,6 @@ LOCAL = Network()
 
 
 def _find_interface(address: str) -> str:
-    """Return the name of this node's interface that has ``address``."""
     number = socket.gethostbyname(address)  # `ray start --node-ip-address` takes names, too
     for interface, addresses in psutil.net_if_addrs().items():
         if any(number == each.address for each in addresses):

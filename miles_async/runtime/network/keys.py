@@ -48,7 +48,6 @@ class Secret:
         return hmac.compare_digest(self._text.encode(), offered.encode(errors="surrogateescape"))
 
     def headers(self) -> dict[str, str]:
-        """HTTP headers of a request with this key."""
         return {"Authorization": f"Bearer {self._text}"}
 
     def opens_for(self, authorization: str | None) -> bool:
@@ -68,14 +67,11 @@ class Secret:
 
 
 def fresh_key() -> Secret:
-    """Generate a random key."""
     return Secret(secrets.token_urlsafe(_KEY_BYTES))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineKeys:
-    """Keys of engines and routers."""
-
     api: Secret  # generation
     admin: Secret  # weights, pauses, caches; the router's list of engines
 
@@ -98,8 +94,6 @@ class SessionKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunKeys:
-    """All keys of a run."""
-
     engines: EngineKeys
     sessions: SessionKeys
 

@@ -7,13 +7,11 @@ import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 
 from miles_async.errors import ConfigurationError
 
 _LOWEST_PORT = 15000
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_DEFAULT_EPHEMERAL_START = 32768
 _TRIES = 200
 _random = random.SystemRandom()  # not seeded: two runs with one seed on one machine must not choose the same ports
 
@@ -90,9 +88,7 @@ class HeldPort:
     def __enter__(self) -> HeldPort:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -109,9 +105,6 @@ def _bound(address: str, number: int, *, reuse: bool = False) -> socket.socket:
 
 
 def _default_ports() -> range:
-    try:
-        lowest_ephemeral = int(_EPHEMERAL_RANGE.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        lowest_ephemeral = _DEFAULT_EPHEMERAL_START
+    lowest_ephemeral = int(_EPHEMERAL_RANGE.read_text().split()[0])
     # 0: one of the kernel's choice.
     return range(_LOWEST_PORT, lowest_ephemeral) if lowest_ephemeral > _LOWEST_PORT + 1000 else range(1)

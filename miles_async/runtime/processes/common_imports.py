@@ -35,7 +35,6 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> None:
-    """Import, then fork a server for each message."""
     descriptor, *modules, _ = sys.argv[1:]
     environment = dict(os.environ)
     connection = socket.socket(fileno=int(descriptor))

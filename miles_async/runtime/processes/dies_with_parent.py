@@ -14,7 +14,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(arguments: list[str]) -> None:
-    """Tie this process to its parent, then become the command."""
     parent, command = int(arguments[0]), arguments[1:]
     die_with(parent)
     os.execvp(command[0], command)
@@ -22,8 +21,7 @@ def main(arguments: list[str]) -> None:
 
 def die_with(parent: int) -> None:
     """Make the kernel kill this process when its parent dies. Raises SystemExit if it is dead already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above took effect
         raise SystemExit("parent process is gone")
 

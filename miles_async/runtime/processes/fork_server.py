@@ -215,7 +215,6 @@ def serve(listener: socket.socket, late: str, modules: Sequence[str], environmen
 
 
 def main() -> None:
-    """Serve as the arguments of this interpreter say."""
     descriptor, late, *modules, _ = sys.argv[1:]
     setproctitle.getproctitle()  # it takes note of where arguments are, once
     serve(socket.socket(fileno=int(descriptor)), late, modules, dict(os.environ))

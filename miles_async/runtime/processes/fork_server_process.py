@@ -58,7 +58,6 @@ class ForkServers:
         )
 
     def start(self) -> None:
-        """Start importing."""
         with self._theirs:
             self._process.start()
 

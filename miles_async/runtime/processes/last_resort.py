@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 
 STARTING_SECONDS = 8.0  # grace after a signal while parts start
 ORDERLY_SECONDS = 75.0  # grace later, to stop both sides and Ray and write the summary
@@ -75,9 +75,7 @@ class LastResort:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
         self._handlers.__exit__(None, None, None)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Sequence
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -95,11 +96,18 @@ def test_train_runs_with_the_arguments(flags: list[str], runs: list[Arguments]):
 
 
 def test_a_program_has_what_the_command_line_has(
-    flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    runs: list[Arguments],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    words = [*flags[1:], "--lr", "1e-4"]
+    monkeypatch.chdir(tmp_path)
+    words = [*flags[1:], "--lr", "1e-4", "--prompt-data", "train.jsonl"]
     config, shown = miles_async.Config.from_args(words), list[str]()
-    assert miles_async.check(config) == printed(capsys, "train", *words, "--dry-run")
+    with chdir("/"):
+        checked = miles_async.check(config)
+    assert checked == printed(capsys, "train", *words, "--dry-run")
     assert main(["train", *words]) == launch(config, shown.append) == 0
     assert "".join(shown) == capsys.readouterr().out
     by_command, by_program = runs

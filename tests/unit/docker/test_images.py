@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pathspec
 import pytest
 
 from miles_async.backends.megatron.families.known import FAMILIES
+from miles_async.runtime.processes.run_process import MARK, note_run_process, read_run_process
 from miles_async.types import JsonObject
 
 ROOT = Path(__file__).parents[3]
@@ -177,20 +179,28 @@ def test_shell_is_well_formed(shell: str) -> None:
     assert "apt-get" not in shell or "rm -rf /var/lib/apt/lists/*" in shell
 
 
-def test_a_container_is_healthy_while_its_run_answers(tmp_path: Path) -> None:
-    answer = tmp_path / "miles-async"
-    answer.write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/calls"\ntest -e "$2/answers"\n')
-    answer.chmod(0o755)
+def test_a_container_is_healthy_while_its_run_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, "")
+    command = tmp_path / "miles-async"
+    status = f'case $1 in status) exec {sys.executable} -m miles_async "$@"; esac'
+    command.write_text(f'#!/bin/sh\n{status}\necho "$@" >> "$(dirname "$0")/calls"\ntest -e "$2/answers"\n')
+    command.chmod(0o755)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
 
     def health() -> int:
-        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MILES_ASYNC_RUN_DIR": str(run_dir)}
-        return subprocess.run([ROOT / "docker" / "healthcheck.sh"], env=environment, timeout=10).returncode
+        path = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+        environment = {**path, "MILES_ASYNC_RUN_DIR": str(run_dir)}
+        return subprocess.run([ROOT / "docker" / "healthcheck.sh"], env=environment, timeout=60).returncode
 
     assert health() == 0  # a node of Ray's
-    (run_dir / "run.json").touch()
+    note_run_process(run_dir, tmp_path / "control")  # this process drives a run
     assert health() == 1
     (run_dir / "answers").touch()
     assert health() == 0
     assert (tmp_path / "calls").read_text() == f"scale {run_dir}\n" * 2
+    (run_dir / "answers").unlink()
+    over = msgspec.structs.replace(read_run_process(run_dir), start_ticks=1)
+    for run in (over, msgspec.structs.replace(over, host="another")):  # what `miles-async watch` shows
+        (run_dir / "run.json").write_bytes(msgspec.json.encode(run))
+        assert health() == 0

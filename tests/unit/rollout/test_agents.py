@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from miles_async.api import Agent
 from miles_async.errors import ConfigurationError, RequestRejectedError, ServiceUnavailableError, TransientEngineError
-from miles_async.rollout import process_tree
+from miles_async.rollout import agent_command, process_tree
 from miles_async.rollout.agent import AgentGenerate
 from miles_async.rollout.agent_command import CommandAgent
 from miles_async.runtime.hooks import load_object
@@ -287,6 +287,14 @@ async def test_a_command_is_given_its_session_and_the_prompt(tmp_path: Path) -> 
     assert turns == ["http://x/v1", {**expected, "messages": list(PROMPT.messages)}, sys.executable]
     assert reward == 0.5
     assert (tmp_path / "logs" / "agents.log").read_text() == "thinking\n"
+
+
+async def test_a_log_that_has_grown_large_is_moved_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_command, "_LOG_BYTES", 10)
+    for number in range(4):
+        await command(tmp_path, f"import sys\nprint('number {number}', file=sys.stderr)")("http://x/v1", PROMPT)
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert logs == {"agents.log.1": "number 0\nnumber 1\n", "agents.log": "number 2\nnumber 3\n"}
 
 
 async def test_a_command_has_the_key_of_agents_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

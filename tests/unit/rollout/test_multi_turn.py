@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import sys
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -420,10 +421,15 @@ def test_environments_are_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) 
     class WithoutPrompt(Lookup):
         def __init__(self) -> None: ...
 
+    class Unfinished(Lookup, ABC):
+        @abstractmethod
+        def rules(self) -> str: ...
+
     for attribute, words in (
         (Synchronous, r"step\(\) must be `async def`"),
         (WithoutClose, r"step\(\) must take \(turn\); it has no close\(\)"),
         (WithoutPrompt, r"it must take \(prompt\)"),
+        (Unfinished, r"--environment-path own_environment:Attribute: .* abstract method '?rules"),
         (7, "cannot be called"),
     ):
         with pytest.raises(ConfigurationError, match=words):

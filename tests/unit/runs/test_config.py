@@ -60,6 +60,7 @@ def test_an_argument_file_is_read_once(tmp_path: Path, monkeypatch: pytest.Monke
     config = miles_async.Config.from_args(["@run.args"])
     file.write_text("--lr 1e-4")
     monkeypatch.chdir(tmp_path.parent)
+    assert config.having() == config
     assert config.having().arguments == config.arguments
     assert config.words == ("--lr", "1e-3", "--run-dir", "runs/one")
 

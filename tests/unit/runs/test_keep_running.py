@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -26,7 +25,7 @@ from miles_async.commands.ledger import ledger
 from miles_async.runs.ending import end_run
 from miles_async.runs.keep_running import RunKeeper
 from miles_async.runs.run import attach
-from miles_async.runtime.files.run_directory import CODE_DIRECTORY
+from miles_async.runtime.files.run_directory import CODE_DIRECTORY, CONSOLE_FILE
 from miles_async.runtime.processes.restarts import LONGEST_REASON, RunRestart, read_restarts, restarts_variable
 
 # A life of a run: writes what a driver would, then ends as the next word of "endings" says.
@@ -113,11 +112,14 @@ class Lives:
     def arguments(self, restarts: int) -> CheckpointArguments:
         return CheckpointArguments(save=self.save, max_run_restarts=restarts)
 
-    def start(self, restarts: int, patch: str = "") -> subprocess.Popen[str]:
-        """In a process of its own, for signals."""
+    def start(self, restarts: int, patch: str = "", until: str = "waiting") -> subprocess.Popen[str]:
+        """In a process of its own, for signals, which has said ``until``."""
         words = [str(restarts), str(self.save), str(self.run_dir), *self.command]
         source = KEEPER.replace("...", patch)
-        return subprocess.Popen([sys.executable, "-c", source, *words], stdout=subprocess.PIPE, text=True)
+        keeper = subprocess.Popen([sys.executable, "-c", source, *words], stdout=subprocess.PIPE, text=True)
+        assert keeper.stdout is not None
+        assert keeper.stdout.readline() == f"{until}\n"
+        return keeper
 
     @property
     def words(self) -> list[list[str]]:
@@ -135,9 +137,11 @@ def test_a_run_that_lost_a_process_goes_on_from_its_newest_checkpoint(
     lives = Lives(tmp_path, f"{ending} done")
     (lives.run_dir / CODE_DIRECTORY).mkdir(parents=True)
     (lives.run_dir / CODE_DIRECTORY / "hook.py").touch()
+    (lives.run_dir / CONSOLE_FILE).write_text("which process prints does not change")
     assert lives.run(1) == 0
     assert lives.words == [[], ["--load", lives.checkpoint(10)]]
     assert (lives.run_dir / CODE_DIRECTORY / "hook.py").is_file()
+    assert (lives.run_dir / CONSOLE_FILE).read_text() == "which process prints does not change"
     (restart,) = read_restarts(lives.run_dir)
     assert restart.checkpoint == lives.checkpoint(10)
     assert ("the driver was killed by SIGKILL" if ending == "kill" else "trainer rank 1 died") in restart.reason
@@ -164,16 +168,11 @@ def test_it_ends_when_it_was_restarted_often_enough(tmp_path: Path, capfd: pytes
     assert "2 times in 3600 s is all that --max-run-restarts allows" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("ending", "status"), [("failed", 1), ("silent", 1), ("done", 0)])
+@pytest.mark.parametrize(("ending", "status"), [("failed", 1), ("silent", 1), ("done", 0), ("stuck0", 1)])
 def test_an_ending_of_its_own_is_no_reason_to_start_again(tmp_path: Path, ending: str, status: int) -> None:
+    """A run that stalls before it ever trained has reasons of its own, too."""
     lives = Lives(tmp_path, f"{ending} done")
     assert lives.run(5) == status
-    assert lives.words == [[]]
-
-
-def test_a_run_that_stalls_before_it_ever_trained_has_reasons_of_its_own(tmp_path: Path) -> None:
-    lives = Lives(tmp_path, "stuck0 done")
-    assert lives.run(5) == 1
     assert lives.words == [[]]
 
 
@@ -209,28 +208,24 @@ def test_what_a_lost_driver_left_is_ended_before_the_next_life(tmp_path: Path, m
     fork = f"import subprocess; Path({str(orphan)!r}).write_text(str(subprocess.Popen(['sleep', '60']).pid)); os.kill("
     monkeypatch.setattr(sys.modules[__name__], "LIFE", LIFE.replace("os.kill(", fork, 1))
     assert lives.run(1) == 0
-    assert not psutil.pid_exists(int(orphan.read_text())) or _is_zombie(int(orphan.read_text()))
+    assert _is_gone(int(orphan.read_text()))
 
 
 def test_a_run_that_has_to_be_killed_to_stop_it_is_not_started_again(tmp_path: Path) -> None:
     lives = Lives(tmp_path, "deaf done")
     keeper = lives.start(5)
-    assert keeper.stdout is not None
-    assert keeper.stdout.readline() == "waiting\n"
     end_run(lives.run_dir, 0.2)
     assert keeper.wait(120) == 130
     assert lives.words == [[]]
 
 
-@pytest.mark.parametrize(("function", "aside"), [("end_leftovers", False), ("copy_code", True)])
+@pytest.mark.parametrize(("function", "aside"), [("end_leftovers", False), ("carry_over", True)])
 def test_a_run_can_be_stopped_between_two_lives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, aside: bool
 ) -> None:
     """Before its directory is moved aside, and after it."""
     lives = Lives(tmp_path, "kill done")
-    keeper = lives.start(5, PAUSE.format(function=function))
-    assert keeper.stdout is not None
-    assert keeper.stdout.readline() == "between\n"
+    keeper = lives.start(5, PAUSE.format(function=function), until="between")
     assert lives.run_dir.exists() is not aside
     assert main(["status", str(lives.run_dir)]) == 0
     assert ": between two lives: it is being restarted\n" in capsys.readouterr().out
@@ -247,8 +242,6 @@ def test_a_run_can_be_stopped_between_two_lives(
 def test_ctrl_c_ends_it_at_once_and_for_good(tmp_path: Path, number: signal.Signals) -> None:
     lives = Lives(tmp_path, "wait done")
     keeper = lives.start(5)
-    assert keeper.stdout is not None
-    assert keeper.stdout.readline() == "waiting\n"
     keeper.send_signal(number)
     assert keeper.wait(120) == 130
     assert lives.words == [[]]
@@ -272,12 +265,13 @@ def test_ctrl_c_while_a_life_starts_is_for_that_life(tmp_path: Path, monkeypatch
 def test_a_run_dies_with_the_process_that_keeps_it(tmp_path: Path) -> None:
     lives = Lives(tmp_path, "wait")
     keeper = lives.start(5)
-    assert keeper.stdout is not None
-    assert keeper.stdout.readline() == "waiting\n"
     (life,) = psutil.Process(keeper.pid).children()
     keeper.kill()
     keeper.wait(60)
-    _until(lambda: not life.is_running() or life.status() == psutil.STATUS_ZOMBIE)
+    deadline = time.monotonic() + 60
+    while not _is_gone(life.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_the_ledger_tells_of_restarts(tmp_path: Path) -> None:
@@ -289,15 +283,11 @@ def test_the_ledger_tells_of_restarts(tmp_path: Path) -> None:
     assert "restarted from" in ledger([str(lives.run_dir)])
 
 
-def _is_zombie(pid: int) -> bool:
-    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def _until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def _is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_restarts_of_a_long_run_fit_into_an_environment_variable() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,28 +44,24 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Arguments:
     )
 
 
+def write_config(arguments: Arguments, config: Mapping[str, object]) -> None:
+    (arguments.model.directory / "config.json").write_text(json.dumps(config))
+
+
+def trainer_cells(arguments: Arguments) -> list[str]:
+    """Weights, gradients, optimizer, reference, critic, activations, staging, sum, host copy, kept weights."""
+    line = next(line for line in memory.memory_report(arguments).splitlines() if line.startswith("│ 0 "))
+    return [cell.strip() for cell in line.split("│")[2:-1]]
+
+
 def with_memory(arguments: Arguments, gib: float | None) -> Arguments:
     return replace(arguments, cluster=replace(arguments.cluster, gpu_memory_gb=gib))
 
 
 def test_tables(arguments: Arguments) -> None:
-    lines = memory.memory_report(arguments).splitlines()
-    trainer = next(line for line in lines if line.startswith("│ 0 "))
-    assert [cell.strip() for cell in trainer.split("│")[2:-1]] == [
-        "1.0",
-        "2.0",
-        "6.0",
-        "0.0",
-        "0.0",
-        "3.0",
-        "1.0",
-        "13.0",
-        "0.0",
-        "0.0",
-    ]
-    engine = next(line for line in lines if "engine" in line)
+    assert " ".join(trainer_cells(arguments)) == "1.0 2.0 6.0 0.0 0.0 3.0 1.0 13.0 0.0 0.0"
     # 2 KV heads on 4 ranks: each has one of them; (0.85 × 80 − 0.25) GiB for 4 layers × 2 × 64 × 2 bytes.
-    assert [cell.strip() for cell in engine.split("│")[2:-1]] == ["4", "0.2", "1,024", f"{int(67.75 * 1024**2):,}"]
+    assert engine_cells(arguments) == ["4", "0.2", "1,024", f"{int(67.75 * 1024**2):,}"]
 
 
 def activation_cells(arguments: Arguments) -> tuple[list[str], list[list[str]]]:
@@ -78,9 +75,7 @@ def activation_cells(arguments: Arguments) -> tuple[list[str], list[list[str]]]:
 
 def test_activations_are_told_for_every_recomputation(arguments: Arguments) -> None:
     """Megatron refused one of them. The logits are those of 1,024 tokens in fp32, 128 Ki of them per token and rank."""
-    directory = arguments.model.hf_checkpoint
-    assert directory is not None
-    (directory / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 1 << 18}))
+    write_config(arguments, CONFIG | {"vocab_size": 1 << 18})
     split = replace(
         arguments,
         cluster=replace(arguments.cluster, actor_num_gpus_per_node=2),
@@ -91,14 +86,11 @@ def test_activations_are_told_for_every_recomputation(arguments: Arguments) -> N
     assert rows == [["0", "3.0", "refused", "2.0", "0.5"]]
     full = replace(split, model=replace(split.model, recompute_granularity="full"))
     assert activation_cells(full)[0][1:4] == ["none", "selective", "full (chosen)"]
-    trainer = next(line for line in memory.memory_report(full).splitlines() if line.startswith("│ 0 "))
-    assert trainer.split("│")[7].strip() == "2.0"
+    assert trainer_cells(full)[5] == "2.0"
 
 
 def test_the_last_stage_alone_has_logits(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = arguments.model.hf_checkpoint
-    assert directory is not None
-    (directory / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 1 << 18}))
+    write_config(arguments, CONFIG | {"vocab_size": 1 << 18})
     stages = [replace(STAGES[0], stages=range(1), under_way=2), replace(STAGES[0], stages=range(1, 2))]
     monkeypatch.setattr(memory, "measure", lambda request: {None: stages})
     split = replace(
@@ -117,27 +109,18 @@ def test_the_last_stage_alone_has_logits(arguments: Arguments, monkeypatch: pyte
     (CheckpointArguments(save=Path("checkpoints"), async_save=False), "0.0"),
 ])  # fmt: skip
 def test_saves_meanwhile_take_host_memory(arguments: Arguments, checkpoint: CheckpointArguments, host: str) -> None:
-    lines = memory.memory_report(replace(arguments, checkpoint=checkpoint)).splitlines()
-    trainer = next(line for line in lines if line.startswith("│ 0 "))
-    assert [cell.strip() for cell in trainer.split("│")[-4:-1]] == ["13.0", host, "0.0"]
+    assert trainer_cells(replace(arguments, checkpoint=checkpoint))[-3:] == ["13.0", host, "0.0"]
 
 
 def test_kept_versions_take_host_memory(arguments: Arguments) -> None:
     """1 GiB for each of three versions that a token may have, and for one that is about to be kept."""
     algorithm = replace(arguments.algorithm, prox_logp_method="snapshots", use_tis=True)
     staleness = replace(arguments.staleness, max_weight_staleness=2)
-    lines = memory.memory_report(replace(arguments, algorithm=algorithm, staleness=staleness)).splitlines()
-    trainer = next(line for line in lines if line.startswith("│ 0 "))
-    assert [cell.strip() for cell in trainer.split("│")[-4:-1]] == ["13.0", "0.0", "4.0"]
+    assert trainer_cells(replace(arguments, algorithm=algorithm, staleness=staleness))[-3:] == ["13.0", "0.0", "4.0"]
 
 
 def test_room_for_tokens_is_not_guessed(arguments: Arguments) -> None:
     assert "with --gpu-memory-gb" in memory.memory_report(with_memory(arguments, None))
-
-
-def test_a_fraction_that_is_given_wins(arguments: Arguments) -> None:
-    given = replace(arguments, engines=EnginesArguments(sglang_extra=("--mem-fraction-static=0.5",)))
-    assert f"{int(39.75 * 1024**2):,}" in memory.memory_report(given)
 
 
 def engine_cells(arguments: Arguments, *flags: str) -> list[str]:
@@ -145,6 +128,10 @@ def engine_cells(arguments: Arguments, *flags: str) -> list[str]:
     given = replace(arguments, engines=EnginesArguments(sglang_extra=flags))
     line = next(line for line in memory.memory_report(given).splitlines() if "│ engine" in line)
     return [cell.strip() for cell in line.split("│")[2:-1]]
+
+
+def test_a_fraction_that_is_given_wins(arguments: Arguments) -> None:
+    assert engine_cells(arguments, "--mem-fraction-static=0.5")[-1] == f"{int(39.75 * 1024**2):,}"
 
 
 @pytest.mark.parametrize(
@@ -169,9 +156,7 @@ def test_states_of_linear_attention_take_their_share_of_the_cache(
     hybrid = CONFIG | {"full_attention_interval": 4, "linear_conv_kernel_dim": 4}
     hybrid |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     hybrid |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
-    directory = arguments.model.hf_checkpoint
-    assert directory is not None
-    (directory / "config.json").write_text(json.dumps(hybrid))
+    write_config(arguments, hybrid)
     cells = engine_cells(arguments, *flags)
     assert cells[2] == "256"  # one layer in four has keys and values
     assert int(cells[3].replace(",", "")) == pytest.approx(67.75 * GIB / 256 / (1 + ratio), abs=1)
@@ -185,9 +170,7 @@ WHOLE = CONFIG | {"intermediate_size": 2048, "vocab_size": 11264}
 )
 def test_ranks_of_data_parallel_attention_hold_all_heads(arguments: Arguments, flags: tuple[str, ...]) -> None:
     """Each of 4 ranks: both KV heads of its share of the requests, and all of attention and embedding."""
-    directory = arguments.model.hf_checkpoint
-    assert directory is not None
-    (directory / "config.json").write_text(json.dumps(WHOLE))
+    write_config(arguments, WHOLE)
     copied = 4 * 2 * 512 * (512 + 128) + 11264 * 512  # weights that each rank has, of which it else has a quarter
     weights = (GIB // 2 - copied) * 2 // 4 + copied * 2
     room = int((0.85 * 80 * GIB - weights) // 2048)  # 4 layers × 2 × 2 heads × 64 × 2 bytes
@@ -208,23 +191,17 @@ def test_ranks_that_do_not_fit_are_refused(arguments: Arguments) -> None:
 
 def test_hosts_need_room_for_what_is_published_and_links_a_least_speed(arguments: Arguments) -> None:
     weights = replace(arguments.weights, publication_timeout=100.0)
-    (line,) = (
-        line
-        for line in memory.memory_report(replace(arguments, weights=weights)).splitlines()
-        if line.startswith("Publication: ")
-    )
+    lines = memory.memory_report(replace(arguments, weights=weights)).splitlines()
+    (line,) = (line for line in lines if line.startswith("Publication: "))
     assert "1.0 GiB from each of 1 sending ranks" in line
     assert "up to 3.0 GiB of files for 3 versions" in line
     assert line.endswith("--publication-timeout 100 s: 0.011 GB/s per rank at least.")
 
 
 def test_engines_that_share_a_gpu_have_less_of_it(arguments: Arguments) -> None:
-    def tokens(arguments: Arguments) -> int:
-        row = next(line for line in memory.memory_report(arguments).splitlines() if line.startswith("│ engine"))
-        return int(row.split("│")[-2].replace(",", ""))
-
     shared = replace(arguments, cluster=replace(arguments.cluster, colocate=True))
-    assert tokens(shared) < tokens(arguments)
+    own, part = (int(engine_cells(each)[-1].replace(",", "")) for each in (arguments, shared))
+    assert part < own
 
 
 def test_engines_without_room_for_a_sample_are_refused(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,11 +222,7 @@ def test_the_loss_decides_what_else_is_kept(arguments: Arguments, monkeypatch: p
 
     monkeypatch.setattr(memory, "measure", measure)
     algorithm = replace(arguments.algorithm, use_kl_loss=True, kl_loss_coef=0.1, log_entropy=True)
-    text = memory.memory_report(replace(arguments, algorithm=algorithm))
-    trainer = next(line for line in text.splitlines() if line.startswith("│ 0 "))
-    assert trainer.split("│")[5].strip() == "1.0"  # the reference model
+    assert trainer_cells(replace(arguments, algorithm=algorithm))[3] == "1.0"  # the reference model
     assert asked[0].entropy
-
     adapted = replace(arguments, algorithm=algorithm, model=replace(arguments.model, lora_rank=8))
-    trainer = next(line for line in memory.memory_report(adapted).splitlines() if line.startswith("│ 0 "))
-    assert trainer.split("│")[5].strip() == "0.0"  # it is the model without its adapters
+    assert trainer_cells(adapted)[3] == "0.0"  # it is the model without its adapters

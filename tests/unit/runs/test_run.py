@@ -83,7 +83,7 @@ def config(tmp_path: Path) -> Config:
 def begin(monkeypatch: pytest.MonkeyPatch, config: Config) -> Iterator[Started]:
     runs: list[Run] = []
 
-    def begin(manner: str, reward: object = None) -> Run:
+    def begin(manner: str, reward: object = None, config: Config = config) -> Run:
         source = "import signal\nsignal.signal(signal.SIGTERM, signal.default_int_handler)\n" + DRIVER
         source = source.replace("SUMMARY", repr(SUMMARY))
         run_dir = str(config.arguments.observability.run_dir)
@@ -190,6 +190,19 @@ def test_what_the_command_line_would_print_is_raised_and_nothing_is_left(begin: 
     with pytest.raises(MilesAsyncError, match=r"(?s)with status 1:\nchecking\nit broke"):
         begin("broken")
     assert not any(run_dir.parent.iterdir())
+
+
+def test_relative_paths_begin_where_the_flags_were_read(
+    begin: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Config.from_args(run_dir="runs/one")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run = begin("finished", config=config.having(lr=1e-5))
+    assert run.wait(10)["steps"] == 3
+    assert run.directory == tmp_path / "runs" / "one"
+    assert not any((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_refused_run_leaves_an_earlier_one_as_it_was(begin: Started) -> None:

@@ -146,7 +146,6 @@ def test_an_allocator_that_cannot_release_memory_is_refused(name: str) -> None:
 
 
 def test_a_run_on_gpus_is_checked_with_the_environment_of_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "choose_device", lambda _: "cuda")
     monkeypatch.setattr(device, "count_gpus", lambda: 8)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     engines = EnginesArguments(sglang_extra=("--enable-symm-mem",))

@@ -1,12 +1,14 @@
-"""Errors of users' code may have any length; what is kept of their texts is bounded."""
+"""Untrusted texts: of any length, of which a bounded part is kept, and shown by a terminal, not obeyed."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from miles_async.errors import ServiceUnavailableError, UserCodeError
 from miles_async.runtime.services import _text
-from miles_async.runtime.texts import TEXT_LIMIT, shortened
+from miles_async.runtime.texts import TEXT_LIMIT, escaped, last_lines, shortened
 from miles_async.runtime.user_code import call_user_code, raised, run_user_code
 
 BOUND = TEXT_LIMIT + 200  # with the note
@@ -50,3 +52,31 @@ async def test_the_error_for_what_is_no_exception_is_bounded_too():
 @pytest.mark.parametrize("error", [ServiceUnavailableError("x" * 100_000), ConnectionError("x" * 100_000)])
 def test_the_failure_of_a_service_is_bounded(error: Exception):
     assert len(_text(error)) < BOUND
+
+
+def test_no_more_than_the_end_of_a_file_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_lines(log, 100) == []
+    log.write_bytes(b"one\ntwo\nthr\xffee\n\n")
+    assert last_lines(log, 100) == ["one", "two", "thr\ufffdee"]
+    assert last_lines(log, 10) == ["o", "thr\ufffdee"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain text", "plain text"),
+        ("über 漢字 ✓ ▁x", "über 漢字 ✓ ▁x"),
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("\x9b2J", "\\x9b2J"),
+        ("a\u202eb\u2066c\u200fd", "a\\u202eb\\u2066c\\u200fd"),
+        ("\u2028\u200b\ue000", "\\u2028\\u200b\\ue000"),
+        ("line\nnext\ttab", "line\\nnext\\ttab"),
+    ],
+)
+def test_characters_that_a_terminal_obeys_are_escaped(text: str, expected: str) -> None:
+    assert escaped(text) == expected
+
+
+def test_lines_and_tabs_can_be_kept() -> None:
+    assert escaped("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"

@@ -86,27 +86,17 @@ def test_the_summary_says_how_it_ended(
     assert summary["ending"] == ending
 
 
-def test_a_summary_that_cannot_be_written_does_not_hide_the_error(
+def test_a_summary_that_cannot_be_written_is_an_error_that_hides_no_other(
     arguments: Arguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends_with(monkeypatch, TrainerError("rank 1 died"))
     monkeypatch.setattr(report, "write_summary", full_disk)
-    with pytest.raises(TrainerError, match="rank 1 died"):
-        train.run(arguments, NO_IMPORTS)
-
-
-def test_an_interrupted_run_without_a_summary_is_interrupted(
-    arguments: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends_with(monkeypatch, KeyboardInterrupt())
-    monkeypatch.setattr(report, "write_summary", full_disk)
-    assert train.run(arguments, NO_IMPORTS) == EXIT_INTERRUPTED
-
-
-def test_a_finished_run_without_a_summary_says_so(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     ends_with(monkeypatch, None)
-    monkeypatch.setattr(report, "write_summary", full_disk)
     with pytest.raises(SummaryError, match=r"the run has finished, and its summary cannot be written: .*No space left"):
+        train.run(arguments, NO_IMPORTS)
+    ends_with(monkeypatch, KeyboardInterrupt())
+    assert train.run(arguments, NO_IMPORTS) == EXIT_INTERRUPTED
+    ends_with(monkeypatch, TrainerError("rank 1 died"))
+    with pytest.raises(TrainerError, match="rank 1 died"):
         train.run(arguments, NO_IMPORTS)
 
 

@@ -35,11 +35,9 @@ def test_on_cuda_nothing_is_forked(tmp_path: Path) -> None:
     assert found.interpreter("a title") is None
 
 
-def test_where_imports_start_threads_nothing_is_forked(tmp_path: Path) -> None:
-    assert list(servers(tmp_path, threads="2")) == []
-
-
-def test_external_engines_are_not_forked(tmp_path: Path) -> None:
+def test_what_is_not_forked(tmp_path: Path) -> None:
+    assert list(servers(tmp_path, threads="2")) == [], "where imports start threads"
+    assert servers(tmp_path, replace(CPU, model=replace(CPU.model, train_backend="another"))).ranks is None
     external = replace(CPU, engines=replace(CPU.engines, rollout_external=("host:1",)))
     assert servers(tmp_path, external).engines is None
 
@@ -47,7 +45,3 @@ def test_external_engines_are_not_forked(tmp_path: Path) -> None:
 def test_in_a_cluster_only_engines_are_forked(tmp_path: Path) -> None:
     found = servers(tmp_path, replace(CPU, cluster=replace(CPU.cluster, ray_address="auto")))
     assert list(found) == [found.engines]
-
-
-def test_ranks_of_another_backend_are_not_forked(tmp_path: Path) -> None:
-    assert servers(tmp_path, replace(CPU, model=replace(CPU.model, train_backend="another"))).ranks is None

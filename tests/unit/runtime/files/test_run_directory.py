@@ -18,9 +18,10 @@ from miles_async.errors import ConfigurationError, RunDirectoryError
 from miles_async.runtime.files import run_directory
 from miles_async.runtime.files.run_directory import (
     CODE_DIRECTORY,
+    CONSOLE_FILE,
+    carry_over,
     check_run_directory,
     claimed,
-    copy_code,
     find_run,
     move_aside,
 )
@@ -149,17 +150,20 @@ def test_a_directory_that_no_run_made_is_refused(tmp_path: Path, monkeypatch: py
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
 
-def test_code_that_was_carried_there_stays_and_an_earlier_runs_is_copied_on_demand(tmp_path: Path) -> None:
+def test_code_and_output_that_were_carried_there_stay_and_an_earlier_starts_are_carried_over(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / CODE_DIRECTORY).mkdir(parents=True)
     (run / CODE_DIRECTORY / "hook.py").write_text("x")
+    (run / CONSOLE_FILE).write_text("checking")
     with claimed(run, Path("control")):
         pass
     assert (run / CODE_DIRECTORY / "hook.py").read_text() == "x"
     earlier = move_aside(run)
-    copy_code(earlier, run)
-    assert [path.name for path in run.iterdir()] == [CODE_DIRECTORY]
+    carry_over(earlier, run)
+    assert {path.name for path in run.iterdir()} == {CODE_DIRECTORY, CONSOLE_FILE}
     assert (run / CODE_DIRECTORY / "hook.py").read_text() == "x"
+    assert not (earlier / CONSOLE_FILE).exists()
+    check_run_directory(run)
 
 
 def test_an_empty_directory_is_taken(tmp_path: Path) -> None:

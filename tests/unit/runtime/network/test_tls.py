@@ -6,11 +6,13 @@ import asyncio
 import os
 import ssl
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
+import pytest_asyncio
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import ClusterArguments
@@ -110,37 +112,39 @@ def test_agents_and_hooks_find_the_authority_beside_those_that_they_trusted(tls:
     assert replace(tls, ca=None).trusted(tmp_path) == {}
 
 
-async def test_a_program_that_knows_nothing_of_certificates_reaches_its_session(tls: Tls, tmp_path: Path) -> None:
+@pytest_asyncio.fixture
+async def server(tls: Tls) -> AsyncIterator[SessionServer]:
     server = SessionServer(ScriptedModel(says("68")), make_trajectory, keys=KEYS.sessions, session_timeout=60.0)
     await server.start(HERE, tls=tls)
+    yield server
+    await server.stop()
+
+
+async def test_a_program_that_knows_nothing_of_certificates_reaches_its_session(
+    server: SessionServer, tls: Tls, tmp_path: Path
+) -> None:
     program = (
         "import sys, urllib.request as u\n"
         "r = u.Request(sys.argv[1] + '/health', headers={'Authorization': 'Bearer ' + sys.argv[2]})\n"
         "print(u.build_opener(u.ProxyHandler({})).open(r, timeout=30).status)"
     )
     words = (sys.executable, "-c", program, server.url, KEYS.sessions.agents.reveal())
-    try:
-        for trusted, status in ((tls.trusted(tmp_path), 0), ({}, 1)):
-            child = await asyncio.create_subprocess_exec(
-                *words, env={**os.environ, **trusted}, stderr=asyncio.subprocess.DEVNULL
-            )
-            async with asyncio.timeout(60):
-                assert await child.wait() == status
-    finally:
-        await server.stop()
+    for trusted, status in ((tls.trusted(tmp_path), 0), ({}, 1)):
+        child = await asyncio.create_subprocess_exec(
+            *words, env={**os.environ, **trusted}, stderr=asyncio.subprocess.DEVNULL
+        )
+        async with asyncio.timeout(60):
+            assert await child.wait() == status
 
 
-async def test_the_session_server_speaks_tls_to_agents_that_trust_its_authority(tls: Tls) -> None:  # covers: C13
-    server = SessionServer(ScriptedModel(says("68")), make_trajectory, keys=KEYS.sessions, session_timeout=60.0)
-    await server.start(HERE, tls=tls)
-    try:
-        assert server.url.startswith("https://")
-        async with aiohttp.ClientSession(headers=KEYS.sessions.agents.headers()) as http:
-            async with http.get(f"{server.url}/health", ssl=tls.client()) as response:
-                assert response.status == 200
-            with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                await http.get(f"{server.url}/health")
-            with pytest.raises(aiohttp.ClientError):
-                await http.get(server.url.replace("https", "http") + "/health")
-    finally:
-        await server.stop()
+async def test_the_session_server_speaks_tls_to_agents_that_trust_its_authority(
+    server: SessionServer, tls: Tls
+) -> None:  # covers: C13
+    assert server.url.startswith("https://")
+    async with aiohttp.ClientSession(headers=KEYS.sessions.agents.headers()) as http:
+        async with http.get(f"{server.url}/health", ssl=tls.client()) as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await http.get(f"{server.url}/health")
+        with pytest.raises(aiohttp.ClientError):
+            await http.get(server.url.replace("https", "http") + "/health")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import textwrap
@@ -14,6 +13,7 @@ import pytest
 
 from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.runtime.processes.fork_server_process import ForkServer, running
+from tests.unit.runtime.processes.waiting import until_gone
 
 MODULES = {
     "common": """
@@ -96,16 +96,10 @@ async def test_servers_end_with_the_process_that_they_were_forked_from(tmp_path:
         await report(one, {"WHO": "one"})
         [forked] = psutil.Process(processes.pid).children()
         os.kill(processes.pid, signal.SIGKILL)
-        await _until_gone(forked)
+        await until_gone(forked.pid)
 
 
 async def test_without_servers_it_ends_when_it_has_imported(tmp_path: Path) -> None:
     async with running(modules=["common"]) as processes:
-        await _until_gone(psutil.Process(processes.pid))
+        await until_gone(processes.pid)
     assert (tmp_path / "counted").read_text() == "common\n"
-
-
-async def _until_gone(process: psutil.Process) -> None:
-    async with asyncio.timeout(20):
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
