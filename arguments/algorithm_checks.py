@@ -261,6 +261,6 @@ def check_absent_critic(arguments: Arguments) -> Iterator[str]:
     for flag in group_flags("critic"):
         if flag.value_in(arguments) != flag.default:
             yield (
-                f"{flag.flag} has no effect with --token-advantages {arguments.algorithm.token_advantages}, whose needs "
-                "do not name values, which a critic gives: leave it out"
+                f"{flag.flag} has no effect with --token-advantages {arguments.algorithm.token_advantages}, whose "
+                "needs do not name values, which a critic gives: leave it out"
             )

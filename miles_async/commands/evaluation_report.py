@@ -62,13 +62,15 @@ def evaluated(run_dir: Path) -> Evaluated:
             rewards.setdefault(name, {}).setdefault(row.prompt_id, []).append(row.reward)
             asked.setdefault(name, {})[row.prompt_id] = row.samples
     data_sets = {
-        name: _data_set(rewards.get(name, {}), asked.get(name, {}), note, name) for name in note.asked | rewards
+        name: _data_set(rewards.get(name, {}), asked.get(name, {}), note, total) for name, total in note.asked.items()
     }
     return Evaluated(run_dir=run_dir, note=note, data_sets=data_sets)
 
 
-def _data_set(rewards: Mapping[str, list[float]], asked: Mapping[str, int], note: FileNote, name: str) -> DataSet:
-    """If the evaluation went to its end, samples that are absent have failed. Otherwise prompts that lack some are left
+def _data_set(rewards: Mapping[str, list[float]], asked: Mapping[str, int], note: FileNote, total: int) -> DataSet:
+    """``asked``: samples of each prompt; ``total``: of all.
+
+    If the evaluation went to its end, samples that are absent have failed. Otherwise prompts that lack some are left
     out: the short answers of a prompt come first.
     """
     whole = note.why_fewer is None
@@ -76,7 +78,7 @@ def _data_set(rewards: Mapping[str, list[float]], asked: Mapping[str, int], note
     return DataSet(
         rewards=kept,
         samples=sum(map(len, rewards.values())),
-        asked=note.asked.get(name, sum(asked.values())),  # of an earlier version: of prompts with a sample only
+        asked=total,
         left_out=len(rewards) - len(kept),
     )
 

@@ -752,18 +752,6 @@ def test_log_probs_are_not_compared_with_engines_of_another_run(valid: dict[str,
     assert "--max-logprob-diff 0.1 compares the trainer with the engines that served its weights" in found
 
 
-def test_rollout_data_of_a_version_that_counted_from_0_is_not_taken_for_the_next_step(
-    valid: dict[str, object], tmp_path: Path
-):
-    for step in (0, 1):
-        (tmp_path / f"{step}.parquet").touch()
-    found = refusal(valid | {"load_debug_rollout_data": tmp_path / "{rollout_id}.parquet"})
-    assert f"there is a file {tmp_path / '0.parquet'}, and steps count from 1" in found
-    (tmp_path / "0.parquet").unlink()
-    found = refusal(valid | {"max_logprob_diff": 0.1, "load_debug_rollout_data": tmp_path / "{rollout_id}.parquet"})
-    assert "there is a file" not in found
-
-
 def test_all_problems_are_reported_together(valid: dict[str, object]):
     found = refusal(valid | {"hf_checkpoint": None, "rollout_batch_size": 0, "save_interval": 3, "use_tis": True})
     assert "4 problems" in found

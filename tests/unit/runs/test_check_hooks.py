@@ -47,7 +47,7 @@ def with_advantages(name: str, flags: Mapping[str, object]) -> Arguments:
 @pytest.fixture
 def own_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_baseline.py").write_text(
-        "class Baseline:\n    needs = ()\n    def __init__(self, arguments): ...\n    def __call__(self, batch): ...\n\n"
+        "class Baseline:\n    needs = ()\n    def __init__(self, arguments): ...\n    def __call__(self, batch): ...\n"
         "class Critic(Baseline):\n    needs = ('values',)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
