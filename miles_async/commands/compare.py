@@ -91,7 +91,8 @@ def _read(directory: Path, name: str) -> Run:
 
 
 def _metrics(runs: Sequence[Run], asked: Sequence[str] | None) -> list[str]:
-    there = sorted({name for run in runs for row in run.rows for name in row} - {"step", "time"})
+    measured = {name for run in runs for row in run.rows for name, value in row.items() if value is not None}
+    there = sorted(measured - {"step", "time"})
     for name in asked or ():
         if name not in there:
             raise ConfigurationError(f"--metric {name}: no run has it{did_you_mean(name, there)}")
