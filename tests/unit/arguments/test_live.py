@@ -139,10 +139,7 @@ def test_what_a_live_run_cannot_follow_is_refused(arguments: Arguments, words: d
         (staleness(stale_group_action="wait"), {"max-weight-staleness": "3"}),
         (algorithm(use_kl_loss=True), {"kl-loss-coef": "0.1"}),
         (algorithm(token_advantages="kl_in_reward", kl_coef=0.1), {"kl-coef": "0.2"}),
-        (
-            SNAPSHOTS,
-            {"max-weight-staleness": "1"},
-        ),
+        (SNAPSHOTS, {"max-weight-staleness": "1"}),
     ],
 )
 def test_what_it_can_follow_is_accepted(arguments: Arguments, words: dict[str, str]) -> None:

@@ -84,8 +84,8 @@ def test_needs_name_flags_and_values_that_exist() -> None:
     [
         (
             {"max_turns": 4, "max_tokens_per_turn": 9, "reasoning_parser": "think"},
-            "--max-turns 4, --max-tokens-per-turn 9 and --reasoning-parser think have no effect without --environment, --environment-path, "
-            "--mcp-server, --agent-path, --agent-command or --custom-generate-function-path",
+            "--max-turns 4, --max-tokens-per-turn 9 and --reasoning-parser think have no effect without --environment, "
+            "--environment-path, --mcp-server, --agent-path, --agent-command or --custom-generate-function-path",
         ),
         ({"value_clip": None}, "--value-clip none has no effect without --token-advantages gae"),
         ({"rm_type": "math:1+format", "rm_format": "a.*"}, None),

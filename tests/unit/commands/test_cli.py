@@ -171,10 +171,7 @@ def test_print_config_reads_back(
         (["--hf-checkpoint", "absent"], "--hf-checkpoint absent: there is no such directory"),
         (["--label-key", "answer"], "train.jsonl:1: no key 'answer' (--label-key"),
         (["@absent.args"], "no argument file absent.args"),
-        (
-            ["--custom-rm-path", "absent_module:f", "--rm-type", "none"],
-            "no module 'absent_module'",
-        ),
+        (["--custom-rm-path", "absent_module:f", "--rm-type", "none"], "no module 'absent_module'"),
         (["--run-dir", "/", "--dry-run"], "--run-dir /: the working directory"),
         (["--run-dir", "docs", "--dry-run"], "found files and no run.json"),
     ],
@@ -289,10 +286,7 @@ def test_exit_code_tells_how_a_run_ended(
         (["--sglang-mem-fraction", "0.3"], "did you mean --sglang-mem-fraction-static?"),
         (["--router-polizy", "random"], "did you mean --router-policy?"),
         (["--weight-transport", "ipc", "--device", "cpu"], "--weight-transport ipc works on cuda only"),
-        (
-            ["--weight-transport", "rsync"],
-            "--weight-transport rsync: expected distributed, disk, object_store, ipc",
-        ),
+        (["--weight-transport", "rsync"], "--weight-transport rsync: expected distributed, disk, object_store, ipc"),
         (["--weight-delta", "xor"], "--weight-delta xor needs files at the engines"),
         (["--run-dir", "/proc/run"], "--run-dir /proc/run: /proc cannot be written to"),
         (["--actor-num-nodes", "2"], "--actor-num-nodes 2 without --ray-address"),

@@ -82,10 +82,7 @@ def test_no_row_hides_a_later_one() -> None:
         (f"{LOSS}.loss_mode=kl_cov {LOSS}.kl_cov_ratio=0.002", "--policy-loss kl_cov --kl-cov-ratio 0.002"),
         (f"{LOSS}.loss_mode=sapo {LOSS}.tau_pos=2 {LOSS}.tau_neg=3", "--tau-pos 2 --tau-neg 3"),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", "--loss-aggregation sequence_mean"),
-        (
-            f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=mse",
-            "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k2",
-        ),
+        (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=mse", "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k2"),
         (
             "algorithm.adv_estimator=reinforce_plus_plus algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
             "--token-advantages kl_in_reward --kl-coef 0.1 --kl-reward-type k1",
