@@ -55,7 +55,7 @@ def _check_advantages(arguments: Arguments) -> Iterator[str]:
             f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: a group of one has "
             "nothing to compare with, every advantage is 0; use at least 2, or --advantage-estimator reinforce"
         )
-    elif arguments.staleness.min_samples(samples) == 1 and compares:
+    elif samples > 1 and compares and arguments.staleness.min_samples(samples) == 1:
         yield (
             f"--min-group-fraction {arguments.staleness.min_group_fraction:g} of --n-samples-per-prompt {samples} may "
             f"leave a group of one, which has nothing to compare with: raise it to at least {2 / samples:g}"

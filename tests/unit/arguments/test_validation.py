@@ -116,6 +116,7 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "--advantage-estimator grpo",
             "at least 2",
         ),
+        case("no samples", {"n_samples_per_prompt": 0}, "--n-samples-per-prompt: expected at least 1"),
         case(
             "rest of a group may be one, grpo",
             {"n_samples_per_prompt": 8, "min_group_fraction": 0.1},
