@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from miles_async.errors import ConfigurationError
@@ -44,7 +43,7 @@ class Report:
     """A report as text, and as evaluation.json has it."""
 
     text: str
-    record: Mapping[str, object] = field(default_factory=dict)
+    record: Mapping[str, object]
 
 
 def evaluated(run_dir: Path) -> Evaluated:
@@ -101,11 +100,6 @@ def report(found: Evaluated, before: Evaluated | None = None) -> Report:
     if before is not None:
         record["against"] = {"run_dir": str(before.run_dir), "data_sets": _differences(found, before, lines)}
     return Report(text="\n".join([*lines, METHOD]) + "\n", record=record)
-
-
-def write_report(run_dir: Path, result: Report) -> None:
-    """Write evaluation.json."""
-    (run_dir / REPORT_FILE).write_text(json.dumps(result.record, indent=2) + "\n")
 
 
 def _differences(found: Evaluated, before: Evaluated, lines: list[str]) -> dict[str, object]:
