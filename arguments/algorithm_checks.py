@@ -8,6 +8,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.algorithm import AlgorithmArguments, PolicyLossName
 from miles_async.arguments.model import ModelArguments, num_experts
 from miles_async.arguments.model_files import read_config
+from miles_async.arguments.problems import given
 from miles_async.arguments.specification import flag_specifications, group_flags
 
 AGAINST_SAMPLER: frozenset[PolicyLossName] = frozenset({"sat", "sat_gspo", "dis"})
@@ -211,7 +212,7 @@ def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
         f"--update-weights-interval {weights.update_weights_interval}": weights.update_weights_interval > 1,
         f"--debug-publication-lag {weights.debug_publication_lag}": weights.debug_publication_lag > 0,
     }
-    asynchronous = [flag for flag, holds in reasons.items() if holds]
+    asynchronous = given(reasons)
     if asynchronous and not algorithm.heeds_rollout_logprobs and not algorithm.allow_uncorrected_off_policy:
         yield (
             f"asynchronous training ({', '.join(asynchronous)}) without an off-policy correction learns worse with "

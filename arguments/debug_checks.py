@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.debug import STEP_FIELD, file_of_step
+from miles_async.arguments.problems import given
 
 
 def check_debug(arguments: Arguments) -> Iterator[str]:
@@ -41,9 +42,8 @@ def check_debug(arguments: Arguments) -> Iterator[str]:
     if debug.sides == "rollout":
         needing |= {"--save-hf": checkpoint.save_hf, "--load": checkpoint.load}
         needing["--rollout-external"] = arguments.engines.rollout_external
-    for flag, given in needing.items():
-        if given:
-            yield f"{flag} with {alone}, which has no use for it: leave it out"
+    for flag in given(needing):
+        yield f"{flag} with {alone}, which has no use for it: leave it out"
 
 
 def check_profiling(arguments: Arguments) -> Iterator[str]:

@@ -179,7 +179,7 @@ class Replay:
         except MilesAsyncError as error:
             raise ReplayDifference(f"step {step}, frame {self.frames}: expected a batch, found {error}") from error
         found = digests(shards)
-        if different := [name for name in frame.digests | found if found.get(name) != frame.digests.get(name)]:
+        if different := [name for name in {**frame.digests, **found} if found.get(name) != frame.digests.get(name)]:
             left, right = ({name: side.get(name) for name in different} for side in (frame.digests, found))
             raise ReplayDifference(f"step {step}, frame {self.frames}: expected a batch with {left}, found {right}")
         return ReplayedBatch(

@@ -14,10 +14,8 @@ from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.parser import build_parser, parse_arguments
 from miles_async.arguments.pass_through import is_pass_through
 from miles_async.commands.migrate.command import VERL, refusals
-from miles_async.commands.migrate.shell_script import find_command
 from miles_async.commands.migrate.verl import FULLY_ASYNC, from_verl
 from miles_async.commands.migrate.verl_keys import DEFAULTS, KEYS, row_of
-from miles_async.errors import ConfigurationError
 
 OURS = list(build_parser("miles-async train")._option_string_actions)
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -298,27 +296,3 @@ def test_a_kl_in_rewards_that_are_compared_is_told(estimator: str) -> None:
 def test_discounted_rewards_without_a_critic_are_refused() -> None:
     words = from_verl(["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"]).words
     assert any("--gamma 0.9 has no effect" in line for line in refusals(shlex.join(words), {}))
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("A=$((1024 * 8))", "8192"),
-        ("N=3\nA=$(( (N + 1) * 2 / 4 ))", "2"),
-        ("A=${A:-5}", "5"),
-        ("B=${B:-7}\nA=${A:-$B}", "7"),
-        ("A=${A}", "${A}"),
-        ("B=${B:-}\nA=${B:-7}", "7"),
-        ("B=\nA=${B-7}", ""),
-        ("H=${HOME_OF:-'/h'}\nA=${A:-\"${H}/x\"}", "/h/x"),
-        ("A=$(($UNKNOWN + 1))", "$(($UNKNOWN+1))"),
-    ],
-)
-def test_values_that_the_shell_would_compute(text: str, value: str, tmp_path: object) -> None:
-    command = find_command(f"{text}\npython -m verl.trainer.main_ppo key=$A\n", ["verl.trainer.main_ppo"], None)  # type: ignore[arg-type]
-    assert command.words == [f"key={value}"]
-
-
-def test_the_command_must_be_there() -> None:
-    with pytest.raises(ConfigurationError, match=r"no command with one of verl\.trainer\.main_ppo"):
-        find_command("python -m verl.trainer.sft x=1\n", ["verl.trainer.main_ppo"], None)  # type: ignore[arg-type]
