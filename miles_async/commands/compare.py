@@ -114,7 +114,7 @@ def _flag_table(runs: Sequence[Run]) -> Table | str:
 
 
 def _value(value: object) -> str:
-    return MISSING if value is None else as_words(value)  # None: a flag for SGLang, smg or Megatron that this run has not
+    return MISSING if value is None else as_words(value)  # None: a flag passed on, in another run
 
 
 def _curve_table(runs: Sequence[Run], metrics: Sequence[str]) -> Table:

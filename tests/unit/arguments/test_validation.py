@@ -18,6 +18,7 @@ from miles_async.arguments.parser import assemble
 from miles_async.arguments.specification import FlagSpecification, flag_specifications
 from miles_async.arguments.validation import range_problems, validate
 from miles_async.errors import ConfigurationError
+from tests.unit.arguments.refusals import refusal_of
 
 EVALUATED = (str(Path(__file__).parents[3] / "examples" / "search_agent" / "test.jsonl"),)
 
@@ -50,12 +51,6 @@ def case(name: str, *change_and_messages: object) -> ParameterSet:
     """Parameters: one or more dicts, then messages."""
     dicts = [value for value in change_and_messages if isinstance(value, dict)]
     return pytest.param(*dicts, change_and_messages[len(dicts) :], id=name)
-
-
-def refusal(values: dict[str, object]) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        validate(assemble(values, {}))
-    return str(caught.value)
 
 
 def test_the_fewest_flags_pass(valid: dict[str, object]):
@@ -623,7 +618,7 @@ def test_settings_that_cannot_work_are_refused_with_the_flags_to_change(
     valid: dict[str, object], change: dict[str, object], messages: tuple[str, ...]
 ):
     """# covers: C3, C4, C12, O4"""
-    found = refusal(valid | change)
+    found = refusal_of(valid | change)
     for message in messages:
         assert message in found
     assert "problems" not in found, "one mistake gives one message"
@@ -632,12 +627,12 @@ def test_settings_that_cannot_work_are_refused_with_the_flags_to_change(
 def test_log_probs_are_not_compared_with_engines_of_another_run(valid: dict[str, object], tmp_path: Path):
     """# covers: C12"""
     (tmp_path / "0.parquet").touch()
-    found = refusal(valid | {"max_logprob_diff": 0.1, "load_debug_rollout_data": tmp_path / "0.parquet"})
+    found = refusal_of(valid | {"max_logprob_diff": 0.1, "load_debug_rollout_data": tmp_path / "0.parquet"})
     assert "--max-logprob-diff 0.1 compares the trainer with the engines that served its weights" in found
 
 
 def test_all_problems_are_reported_together(valid: dict[str, object]):
-    found = refusal(valid | {"hf_checkpoint": None, "rollout_batch_size": 0, "save_interval": 3, "use_tis": True})
+    found = refusal_of(valid | {"hf_checkpoint": None, "rollout_batch_size": 0, "save_interval": 3, "use_tis": True})
     assert "4 problems" in found
     for flag in ("--hf-checkpoint", "--rollout-batch-size", "--save-interval", "--use-tis"):
         assert flag in found
@@ -681,13 +676,13 @@ def test_steps_per_rollout_share_its_samples(steps: int | None, samples: int):
 def test_model_directory_without_its_files(valid: dict[str, object]):
     model: Path = valid["hf_checkpoint"]
     (model / "model.safetensors").unlink()
-    assert "no weights (*.safetensors)" in refusal(valid)
+    assert "no weights (*.safetensors)" in refusal_of(valid)
     (model / "config.json").write_text("{")
     save_file({}, model / "model.safetensors")
-    assert "config.json is not a JSON object" in refusal(valid)
+    assert "config.json is not a JSON object" in refusal_of(valid)
     (model / "config.json").unlink()
-    assert "has no config.json" in refusal(valid)
-    assert "found a file" in refusal(valid | {"hf_checkpoint": Path(valid["prompt_data"][0])})
+    assert "has no config.json" in refusal_of(valid)
+    assert "found a file" in refusal_of(valid | {"hf_checkpoint": Path(valid["prompt_data"][0])})
 
 
 MIXTURE = {"n_routed_experts": 12, "moe_intermediate_size": 32}
@@ -729,7 +724,7 @@ def test_experts_that_cannot_be_split(
     valid: dict[str, object], config: dict[str, object], change: dict[str, object], messages: tuple[str, ...]
 ):
     describe_model(valid, config)
-    found = refusal(valid | change)
+    found = refusal_of(valid | change)
     for message in messages:
         assert message in found
 
@@ -760,7 +755,7 @@ def test_routing_that_cannot_be_replayed(
 ):
     # covers: M19
     describe_model(valid, config)
-    assert re.search(message, refusal(valid | change))
+    assert re.search(message, refusal_of(valid | change))
 
 
 def test_routers_that_nobody_asks_cannot_be_replayed(valid: dict[str, object]):
@@ -803,13 +798,13 @@ def test_a_reference_model_is_there_for_something(valid: dict[str, object], flag
 
 
 def test_run_directory_that_is_a_file(valid: dict[str, object]):
-    assert "expected a directory, found a file" in refusal(valid | {"run_dir": Path(valid["prompt_data"][0])})
+    assert "expected a directory, found a file" in refusal_of(valid | {"run_dir": Path(valid["prompt_data"][0])})
 
 
 def test_router_port_that_is_taken(valid: dict[str, object]):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert f"--sglang-router-port {port} cannot be used" in refusal(valid | {"sglang_router_port": port})
+        assert f"--sglang-router-port {port} cannot be used" in refusal_of(valid | {"sglang_router_port": port})
     validate(assemble(valid | {"sglang_router_port": port}, {}))
 
 
@@ -878,7 +873,7 @@ class TestResolvedValues:
 def test_resuming_from_inside_the_run_directory_is_refused(valid: dict[str, object], tmp_path: Path):
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
-    message = refusal({**valid, "run_dir": tmp_path / "run", "load": checkpoints})
+    message = refusal_of({**valid, "run_dir": tmp_path / "run", "load": checkpoints})
     assert f"--load {checkpoints} is inside --run-dir" in message
 
 
