@@ -118,13 +118,12 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _one(row: VerlKey, value: str, done: Migrated, shown: str) -> None:
     """A key that stands for itself; ``shown``: as it was typed."""
-    items = _items(value)
     if value in row.values:
         done.words += row.values[value]
     elif row.flag is None:
         done.unmapped.append(f"{shown}: expected {', '.join(filter(None, row.values))}: {row.note}")
     else:
-        done.words += [row.flag, *items]
+        done.words += [row.flag, *_items(value)]
 
 
 def _several(values: Mapping[str, str], done: Migrated) -> None:
