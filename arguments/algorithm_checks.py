@@ -8,7 +8,8 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.algorithm import AlgorithmArguments, PolicyLossName
 from miles_async.arguments.model import ModelArguments, num_experts
 from miles_async.arguments.model_files import read_config
-from miles_async.arguments.specification import flag_specifications
+from miles_async.arguments.problems import given
+from miles_async.arguments.specification import flag_specifications, group_flags
 
 AGAINST_SAMPLER: frozenset[PolicyLossName] = frozenset({"sat", "sat_gspo", "dis"})
 """Losses whose ratio is against the policy that sampled; against another they see no staleness."""
@@ -55,7 +56,7 @@ def _check_advantages(arguments: Arguments) -> Iterator[str]:
             f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: a group of one has "
             "nothing to compare with, every advantage is 0; use at least 2, or --advantage-estimator reinforce"
         )
-    elif arguments.staleness.min_samples(samples) == 1 and compares:
+    elif samples > 1 and compares and arguments.staleness.min_samples(samples) == 1:
         yield (
             f"--min-group-fraction {arguments.staleness.min_group_fraction:g} of --n-samples-per-prompt {samples} may "
             f"leave a group of one, which has nothing to compare with: raise it to at least {2 / samples:g}"
@@ -211,7 +212,7 @@ def check_off_policy_correction(arguments: Arguments) -> Iterator[str]:
         f"--update-weights-interval {weights.update_weights_interval}": weights.update_weights_interval > 1,
         f"--debug-publication-lag {weights.debug_publication_lag}": weights.debug_publication_lag > 0,
     }
-    asynchronous = [flag for flag, holds in reasons.items() if holds]
+    asynchronous = given(reasons)
     if asynchronous and not algorithm.heeds_rollout_logprobs and not algorithm.allow_uncorrected_off_policy:
         yield (
             f"asynchronous training ({', '.join(asynchronous)}) without an off-policy correction learns worse with "
@@ -254,3 +255,13 @@ def check_trained_critic(arguments: Arguments) -> Iterator[str]:
             f"--num-critic-only-steps {alone} leaves none of --num-rollout "
             f"{arguments.rollout.num_rollout} for the policy: lower it, or raise --num-rollout"
         )
+
+
+def check_absent_critic(arguments: Arguments) -> Iterator[str]:
+    """Check a run whose own ``--token-advantages`` need no critic for flags of one."""
+    for flag in group_flags("critic"):
+        if flag.value_in(arguments) != flag.default:
+            yield (
+                f"{flag.flag} has no effect with --token-advantages {arguments.algorithm.token_advantages}, whose "
+                "needs do not name values, which a critic gives: leave it out"
+            )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.problems import refusal
+from miles_async.arguments.problems import given, refusal
 from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
 from miles_async.errors import ConfigurationError
 
@@ -54,9 +54,8 @@ def check_network(arguments: Arguments) -> Iterator[str]:
     for read in (lambda: cluster.ports, lambda: cluster.actor_labels, lambda: cluster.rollout_labels):
         yield from refusal(read)
     labels = {"--actor-node-labels": cluster.actor_node_labels, "--rollout-node-labels": cluster.rollout_node_labels}
-    for flag, given in labels.items():
-        if given and cluster.ray_address is None:
-            yield f"{flag} without --ray-address: this machine alone has no labels; name a cluster, or leave it out"
+    for flag in given(labels) if cluster.ray_address is None else ():
+        yield f"{flag} without --ray-address: this machine alone has no labels; name a cluster, or leave it out"
     certified = (cluster.tls_certificate is not None, cluster.tls_key is not None)
     if any(certified) != all(certified) or (cluster.tls_ca is not None and not any(certified)):
         yield "--tls-certificate and --tls-key need each other, and --tls-ca both: give them, or none of the three"
@@ -95,9 +94,7 @@ def check_colocation(arguments: Arguments) -> Iterator[str]:
         f"with --engine-max-restarts {engines.engine_max_restarts}: an engine would restart where the trainer is; use "
         "0 (--max-run-restarts restarts the run)": engines.engine_max_restarts > 0,
     }
-    for problem, holds in contradictions.items():
-        if holds:
-            yield f"--colocate {problem}"
+    yield from (f"--colocate {problem}" for problem in given(contradictions))
 
 
 def check_ports(arguments: Arguments) -> Iterator[str]:

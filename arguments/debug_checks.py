@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.debug import STEP_FIELD, file_of_step
+from miles_async.arguments.problems import given
 
 
 def check_debug(arguments: Arguments) -> Iterator[str]:
@@ -32,12 +33,7 @@ def check_debug(arguments: Arguments) -> Iterator[str]:
     if saved is not None and debug.sides == "trainer":
         yield "--save-debug-rollout-data without a rollout side, which makes the data: leave it out"
     loaded = debug.load_debug_rollout_data
-    if loaded is not None and os.path.isfile(zeroth := file_of_step(loaded, 0)) and zeroth != loaded:
-        yield (
-            f"--load-debug-rollout-data {loaded}: there is a file {zeroth}, and steps count from 1: an earlier version "
-            "counted from 0; add 1 to the number in the name of each file, from the last to the first"
-        )
-    elif loaded is not None and checkpoint.load is None and not os.path.isfile(first := file_of_step(loaded, 1)):
+    if loaded is not None and checkpoint.load is None and not os.path.isfile(first := file_of_step(loaded, 1)):
         yield f"--load-debug-rollout-data {loaded}: there is no file {first}"
     if debug.sides == "both":
         return
@@ -46,9 +42,8 @@ def check_debug(arguments: Arguments) -> Iterator[str]:
     if debug.sides == "rollout":
         needing |= {"--save-hf": checkpoint.save_hf, "--load": checkpoint.load}
         needing["--rollout-external"] = arguments.engines.rollout_external
-    for flag, given in needing.items():
-        if given:
-            yield f"{flag} with {alone}, which has no use for it: leave it out"
+    for flag in given(needing):
+        yield f"{flag} with {alone}, which has no use for it: leave it out"
 
 
 def check_profiling(arguments: Arguments) -> Iterator[str]:

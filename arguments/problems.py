@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from miles_async.errors import ConfigurationError
 
@@ -13,6 +13,11 @@ def refuse(problems: Sequence[str]) -> None:
         raise ConfigurationError(problems[0])
     if problems:
         raise ConfigurationError(f"{len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems))
+
+
+def given(flags: Mapping[str, object]) -> list[str]:
+    """Those of ``flags`` whose value is true."""
+    return [flag for flag, value in flags.items() if value]
 
 
 def refusal(check: Callable[[], object]) -> Iterator[str]:

@@ -123,9 +123,9 @@ def absolute(place: str) -> str:
     return place if place.startswith(HUB) else os.path.join(os.getcwd(), place)
 
 
-def absolute_words(words: Sequence[str], flag: str) -> tuple[str, ...]:
-    """``words`` with absolute places."""
-    pairs = named_places(words, flag)
+def absolute_words(words: Sequence[str]) -> tuple[str, ...]:
+    """Words of ``--prompt-data`` with absolute places."""
+    pairs = named_places(words, "--prompt-data")
     return tuple(word for name, place in pairs for word in (*([name] if name else []), absolute(place)))
 
 

@@ -11,6 +11,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import experts_per_token, num_experts
 from miles_async.arguments.model_files import read_config
+from miles_async.arguments.problems import given
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
 
@@ -71,12 +72,11 @@ def check_routing_replay(arguments: Arguments) -> Iterator[str]:
         "--use-rollout-logprobs": algorithm.use_rollout_logprobs,
         f"--prox-logp-method {algorithm.prox_logp_method}": algorithm.prox_logp_method != "recompute",
     }
-    for other, given in unscored.items():
-        if algorithm.routing_replay == "old_policy" and given:
-            yield (
-                f"{flag} with {other} has no effect: no pass of these weights computes old log-probs, whose choices of "
-                "experts could be recorded; use --use-rollout-routing-replay, or leave one of them out"
-            )
+    for other in given(unscored) if algorithm.routing_replay == "old_policy" else ():
+        yield (
+            f"{flag} with {other} has no effect: no pass of these weights computes old log-probs, whose choices of "
+            "experts could be recorded; use --use-rollout-routing-replay, or leave one of them out"
+        )
     try:
         provider = megatron_settings(arguments.model.megatron_extra).provider
     except ConfigurationError:

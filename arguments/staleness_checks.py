@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.problems import given
 
 LEAD_WITH_A_CHOICE = 4
 """Fewest batches of lead with which more than a batch waits when one is cut."""
@@ -19,9 +20,8 @@ def check_staleness(arguments: Arguments) -> Iterator[str]:
             f"--update-weights-interval {weights.update_weights_interval}": weights.update_weights_interval != 1,
             f"--debug-publication-lag {weights.debug_publication_lag}": weights.debug_publication_lag != 0,
         }
-        for flag, contradicts in contradictions.items():
-            if contradicts:
-                yield f"--on-policy alternates strictly with the current weights, which {flag} contradicts"
+        for flag in given(contradictions):
+            yield f"--on-policy alternates strictly with the current weights, which {flag} contradicts"
         return
     if bound is None or bound < 0:  # the latter is reported already
         return

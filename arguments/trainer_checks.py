@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.model import RECOMPUTE_MODULES
+from miles_async.arguments.problems import given
 from miles_async.arguments.specification import group_flags
 
 USED = frozenset({"loss_type", "loss_aggregation", "loss_length_normalizer", "log_entropy"})
@@ -38,12 +39,12 @@ def check_shared_prefixes(arguments: Arguments) -> Iterator[str]:
 def check_ahead_layers(arguments: Arguments) -> Iterator[str]:
     """Check --enable-mtp-training against flags that its layers do not support."""
     model = arguments.model
-    given = {
+    others = {
         f"--context-parallel-size {model.context_parallel_size}": model.context_parallel_size > 1,
         f"--lora-rank {model.lora_rank}": model.lora_rank > 0,
         "--share-prefixes": model.share_prefixes,
     }
-    for flag in (flag for flag, used in given.items() if used and model.enable_mtp_training):
+    for flag in given(others) if model.enable_mtp_training else ():
         yield f"--enable-mtp-training with {flag} is not implemented: leave one of them out"
 
 
@@ -107,7 +108,7 @@ def check_supervised(arguments: Arguments) -> Iterator[str]:
     if (temperature := rollout.rollout_temperature) != 1:
         yield f"--loss-type sft_loss with --rollout-temperature {temperature:g}, at which answers are learned: use 1"
     unused = (flag for group in UNUSED_GROUPS for flag in group_flags(group) if flag.name not in USED)
-    given = [flag.flag for flag in unused if flag.value_in(arguments) != flag.default]
+    changed = [flag.flag for flag in unused if flag.value_in(arguments) != flag.default]
     switches = {
         "--debug-rollout-only": debug.debug_rollout_only,
         "--load-debug-rollout-data": debug.load_debug_rollout_data,
@@ -117,7 +118,7 @@ def check_supervised(arguments: Arguments) -> Iterator[str]:
         "--rollout-max-prompt-len": arguments.data.rollout_max_prompt_len,
         "--prompt-sampler difficulty": arguments.data.prompt_sampler == "difficulty",
     }
-    for flag in (*given, *(flag for flag, value in switches.items() if value)):
+    for flag in (*changed, *given(switches)):
         yield f"{flag} has no effect with --loss-type sft_loss, which samples and rewards nothing: leave it out"
     if arguments.optimizer.max_logprob_diff is not None:
         yield "--max-logprob-diff compares with engines, which --loss-type sft_loss does not start: leave it out"

@@ -21,12 +21,12 @@ from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.translate import Given
 from miles_async.arguments.megatron_settings import check_megatron_fields
 from miles_async.arguments.needs import check_needs
-from miles_async.arguments.problems import refuse
+from miles_async.arguments.problems import given, refuse
 from miles_async.arguments.prompt_files import EXPECTED
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
 from miles_async.arguments.routing import check_routing_replay
 from miles_async.arguments.server_groups import check_server_groups
-from miles_async.arguments.session_checks import check_reasoning_parser, check_trajectories
+from miles_async.arguments.session_checks import check_trajectories
 from miles_async.arguments.sessions import AUTO, TOOL_CALL_PARSERS
 from miles_async.arguments.specification import MODULE_ATTR, flag_specifications
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
@@ -113,9 +113,9 @@ def check_sampling(arguments: Arguments) -> Iterator[str]:
         f"--rollout-top-p {rollout.rollout_top_p:g}": rollout.rollout_top_p != 1,
         f"--rollout-top-k {rollout.rollout_top_k}": rollout.rollout_top_k != -1,
     }
-    if given := [flag for flag, cut in cuts.items() if cut]:
+    if cutting := given(cuts):
         yield (
-            f"{' and '.join(given)}: SGLang samples from what is left of the distribution and reports log-probs as "
+            f"{' and '.join(cutting)}: SGLang samples from what is left of the distribution and reports log-probs as "
             "they were before it was cut. The trainer's belong to the whole distribution, too, so no ratio or "
             "importance weight would be about the policy that sampled. Leave --rollout-top-p at 1 and --rollout-top-k "
             "at -1 (--rollout-temperature is accounted for; evaluation has --eval-top-p and --eval-top-k)"
@@ -210,7 +210,6 @@ GENERATED_CHECKS: tuple[Check, ...] = (
     check_rewards,
     check_evaluation,
     check_hooks,
-    check_reasoning_parser,
     check_trajectories,
     check_deadlines,
     check_router_port,

@@ -26,8 +26,7 @@ COLUMNS = {
 """Layouts with a column of their own → heading; the others are listed."""
 
 
-def lines() -> Iterator[str]:
-    """Lines of both tables, with their headings."""
+def _lines() -> Iterator[str]:
     yield from (
         "## Layouts",
         "",
@@ -59,8 +58,8 @@ def _compared(table: Mapping[str, Sequence[str]], name: str) -> tuple[list[str],
 
 
 def tables() -> str:
-    """Both tables, in Markdown."""
-    return "\n".join(lines()) + "\n"
+    """Both tables with their headings, in Markdown."""
+    return "\n".join(_lines()) + "\n"
 
 
 if __name__ == "__main__":

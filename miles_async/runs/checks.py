@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.algorithm_checks import check_trained_critic
+from miles_async.arguments.algorithm_checks import check_absent_critic, check_trained_critic
 from miles_async.arguments.distillation_checks import has_vocabulary, vocabulary_difference
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import TRANSFORMER_ENGINE_MODULES
@@ -361,8 +361,9 @@ def check_hooks(arguments: Arguments) -> None:
     generation.check_hooks(arguments)
     group_filter(arguments.rewards)
     registry.check_own(arguments.algorithm)
-    if registry.own_need_critic(arguments.algorithm):
-        refuse([*check_trained_critic(arguments)])
+    if ":" in (arguments.algorithm.token_advantages or ""):
+        needed = registry.own_need_critic(arguments.algorithm)
+        refuse([*(check_trained_critic if needed else check_absent_critic)(arguments)])
 
 
 def _warm_up_notes(arguments: Arguments) -> Iterator[str]:

@@ -124,7 +124,7 @@ def _absolute(group: Group) -> Group:
             paths["eval_prompt_data"] = tuple(word for words in named for word in words)
         case DataArguments():
             if group.prompt_data is not None:
-                paths["prompt_data"] = absolute_words(group.prompt_data, "--prompt-data")
+                paths["prompt_data"] = absolute_words(group.prompt_data)
             paths["pass_rates"] = tuple(str(Path(directory).absolute()) for directory in group.pass_rates)
         case SessionsArguments(environment_python=str(program)) if "/" in program:  # else it is looked for on PATH
             paths["environment_python"] = str(Path(program).absolute())

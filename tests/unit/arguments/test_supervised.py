@@ -12,6 +12,7 @@ from miles_async.arguments import validation
 from miles_async.arguments.parser import assemble, parse_arguments
 from miles_async.arguments.validation import validate
 from miles_async.errors import ConfigurationError
+from tests.unit.arguments.refusals import refusal_of
 
 
 @pytest.fixture
@@ -56,26 +57,13 @@ def test_flags_of_what_is_not_done_are_refused(
     change: dict[str, object], message: str, flags: dict[str, object]
 ) -> None:
     # covers: C12
-    with pytest.raises(ConfigurationError) as caught:
-        validate(assemble({**flags, **change}, {}))
-    assert message in str(caught.value)
+    assert message in refusal_of(flags | change)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"share_prefixes": True, "device": "cuda"}, "--share-prefixes with --device cuda"),
-        (
-            {"share_prefixes": True, "device": "cpu", "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
-            "--share-prefixes with --context-parallel-size 2",
-        ),
-        (
-            {"enable_mtp_training": True, "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
-            "--enable-mtp-training with --context-parallel-size 2",
-        ),
-        ({"enable_mtp_training": True, "lora_rank": 8}, "--enable-mtp-training with --lora-rank 8"),
-        ({"enable_mtp_training": True, "share_prefixes": True}, "--enable-mtp-training with --share-prefixes"),
-        ({"recompute_num_layers": 2}, "--recompute-num-layers 2 has no effect"),
         ({"lora_alpha": 4.0}, "--lora-alpha 4.0 has no effect"),
     ],
 )
@@ -83,9 +71,7 @@ def test_layouts_are_checked_as_for_sampled_data(
     change: dict[str, object], message: str, flags: dict[str, object]
 ) -> None:
     # covers: C12
-    with pytest.raises(ConfigurationError) as caught:
-        validate(assemble({**flags, **change}, {}))
-    assert message in str(caught.value)
+    assert message in refusal_of(flags | change)
 
 
 def test_every_check_belongs_to_all_runs_or_to_one_kind_of_data() -> None:

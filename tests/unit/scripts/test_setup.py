@@ -12,10 +12,9 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -52,6 +51,11 @@ def make_program(path: Path, script: str = "") -> None:
     path.parent.mkdir(parents=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
+
+
+def leave_free(gib: int, setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that the disk has this much room."""
+    monkeypatch.setattr(setup_env.shutil, "disk_usage", lambda _: SimpleNamespace(free=gib * 2**30))
 
 
 def read_requirements(name: str) -> list[Requirement]:
@@ -280,8 +284,7 @@ def test_disk_that_fills_up_is_named(setup_env: ModuleType) -> None:
 
 
 def test_disk_that_is_too_small_is_refused(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(setup_env.shutil, "disk_usage", lambda _: usage(2**40, 2**40 - 2**30, 2**30))
+    leave_free(1, setup_env, monkeypatch)
     with pytest.raises(SystemExit, match=r"1\.0 GiB are free .* needs about 4 GiB"):
         setup_env.check_machine("")
     with pytest.raises(SystemExit, match=r"needs about 40 GiB"):
@@ -344,8 +347,7 @@ def gpu_machine(setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.Monke
         path.touch(0o755)
     monkeypatch.setenv("PATH", str(programs))
     monkeypatch.setattr(setup_env.sysconfig, "get_paths", lambda: {"include": str(headers)})
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(setup_env.shutil, "disk_usage", lambda _: usage(2**40, 0, 2**40))
+    leave_free(1024, setup_env, monkeypatch)
     return headers
 
 
@@ -507,8 +509,7 @@ def test_without_pytorchs_index_the_cuda_build_comes_with_its_libraries_and_says
 def test_a_full_disk_is_named_before_the_cuda_build_is_downloaded(
     torch_install: TorchInstall, setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(setup_env.shutil, "disk_usage", lambda _: usage(2**40, 2**40 - 2**32, 2**32))
+    leave_free(4, setup_env, monkeypatch)
     with pytest.raises(SystemExit, match="PIP_EXTRA_INDEX_URL"):
         torch_install()
     assert not any("--constraint" in call for call in torch_install.calls)

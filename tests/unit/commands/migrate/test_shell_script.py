@@ -46,6 +46,24 @@ def test_words_of_arrays(script: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("A=$((1024 * 8))", "8192"),
+        ("N=3\nA=$(( (N + 1) * 2 / 4 ))", "2"),
+        ("A=${A:-5}", "5"),
+        ("B=${B:-7}\nA=${A:-$B}", "7"),
+        ("A=${A}", "${A}"),
+        ("B=${B:-}\nA=${B:-7}", "7"),
+        ("B=\nA=${B-7}", ""),
+        ("H=${HOME_OF:-'/h'}\nA=${A:-\"${H}/x\"}", "/h/x"),
+        ("A=$(($UNKNOWN + 1))", "$(($UNKNOWN+1))"),
+    ],
+)
+def test_values_that_the_shell_would_compute(text: str, value: str) -> None:
+    assert read(f"{text}\nARGS=(key=$A)").words == [f"key={value}"]
+
+
+@pytest.mark.parametrize(
     "word",
     ["$(cat a b)", "`nproc --all`", "$(seq 1 0 5)", "$(seq 1 2 3 4)", "$(seq 0.5 2)", "$(seq)", "x$(f $(g (h)))"],
 )
