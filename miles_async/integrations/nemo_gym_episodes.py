@@ -20,6 +20,7 @@ import msgspec
 from miles_async.errors import ConfigurationError, ServiceUnavailableError, TrajectoryError, UserCodeError
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.user_code import wrong_value
+from miles_async.sessions.protocols.exchange import Surroundings
 from miles_async.sessions.protocols.responses import Answer
 from miles_async.sessions.protocols.responses_request import ResponsesRequest
 from miles_async.types import AssistantTurn, JsonObject, Observation, Prompt
@@ -132,7 +133,7 @@ class NemoGymEpisode:
             await self._http.close()
 
     def _answer(self, number: int) -> Answer:
-        return Answer(self._request, f"resp_{number}", int(time.time()), keep=lambda turn: None)
+        return Answer(self._request, f"resp_{number}", int(time.time()))
 
     async def _called(self, tool: str, arguments: object) -> tuple[str, bool]:
         """The answer of a tool, and whether it is an error: the model reads the text of an error status."""
@@ -214,7 +215,8 @@ def _read(task: object) -> tuple[ResponsesRequest, list[JsonObject], Sequence[Js
         request = msgspec.convert(params, ResponsesRequest)
     except msgspec.ValidationError as error:
         raise TrajectoryError(f"responses_create_params: {error}") from error
-    asked = request.turn(conversation := request.conversation(()), frozenset())
+    conversation = request.conversation((), Surroundings(answer_id="", decode=str))
+    asked = request.turn(conversation, frozenset())
     if asked.constraint is not None:
         raise TrajectoryError("responses_create_params: tool_choice and text.format are not supported")
     instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []

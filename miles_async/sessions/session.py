@@ -54,7 +54,7 @@ class Session:
         self.reward: float | RewardParts | None = None
         self.requests = 0
         self.last_used = now()
-        self.history: History = {}
+        self.history = History()
         self._tasks: set[asyncio.Task[object]] = set()
         self._outcomes: list[Outcome] = []
 

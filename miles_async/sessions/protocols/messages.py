@@ -11,12 +11,11 @@ from miles_async.sessions.protocols.exchange import (
     Kept,
     Progress,
     Surroundings,
-    kept,
     sse,
 )
 from miles_async.sessions.protocols.messages_request import UNPARSED, MessagesRequest, read_counted, read_request
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import Message, arguments_text, as_sent
+from miles_async.trajectory.messages import Message, arguments_text
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
@@ -28,17 +27,16 @@ _SIGNATURE = "miles_async"  # clients want one at each thinking block, and check
 
 def read(body: bytes, around: Surroundings) -> Exchange:
     """Read a request. Raises TrajectoryError if it is malformed or asks for something unsupported."""
-    request, history = read_request(body), around.history
-    head = _head(request, around.answer_id)
-    conversation = _whole(request, around)
+    request = read_request(body)
+    before = _continued(request, around)
+    head = {"id": f"msg_{around.answer_id}", "type": "message", "role": "assistant", "model": request.model}
 
     def keep(turn: Turn) -> None:
         if request.thread is not None:
-            messages = [*conversation.messages, as_sent(turn.reply)]
-            history[head["id"]] = Kept(messages=messages, tools=conversation.tools)
+            around.history.conversations[head["id"]] = Kept(turn=turn, tools=request.offered(before))
 
     return Exchange(
-        turn=request.turn(conversation, around.variables),
+        turn=request.turn(before, around),
         answer=partial(_answer, request=request, head=head, keep=keep),
         writer=_MessageWriter(request, head, keep) if request.stream else None,
     )
@@ -47,18 +45,12 @@ def read(body: bytes, around: Surroundings) -> Exchange:
 def read_count(body: bytes, around: Surroundings) -> TurnRequest:
     """Read a request for the tokens of a conversation. Raises TrajectoryError as :func:`read` does."""
     request = read_counted(body)
-    return request.turn(_whole(request, around), around.variables)
+    return request.turn(_continued(request, around), around)
 
 
-def _whole(request: MessagesRequest, around: Surroundings) -> Kept:
-    before, continued = Kept(messages=()), request.continued
-    if continued is not None:
-        before = kept(around.history, continued, "thread.previous_message_id")
-    return request.conversation(before, around.keep_image)
-
-
-def _head(request: MessagesRequest, answer_id: str) -> JsonObject:
-    return {"id": f"msg_{answer_id}", "type": "message", "role": "assistant", "model": request.model}
+def _continued(request: MessagesRequest, around: Surroundings) -> Kept | None:
+    message_id, name = request.continued, "thread.previous_message_id"
+    return None if message_id is None else around.history.conversation(message_id, name)
 
 
 def _answer(turns: Sequence[Turn], request: MessagesRequest, head: JsonObject, keep: Keep) -> JsonObject:

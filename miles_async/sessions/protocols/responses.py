@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from miles_async.sessions.protocols.exchange import (
     Delta,
     Exchange,
+    History,
     Kept,
     Progress,
     Surroundings,
-    kept,
     sse,
 )
 from miles_async.sessions.protocols.responses_request import FREE_TEXT, ResponsesRequest, read_request
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import Message, arguments_text, as_sent
+from miles_async.trajectory.messages import Message, arguments_text
 from miles_async.types import JsonObject
 
 
 def read(body: bytes, around: Surroundings) -> Exchange:
     """Read a request. Raises TrajectoryError if it is malformed or asks for something unsupported."""
-    request, history = read_request(body), around.history
+    request = read_request(body)
     before: Sequence[JsonObject] = ()
     if (previous := request.previous_response_id) is not None:
-        before = kept(history, previous, "previous_response_id").messages
-    conversation = request.conversation(before, around.keep_image)
-    response_id = f"resp_{around.answer_id}"
-
-    def keep(turn: Turn) -> None:
-        if request.store is not False:
-            history[response_id] = Kept(messages=[*conversation, as_sent(turn.reply)])
-
-    answer = Answer(request, response_id, int(time.time()), keep)
+        before = around.history.conversation(previous, "previous_response_id").messages
+    answer = Answer(request, f"resp_{around.answer_id}", int(time.time()), around.history)
     return Exchange(
-        turn=request.turn(conversation, around.variables),
+        turn=request.turn(request.conversation(before, around), around.variables),
         answer=answer.whole,
         writer=_ResponseWriter(answer) if request.stream else None,
     )
@@ -52,11 +45,13 @@ class Answer:
     request: ResponsesRequest
     response_id: str
     created: int  # seconds since 1970
-    keep: Callable[[Turn], None]  # for requests that continue it
+    history: History = field(default_factory=History)  # gets what later requests need of the answer
 
     def whole(self, turns: Sequence[Turn]) -> JsonObject:
         (turn,) = turns
-        self.keep(turn)
+        if self.request.store is not False:
+            instructions = 1 if self.request.instructions else 0
+            self.history.conversations[self.response_id] = Kept(turn=turn, skipped=instructions)
         cut = turn.sampled.finish_reason == "length"
         return {
             **self.begun("incomplete" if cut else "completed"),
@@ -114,11 +109,12 @@ class Answer:
         return {**call, "type": "function_call", "arguments": text if done else ""}
 
     def written(self, call: JsonObject) -> str:
-        """The model's text for the arguments of a call, or for a custom tool."""
+        """The model's text for the arguments of a call, or for a custom tool, whose other arguments are remembered."""
         arguments = call["function"]["arguments"]
-        free = call["function"]["name"] in self.request.free_text_tools
-        if free and isinstance(arguments, dict) and isinstance(arguments.get(FREE_TEXT), str) and len(arguments) == 1:
-            return str(arguments[FREE_TEXT])
+        if call["function"]["name"] in self.request.free_text_tools:
+            if isinstance(arguments, dict) and [*arguments] == [FREE_TEXT] and isinstance(arguments[FREE_TEXT], str):
+                return arguments[FREE_TEXT]
+            self.history.odd_inputs.add((call["id"], arguments_text(call)))
         return arguments_text(call)
 
     def _id(self, kind: str) -> str:

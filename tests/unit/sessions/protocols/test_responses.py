@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import openai
 import pydantic
 import pytest
 
 from miles_async.errors import TransientEngineError
 from miles_async.trajectory.constraints import GRAMMAR
+from miles_async.types import Generation
 from tests.fakes.chat_formats import TOOLS as CHAT_TOOLS
+from tests.fakes.protocol_clients import CLIENTS
 from tests.fakes.scripted_model import ScriptedModel
-from tests.fakes.session_agents import CALL, CHAT, QUESTION, Agent, agent_of, says
+from tests.fakes.session_agents import CALL, CHAT, QUESTION, Agent, agent_of, make_trajectory, says
 
 TOOLS = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]  # type: ignore[dict-item]
 THINKS = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}"
@@ -152,6 +155,47 @@ async def test_calls_of_custom_tools_have_a_text(stream: bool) -> None:
         await agent.respond(QUESTION, call, result, tools=[PATCH])
         sample = (await agent.collect()).sample
     assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({"patch": "*** Begin"}, '{"patch": "*** Begin"}'),
+        ({"input": 3}, '{"input": 3}'),
+        ({"input": '{"input": 3}'}, '{"input": 3}'),
+        ("*** Begin", "*** Begin"),
+        ("3", '"3"'),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_of_a_custom_tool_that_is_not_one_text_is_shown_and_recognized(
+    arguments: object, shown: str, stream: bool
+) -> None:
+    async with agent_of(ScriptedModel(says(calls_patch(arguments), "done"))) as agent:
+        (call,) = (await (streamed if stream else Agent.respond)(agent, QUESTION, tools=[PATCH])).output
+        assert call.input == shown
+        result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "ok"}
+        await agent.respond(QUESTION, call, result, tools=[PATCH])
+        sample = (await agent.collect()).sample
+    assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
+
+
+def test_messages_of_stored_responses_are_in_memory_once() -> None:
+    """Though each request of a client without state has all of them."""
+    client, trajectory = CLIENTS["responses"](), make_trajectory()
+    for number in range(3):
+        exchange = client.exchange([{"role": "user", "content": f"question {number}"}])
+        output = np.array(CHAT.tokenize(f"answer {number}"), np.int32)
+        logprobs, versions = np.zeros(len(output), np.float32), np.zeros(len(output), np.int32)
+        sampled = Generation(
+            output_ids=output, logprobs=logprobs, weight_versions=versions, finish_reason="stop", engines=("engine-0",)
+        )
+        client.take(trajectory, exchange, sampled)
+    first, *_, last = (kept.messages for kept in client.history.conversations.values())
+    assert [message["content"] for message in last] == [
+        f"{text} {n}" for n in range(3) for text in ("question", "answer")
+    ]
+    assert last[0] is first[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
