@@ -316,6 +316,24 @@ async def test_the_failure_of_an_agent_among_several_stays_until_its_request_is_
     assert (collected.failure is None) is repeats
 
 
+@pytest.mark.parametrize(("then", "stays"), [("other", True), ("again", False), ("new", False)])
+async def test_the_failure_of_an_agent_stays_while_another_one_continues(then: str, stays: bool) -> None:
+    """Though their requests are never under way together."""
+
+    def script(call: int, input_ids: Sequence[int]) -> list[int] | Exception:
+        return TransientEngineError("it died") if call == 2 else [*CHAT.tokenize("fine"), *END]
+
+    first, second, more = ({"role": "user", "content": text} for text in ("AAA", "BBB", "more"))
+    async with agent_of(ScriptedModel(script)) as agent:
+        said = (await agent.chat(first)).choices[0].message
+        await agent.chat(second)
+        with pytest.raises(openai.APIStatusError):
+            await agent.chat(first, said, more)
+        asked = {"other": [second, said, more], "again": [first, said, more], "new": [more]}
+        await agent.chat(*asked[then])
+        assert ((await agent.collect()).failure is not None) is stays
+
+
 async def test_parallel_requests_become_branches() -> None:
     model = ScriptedModel(lambda call, input_ids: [*CHAT.tokenize(f"answer {call}"), *END], seconds=0.05)
     async with agent_of(model) as agent:
