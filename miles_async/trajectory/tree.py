@@ -38,6 +38,7 @@ from miles_async.trajectory.replies import CALL_ID, ReplyParser, extends
 from miles_async.types import Branch, FinishReason, Generation, Int32, JsonObject, Picture, Sample, TurnSpan
 
 _LITTLE = 1 << 12  # characters of new messages: rendered and tokenized faster than handed to a thread and back
+_MOST_TOKENS = 4  # that a character has
 _FEW = 32  # messages of a conversation, all of which are rendered as fast
 
 
@@ -281,8 +282,13 @@ class Trajectory:
         kept = len(output_ids)
         closing, stop, rest = self.renderer.after_turn(text)
         stopped = kept > 0 and int(output_ids[-1]) in stop_ids
-        if stopped and stop == output_ids[-1]:
+        if stopped and self.renderer.stop_tokens.get(stop) == output_ids[-1]:
             return kept, rest
+        if stop in self.renderer.chat.stop_texts:
+            end = self.renderer.chat.decode_all(output_ids[-_MOST_TOKENS * len(stop) :].tolist())
+            _, found, more = end.rpartition(stop)  # more: of a token that begins in the stop
+            if found and rest.startswith(more):
+                return kept, rest.removeprefix(more)
         return kept - stopped, closing + rest
 
     # -------------------------------------------------------------------------------------------- sample

@@ -58,6 +58,25 @@ def test_a_stop_token_that_opens_the_wrong_message_is_replaced_where_the_turn_go
     assert sample.loss_mask.sum() == len(first.sampled.output_ids) - 1 + len(second.sampled.output_ids)
 
 
+ENDS_WITH_WORDS = """{% for m in messages %}{{ m.role }}: {{ m.content }}
+{% if m.role == "assistant" %}### End
+{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+
+
+@pytest.mark.parametrize("said", ["b\n### End", "b\n### End\n", "b"])
+def test_a_stop_of_several_tokens_ends_a_turn_once(said: str) -> None:
+    """``--rollout-stop``, as a note at startup recommends it for such a template."""
+    episode = Episode("qwen3")
+    chat = chat_template(ENDS_WITH_WORDS, ("<|im_end|>",), "<s>")
+    chat.stop_texts = ("### End",)
+    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    episode.turn([user("a")], Say(text=said, stop=None))
+    turn = episode.turn([user("c")], Say(text="d"))
+    assert chat.decode_all(turn.context.input_ids().tolist()) == (
+        "user: a\nassistant: b\n### End\nuser: c\nassistant: "
+    )
+
+
 def test_reasoning_of_earlier_turns_stays_in_the_tokens_though_the_template_would_drop_it() -> None:
     episode = Episode("qwen3")
     episode.turn([user("a")], Say(text="<think>\nhm\n</think>\n\nb"))
