@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from examples.calculator_tool.calculator import CALCULATOR, calculate
+from examples.tool_model.calls import argument
 from miles_async.types import AssistantTurn, Observation, Prompt
 
 
@@ -26,7 +27,7 @@ class WithCalculator:
                 {
                     "role": "tool",
                     "tool_call_id": call["id"],
-                    "content": calculate(str(call["function"]["arguments"].get("expression", ""))),
+                    "content": calculate(argument(call, "expression")),
                 }
                 for call in calls
             ),

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from examples.tool_model.calls import tool
+from examples.tool_model.calls import argument, tool
 from miles_async.types import AssistantTurn, Observation, Prompt
 
 SEARCH = tool("search", "Finds the document that fits the query best.", "query")
@@ -37,7 +37,7 @@ class SearchEnvironment:
                     {
                         "role": "tool",
                         "tool_call_id": call["id"],
-                        "content": await self._retrieval.search(call["function"]["arguments"]["query"]),
+                        "content": await self._retrieval.search(argument(call, "query")),
                     }
                     for call in calls
                 ]

@@ -34,7 +34,7 @@ def read(row: Row) -> tuple[str, dict[str, Any]]:
     columns = row.keys()
     if "question" in columns:  # of Natural Questions and HotpotQA
         answers = row["golden_answers"] if "golden_answers" in columns else [row["answer"]]
-        return _filled(row["question"], SEARCH_FIRST), {"label": str(next(iter(answers)))}
+        return _filled(row["question"], SEARCH_FIRST), {"label": str(answers[0])}
     if {"text", "test_list"} <= columns:  # of MBPP: statements that are run after the program
         tests = [*filter(None, [row.get("test_setup_code")]), *row["test_list"]]
         return _filled(row["text"], f"{WRITE_PROGRAM}\n\n{tests[-1]}"), {"metadata": {"tests": tests}}

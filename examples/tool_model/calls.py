@@ -15,6 +15,12 @@ def parse_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, lis
     return (re.sub(r"<call>.*?</call>", "", text) if calls else text), calls
 
 
+def argument(call: Mapping[str, Any], name: str) -> str:
+    """An argument of a call; empty if the call lacks it, or has no object of arguments: models write anything."""
+    arguments = call["function"]["arguments"]
+    return str(arguments.get(name, "")) if isinstance(arguments, Mapping) else ""
+
+
 def tool(name: str, description: str, parameter: str) -> dict[str, Any]:
     """A tool with one parameter, a text, as chat completions describe it."""
     schema = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}

@@ -13,18 +13,22 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from examples.blackbox_agent.agent import answer as solved
 from examples.calculator_tool.calculator import CALCULATOR, calculate
 from examples.calculator_tool.environment import CalculatorEnvironment
 from examples.calculator_tool.prepare import main as prepare_calculator
 from examples.calculator_tool.prepare import questions
 from examples.quickstart.tokenizer import MODEL_MAX_LENGTH, VOCABULARY
-from examples.search_agent.environment import Retrieval
+from examples.search_agent.environment import Retrieval, SearchEnvironment
 from examples.search_agent.prepare import corpus_and_questions
 from examples.search_agent.retrieval_server import CORPUS, Index, application
 from examples.tool_model.calls import parse_calls
 from examples.tool_model.dialogues import TASKS, Dialogue, product_question
 from miles_async.arguments.parser import parse_arguments
+from miles_async.trajectory.messages import canonical
 from miles_async.types import AssistantTurn, Prompt
+from tests.fakes.scripted_model import ScriptedModel
+from tests.fakes.session_agents import QUESTION, agent_of, says
 
 ROOT = Path(__file__).parents[3]
 
@@ -59,6 +63,28 @@ async def test_the_calculator_answers_calls_and_pays_for_right_answers_that_ende
     assert (await environment.step(said("391"))).reward == 1.0
     assert (await environment.step(said("391", finish_reason="length"))).reward == 0.0
     assert (await environment.step(said("392"))).reward == 0.0
+
+
+ODD_CALLS = ['{"sum": "1"}', '"17*23"', "[1]", "17*"]
+
+
+@pytest.mark.parametrize("arguments", ODD_CALLS)
+async def test_calls_that_a_model_wrote_wrongly_are_answered(
+    arguments: str, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learns from that; an exception would cost the attempt."""
+    monkeypatch.setenv("SEARCH_ENDPOINTS", server)
+    prompt = Prompt(prompt_id="p", token_ids=(1,), text="17*23=?", label="391")
+    for environment, answer in ((CalculatorEnvironment(prompt), "error"), (SearchEnvironment(prompt), "nothing found")):
+        (tool,) = environment.tools()
+        call = canonical(
+            {"role": "assistant", "tool_calls": [{"id": "c", "function": {**tool["function"], "arguments": arguments}}]}
+        )
+        observed = await environment.step(AssistantTurn(index=0, message=call, text="", finish_reason="stop"))
+        assert [message["content"] for message in observed.messages] == [answer]
+    call = f'<tool_call>\n{{"name": "calculator", "arguments": {arguments}}}\n</tool_call>'
+    async with agent_of(ScriptedModel(says(call, "391"))) as agent:
+        assert await solved(agent.client, [QUESTION]) == (1 if arguments == "17*" else 2)  # which is no call
 
 
 def test_every_question_of_the_calculator_is_there_once(tmp_path: Path) -> None:

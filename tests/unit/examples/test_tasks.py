@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -75,11 +76,15 @@ def test_rows_of_every_shape(shape: str, tmp_path: Path) -> None:
         assert code_tests.tests_of(prompt), "the reward can run them"
 
 
-def test_a_wrong_row_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [('{"x": 1}', "its columns x are of no data set"), ('{"question": "Who?", "golden_answers": []}', "IndexError")],
+)
+def test_a_wrong_row_is_named(row: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "source.jsonl"
-    source.write_text('{"x": 1}\n')
+    source.write_text(row)
     assert prepare.main(["mbpp", str(tmp_path / "out.jsonl"), "--source", str(source)]) == 2
-    assert "row 1: its columns x are of no data set" in capsys.readouterr().err
+    assert re.search(f"row 1: .*{problem}", capsys.readouterr().err)
 
 
 async def test_the_calculator_answers_calls_and_ends_with_an_answer() -> None:
