@@ -171,9 +171,9 @@ def stop_problems(stops: Sequence[str], name: str) -> dict[str, bool]:
     return {f"{name}: at most {MOST_STOPS} texts of at most {LONGEST_STOP} characters": too_much}
 
 
-def effort_options(effort: object, variables: frozenset[str]) -> JsonObject:
+def effort_options(effort: object, around: Surroundings) -> JsonObject:
     """Options of the chat template for an effort of reasoning; none where the template doesn't know one."""
-    known = effort is not None and "reasoning_effort" in variables
+    known = effort is not None and "reasoning_effort" in around.variables
     return {"reasoning_effort": effort} if known else {}
 
 

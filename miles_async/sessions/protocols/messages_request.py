@@ -83,7 +83,7 @@ class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields
 
         ``before``: the conversation that this request continues, whose system prompt and tools stay.
         """
-        choice, variables = self.tool_choice or {"type": "auto"}, around.variables
+        choice = self.tool_choice or {"type": "auto"}
         tools = () if choice.get("type") == "none" else self.offered(before)
         parallel = choice.get("disable_parallel_tool_use") is not True
         schema, called = self._schema(), _called(choice, tools)
@@ -92,8 +92,8 @@ class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields
             messages=[*(before.messages if before else ()), *_system(self.system), *new],
             tools=tools,
             options={
-                **self._thinking(variables),
-                **effort_options((self.output_config or {}).get("effort"), variables),
+                **self._thinking(around),
+                **effort_options((self.output_config or {}).get("effort"), around),
             },
             max_tokens=self.max_tokens,
             stops=self.stops,
@@ -101,7 +101,7 @@ class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields
             constraint=constraint_of(called, schema, tools, parallel=parallel),
         )
 
-    def _thinking(self, variables: frozenset[str]) -> JsonObject:
+    def _thinking(self, around: Surroundings) -> JsonObject:
         match self.thinking:
             case None:
                 return {}
@@ -111,7 +111,7 @@ class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields
                 thinks = False
             case _:
                 raise TrajectoryError(f"thinking = {self.thinking}: expected type enabled, adaptive or disabled")
-        return {"enable_thinking": thinks} if "enable_thinking" in variables else {}
+        return {"enable_thinking": thinks} if "enable_thinking" in around.variables else {}
 
     def _schema(self) -> JsonObject | None:
         """JSON Schema of the answer; None for free text."""

@@ -84,25 +84,20 @@ class ResponsesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_field
                 case _:
                     yield tool, ""
 
-    def conversation(self, before: Sequence[JsonObject], around: Surroundings) -> list[JsonObject]:
-        """Messages in the form of chat completions, without the instructions. Raises TrajectoryError.
+    def turn(self, before: Sequence[JsonObject], around: Surroundings) -> TurnRequest:
+        """The turn that is asked for. Raises TrajectoryError.
 
-        ``before``: messages up to the response that this request continues.
+        ``before``: messages up to the response that this request continues, without its instructions.
         """
-        if isinstance(self.input, str):
-            return [*before, {"role": "user", "content": self.input}]
-        return with_items(before, self.input, around)
-
-    def turn(self, conversation: Sequence[JsonObject], variables: frozenset[str]) -> TurnRequest:
-        """The turn that is asked for. Raises TrajectoryError. ``variables``: see ``Surroundings``."""
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         tools = [] if self.tool_choice == "none" else self.functions
         parallel = self.parallel_tool_calls is not False
         schema = answer_schema((self.text or {}).get("format"), "text.format")
         return TurnRequest(
-            messages=[*instructions, *conversation],
+            messages=[*instructions, *with_items(before, items, around)],
             tools=tools,
-            options=effort_options((self.reasoning or {}).get("effort"), variables),
+            options=effort_options((self.reasoning or {}).get("effort"), around),
             max_tokens=self.max_output_tokens,
             parallel_calls=parallel,
             constraint=constraint_of(called_tools(self.tool_choice, tools), schema, tools, parallel=parallel),
