@@ -28,7 +28,7 @@ class McpServers:
         self._start_timeout = start_timeout
         self._is_shared = shared
         self._shared: dict[McpServer, McpSession] = {}
-        self._server_of: dict[str, McpServer] = {}  # by name of the tool
+        self.server_of: dict[str, McpServer] = {}  # by name of the tool
         self.tools: list[JsonObject] = []  # as chat completions describe them
 
     async def start(self) -> None:
@@ -36,12 +36,12 @@ class McpServers:
         for server, tools in zip(self._servers, await gathered(*map(self._listed, self._servers)), strict=True):
             for tool in tools:
                 name = tool["function"]["name"]
-                if (other := self._server_of.get(name)) is not None:
+                if (other := self.server_of.get(name)) is not None:
                     raise ConfigurationError(
                         f"--mcp-server {server.name}: its tool {name!r} is also one of {other.name}, and calls name "
                         "the tool alone: leave one of them out"
                     )
-                self._server_of[name] = server
+                self.server_of[name] = server
                 self.tools.append(tool)
 
     async def supervise(self) -> None:
@@ -51,13 +51,9 @@ class McpServers:
         """End the sessions that are shared."""
         await gathered(*(session.close() for session in self._shared.values()))
 
-    def has(self, tool: str) -> bool:
-        """True for a tool of these servers."""
-        return tool in self._server_of
-
     def session_for(self, tool: str, own: dict[McpServer, McpSession]) -> McpSession:
         """The session that answers calls of a tool. ``own``: the episode's sessions."""
-        server = self._server_of[tool]
+        server = self.server_of[tool]
         sessions = self._shared if self._is_shared else own
         known = sessions.get(server)
         if known is None or (self._is_shared and known.is_lost):
@@ -105,7 +101,7 @@ class WithTools:
         """All tools. Raises ConfigurationError if one of the environment's has the name of a server's."""
         own = list(self.inner.tools()) if self.inner else []
         for name in [str(tool.get("function", {}).get("name")) for tool in own]:
-            if self.servers.has(name):
+            if name in self.servers.server_of:
                 raise ConfigurationError(
                     f"--mcp-server: the environment has a tool {name!r}, too: leave one of them out"
                 )
@@ -114,7 +110,7 @@ class WithTools:
     async def step(self, turn: AssistantTurn) -> Observation:
         """Answer calls of the servers' tools; the environment has the others, and turns without any."""
         calls: Sequence[JsonObject] = turn.message.get("tool_calls", ())
-        taken = [call for call in calls if self.inner is None or self.servers.has(call["function"]["name"])]
+        taken = [call for call in calls if self.inner is None or call["function"]["name"] in self.servers.server_of]
         if not taken:
             return await self.inner.step(turn) if self.inner else Observation(done=True)
         messages, metrics, _ = await answered(taken, self._answer)
@@ -137,7 +133,7 @@ class WithTools:
                 raise result
 
     async def _answer(self, tool: str, arguments: JsonObject) -> Answer:
-        if not self.servers.has(tool):
+        if tool not in self.servers.server_of:
             return Answer(f"error: there is no tool {tool!r}", is_error=True)
         return await self.servers.session_for(tool, self._sessions).call(tool, arguments)
 

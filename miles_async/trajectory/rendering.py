@@ -78,8 +78,8 @@ class ChatFormat(Decoder, Protocol):
         ...
 
 
-class ImageTokens(Protocol):
-    """Tokens in whose place a model reads something else."""
+class ImageFormat(Protocol):
+    """How a model reads images (``runtime.picture_processor.PictureProcessor``)."""
 
     @property
     def image_token(self) -> int:
@@ -88,12 +88,8 @@ class ImageTokens(Protocol):
 
     @property
     def placeholders(self) -> frozenset[int]:
-        """All of them."""
+        """All tokens in whose place the model reads something else."""
         ...
-
-
-class ImageFormat(ImageTokens, Protocol):
-    """How a model reads images (``runtime.picture_processor.PictureProcessor``)."""
 
     def read(self, url: str, known: Mapping[str, Picture]) -> Picture:
         """Read the image of a ``data:`` URL, unless its digest is ``known``. Raises TrajectoryError."""

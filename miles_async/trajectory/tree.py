@@ -113,7 +113,13 @@ class Trajectory:
             context = self._as_written(self._with_replies(conversation), tools, options)
         else:
             context = self._continued(conversation, tools, options, latest.context)
-        return _Request(messages, conversation, context, _input_ids(context, latest))
+        parent = context.parent
+        if parent is not None and parent.context is latest.context:
+            new = [parent.sampled.output_ids[: context.kept], context.appended]
+            input_ids = np.concatenate([latest.input_ids, *new])
+        else:
+            input_ids = context.input_ids()
+        return _Request(messages, conversation, context, input_ids)
 
     def input_ids(self, context: Context) -> Int32:
         """Return ``context.input_ids()``, which for the latest context need not be built from all turns."""
@@ -336,14 +342,6 @@ class Trajectory:
                 "cached_tokens": sum(turn.cached_tokens for turn in sampled),
             },
         )
-
-
-def _input_ids(context: Context, latest: _Request) -> Int32:
-    """Tokens of a context, reusing the latest request's where it continues that one."""
-    parent = context.parent
-    if parent is None or parent.context is not latest.context:
-        return context.input_ids()
-    return np.concatenate([latest.input_ids, parent.sampled.output_ids[: context.kept], context.appended])
 
 
 def _sampled_tokens(leaf: Turn) -> int:

@@ -79,6 +79,12 @@ class Agent:
         async with self.http.get(self.opened.url) as response:
             return await response.json()
 
+    async def is_idle(self) -> None:
+        """Return once no request of the session is under way."""
+        async with asyncio.timeout(20):
+            while (await self.status())["idle_seconds"] == 0:  # noqa: ASYNC110, the server tells nobody
+                await asyncio.sleep(0.01)
+
     async def collect(self) -> CollectedSession:
         async with self.http.post(f"{self.opened.url}/collect") as response:
             assert response.status == 200, await response.text()

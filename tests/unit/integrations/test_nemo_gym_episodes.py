@@ -23,7 +23,7 @@ from miles_async.runtime.services import is_outage
 from miles_async.types import AssistantTurn, Observation, Prompt
 from tests.fakes.environment_servers import nemo_gym, recording, serving
 from tests.fakes.scripted_model import ScriptedModel
-from tests.unit.integrations.test_mcp_tools import turn as calling
+from tests.fakes.turns import answer, calling
 from tests.unit.rollout.test_multi_turn import ATTEMPT, generate_with, says
 
 GYM = recording("nemo_gym")
@@ -46,11 +46,6 @@ def calls(*calls: tuple[str, object]) -> AssistantTurn:
     return msgspec.structs.replace(turn, message={**turn.message, "tool_calls": named})
 
 
-def answer(text: str, index: int = 1, finish_reason: str = "stop") -> AssistantTurn:
-    message = {"role": "assistant", "content": text}
-    return AssistantTurn(index=index, message=message, text=text, finish_reason=finish_reason)
-
-
 async def test_an_episode_is_seeded_calls_tools_and_is_verified_in_one_session() -> None:
     async with serving(nemo_gym(GYM)) as url:
         gym = NemoGym(url, answer_timeout=20.0, max_turns=8)
@@ -65,7 +60,7 @@ async def test_an_episode_is_seeded_calls_tools_and_is_verified_in_one_session()
             reward=0.0,
             metrics={"tool_calls": 1, "tool_errors": 0},
         )
-        assert await played.step(answer("391")) == Observation(done=True, reward=1.0)
+        assert await played.step(answer("391", 1)) == Observation(done=True, reward=1.0)
         await played.close()
 
 
@@ -78,7 +73,7 @@ async def test_a_tools_errors_are_the_models_to_read_and_a_cut_turn_is_verified(
         assert "Field required" in refused
         assert raised == "Internal Server Error"
         assert observed.metrics == {"tool_calls": 2, "tool_errors": 2}
-        assert await played.step(answer("3", finish_reason="length")) == Observation(done=True, reward=0.0)
+        assert await played.step(answer("3", 1, "length")) == Observation(done=True, reward=0.0)
         await played.close()
 
 
@@ -141,7 +136,7 @@ async def test_an_environment_that_refuses_or_raises_costs_the_attempt(path: str
     async with serving(failing_at(path, status, "KeyError('answer')")) as url:
         played = episode(url)
         with pytest.raises(UserCodeError, match=rf"refused /{says_what} with status {status}: KeyError\('answer'\)"):
-            await played.step(answer("391", 0))
+            await played.step(answer("391"))
         await played.close()
 
 
@@ -152,7 +147,7 @@ async def test_a_server_that_is_overloaded_or_away_is_down(path: str, status: in
     async with serving(failing_at(path, status, "busy")) as url:
         played = episode(url)
         with pytest.raises(ServiceUnavailableError, match=rf"answered {path} with status {status}: busy"):
-            await played.step(answer("1") if path == "/verify" else calls((CALCULATOR, {"expression": "1*1"})))
+            await played.step(answer("1", 1) if path == "/verify" else calls((CALCULATOR, {"expression": "1*1"})))
         await played.close()
 
 
@@ -172,7 +167,7 @@ async def test_a_server_that_dies_or_was_never_there_is_down() -> None:
         for address in (url, "http://127.0.0.1:1"):
             played = episode(address)
             with pytest.raises(Exception, match=r"not enough data|Cannot connect|payload|disconnected") as down:
-                await played.step(answer("391", 0))
+                await played.step(answer("391"))
             assert is_outage(down.value)
             await played.close()
 
@@ -183,7 +178,7 @@ async def test_a_reward_that_the_server_calls_failed_is_none() -> None:
     async with serving(failing_at("/verify", 200, masked)) as url:
         played = episode(url)
         with pytest.raises(ServiceUnavailableError, match="failed to verify: the judge is away"):
-            await played.step(answer("391", 0))
+            await played.step(answer("391"))
         await played.close()
 
 
@@ -192,7 +187,7 @@ async def test_nonsense_costs_the_attempt(told: object) -> None:
     async with serving(failing_at("/verify", 200, told)) as url:
         played = episode(url)
         with pytest.raises(UserCodeError, match="expected a reward of /verify"):
-            await played.step(answer("391", 0))
+            await played.step(answer("391"))
         await played.close()
 
 
@@ -240,7 +235,7 @@ async def test_two_hundred_episodes_at_once_have_a_session_each() -> None:
 
     async def plays(played: NemoGymEpisode) -> float | None:
         await played.step(calls((CALCULATOR, {})))
-        reward = (await played.step(answer("391"))).reward
+        reward = (await played.step(answer("391", 1))).reward
         await played.close()
         return reward
 

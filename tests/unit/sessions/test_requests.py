@@ -182,7 +182,7 @@ async def test_calls_that_are_required_are_constrained() -> None:
 @pytest.mark.parametrize("style", sorted(CALL_STYLES))
 def test_a_constraint_allows_what_the_parser_of_its_style_reads(style: str) -> None:
     call = CALLS[style]
-    two = call + CALL_STYLES[style][1] + call
+    two = call + CALL_STYLES[style].separator + call
     tag = grammar(Constraint(tools=TOOLS), "", call_style=style, reasoning_tags=None)
     assert all(accepts(tag, text) for text in (call, two))
     assert not accepts(tag, "68")

@@ -19,6 +19,7 @@ from tests.fakes.chat_formats import TOOLS
 from tests.fakes.protocol_clients import joined
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.session_agents import CALL, CHAT, END, QUESTION, Agent, agent_of, says
+from tests.waiting import until
 
 PATHS = {"chat": "chat/completions", "responses": "responses", "messages": "messages"}
 each_protocol = pytest.mark.parametrize("protocol", PATHS)
@@ -64,14 +65,20 @@ async def events_of(agent: Agent, protocol: str, **options: object) -> AsyncIter
         yield events()
 
 
+async def until_text(events: AsyncIterator[JsonObject]) -> list[JsonObject]:
+    """The first events, up to one that shows something."""
+    came: list[JsonObject] = []
+    while not joined(came):
+        came.append(await anext(events))
+    return came
+
+
 @each_protocol
 async def test_text_is_there_before_the_engine_has_finished(protocol: str) -> None:
     model = ScriptedModel(says(LONG))
     finish = model.holds[12] = asyncio.Event()
     async with asyncio.timeout(30), agent_of(model) as agent, events_of(agent, protocol) as events:
-        first: list[JsonObject] = []
-        while not joined(first):
-            first.append(await anext(events))
+        first = await until_text(events)
         assert LONG.startswith(joined(first)["content"])
         finish.set()
         rest = [event async for event in events]
@@ -123,9 +130,7 @@ async def test_nothing_of_a_call_is_shown_as_text(protocol: str) -> None:
     finish = model.holds[len(CHAT.tokenize(f"So: {CALL}")) - 2] = asyncio.Event()
     async with asyncio.timeout(30), agent_of(model) as agent:
         async with events_of(agent, protocol, tools=tools_of(protocol)) as events:
-            came: list[JsonObject] = []
-            while not joined(came):
-                came.append(await anext(events))
+            came = await until_text(events)
             assert joined(came) == {"content": "So:"}
             finish.set()
             came += [event async for event in events]
@@ -154,9 +159,7 @@ async def test_a_stream_ends_with_an_error_when_what_it_showed_is_thrown_away(pr
     finish = model.holds[12] = asyncio.Event()
     async with asyncio.timeout(30), agent_of(model) as agent:
         async with events_of(agent, protocol) as events:
-            came: list[JsonObject] = []
-            while not joined(came):
-                came.append(await anext(events))
+            came = await until_text(events)
             finish.set()
             came += [event async for event in events]
         assert "threw away" in came[-1]["error"]["message"]
@@ -219,9 +222,7 @@ async def test_what_nobody_was_shown_is_sampled_again_unnoticed() -> None:
     held, finish = model.holds[8], model.holds[12] = asyncio.Event(), asyncio.Event()
     asyncio.get_running_loop().call_later(0.3, held.set)  # meanwhile it is read
     async with asyncio.timeout(20), agent_of(model) as agent, events_of(agent, "chat", tools=TOOLS) as events:
-        came: list[JsonObject] = []
-        while not joined(came):
-            came.append(await anext(events))
+        came = await until_text(events)
         assert LONG.startswith(joined(came)["content"])
         finish.set()
         came += [event async for event in events]
@@ -234,11 +235,8 @@ async def test_an_agent_that_hangs_up_in_the_middle_ends_its_generation(protocol
     model.holds[12] = asyncio.Event()
     async with asyncio.timeout(30), agent_of(model) as agent:
         async with events_of(agent, protocol) as events:
-            came: list[JsonObject] = []
-            while not joined(came):
-                came.append(await anext(events))
-        while not model.given_up:  # noqa: ASYNC110, the model tells nobody
-            await asyncio.sleep(0.01)
+            await until_text(events)
+        await until(lambda: model.given_up)
         collected = await agent.collect()
     assert (collected.sample, collected.waiting) == (None, True)
 

@@ -31,6 +31,15 @@ def result(content: str) -> dict[str, str]:
     return {"role": "tool", "content": content, "tool_call_id": "call00000"}
 
 
+def episode_with(template: str, stop_texts: Sequence[str] = ()) -> Episode:
+    """An episode with a chat template whose turns end with <|im_end|> or one of the texts."""
+    episode = Episode("qwen3", TOOLS)
+    episode.chat = chat = chat_template(template, ("<|im_end|>",), "<s>")
+    chat.stop_texts = stop_texts
+    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    return episode
+
+
 # ------------------------------------------------------------------------------------------------------ tokens
 def test_a_turn_that_was_cut_is_closed_by_the_template() -> None:
     episode = Episode("qwen3")
@@ -66,13 +75,10 @@ ENDS_WITH_WORDS = """{% for m in messages %}{{ m.role }}: {{ m.content }}
 @pytest.mark.parametrize("said", ["b\n### End", "b\n### End\n", "b"])
 def test_a_stop_of_several_tokens_ends_a_turn_once(said: str) -> None:
     """``--rollout-stop``, as a note at startup recommends it for such a template."""
-    episode = Episode("qwen3")
-    chat = chat_template(ENDS_WITH_WORDS, ("<|im_end|>",), "<s>")
-    chat.stop_texts = ("### End",)
-    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    episode = episode_with(ENDS_WITH_WORDS, stop_texts=("### End",))
     episode.turn([user("a")], Say(text=said, stop=None))
     turn = episode.turn([user("c")], Say(text="d"))
-    assert chat.decode_all(turn.context.input_ids().tolist()) == (
+    assert episode.chat.decode_all(turn.context.input_ids().tolist()) == (
         "user: a\nassistant: b\n### End\nuser: c\nassistant: "
     )
 
@@ -154,9 +160,7 @@ RESULTS_WITH_CALLS = (
 
 def test_tool_calls_stay_where_a_template_writes_results_with_them() -> None:
     """As Gemma 4's does: without the calls it leaves the results out."""
-    episode = Episode("qwen3", TOOLS)
-    chat = chat_template(RESULTS_WITH_CALLS, ("<|im_end|>",), "<s>")
-    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    episode = episode_with(RESULTS_WITH_CALLS)
     call = '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
     first = episode.turn([user("a")], Say(text=call + call))
     ids = [each["id"] for each in first.reply["tool_calls"]]
@@ -164,13 +168,11 @@ def test_tool_calls_stay_where_a_template_writes_results_with_them() -> None:
     results = [{"role": "tool", "tool_call_id": each, "content": f"of {each}"} for each in ids]
     turn = episode.turn(results, Say(text="d"))
     expected = "".join(f"{each} = of {each}" for each in ids)
-    assert chat.decode_all(turn.context.appended) == f"\n{expected}<|im_start|>assistant\n"
+    assert episode.chat.decode_all(turn.context.appended) == f"\n{expected}<|im_start|>assistant\n"
 
 
 def test_a_template_that_leaves_results_of_tools_out_is_refused() -> None:
-    episode = Episode("qwen3", TOOLS)
-    chat = chat_template(RESULTS_WITH_CALLS.replace(RESULTS, ""), ("<|im_end|>",), "<s>")
-    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    episode = episode_with(RESULTS_WITH_CALLS.replace(RESULTS, ""))
     episode.turn([user("a")], Say(text="b"))
     with pytest.raises(TrajectoryError, match="leaves out messages of the role 'tool'"):
         episode.turn([result("c")], Say(text="d"))
@@ -248,9 +250,7 @@ OPENS_REASONING = """
 
 def test_past_turns_may_be_opened_otherwise_than_the_next_one() -> None:
     """As templates of GLM-4.7 and MiniMax-M2 do, whose next turn begins with reasoning."""
-    episode = Episode("qwen3", TOOLS)
-    chat = chat_template(OPENS_REASONING, ("<|im_end|>",), "<s>")
-    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    episode = episode_with(OPENS_REASONING)
     assert episode.trajectory.renderer.opening({}) == "<|im_start|>assistant\n<think>"
     call = 'hm</think><tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
     new = [user("a")]
@@ -262,7 +262,7 @@ def test_past_turns_may_be_opened_otherwise_than_the_next_one() -> None:
     assert sample is not None
     assert not sample.more_branches
     asked = "<|im_start|>assistant\n<think>"
-    assert chat.decode_all(sample.tokens.tolist()) == (
+    assert episode.chat.decode_all(sample.tokens.tolist()) == (
         f"<|im_start|>user\na<|im_end|>\n{asked}{call}<|im_end|>\n"
         + 2 * f"<|im_start|>tool\ny<|im_end|>\n{asked}{call}<|im_end|>\n"
     ).removesuffix("\n")
