@@ -40,7 +40,6 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
 
     instance_id: str  # new at every start
     url: str  # where agents reach it
-    sessions: int
     began: dict[str, int] = {}  # sessions that kept turns since the last message → a version of these tokens
 
 

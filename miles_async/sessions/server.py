@@ -85,10 +85,6 @@ class SessionServer:
         self._answering = Answering(self.instance_id, self._counts, self._in_thread)
         self._runner: web.AppRunner | None = None
 
-    @property
-    def open_sessions(self) -> int:
-        return sum(session.ending == "open" for session in self._sessions.values())
-
     def _note(self, session_id: str, version: int) -> None:
         self._began.setdefault(session_id, version)
 
@@ -152,7 +148,7 @@ class SessionServer:
             {
                 "instance_id": self.instance_id,
                 "pid": os.getpid(),
-                "open_sessions": self.open_sessions,
+                "open_sessions": sum(session.ending == "open" for session in self._sessions.values()),
                 **{name: self._counts[name] for name in _COUNTED},
             }
         )
@@ -262,7 +258,6 @@ def _collected(session: Session) -> bytes:
             ending=session.ending,
             sample=sample,
             reward=session.reward,
-            requests=session.requests,
             cut=session.cut,
             failure=failure,
             waiting=session.waiting,

@@ -60,7 +60,6 @@ class Session:
         self.ending: SessionEnding = "open"
         self.reason = ""
         self.reward: float | RewardParts | None = None
-        self.requests = 0
         self.last_used = now()
         self.history = History()
         self._tasks: set[asyncio.Task[object]] = set()
@@ -69,7 +68,7 @@ class Session:
 
     @contextmanager
     def request(self, messages: Sequence[object] = ()) -> Iterator[Outcome]:
-        """Context of a completion request: counts it and notes its outcome.
+        """Context of a completion request: notes its outcome.
 
         An agent that continues after a failure has dealt with it: with the conversation that failed, or a new one if no
         other request was under way.
@@ -77,7 +76,6 @@ class Session:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        self.requests += 1
         outcome = Outcome(messages, _opening(messages))
         continues = outcome.opening in self._openings
         self._outcomes = [each for each in self._outcomes if not each.is_settled_by(outcome, continues=continues)]
@@ -153,4 +151,4 @@ def _opening(messages: Sequence[object]) -> int | None:
     are no messages.
     """
     said = takewhile(lambda each: not (isinstance(each, Mapping) and each.get("role") == "assistant"), messages)
-    return hash(msgspec.json.encode([*said])) if messages else None
+    return hash(str([*said])) if messages else None

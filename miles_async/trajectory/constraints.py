@@ -68,7 +68,7 @@ def grammar(
         said.append({"type": "json_schema", "json_schema": constraint.schema})
     if constraint.tools:
         said.append(_calls(constraint.tools, constraint.parallel, call_style))
-    elements = said if len(said) == 1 else [{"type": "or", "elements": said}]
+    elements: list[Format] = said if len(said) == 1 else [{"type": "or", "elements": said}]
     written, (begin, end) = before.rstrip(), reasoning_tags or THINK_TAGS
     if written.endswith(begin):
         elements.insert(0, _reasoning("", end))

@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -102,7 +103,7 @@ class TestSeveralAnswers:
         assert read_tests(("assert f(1) == 2", "assert f(2) == 3"), {}) == ["assert f(1) == 2", "assert f(2) == 3"]
 
 
-def gives(value: object) -> Callable[[Prompt, Sample], Awaitable[object]]:
+def gives(value: object) -> Callable[[Prompt, Sample], Awaitable[Any]]:
     """A reward that is always the same, or raises it."""
 
     async def reward(prompt: Prompt, sample: Sample) -> object:

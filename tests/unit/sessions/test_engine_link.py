@@ -140,7 +140,7 @@ async def test_requests_end_with_the_connection_at_both_ends(tmp_path: Path) -> 
 
 async def test_signs_of_life_are_told(tmp_path: Path) -> None:
     told = asyncio.Queue[Alive]()
-    alive = Alive(instance_id="i", url="http://x", sessions=3, began={"s": 5})
+    alive = Alive(instance_id="i", url="http://x", began={"s": 5})
     async with linked(Hanging(), tmp_path, told.put_nowait) as (link, *_), asyncio.timeout(10):
         await link.report(alive)
         assert await told.get() == alive
