@@ -18,9 +18,9 @@ def thought(content: str) -> AssistantTurn:
 
 
 def calling(*calls: tuple[str, object], index: int = 0) -> AssistantTurn:
-    """A turn that calls tools, (name, arguments) each, with the ids call0, call1 and so on."""
+    """A turn that calls tools, (name, arguments) each, with the ids call000, call001 and so on."""
     called = [
-        {"id": f"call{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        {"id": f"call{number:03d}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for number, (name, arguments) in enumerate(calls)
     ]
     message = {"role": "assistant", "content": "", **({"tool_calls": called} if called else {})}

@@ -84,7 +84,7 @@ async def test_calls_are_answered_in_order_by_a_session_of_the_episode(
         assert await contents(other, ("count", {})) == ["1"]
         observed = await one.step(calling(("count", {}), index=1))
         assert observed == Observation(
-            messages=({"role": "tool", "content": "3", "tool_call_id": "call0"},),
+            messages=({"role": "tool", "content": "3", "tool_call_id": "call000"},),
             metrics={"tool_calls": 1, "tool_errors": 0},
         )
         assert await one.step(calling(index=2)) == Observation(done=True)  # the answer, for the run's reward

@@ -94,7 +94,7 @@ async def test_calls_are_answered_by_the_servers_tools() -> None:
         assert "Missing required argument" in wrong
         assert raised.startswith("error: ")
         assert no_object == "error: expected the arguments to be an object"
-        assert observed.messages[1]["tool_call_id"] == "call1"
+        assert observed.messages[1]["tool_call_id"] == "call001"
         assert observed.metrics == {"tool_calls": 5, "tool_errors": 4}
         assert not observed.done
         assert await episode.step(calling(index=1)) == Observation(
