@@ -90,6 +90,12 @@ class Agent:
             assert response.status == 200, await response.text()
             return decode(await response.read(), CollectedSession)
 
+    async def turns_and_branches(self) -> tuple[int, int]:
+        """Collect the session; return how many its sample has."""
+        sample = (await self.collect()).sample
+        assert sample is not None
+        return sample.metadata["turns"], len(sample.branches)
+
 
 @asynccontextmanager
 async def agent_of(

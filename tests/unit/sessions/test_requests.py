@@ -61,8 +61,7 @@ async def test_an_assistant_with_a_name_goes_on_with_its_turn() -> None:
         answer = (await agent.chat(QUESTION)).choices[0].message
         named = {"role": "assistant", "name": "solver", "content": answer.content}
         await agent.chat(QUESTION, named, {"role": "user", "content": "sure?"})
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
+        assert await agent.turns_and_branches() == (2, 1)
 
 
 async def test_a_function_without_parameters_is_called_with_an_empty_object() -> None:
@@ -80,8 +79,7 @@ async def test_a_function_without_parameters_is_called_with_an_empty_object() ->
             },
             cast_to=object,
         )
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
+        assert await agent.turns_and_branches() == (2, 1)
 
 
 async def test_several_answers_are_branches_of_one_conversation() -> None:
@@ -95,8 +93,7 @@ async def test_several_answers_are_branches_of_one_conversation() -> None:
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, said)
         stream = await agent.chat(QUESTION, n=2, stream=True)
         assert {chunk.choices[0].index async for chunk in stream} == {0, 1}
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (5, 5)
+        assert await agent.turns_and_branches() == (5, 5)
 
 
 @pytest.mark.parametrize("stream", [False, True])

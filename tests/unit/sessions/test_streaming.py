@@ -146,7 +146,8 @@ async def test_a_publication_that_aborts_goes_unnoticed(protocol: str) -> None:
 
 
 @each_protocol
-async def test_a_stream_ends_with_an_error_when_what_it_showed_is_thrown_away(protocol: str) -> None:
+@pytest.mark.parametrize("asks_again", [False, True])
+async def test_a_stream_ends_with_an_error_when_what_it_showed_is_thrown_away(protocol: str, asks_again: bool) -> None:
     model = ScriptedModel(says(LONG))
     model.restarts = {0: CHAT.tokenize(LONG)[:12]}
     finish = model.holds[12] = asyncio.Event()
@@ -157,26 +158,17 @@ async def test_a_stream_ends_with_an_error_when_what_it_showed_is_thrown_away(pr
             came += [event async for event in events]
         assert "threw away" in came[-1]["error"]["message"]
         assert model.given_up == 1
-        assert (await agent.chat(QUESTION)).choices[0].message.content == LONG
-        sample = (await agent.collect()).sample
-    assert sample is not None
-    assert (sample.metadata["turns"], sample.more_branches) == (1, ())
-    assert sample.tokens[sample.loss_mask == 1].tolist() == [*CHAT.tokenize(LONG), *END]
-
-
-@each_protocol
-async def test_nothing_is_kept_of_a_stream_that_ended_with_an_error(protocol: str) -> None:
-    model = ScriptedModel(says(LONG))
-    model.restarts = {0: CHAT.tokenize(LONG)[:12]}
-    finish = model.holds[12] = asyncio.Event()
-    async with asyncio.timeout(30), agent_of(model) as agent:
-        async with events_of(agent, protocol) as events:
-            async for event in events:
-                if joined([event]):
-                    finish.set()
+        if asks_again:
+            assert (await agent.chat(QUESTION)).choices[0].message.content == LONG
         collected = await agent.collect()
-    assert collected.sample is None
-    assert "threw away" in (collected.failure or "")
+    assert ("threw away" in (collected.failure or "")) is not asks_again
+    if not asks_again:
+        assert collected.sample is None
+        return
+    assert collected.sample is not None
+    assert (collected.sample.metadata["turns"], collected.sample.more_branches) == (1, ())
+    trained = collected.sample.tokens[collected.sample.loss_mask == 1]
+    assert trained.tolist() == [*CHAT.tokenize(LONG), *END]
 
 
 @pytest.mark.parametrize("protocol", ["chat completions", "messages"])
