@@ -213,9 +213,6 @@ def _read(task: object) -> tuple[ResponsesRequest, list[JsonObject], Sequence[Js
     asked = request.turn((), Surroundings(answer_id="", decode=str))
     if asked.constraint is not None:
         raise TrajectoryError("responses_create_params: tool_choice and text.format are not supported")
-    messages = cast("Sequence[JsonObject]", asked.messages)
-    return (
-        request,
-        [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages],
-        asked.tools,
-    )
+    given = cast("Sequence[JsonObject]", asked.messages)
+    messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in given]
+    return request, messages, asked.tools
