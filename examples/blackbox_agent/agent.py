@@ -37,9 +37,17 @@ async def answer(client: AsyncOpenAI, question: Iterable[Any]) -> int:
             return turn
         messages.append(message)
         for call in message.tool_calls:
-            expression = json.loads(call.function.arguments)["expression"]
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": calculate(expression)})
+            result = calculate(_expression(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return MAX_TURNS
+
+
+def _expression(arguments: str) -> str:
+    """The calculator's argument; empty if the model wrote something else."""
+    try:
+        return str(json.loads(arguments)["expression"])
+    except (ValueError, LookupError, TypeError):
+        return ""
 
 
 @lru_cache(maxsize=1)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from examples.calculator_tool.calculator import CALCULATOR, calculate
+from examples.tool_model.calls import argument, result
 from miles_async.types import AssistantTurn, Observation, Prompt
 
 
@@ -22,14 +23,7 @@ class WithCalculator:
     async def step(self, turn: AssistantTurn) -> Observation:
         calls = turn.message.get("tool_calls", [])
         return Observation(
-            messages=tuple(
-                {
-                    "role": "tool",
-                    "tool_call_id": call["id"],
-                    "content": calculate(str(call["function"]["arguments"].get("expression", ""))),
-                }
-                for call in calls
-            ),
+            messages=tuple(result(call, calculate(argument(call, "expression"))) for call in calls),
             done=not calls,
             metrics={"tool_calls": len(calls)},
         )

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow.parquet
 from huggingface_hub import hf_hub_download
@@ -24,7 +24,6 @@ INSTRUCTION = "Think step by step, and put your final answer in \\boxed{}."
 EMPTY = "its question or its answer is empty"
 
 Row = Mapping[str, Any]
-T = TypeVar("T")
 
 
 class DataError(Exception):
@@ -47,14 +46,16 @@ DATA_SETS = {
 }
 
 
-def prompt_and_label(row: Row) -> tuple[str, str]:
-    """Read a row of any of the shapes below. Raises DataError, KeyError, TypeError or IndexError for another."""
-    for columns, read in SHAPES:
+def read(row: Row) -> tuple[str, dict[str, Any]]:
+    """Prompt of a row of any of the shapes below, and its label. Raises DataError, KeyError, TypeError or IndexError
+    for another.
+    """
+    for columns, of_shape in SHAPES:
         if columns <= row.keys():
-            prompt, label = (text.strip() for text in read(row))
+            prompt, label = (text.strip() for text in of_shape(row))
             if not (prompt and label):
                 raise DataError(EMPTY)
-            return prompt, label
+            return prompt, {"label": label}
     raise DataError(f"its columns {', '.join(row)} are of no data set that is known here")
 
 
@@ -108,13 +109,14 @@ def read_rows(file: Path) -> Iterator[tuple[int, Row]]:
 
 
 def prompts(file: Path) -> Iterator[dict[str, Any]]:
-    """Rows for ``--prompt-data``, each question once. Raises DataError naming file and row."""
-    for prompt, label in each_once(file, prompt_and_label):
-        yield {**prompt, "label": label}
+    """Rows for ``--prompt-data``. Raises DataError naming file and row."""
+    return each_once(file, read)
 
 
-def each_once(file: Path, read: Callable[[Row], tuple[str, T]]) -> Iterator[tuple[dict[str, Any], T]]:
-    """Id and prompt of each question, once, and what ``read`` gives beside it. Raises DataError naming file and row."""
+def each_once(file: Path, read: Callable[[Row], tuple[str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Rows with the id and prompt of each question, once, and the other columns that ``read`` gives. Raises DataError
+    naming file and row.
+    """
     seen: set[str] = set()
     for number, row in read_rows(file):
         try:
@@ -125,7 +127,7 @@ def each_once(file: Path, read: Callable[[Row], tuple[str, T]]) -> Iterator[tupl
         if prompt not in seen:
             seen.add(prompt)
             name = hashlib.blake2s(prompt.encode(), digest_size=8).hexdigest()
-            yield {"id": name, "prompt": [{"role": "user", "content": prompt}]}, rest
+            yield {"id": name, "prompt": [{"role": "user", "content": prompt}], **rest}
 
 
 def write(rows: Iterable[dict[str, Any]], output: Path) -> int:

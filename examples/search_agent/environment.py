@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from examples.tool_model.calls import tool
+from examples.tool_model.calls import argument, result, tool
 from miles_async.types import AssistantTurn, Observation, Prompt
 
 SEARCH = tool("search", "Finds the document that fits the query best.", "query")
@@ -32,16 +32,7 @@ class SearchEnvironment:
     async def step(self, turn: AssistantTurn) -> Observation:
         calls = turn.message.get("tool_calls", [])
         return Observation(
-            messages=tuple(
-                [
-                    {
-                        "role": "tool",
-                        "tool_call_id": call["id"],
-                        "content": await self._retrieval.search(call["function"]["arguments"]["query"]),
-                    }
-                    for call in calls
-                ]
-            ),
+            messages=tuple([result(call, await self._retrieval.search(argument(call, "query"))) for call in calls]),
             done=not calls,
             metrics={"searches": len(calls)},
         )

@@ -68,7 +68,10 @@ def console_log(run_dir: Path) -> Path:
 
 
 async def _train(flags: list[str], console: Path) -> int:
-    """Exit code of ``miles-async train``; if this is cancelled, it is told to stop and waited for."""
+    """Exit code of ``miles-async train``; if this is cancelled, it is told to stop and waited for.
+
+    Raises CellFailedError after :data:`CELL_SECONDS`.
+    """
     with console.open("w") as output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "miles_async", "train", *flags),
@@ -81,6 +84,8 @@ async def _train(flags: list[str], console: Path) -> int:
         try:
             async with asyncio.timeout(CELL_SECONDS):
                 return await process.wait()
+        except TimeoutError:
+            raise CellFailedError(f"it took longer than {CELL_SECONDS:g} s: {console}") from None
         finally:
             await _stop(process)
 

@@ -33,8 +33,8 @@ def read(row: Row) -> tuple[str, dict[str, Any]]:
     """Prompt, and the columns beside it. Raises DataError for a row of another shape."""
     columns = row.keys()
     if "question" in columns:  # of Natural Questions and HotpotQA
-        answers = row["golden_answers"] if "golden_answers" in columns else [row["answer"]]
-        return _filled(row["question"], SEARCH_FIRST), {"label": str(next(iter(answers)))}
+        first, *others = map(str, row["golden_answers"] if "golden_answers" in columns else [row["answer"]])
+        return _filled(row["question"], SEARCH_FIRST), {"label": [first, *others] if others else first}
     if {"text", "test_list"} <= columns:  # of MBPP: statements that are run after the program
         tests = [*filter(None, [row.get("test_setup_code")]), *row["test_list"]]
         return _filled(row["text"], f"{WRITE_PROGRAM}\n\n{tests[-1]}"), {"metadata": {"tests": tests}}
@@ -56,7 +56,7 @@ def _filled(question: str, instruction: str) -> str:
 
 def rows(file: Path) -> Iterator[dict[str, Any]]:
     """Rows for ``--prompt-data``. Raises DataError naming file and row."""
-    return ({**prompt, **rest} for prompt, rest in each_once(file, read))
+    return each_once(file, read)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

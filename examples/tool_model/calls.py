@@ -1,4 +1,6 @@
-"""How the tiny model writes tool calls: ``<call>17*23</call>``, for the one tool that it is offered."""
+"""Calls of tools: the tiny model writes them ``<call>17*23</call>``, for the one tool that it is offered; environments
+read and answer them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,17 @@ def parse_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, lis
     (parameter,) = function["parameters"]["properties"]
     calls = [(function["name"], {parameter: argument}) for argument in re.findall(r"<call>(.*?)</call>", text)]
     return (re.sub(r"<call>.*?</call>", "", text) if calls else text), calls
+
+
+def argument(call: Mapping[str, Any], name: str) -> str:
+    """An argument of a call; empty if the call lacks it, or has no object of arguments: models write anything."""
+    arguments = call["function"]["arguments"]
+    return str(arguments.get(name, "")) if isinstance(arguments, Mapping) else ""
+
+
+def result(call: Mapping[str, Any], content: str) -> dict[str, Any]:
+    """The answer to a call, as a message."""
+    return {"role": "tool", "tool_call_id": call["id"], "content": content}
 
 
 def tool(name: str, description: str, parameter: str) -> dict[str, Any]:

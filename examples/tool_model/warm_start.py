@@ -43,15 +43,13 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @torch.no_grad()
-def shares_as_taught(
-    model: Qwen3ForCausalLM, task: MakeDialogue, *, dialogues: int = 128, seed: int = 0
-) -> list[float]:
+def shares_as_taught(model: Qwen3ForCausalLM, task: MakeDialogue) -> list[float]:
     """For each turn of a dialogue with tools: how often the model, sampled, says what it was taught, given the turns
     before. The first is how often it uses the tool at all.
     """
-    torch.manual_seed(seed)
-    random_ = random.Random(seed)
-    turns = [task(random_, True).turns() for _ in range(dialogues)]
+    torch.manual_seed(0)
+    random_ = random.Random(0)
+    turns = [task(random_, True).turns() for _ in range(128)]
     return [_share(model, of_dialogues) for of_dialogues in zip(*turns, strict=True)]
 
 

@@ -114,8 +114,8 @@ class MakeEnvironment(Protocol):
 
 @runtime_checkable
 class Agent(Protocol):
-    """``--agent-path module:attr``: solves a prompt by turns of the model at ``base_url``, with
-    the key in OPENAI_API_KEY.
+    """``--agent-path module:attr``: solves a prompt by turns of the model at ``base_url``, with the key in
+    OPENAI_API_KEY.
 
     Returns what the sample's metadata keep as ``agent_turns`` (a number, say), or that and a reward: (turns, reward).
     The reward is a number or RewardParts; without one, the run's reward decides.

@@ -9,7 +9,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import gymnasium
@@ -145,25 +145,14 @@ async def _in_own_thread(work: Callable[[], _T]) -> _T:
     Not ``asyncio.to_thread``: a call that hangs would hold one of its few threads, and the process at its end. A thread
     of a cancelled call is left behind.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[list[_T], BaseException | None]] = loop.create_future()
-
-    def finish(result: list[_T], error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result((result, error))
-
-    def tell(result: list[_T], error: BaseException | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(finish, result, error)
+    outcome = Future[_T]()
+    outcome.set_running_or_notify_cancel()  # a caller that is cancelled does not cancel it
 
     def run() -> None:
         try:
-            tell([work()], None)
+            outcome.set_result(work())
         except BaseException as error:  # supervision point: raised to the caller, SystemExit too
-            tell([], error)
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name="environment", daemon=True).start()
-    result, error = await done
-    if error is not None:
-        raise error
-    return result[0]
+    return await asyncio.wrap_future(outcome)

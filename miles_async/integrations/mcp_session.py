@@ -24,6 +24,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from miles_async.arguments.sessions import is_url
 from miles_async.errors import ServiceUnavailableError, UserCodeError, first_error
+from miles_async.integrations.tool_calls import Answer
 from miles_async.rollout.agent_command import command_words
 from miles_async.rollout.wrapped_process import wrapped
 from miles_async.runtime.network.keys import without_keys
@@ -62,14 +63,6 @@ class McpServer:
     def _process(self) -> StdioServerParameters:
         program, *words = wrapped(command_words(self.name, "--mcp-server"))
         return StdioServerParameters(command=program, args=words, env=without_keys(os.environ))
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A tool's answer, as a text for the model."""
-
-    text: str
-    is_error: bool = False
 
 
 class McpSession:

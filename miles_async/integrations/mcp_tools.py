@@ -11,7 +11,8 @@ import msgspec
 
 from miles_async.api import Environment, MakeEnvironment
 from miles_async.errors import ConfigurationError
-from miles_async.integrations.mcp_session import Answer, McpServer, McpSession
+from miles_async.integrations.mcp_session import McpServer, McpSession
+from miles_async.integrations.tool_calls import Answer, answered, described
 from miles_async.runtime.tasks import gathered
 from miles_async.types import AssistantTurn, JsonObject, Observation, Prompt
 
@@ -27,7 +28,7 @@ class McpServers:
         self._start_timeout = start_timeout
         self._is_shared = shared
         self._shared: dict[McpServer, McpSession] = {}
-        self._server_of: dict[str, McpServer] = {}  # by name of the tool
+        self.server_of: dict[str, McpServer] = {}  # by name of the tool
         self.tools: list[JsonObject] = []  # as chat completions describe them
 
     async def start(self) -> None:
@@ -35,12 +36,12 @@ class McpServers:
         for server, tools in zip(self._servers, await gathered(*map(self._listed, self._servers)), strict=True):
             for tool in tools:
                 name = tool["function"]["name"]
-                if (other := self._server_of.get(name)) is not None:
+                if (other := self.server_of.get(name)) is not None:
                     raise ConfigurationError(
                         f"--mcp-server {server.name}: its tool {name!r} is also one of {other.name}, and calls name "
                         "the tool alone: leave one of them out"
                     )
-                self._server_of[name] = server
+                self.server_of[name] = server
                 self.tools.append(tool)
 
     async def supervise(self) -> None:
@@ -50,13 +51,9 @@ class McpServers:
         """End the sessions that are shared."""
         await gathered(*(session.close() for session in self._shared.values()))
 
-    def has(self, tool: str) -> bool:
-        """True for a tool of these servers."""
-        return tool in self._server_of
-
     def session_for(self, tool: str, own: dict[McpServer, McpSession]) -> McpSession:
         """The session that answers calls of a tool. ``own``: the episode's sessions."""
-        server = self._server_of[tool]
+        server = self.server_of[tool]
         sessions = self._shared if self._is_shared else own
         known = sessions.get(server)
         if known is None or (self._is_shared and known.is_lost):
@@ -78,11 +75,7 @@ class McpServers:
             await session.close()
         if not tools:
             raise ConfigurationError(f"--mcp-server {server.name}: expected a server with tools, found none")
-        return [_described(tool.name, tool.description, tool.inputSchema) for tool in tools]
-
-
-def _described(name: str, description: str | None, schema: JsonObject) -> JsonObject:
-    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
+        return [described(tool.name, tool.description, tool.inputSchema) for tool in tools]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,30 +101,25 @@ class WithTools:
         """All tools. Raises ConfigurationError if one of the environment's has the name of a server's."""
         own = list(self.inner.tools()) if self.inner else []
         for name in [str(tool.get("function", {}).get("name")) for tool in own]:
-            if self.servers.has(name):
+            if name in self.servers.server_of:
                 raise ConfigurationError(
                     f"--mcp-server: the environment has a tool {name!r}, too: leave one of them out"
                 )
         return [*own, *self.servers.tools]
 
     async def step(self, turn: AssistantTurn) -> Observation:
-        """Answer calls in their order, one after another, since a server may have state."""
+        """Answer calls of the servers' tools; the environment has the others, and turns without any."""
         calls: Sequence[JsonObject] = turn.message.get("tool_calls", ())
-        taken = [call for call in calls if self.inner is None or self.servers.has(call["function"]["name"])]
+        taken = [call for call in calls if self.inner is None or call["function"]["name"] in self.servers.server_of]
         if not taken:
             return await self.inner.step(turn) if self.inner else Observation(done=True)
-        answers = [await self._answer(call["function"]["name"], call["function"]["arguments"]) for call in taken]
-        messages = tuple(
-            {"role": "tool", "content": answer.text, **({"tool_call_id": call["id"]} if "id" in call else {})}
-            for call, answer in zip(taken, answers, strict=True)
-        )
-        metrics = {"tool_calls": len(taken), "tool_errors": sum(answer.is_error for answer in answers)}
+        messages, metrics, _ = await answered(taken, self._answer)
         left = [call for call in calls if call not in taken]
         if self.inner is None or not left:
-            return Observation(messages=messages, metrics=metrics)
+            return Observation(messages=tuple(messages), metrics=metrics)
         message = {**turn.message, "tool_calls": left}
         observed = await self.inner.step(msgspec.structs.replace(turn, message=message))
-        order = {call.get("id"): number for number, call in enumerate(calls)}  # templates may write results without ids
+        order = {call["id"]: number for number, call in enumerate(calls)}  # templates may write results without ids
         both = sorted((*messages, *observed.messages), key=lambda each: order.get(each.get("tool_call_id"), len(calls)))
         return msgspec.structs.replace(observed, messages=tuple(both), metrics=_added(metrics, observed.metrics))
 
@@ -144,11 +132,9 @@ class WithTools:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _answer(self, tool: str, arguments: object) -> Answer:
-        if not self.servers.has(tool):
+    async def _answer(self, tool: str, arguments: JsonObject) -> Answer:
+        if tool not in self.servers.server_of:
             return Answer(f"error: there is no tool {tool!r}", is_error=True)
-        if not isinstance(arguments, Mapping):
-            return Answer("error: expected the arguments to be an object", is_error=True)
         return await self.servers.session_for(tool, self._sessions).call(tool, arguments)
 
 

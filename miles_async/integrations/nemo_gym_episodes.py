@@ -12,15 +12,17 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import msgspec
 
 from miles_async.errors import ConfigurationError, ServiceUnavailableError, TrajectoryError, UserCodeError
+from miles_async.integrations.tool_calls import Answer, answered
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.user_code import wrong_value
-from miles_async.sessions.protocols.responses import Answer
+from miles_async.sessions.protocols.exchange import Surroundings
+from miles_async.sessions.protocols.responses import Answer as Response
 from miles_async.sessions.protocols.responses_request import ResponsesRequest
 from miles_async.types import AssistantTurn, JsonObject, Observation, Prompt
 
@@ -108,22 +110,21 @@ class NemoGymEpisode:
             )
             await self._expected("seed_session", self._task)
         cut = turn.finish_reason == "length"
-        answer = self._answer(turn.index)
+        answer = Response(self._request, f"resp_{turn.index}", int(time.time()))
         self._output += answer.items(turn.message)
         calls: Sequence[JsonObject] = () if cut else turn.message.get("tool_calls", ())
         if not calls:
             return Observation(done=True, reward=await self._verify(answer, cut=cut))
-        messages, errors = [], 0
-        for call in calls:
-            text, is_error = await self._called(call["function"]["name"], call["function"]["arguments"])
-            errors += is_error
-            self._output.append({"type": "function_call_output", "call_id": call["id"], "output": text})
-            messages.append({"role": "tool", "content": text, "tool_call_id": call["id"]})
+        messages, metrics, _ = await answered(calls, self._called)
+        self._output += [
+            {"type": "function_call_output", "call_id": each["tool_call_id"], "output": each["content"]}
+            for each in messages
+        ]
         is_last = turn.index + 1 == self._server.max_turns
         return Observation(
             messages=tuple(messages),
             reward=await self._verify(answer) if is_last else 0.0,  # the reward if there is no room for another turn
-            metrics={"tool_calls": len(messages), "tool_errors": errors},
+            metrics=metrics,
         )
 
     async def close(self) -> None:
@@ -131,19 +132,14 @@ class NemoGymEpisode:
         if self._http is not None:
             await self._http.close()
 
-    def _answer(self, number: int) -> Answer:
-        return Answer(self._request, f"resp_{number}", int(time.time()), keep=lambda turn: None)
-
-    async def _called(self, tool: str, arguments: object) -> tuple[str, bool]:
-        """The answer of a tool, and whether it is an error: the model reads the text of an error status."""
+    async def _called(self, tool: str, arguments: JsonObject) -> Answer:
+        """The answer of a tool: the model reads the text of an error status."""
         if tool not in [each["function"]["name"] for each in self._tools]:
-            return f"error: there is no tool {tool!r}", True
-        if not isinstance(arguments, Mapping):
-            return "error: expected the arguments to be an object", True
+            return Answer(f"error: there is no tool {tool!r}", is_error=True)
         status, text = await self._post(tool, arguments)
-        return text, status >= 400
+        return Answer(text, is_error=status >= 400)
 
-    async def _verify(self, answer: Answer, *, cut: bool = False) -> float:
+    async def _verify(self, answer: Response, *, cut: bool = False) -> float:
         response = {**answer.begun("incomplete" if cut else "completed"), "output": self._output}
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -214,9 +210,9 @@ def _read(task: object) -> tuple[ResponsesRequest, list[JsonObject], Sequence[Js
         request = msgspec.convert(params, ResponsesRequest)
     except msgspec.ValidationError as error:
         raise TrajectoryError(f"responses_create_params: {error}") from error
-    asked = request.turn(conversation := request.conversation(()), frozenset())
+    asked = request.turn((), Surroundings(answer_id="", decode=str))
     if asked.constraint is not None:
         raise TrajectoryError("responses_create_params: tool_choice and text.format are not supported")
-    instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in conversation]
-    return request, [*instructions, *messages], asked.tools
+    given = cast("Sequence[JsonObject]", asked.messages)
+    messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in given]
+    return request, messages, asked.tools

@@ -18,6 +18,7 @@ import msgspec
 
 from miles_async.errors import ConfigurationError, UserCodeError
 from miles_async.integrations.openenv_session import ActionRefusedError, OpenEnvSession, Seen
+from miles_async.integrations.tool_calls import Answer, answered, described
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.user_code import wrong_value
 from miles_async.types import AssistantTurn, JsonObject, Observation, Prompt
@@ -136,17 +137,7 @@ class OpenEnv:
         async with _session(self.url) as session:
             await session.reset(self.settings.reset)
             listed = (await session.step({"type": "list_tools"})).observation["tools"]
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool["name"],
-                    "description": tool.get("description") or "",
-                    "parameters": tool["input_schema"],
-                },
-            }
-            for tool in listed
-        ]
+        return [described(tool["name"], tool.get("description"), tool["input_schema"]) for tool in listed]
 
     async def _answered(self, asking: Coroutine[object, object, T]) -> T:
         """Await an answer of the server before any episode. Raises ConfigurationError for any failure."""
@@ -211,34 +202,24 @@ class OpenEnvEpisode:
     async def _call(self, turn: AssistantTurn) -> Observation:
         """Make calls in their order; the first turn without one is the answer."""
         calls: Sequence[JsonObject] = turn.message.get("tool_calls", ())
-        messages, errors, done = [], 0, not calls
-        for call in calls:
-            text, is_error, done = await self._called(call["function"]["name"], call["function"]["arguments"])
-            errors += is_error
-            messages.append({"role": "tool", "content": text, **({"tool_call_id": call["id"]} if "id" in call else {})})
-            if done:
-                break
-        metrics = {"tool_calls": len(messages), "tool_errors": errors}
-        return Observation(messages=tuple(messages), done=done, reward=self._reward, metrics=metrics)
+        messages, metrics, ended = await answered(calls, self._called)
+        return Observation(messages=tuple(messages), done=ended or not calls, reward=self._reward, metrics=metrics)
 
-    async def _called(self, tool: str, arguments: object) -> tuple[str, bool, bool]:
-        """The answer of a tool, whether it is an error, and whether the episode ended with it."""
-        if not isinstance(arguments, Mapping):
-            return "error: expected the arguments to be an object", True, False
+    async def _called(self, tool: str, arguments: JsonObject) -> Answer:
         try:
             seen = await self._session.step({"type": "call_tool", "tool_name": tool, "arguments": arguments})
         except ActionRefusedError as error:
-            return f"error: {error}", True, False
+            return Answer(f"error: {error}", is_error=True)
         self._add(seen)
         match seen.observation:
             case {"error": {"message": str(problem)}}:
-                return f"error: {problem}", True, seen.done
+                return Answer(f"error: {problem}", is_error=True, ends=seen.done)
             case {"result": {"content": [*parts]} as result}:
                 texts = [part["text"] if isinstance(part.get("text"), str) else _json(part) for part in parts]
-                return "\n".join(texts), bool(result.get("is_error")), seen.done
+                return Answer("\n".join(texts), is_error=bool(result.get("is_error")), ends=seen.done)
             case {"result": result}:
-                return result if isinstance(result, str) else _json(result), False, seen.done
-        return self._server.text(seen.observation), False, seen.done
+                return Answer(result if isinstance(result, str) else _json(result), ends=seen.done)
+        return Answer(self._server.text(seen.observation), ends=seen.done)
 
     def _add(self, seen: Seen) -> None:
         if seen.reward is not None:

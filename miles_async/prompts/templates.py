@@ -61,7 +61,7 @@ class ChatTemplate:
         self._apply_chat_template = apply_chat_template
         self._continues_answers = continues_answers
         self._ends = ends
-        self._stop_texts = stops
+        self.stop_texts = stops
         # Some templates write the date: a trajectory that lives past midnight keeps its first date.
         self._clock = {"strftime_now": datetime.now().strftime}
         self._role_problems: dict[tuple[str, ...], str | None] = {}  # roles of a conversation → why it is refused
@@ -201,7 +201,7 @@ class ChatTemplate:
                 except (ValueError, AttributeError, RecursionError) as error:
                     raise ConfigurationError(f"{path}: expected a JSON object: {error}") from error
                 ids.update(named if isinstance(named, list) else [named])
-        ids.update(tokens[0] for text in self._stop_texts if len(tokens := self.tokenize(text)) == 1)
+        ids.update(tokens[0] for text in self.stop_texts if len(tokens := self.tokenize(text)) == 1)
         return frozenset(ids - {None})
 
     @property

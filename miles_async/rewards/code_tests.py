@@ -126,9 +126,8 @@ def read_tests(label: Label | None, metadata: JsonObject) -> Tests | list[str]:
 
 def prints(program: str, inputs: list[str], outputs: list[str], limits: JsonObject, timeout: float) -> bool:
     """Return whether every output is as expected, up to white space between words. Runs in the worker."""
-    deadline = time.monotonic() + timeout
+    deadline, each = time.monotonic() + timeout, Limits(**limits)
     for text, expected in zip(inputs, outputs, strict=True):
-        each = Limits(**limits)
         left = min(each.seconds, deadline - time.monotonic())
         if left <= 0:
             return False

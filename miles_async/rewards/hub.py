@@ -48,16 +48,17 @@ class RewardHub:
         )
         if named & CONFINED:
             limits()
-        self._workers = workers = WorkerPool(arguments.rm_workers, arguments.reward_timeout)
-        self._confined = WorkerPool(arguments.rm_workers, arguments.reward_timeout)
-        self._remote = RemoteReward(arguments.rm_url, arguments.reward_timeout)
-        self._judge = JudgeReward(
+        workers = WorkerPool(arguments.rm_workers, arguments.reward_timeout)
+        confined = WorkerPool(arguments.rm_workers, arguments.reward_timeout)
+        remote = RemoteReward(arguments.rm_url, arguments.reward_timeout)
+        judge = JudgeReward(
             arguments.judge_url,
             arguments.judge_model,
             arguments.judge_template,
             arguments.reward_timeout,
             arguments.judge_scale,
         )
+        self._closed_at_end = (workers, confined, remote, judge)
         verifiers = "the processes that verify (--rm-workers)"
         rows: dict[str, tuple[OneReward, str | None]] = {  # name → reward, and the service that it needs
             "exact_match": (exact_match, None),
@@ -66,9 +67,9 @@ class RewardHub:
             "multiple_choice": (multiple_choice, None),
             "code": (CodeReward(workers, limits, arguments.reward_timeout), verifiers),
             "format": (FormatReward(workers, arguments.rm_format), verifiers),
-            "reasoning_gym": (ReasoningGymReward(self._confined, lambda: limits().level), verifiers),
-            "remote_rm": (self._remote, f"the server at --rm-url {arguments.rm_url}"),
-            "judge": (self._judge, f"the server at --judge-url {arguments.judge_url}"),
+            "reasoning_gym": (ReasoningGymReward(confined, lambda: limits().level), verifiers),
+            "remote_rm": (remote, f"the server at --rm-url {arguments.rm_url}"),
+            "judge": (judge, f"the server at --judge-url {arguments.judge_url}"),
         }
         self.rewards = {name: reward for name, (reward, _) in rows.items()}
         self._circuits = {name: services.circuit(service) for name, (_, service) in rows.items() if service}
@@ -91,10 +92,8 @@ class RewardHub:
         return await (self._circuits[name].call(ask) if name in self._circuits else ask())
 
     async def close(self) -> None:
-        await self._workers.close()
-        await self._confined.close()
-        await self._remote.close()
-        await self._judge.close()
+        for part in self._closed_at_end:
+            await part.close()
 
     def _parts_for(self, prompt: Prompt) -> tuple[tuple[str, float], ...]:
         own = prompt.metadata.get("rm_type")

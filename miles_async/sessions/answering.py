@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 
 import msgspec
 from aiohttp import web
@@ -162,7 +163,9 @@ async def written_meanwhile(
     async def write() -> None:
         written_at = now()
         while True:
-            await _set_within(changed, _KEEP_ALIVE_SECONDS - (now() - written_at))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, _KEEP_ALIVE_SECONDS - (now() - written_at))):
+                    await changed.wait()
             changed.clear()
             replies = ((index, turn.advance()) for index, turn in enumerate(streamed))
             events = b"".join(writer.wrote(index, reply) for index, reply in replies if reply is not None)
@@ -181,12 +184,3 @@ async def written_meanwhile(
         return turns
     except BaseExceptionGroup as group:
         raise first_error(group) from None
-
-
-async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    """Wait for the event, or for as long."""
-    try:
-        async with asyncio.timeout(max(0.0, seconds)):
-            await event.wait()
-    except TimeoutError:
-        pass

@@ -40,7 +40,6 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True):
 
     instance_id: str  # new at every start
     url: str  # where agents reach it
-    sessions: int
     began: dict[str, int] = {}  # sessions that kept turns since the last message → a version of these tokens
 
 
@@ -128,17 +127,14 @@ class EngineLink:
         if answer is None or answer.done():  # cancelled meanwhile
             return
         if frame.token_ids is not None:
-            self._pass_on(frame, frame.token_ids, answer)
+            try:
+                self._on_tokens[frame.number](frame.at, frame.token_ids)
+            except TransientEngineError as error:
+                answer.set_exception(error)
         elif frame.generation is not None:
             answer.set_result(frame.generation)
         else:
             answer.set_exception(_raised(frame))
-
-    def _pass_on(self, frame: FromRollout, token_ids: Sequence[int], answer: asyncio.Future[Generation]) -> None:
-        try:
-            self._on_tokens[frame.number](frame.at, token_ids)
-        except TransientEngineError as error:
-            answer.set_exception(error)
 
     async def close(self) -> None:
         self._writer.close()
@@ -214,16 +210,12 @@ async def _serve_connection(
                     on_alive(alive)
                 case ToRollout(number=number, request=GenerateRequest() as request, streams=streams):
                     running[number] = task = scope.create_task(answer(number, request, streams))
-                    task.add_done_callback(partial(_forget, running, number))
+                    task.add_done_callback(partial(running.pop, number))
                 case ToRollout(number=number) if number in running:
                     # The agent hung up: end its request here, and so at the engine.
                     running[number].cancel()
         for task in running.values():
             task.cancel()
-
-
-def _forget(running: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]) -> None:
-    del running[number]
 
 
 async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

@@ -2,8 +2,7 @@
 
 The run's key opens everything, the agents' key what agents do. Rendering and tokenizing a text takes 130 times its size
 in memory, in the one process of all sessions, so a request that is longer than any conversation that fits the context
-is refused before it is read. Errors are a status and a JSON body that
-clients of OpenAI and of Anthropic read.
+is refused before it is read. Errors are a status and a JSON body that clients of OpenAI and of Anthropic read.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import asyncio
 import os
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -54,13 +54,6 @@ T = TypeVar("T")
 
 _MAX_BODY = 1 << 20  # of the run's requests; conversations have a separate limit
 _BACKLOG = 4096  # agents of a whole batch may connect at once
-
-_PROTOCOLS: Mapping[str, Read] = {
-    "chat/completions": chat_completions.read,
-    "messages": messages.read,
-    "responses": responses.read,
-}
-"""Protocols by the path below a session's base URL."""
 
 
 class SessionServer:
@@ -92,17 +85,12 @@ class SessionServer:
         self._answering = Answering(self.instance_id, self._counts, self._in_thread)
         self._runner: web.AppRunner | None = None
 
-    @property
-    def open_sessions(self) -> int:
-        return sum(session.ending == "open" for session in self._sessions.values())
-
     def _note(self, session_id: str, version: int) -> None:
         self._began.setdefault(session_id, version)
 
     def began(self) -> dict[str, int]:
         """Sessions that kept turns since the last call, each with the version of a token that carries loss."""
-        began = dict(self._began)
-        self._began.clear()
+        began, self._began = self._began, {}
         return began
 
     # -------------------------------------------------------------------------------------------- life
@@ -111,7 +99,11 @@ class SessionServer:
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[as_json, locked(self._keys)])
         app.add_routes(
             [
-                *self._protocols(),  # first, since they are tried in turn
+                # First, since they are tried in turn.
+                web.post("/sessions/{id}/v1/chat/completions", partial(self._answer, chat_completions.read)),
+                web.post("/sessions/{id}/v1/messages", partial(self._answer, messages.read)),
+                web.post("/sessions/{id}/v1/responses", partial(self._answer, responses.read)),
+                web.post("/sessions/{id}/v1/messages/count_tokens", self._count),
                 web.get("/health", self._health),
                 web.post("/sessions", self._create),
                 web.get("/sessions/{id}", self._status),
@@ -156,7 +148,7 @@ class SessionServer:
             {
                 "instance_id": self.instance_id,
                 "pid": os.getpid(),
-                "open_sessions": self.open_sessions,
+                "open_sessions": sum(session.ending == "open" for session in self._sessions.values()),
                 **{name: self._counts[name] for name in _COUNTED},
             }
         )
@@ -235,11 +227,6 @@ class SessionServer:
         return web.Response(body=await self._in_thread(_collected, session))
 
     # -------------------------------------------------------------------------------------------- agents
-    def _protocols(self) -> Iterator[web.RouteDef]:
-        for path, read in _PROTOCOLS.items():
-            yield web.post(f"/sessions/{{id}}/v1/{path}", partial(self._answer, read))
-        yield web.post("/sessions/{id}/v1/messages/count_tokens", self._count)
-
     async def _answer(self, read: Read, request: web.Request) -> web.StreamResponse:
         return await self._answering.answer(request, self._session(request), read)
 
@@ -271,7 +258,6 @@ def _collected(session: Session) -> bytes:
             ending=session.ending,
             sample=sample,
             reward=session.reward,
-            requests=session.requests,
             cut=session.cut,
             failure=failure,
             waiting=session.waiting,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 
 import msgspec
 
@@ -32,14 +33,21 @@ class Outcome:
     """How a request ended, or that it is under way."""
 
     messages: Sequence[object]
+    opening: int | None  # see ``_opening``
     alone: bool = False  # no other request was under way when it ended
     cut: bool = False  # by the limit of length
     failure: str | None = None  # that is not the agent's own
     waiting: bool = True  # for an answer, also if the client gave up
 
-    def begins(self, messages: Sequence[object]) -> bool:
-        """Return whether a conversation continues or repeats this one."""
-        return len(self.messages) > 0 and messages[: len(self.messages)] == self.messages
+    def is_settled_by(self, later: Outcome, *, continues: bool) -> bool:
+        """Return whether the agent of this request has dealt with it by making a later one.
+
+        ``continues``: the later one belongs to a conversation that was there before.
+        """
+        if len(self.messages) > 0 and later.messages[: len(self.messages)] == self.messages:
+            return True
+        is_of_another = continues and later.opening != self.opening
+        return self.alone and not (self.failure is not None and is_of_another)
 
 
 class Session:
@@ -52,25 +60,28 @@ class Session:
         self.ending: SessionEnding = "open"
         self.reason = ""
         self.reward: float | RewardParts | None = None
-        self.requests = 0
         self.last_used = now()
-        self.history: History = {}
+        self.history = History()
         self._tasks: set[asyncio.Task[object]] = set()
         self._outcomes: list[Outcome] = []
+        self._openings: set[int] = set()
 
     @contextmanager
     def request(self, messages: Sequence[object] = ()) -> Iterator[Outcome]:
-        """Context of a completion request: counts it and notes its outcome.
+        """Context of a completion request: notes its outcome.
 
-        An agent that goes on after a failure has dealt with it. Where requests of several agents are under way, that
-        takes one that goes on with the conversation that failed.
+        An agent that continues after a failure has dealt with it: with the conversation that failed, or a new one if no
+        other request was under way.
         """
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        self.requests += 1
-        outcome = Outcome(messages)
-        self._outcomes = [each for each in self._outcomes if not (each.alone or each.begins(messages))] + [outcome]
+        outcome = Outcome(messages, _opening(messages))
+        continues = outcome.opening in self._openings
+        self._outcomes = [each for each in self._outcomes if not each.is_settled_by(outcome, continues=continues)]
+        self._outcomes.append(outcome)
+        if outcome.opening is not None:
+            self._openings.add(outcome.opening)
         try:
             yield outcome
             outcome.waiting = False
@@ -133,3 +144,11 @@ class Session:
                 "does not correct for that: add --use-rollout-logprobs or --use-tis"
             )
         check_bounds(request.constraint.schemas)
+
+
+def _opening(messages: Sequence[object]) -> int | None:
+    """Fingerprint of what stands before the first answer, by which agents of a session are told apart; None if there
+    are no messages.
+    """
+    said = takewhile(lambda each: not (isinstance(each, Mapping) and each.get("role") == "assistant"), messages)
+    return hash(str([*said])) if messages else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from miles_async.errors import TrajectoryError
 from miles_async.trajectory.context import Tools
@@ -68,17 +68,13 @@ def grammar(
         said.append({"type": "json_schema", "json_schema": constraint.schema})
     if constraint.tools:
         said.append(_calls(constraint.tools, constraint.parallel, call_style))
-    elements = [_any_format(said)]
+    elements: list[Format] = said if len(said) == 1 else [{"type": "or", "elements": said}]
     written, (begin, end) = before.rstrip(), reasoning_tags or THINK_TAGS
     if written.endswith(begin):
         elements.insert(0, _reasoning("", end))
     elif reasoning_tags and not written.endswith(end):  # otherwise the template has closed it
         elements.insert(0, {"type": "optional", "content": _reasoning(begin, end)})
     return json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
-
-
-def _any_format(formats: list[Format]) -> Format:
-    return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
 
 
 def _reasoning(begin: str, end: str) -> Format:
@@ -91,43 +87,37 @@ def _calls(tools: Tools, parallel: bool, style: str | None) -> Format:
             f"tool calls can only be made with a --tool-call-parser of {', '.join(CALL_STYLES)}; found "
             f"{style or 'none of these'}"
         )
-    tag, separator = CALL_STYLES[style]
-    functions = [tool.get("function", {}) for tool in tools]
+    chosen, functions = CALL_STYLES[style], [tool.get("function", {}) for tool in tools]
     return {
         "type": "tags_with_separator",
-        "tags": [tag(str(function.get("name")), function.get("parameters") or {}) for function in functions],
-        "separator": separator,
+        "tags": [_call(chosen, str(function.get("name")), function.get("parameters") or {}) for function in functions],
+        "separator": chosen.separator,
         "at_least_one": True,
         "stop_after_first": not parallel,
     }
 
 
-def _qwen_call(name: str, parameters: JsonObject) -> Format:
-    return _call(f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ', parameters, "}\n</tool_call>")
-
-
-def _llama3_call(name: str, parameters: JsonObject) -> Format:
-    return _call(f'{{"name": {json.dumps(name)}, "parameters": ', parameters, "}")
-
-
-def _glm_call(name: str, parameters: JsonObject) -> Format:
-    return _call(f"<tool_call>{name}\n", parameters, "\n</tool_call>", style="glm_xml")
-
-
-def _call(begin: str, parameters: JsonObject, end: str, **style: str) -> Format:
-    content = {"type": "json_schema", "json_schema": _object(parameters), **style}
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
-
-
-def _object(parameters: JsonObject) -> JsonObject:
+def _call(style: CallStyle, name: str, parameters: object) -> Format:
     if not isinstance(parameters, Mapping):  # of an agent
         raise TrajectoryError(f"parameters of a tool: expected a JSON Schema, found {str(parameters)[:80]}")
-    return {"type": "object", **parameters}
+    content = {"type": "json_schema", "json_schema": {"type": "object", **parameters}, **style.arguments}
+    return {"type": "tag", "begin": style.begin(name), "content": content, "end": style.end}
 
 
-CALL_STYLES: Mapping[str, tuple[Callable[[str, JsonObject], Format], str]] = {
-    "qwen": (_qwen_call, "\n"),
-    "llama3": (_llama3_call, "; "),
-    "glm": (_glm_call, "\n"),
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How calls are written."""
+
+    begin: Callable[[str], str]  # of a call, up to the arguments, by the function's name
+    end: str
+    separator: str  # of two calls
+    arguments: JsonObject = field(default_factory=dict)  # how XGrammar writes them, unless as JSON
+
+
+CALL_STYLES: Mapping[str, CallStyle] = {
+    "qwen": CallStyle(
+        lambda name: f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ', "}\n</tool_call>", "\n"
+    ),
+    "llama3": CallStyle(lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', "}", "; "),
+    "glm": CallStyle(lambda name: f"<tool_call>{name}\n", "\n</tool_call>", "\n", {"style": "glm_xml"}),
 }
-"""Styles of calls: (one call, separator)."""

@@ -49,6 +49,11 @@ class ChatFormat(Decoder, Protocol):
         ...
 
     @property
+    def stop_texts(self) -> Sequence[str]:
+        """Texts that end a turn in this run, whichever tokens they are sampled as."""
+        ...
+
+    @property
     def variables(self) -> frozenset[str]:
         """Variables of the template that a request may set."""
         ...
@@ -73,8 +78,8 @@ class ChatFormat(Decoder, Protocol):
         ...
 
 
-class ImageTokens(Protocol):
-    """Tokens in whose place a model reads something else."""
+class ImageFormat(Protocol):
+    """How a model reads images (``runtime.picture_processor.PictureProcessor``)."""
 
     @property
     def image_token(self) -> int:
@@ -83,12 +88,8 @@ class ImageTokens(Protocol):
 
     @property
     def placeholders(self) -> frozenset[int]:
-        """All of them."""
+        """All tokens in whose place the model reads something else."""
         ...
-
-
-class ImageFormat(ImageTokens, Protocol):
-    """How a model reads images (``runtime.picture_processor.PictureProcessor``)."""
 
     def read(self, url: str, known: Mapping[str, Picture]) -> Picture:
         """Read the image of a ``data:`` URL, unless its digest is ``known``. Raises TrajectoryError."""
@@ -110,7 +111,7 @@ class Renderer:
         self.chat = chat
         self.images = images
         self.abridges = True  # new text may be rendered without turns long before
-        self._stops = {chat.decode_all([token]): token for token in chat.stop_ids}  # by their text
+        self.stop_tokens = {chat.decode_all([token]): token for token in chat.stop_ids}  # by their text
         self._keeps_calls = not self._writes_results(calls=False)  # results of tools need the calls that they answer
         self._drops_results = self._keeps_calls and self._writes_results(calls=True) is False
         self._openings: dict[str, str] = {}  # by options
@@ -192,25 +193,25 @@ class Renderer:
         empty[0]["function"]["arguments"] = {"mark": mark}
         return {"role": "assistant", "content": "", "tool_calls": empty}
 
-    def after_turn(self, text: str) -> tuple[str, int | None, str]:
-        r"""Split a piece that follows a turn into (text that closes the turn, its stop token, the rest).
+    def after_turn(self, text: str) -> tuple[str, str, str]:
+        r"""Split a piece that follows a turn into (text that closes the turn, the stop at its end, the rest).
 
-        The first is empty and the second None if the template writes no stop token after a turn.
+        The first two are empty if the template writes no stop after a turn.
 
         >>> renderer.after_turn("<|im_end|>\n<|im_start|>user\n ...")
-        ('<|im_end|>', 151645, '\n<|im_start|>user\n ...')
+        ('<|im_end|>', '<|im_end|>', '\n<|im_start|>user\n ...')
         """
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in (*self.stop_tokens, *self.chat.stop_texts) if (at := text.find(stop)) >= 0]
         if not found:
-            return "", None, text
+            return "", "", text
         at, stop = min(found)
         begin = 0
         if text[:at].strip():
             if not self._keeps_calls:  # a later message holds it
-                return "", None, text
+                return "", "", text
             begin = at  # the end of a masked call
         end = at + len(stop)
-        return text[begin:end], self._stops[stop], text[end:]
+        return text[begin:end], stop, text[end:]
 
 
 def check_unchanged(before: str, now: str, opening: str = "") -> None:

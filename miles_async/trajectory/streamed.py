@@ -74,9 +74,9 @@ class StreamedTurn:
 
     def __call__(self, at: int, token_ids: Sequence[int]) -> None:
         known = self._token_ids[at:]
-        if known and known == [*token_ids[: len(known)]]:
+        if known == [*token_ids[: len(known)]]:
             self._token_ids += token_ids[len(known) :]
-        elif known:
+        else:
             whole = [*self._token_ids[:at], *token_ids]
             if whole[: self._seen] != self._token_ids[: self._seen]:
                 raise TransientEngineError(
@@ -85,8 +85,6 @@ class StreamedTurn:
                 )
             self._token_ids, self._decoded = whole, 0
             self._text = GrowingText(self._decode)
-        else:
-            self._token_ids += token_ids
         self._changed()
 
     def advance(self) -> Message | None:

@@ -38,6 +38,7 @@ from miles_async.trajectory.replies import CALL_ID, ReplyParser, extends
 from miles_async.types import Branch, FinishReason, Generation, Int32, JsonObject, Picture, Sample, TurnSpan
 
 _LITTLE = 1 << 12  # characters of new messages: rendered and tokenized faster than handed to a thread and back
+_MOST_TOKENS = 4  # that a character has
 _FEW = 32  # messages of a conversation, all of which are rendered as fast
 
 
@@ -112,7 +113,13 @@ class Trajectory:
             context = self._as_written(self._with_replies(conversation), tools, options)
         else:
             context = self._continued(conversation, tools, options, latest.context)
-        return _Request(messages, conversation, context, _input_ids(context, latest))
+        parent = context.parent
+        if parent is not None and parent.context is latest.context:
+            new = [parent.sampled.output_ids[: context.kept], context.appended]
+            input_ids = np.concatenate([latest.input_ids, *new])
+        else:
+            input_ids = context.input_ids()
+        return _Request(messages, conversation, context, input_ids)
 
     def input_ids(self, context: Context) -> Int32:
         """Return ``context.input_ids()``, which for the latest context need not be built from all turns."""
@@ -281,8 +288,13 @@ class Trajectory:
         kept = len(output_ids)
         closing, stop, rest = self.renderer.after_turn(text)
         stopped = kept > 0 and int(output_ids[-1]) in stop_ids
-        if stopped and stop == output_ids[-1]:
+        if stopped and self.renderer.stop_tokens.get(stop) == output_ids[-1]:
             return kept, rest
+        if stop in self.renderer.chat.stop_texts:
+            end = self.renderer.chat.decode_all(output_ids[-_MOST_TOKENS * len(stop) :].tolist())
+            _, found, more = end.rpartition(stop)  # more: of a token that begins in the stop
+            if found and rest.startswith(more):
+                return kept, rest.removeprefix(more)
         return kept - stopped, closing + rest
 
     # -------------------------------------------------------------------------------------------- sample
@@ -330,14 +342,6 @@ class Trajectory:
                 "cached_tokens": sum(turn.cached_tokens for turn in sampled),
             },
         )
-
-
-def _input_ids(context: Context, latest: _Request) -> Int32:
-    """Tokens of a context, reusing the latest request's where it continues that one."""
-    parent = context.parent
-    if parent is None or parent.context is not latest.context:
-        return context.input_ids()
-    return np.concatenate([latest.input_ids, parent.sampled.output_ids[: context.kept], context.appended])
 
 
 def _sampled_tokens(leaf: Turn) -> int:

@@ -59,7 +59,6 @@ class CollectedSession(msgspec.Struct, frozen=True, kw_only=True):
     ending: SessionEnding
     sample: Sample | None  # of its trajectory; None: it had no turn
     reward: float | RewardParts | None  # that its agent gave
-    requests: int  # for chat completions, including failed ones
     cut: bool  # the last request found no room, or its turn used all of it
     failure: str | None  # the engines' or network's failure in the last request
     waiting: bool  # the last request was given up, or is under way

@@ -72,13 +72,7 @@ async def serve_sessions(
             scope.create_task(link.receive())
             scope.create_task(server.expire())
             while True:
-                alive = Alive(
-                    instance_id=server.instance_id,
-                    url=server.url,
-                    sessions=server.open_sessions,
-                    began=server.began(),
-                )
-                await link.report(alive)
+                await link.report(Alive(instance_id=server.instance_id, url=server.url, began=server.began()))
                 await asyncio.sleep(REPORT_SECONDS)
     finally:
         await server.stop()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_async.sessions.protocols import chat_completions, messages, responses
-from miles_async.sessions.protocols.exchange import Exchange, Surroundings
+from miles_async.sessions.protocols.exchange import Exchange, History, Surroundings
 from miles_async.trajectory.context import Turn
 from miles_async.trajectory.messages import KeepImage, Message, no_images
 from miles_async.trajectory.replies import extends
@@ -24,7 +24,7 @@ class Client:
     tools: Sequence[JsonObject] = ()  # as chat completions have them
     items: list[Any] = field(default_factory=list)
     asked: int = 0
-    history: dict[str, Any] = field(default_factory=dict)
+    history: History = field(default_factory=History)
     streams: bool = False
 
     def exchange(self, appended: Sequence[JsonObject], keep_image: KeepImage = no_images) -> Exchange:

@@ -79,10 +79,22 @@ class Agent:
         async with self.http.get(self.opened.url) as response:
             return await response.json()
 
+    async def is_idle(self) -> None:
+        """Return once no request of the session is under way."""
+        async with asyncio.timeout(20):
+            while (await self.status())["idle_seconds"] == 0:  # noqa: ASYNC110, the server tells nobody
+                await asyncio.sleep(0.01)
+
     async def collect(self) -> CollectedSession:
         async with self.http.post(f"{self.opened.url}/collect") as response:
             assert response.status == 200, await response.text()
             return decode(await response.read(), CollectedSession)
+
+    async def turns_and_branches(self) -> tuple[int, int]:
+        """Collect the session; return how many its sample has."""
+        sample = (await self.collect()).sample
+        assert sample is not None
+        return sample.metadata["turns"], len(sample.branches)
 
 
 @asynccontextmanager

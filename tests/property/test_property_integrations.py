@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from miles_async.api import MakeEnvironment
 from miles_async.integrations.gymnasium_text import GymnasiumText
-from miles_async.integrations.mcp_session import Answer, McpServer, McpSession
+from miles_async.integrations.mcp_session import McpServer, McpSession
 from miles_async.integrations.mcp_tools import MakeWithTools, McpServers
 from miles_async.integrations.nemo_gym_episodes import NemoGym, NemoGymEpisode
 from miles_async.integrations.openenv_episodes import OpenEnv, OpenEnvEpisode
 from miles_async.integrations.openenv_session import ActionRefusedError, OpenEnvSession, Seen
+from miles_async.integrations.tool_calls import Answer
 from miles_async.types import JsonObject, Prompt
 from tests.fakes.chat_formats import ORDINARY_TOKENS
 from tests.fakes.episodes import texts, words
@@ -71,7 +72,7 @@ class Saying(McpSession):
 class SayingServers(McpServers):
     def __init__(self, answer: Callable[[], str]) -> None:
         super().__init__(["a server"], shared=False, start_timeout=1.0, log_path=Path())
-        self._server_of["echo"] = self._servers[0]
+        self.server_of["echo"] = self._servers[0]
         self.tools = ECHO
         self._saying = Saying(answer)
 

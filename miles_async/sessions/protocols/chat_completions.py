@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 from miles_async.sessions.protocols.exchange import (
     Decode,
@@ -24,7 +24,7 @@ from miles_async.sessions.protocols.exchange import (
 )
 from miles_async.trajectory.constraints import constraint_of
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import KeepImage, Message, no_images, with_kept_images, with_text_arguments
+from miles_async.trajectory.messages import Message, with_kept_images, with_text_arguments
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
@@ -83,18 +83,15 @@ class ChatRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in stops if stop]
 
-    def turn(self, variables: frozenset[str] = frozenset(), keep: KeepImage = no_images) -> TurnRequest:
-        """The turn that is asked for. Raises TrajectoryError for a constraint that is not supported, or an image.
-
-        ``variables``, ``keep``: see ``Surroundings``.
-        """
+    def turn(self, around: Surroundings) -> TurnRequest:
+        """The turn that is asked for. Raises TrajectoryError for a constraint that is not supported, or an image."""
         tools = [] if self.tool_choice == "none" else self.tools or []  # shown to the model
         parallel = self.parallel_tool_calls is not False
         schema, called = answer_schema(self.response_format, "response_format"), called_tools(self.tool_choice, tools)
         return TurnRequest(
-            messages=[with_kept_images(message, keep) for message in self.messages],
+            messages=[with_kept_images(message, around.keep_image) for message in self.messages],
             tools=tools,
-            options={**effort_options(self.reasoning_effort, variables), **(self.chat_template_kwargs or {})},
+            options={**effort_options(self.reasoning_effort, around), **(self.chat_template_kwargs or {})},
             max_tokens=self.limit,
             stops=self.stops,
             parallel_calls=parallel,
@@ -104,11 +101,12 @@ class ChatRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def read(body: bytes, around: Surroundings) -> Exchange:
     """Read a request. Raises TrajectoryError if it is malformed or asks for something unsupported."""
-    request, completion_id = read_request(body), f"chatcmpl-{around.answer_id}"
+    request = read_request(body)
+    answer = _Answer(request, f"chatcmpl-{around.answer_id}", around.decode)
     return Exchange(
-        turn=request.turn(around.variables, around.keep_image),
-        answer=partial(completion, request=request, completion_id=completion_id, decode=around.decode),
-        writer=_ChatWriter(request, completion_id, around.decode) if request.stream else None,
+        turn=request.turn(around),
+        answer=answer.whole,
+        writer=_ChatWriter(answer) if request.stream else None,
         choices=request.choices,
     )
 
@@ -136,27 +134,46 @@ def _name(tool: JsonObject) -> object:
     return function.get("name") if isinstance(function, Mapping) else None
 
 
-def completion(turns: Sequence[Turn], request: ChatRequest, completion_id: str, decode: Decode) -> JsonObject:
-    """Build the response; one choice per turn."""
-    choices = [
-        {
-            "index": index,
-            "message": _message(turn),
-            "logprobs": _logprobs(turn, request, decode),
-            "finish_reason": _finish_reason(turn),
-        }
-        for index, turn in enumerate(turns)
-    ]
-    return {**_head(request, completion_id, "chat.completion"), "choices": choices, "usage": _usage(turns)}
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """An answer, and the parts that it is made of."""
+
+    request: ChatRequest
+    completion_id: str
+    decode: Decode
+
+    def whole(self, turns: Sequence[Turn]) -> JsonObject:
+        """Build the response; one choice per turn."""
+        choices = [{"index": index, "message": _message(turn), **self.ending(turn)} for index, turn in enumerate(turns)]
+        return {**self.head("chat.completion"), "choices": choices, "usage": _usage(turns)}
+
+    def head(self, kind: str) -> JsonObject:
+        return {"id": self.completion_id, "object": kind, "created": int(time.time()), "model": self.request.model}
+
+    def ending(self, turn: Turn) -> JsonObject:
+        """Why a turn ended, and if asked for the log-probs of all its tokens: reasoning, calls and the stop, too."""
+        reason = turn.sampled.finish_reason
+        calls = reason == "stop" and turn.reply.get("tool_calls")
+        return {"logprobs": self._logprobs(turn), "finish_reason": "tool_calls" if calls else reason}
+
+    def _logprobs(self, turn: Turn) -> JsonObject | None:
+        if not self.request.logprobs:
+            return None
+        ids, logprobs = turn.sampled.output_ids.tolist(), turn.sampled.logprobs.tolist()
+        tokens = ((self.decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True))
+        content = [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in tokens
+        ]
+        return {"content": content, "refusal": None}
 
 
 class _ChatWriter:
     """Writes chunks."""
 
-    def __init__(self, request: ChatRequest, completion_id: str, decode: Decode) -> None:
-        self._request = request
-        self._decode = decode
-        self._head = _head(request, completion_id, "chat.completion.chunk")
+    def __init__(self, answer: _Answer) -> None:
+        self._answer = answer
+        self._head = answer.head("chat.completion.chunk")
         self._progress: defaultdict[int, Progress] = defaultdict(Progress)  # by choice
 
     def opened(self) -> bytes:
@@ -175,10 +192,9 @@ class _ChatWriter:
     def ended(self, turns: Sequence[Turn]) -> bytes:
         events = b""
         for index, turn in enumerate(turns):
-            logprobs = _logprobs(turn, self._request, self._decode)
-            end = {"index": index, "delta": {}, "logprobs": logprobs, "finish_reason": _finish_reason(turn)}
+            end = {"index": index, "delta": {}, **self._answer.ending(turn)}
             events += self.wrote(index, turn.reply) + sse({**self._head, "choices": [end]})
-        if (self._request.stream_options or {}).get("include_usage"):
+        if (self._answer.request.stream_options or {}).get("include_usage"):
             events += sse({**self._head, "choices": [], "usage": _usage(turns)})
         return events + b"data: [DONE]\n\n"
 
@@ -196,35 +212,12 @@ def _delta(new: Delta) -> JsonObject:
             return {"tool_calls": [{"index": new.number, **with_text_arguments(new.call)}]}
 
 
-def _head(request: ChatRequest, completion_id: str, kind: str) -> JsonObject:
-    return {"id": completion_id, "object": kind, "created": int(time.time()), "model": request.model}
-
-
 def _message(turn: Turn) -> JsonObject:
     message = dict(turn.reply)
     if calls := message.get("tool_calls"):
         message["content"] = message["content"] or None
         message["tool_calls"] = [with_text_arguments(call) for call in calls]
     return message
-
-
-def _finish_reason(turn: Turn) -> str:
-    if turn.sampled.finish_reason == "stop" and turn.reply.get("tool_calls"):
-        return "tool_calls"
-    return turn.sampled.finish_reason
-
-
-def _logprobs(turn: Turn, request: ChatRequest, decode: Decode) -> JsonObject | None:
-    """Log-probs of all sampled tokens, including reasoning, calls and the stop token."""
-    if not request.logprobs:
-        return None
-    ids, logprobs = turn.sampled.output_ids.tolist(), turn.sampled.logprobs.tolist()
-    tokens = ((decode([token]), logprob) for token, logprob in zip(ids, logprobs, strict=True))
-    content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in tokens
-    ]
-    return {"content": content, "refusal": None}
 
 
 def _usage(turns: Sequence[Turn]) -> JsonObject:

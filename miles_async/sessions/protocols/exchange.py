@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
 from miles_async.errors import TrajectoryError
-from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import KeepImage, Message, no_images
+from miles_async.trajectory.context import Turn, conversation_to
+from miles_async.trajectory.messages import KeepImage, Message, as_sent, no_images
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
@@ -66,14 +66,34 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """A conversation up to an answer, for requests that name the answer and send only new messages."""
+    """A conversation up to an answer, for requests that name the answer and send only new messages.
 
-    messages: Sequence[JsonObject]  # in the form of chat completions
-    tools: Sequence[JsonObject] = ()
+    Turns share their messages, which requests that send the whole conversation repeat each time.
+    """
+
+    turn: Turn
+    skipped: int = 0  # messages at its beginning that later requests don't continue
+    tools: Sequence[JsonObject] = ()  # of the request
+
+    @property
+    def messages(self) -> list[JsonObject]:
+        """Messages in the form of chat completions, the answer included."""
+        return [as_sent(message) for message in conversation_to(self.turn)[self.skipped :]]
 
 
-History = MutableMapping[str, Kept]
-"""Conversations of a session by the id of the answer at their end."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """What a session keeps of its answers for later requests."""
+
+    conversations: dict[str, Kept] = field(default_factory=dict)  # by the id of the answer at their end
+    odd_inputs: set[tuple[str, str]] = field(default_factory=set)
+    """(id of a call, arguments as text) where the model called a custom tool with something else than its one text."""
+
+    def conversation(self, answer_id: str, field: str) -> Kept:
+        """The conversation that an answer ended. Raises TrajectoryError naming the field of the request."""
+        if answer_id not in self.conversations:
+            raise TrajectoryError(f"{field} = {answer_id[:100]}: this session has kept no such answer")
+        return self.conversations[answer_id]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +103,7 @@ class Surroundings:
     answer_id: str  # unique in the session
     decode: Decode
     variables: frozenset[str] = frozenset()  # of the chat template, that requests may set
-    history: History = field(default_factory=dict)
+    history: History = field(default_factory=History)
     keep_image: KeepImage = no_images
 
 
@@ -151,9 +171,9 @@ def stop_problems(stops: Sequence[str], name: str) -> dict[str, bool]:
     return {f"{name}: at most {MOST_STOPS} texts of at most {LONGEST_STOP} characters": too_much}
 
 
-def effort_options(effort: object, variables: frozenset[str]) -> JsonObject:
+def effort_options(effort: object, around: Surroundings) -> JsonObject:
     """Options of the chat template for an effort of reasoning; none where the template doesn't know one."""
-    known = effort is not None and "reasoning_effort" in variables
+    known = effort is not None and "reasoning_effort" in around.variables
     return {"reasoning_effort": effort} if known else {}
 
 
@@ -193,13 +213,6 @@ def answer_schema(format: object, field: str) -> JsonObject | None:
         case {"type": "json_schema", "schema": Mapping() as schema}:
             return schema
     raise TrajectoryError(f"{field} = {format}: expected type text, json_object, or json_schema with a schema")
-
-
-def kept(history: History, answer_id: str, field: str) -> Kept:
-    """The conversation that an answer ended. Raises TrajectoryError naming the field of the request."""
-    if answer_id not in history:
-        raise TrajectoryError(f"{field} = {answer_id[:100]}: this session has kept no such answer")
-    return history[answer_id]
 
 
 def texts(content: object, where: str) -> str:

@@ -2,94 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from miles_async.sessions.protocols.exchange import (
-    Delta,
-    Exchange,
-    Kept,
-    Progress,
-    Surroundings,
-    kept,
-    sse,
-)
+from miles_async.sessions.protocols.exchange import Delta, Exchange, History, Kept, Progress, Surroundings, sse
 from miles_async.sessions.protocols.messages_request import UNPARSED, MessagesRequest, read_counted, read_request
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import Message, arguments_text, as_sent
+from miles_async.trajectory.messages import Message, arguments_text
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
-
-Keep = Callable[[Turn], None]
-"""Keeps the conversation for requests that continue it, if the request asks for that."""
 
 _SIGNATURE = "miles_async"  # clients want one at each thinking block, and check nothing
 
 
 def read(body: bytes, around: Surroundings) -> Exchange:
     """Read a request. Raises TrajectoryError if it is malformed or asks for something unsupported."""
-    request, history = read_request(body), around.history
-    head = _head(request, around.answer_id)
-    conversation = _whole(request, around)
-
-    def keep(turn: Turn) -> None:
-        if request.thread is not None:
-            messages = [*conversation.messages, as_sent(turn.reply)]
-            history[head["id"]] = Kept(messages=messages, tools=conversation.tools)
-
+    request = read_request(body)
+    before = _continued(request, around)
+    answer = _Answer(request, f"msg_{around.answer_id}", request.offered(before), around.history)
     return Exchange(
-        turn=request.turn(conversation, around.variables),
-        answer=partial(_answer, request=request, head=head, keep=keep),
-        writer=_MessageWriter(request, head, keep) if request.stream else None,
+        turn=request.turn(before, around),
+        answer=answer.whole,
+        writer=_MessageWriter(answer) if request.stream else None,
     )
 
 
 def read_count(body: bytes, around: Surroundings) -> TurnRequest:
     """Read a request for the tokens of a conversation. Raises TrajectoryError as :func:`read` does."""
     request = read_counted(body)
-    return request.turn(_whole(request, around), around.variables)
+    return request.turn(_continued(request, around), around)
 
 
-def _whole(request: MessagesRequest, around: Surroundings) -> Kept:
-    before, continued = Kept(messages=()), request.continued
-    if continued is not None:
-        before = kept(around.history, continued, "thread.previous_message_id")
-    return request.conversation(before, around.keep_image)
+def _continued(request: MessagesRequest, around: Surroundings) -> Kept | None:
+    message_id, name = request.continued, "thread.previous_message_id"
+    return None if message_id is None else around.history.conversation(message_id, name)
 
 
-def _head(request: MessagesRequest, answer_id: str) -> JsonObject:
-    return {"id": f"msg_{answer_id}", "type": "message", "role": "assistant", "model": request.model}
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """An answer, and the parts that it is made of."""
 
+    request: MessagesRequest
+    message_id: str
+    tools: Sequence[JsonObject]  # that requests which continue it have
+    history: History  # gets it, if the request asks for that
 
-def _answer(turns: Sequence[Turn], request: MessagesRequest, head: JsonObject, keep: Keep) -> JsonObject:
-    (turn,) = turns
-    keep(turn)
-    content: list[JsonObject] = []
-    for part in Progress().advance(turn.reply):
-        match part.kind:
-            case "reasoning":
-                content.append({"type": "thinking", "thinking": part.text, "signature": _SIGNATURE})
-            case "content":
-                content.append({"type": "text", "text": part.text})
-            case "call":
-                content.append({**_tool_use(part.call), "input": _input(part.call)})
-    return {**head, "content": content, **_stop(turn, request), "usage": _usage(turn)}
+    def whole(self, turns: Sequence[Turn]) -> JsonObject:
+        (turn,) = turns
+        content: list[JsonObject] = []
+        for part in Progress().advance(turn.reply):
+            match part.kind:
+                case "reasoning":
+                    content.append({"type": "thinking", "thinking": part.text, "signature": _SIGNATURE})
+                case "content":
+                    content.append({"type": "text", "text": part.text})
+                case "call":
+                    content.append({**_tool_use(part.call), "input": _input(part.call)})
+        return {**self.head(), "content": content, **self.ended(turn), "usage": _usage(turn)}
+
+    def head(self) -> JsonObject:
+        return {"id": self.message_id, "type": "message", "role": "assistant", "model": self.request.model}
+
+    def ended(self, turn: Turn) -> JsonObject:
+        """Keep the conversation if that is asked for; return why the turn ended."""
+        if self.request.thread is not None:
+            self.history.conversations[self.message_id] = Kept(turn=turn, tools=self.tools)
+        if turn.sampled.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if turn.reply.get("tool_calls"):
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        found = {at: stop for stop in self.request.stops if (at := turn.text.find(stop)) >= 0}
+        if found:
+            return {"stop_reason": "stop_sequence", "stop_sequence": found[min(found)]}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
 class _MessageWriter:
     """Writes events: a block is opened when it begins, and closed when the next one does."""
 
-    def __init__(self, request: MessagesRequest, head: JsonObject, keep: Keep) -> None:
-        self._keep = keep
-        self._request = request
-        self._head = head
+    def __init__(self, answer: _Answer) -> None:
+        self._answer = answer
         self._progress = Progress()
         self._open: str | None = None  # kind of the block that is open
         self._blocks = 0
 
     def opened(self) -> bytes:
         usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message = {**self._answer.head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=message)
 
     def waits(self) -> bytes:
@@ -100,11 +99,10 @@ class _MessageWriter:
 
     def ended(self, turns: Sequence[Turn]) -> bytes:
         (turn,) = turns
-        self._keep(turn)
         return (
             self.wrote(0, turn.reply)
             + self._close()
-            + _event("message_delta", delta=_stop(turn, self._request), usage=_usage(turn))
+            + _event("message_delta", delta=self._answer.ended(turn), usage=_usage(turn))
             + _event("message_stop")
         )
 
@@ -158,18 +156,6 @@ def _input(call: JsonObject) -> JsonObject:
 
 def _input_text(call: JsonObject) -> str:
     return arguments_text({"function": {"arguments": _input(call)}})
-
-
-def _stop(turn: Turn, request: MessagesRequest) -> JsonObject:
-    """Why the turn ended."""
-    if turn.sampled.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if turn.reply.get("tool_calls"):
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    found = {at: stop for stop in request.stops if (at := turn.text.find(stop)) >= 0}
-    if found:
-        return {"stop_reason": "stop_sequence", "stop_sequence": found[min(found)]}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
 def _usage(turn: Turn) -> JsonObject:

@@ -9,6 +9,7 @@ from miles_async.errors import TrajectoryError
 from miles_async.sessions.protocols.exchange import (
     Ignored,
     Kept,
+    Surroundings,
     check_supported,
     content_of,
     effort_options,
@@ -18,7 +19,7 @@ from miles_async.sessions.protocols.exchange import (
     texts,
 )
 from miles_async.trajectory.constraints import constraint_of
-from miles_async.trajectory.messages import KeepImage, no_images
+from miles_async.trajectory.messages import KeepImage
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
@@ -71,27 +72,28 @@ class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields
                 return message_id
         raise TrajectoryError(f"thread = {self.thread}: expected type create, or continue and a previous_message_id")
 
-    def conversation(self, before: Kept, keep: KeepImage = no_images) -> Kept:
-        """All messages and tools, in the form of chat completions. Raises TrajectoryError.
+    def offered(self, before: Kept | None) -> Sequence[JsonObject]:
+        """Tools in the form of chat completions: those of ``before`` stay. Raises TrajectoryError."""
+        if self.tools is not None:
+            return [_function(tool) for tool in self.tools]
+        return before.tools if before else ()
+
+    def turn(self, before: Kept | None, around: Surroundings) -> TurnRequest:
+        """The turn that is asked for. Raises TrajectoryError.
 
         ``before``: the conversation that this request continues, whose system prompt and tools stay.
         """
-        new = (each for message in self.messages for each in _chat_messages(message, keep))
-        tools = before.tools if self.tools is None else [_function(tool) for tool in self.tools]
-        return Kept(messages=[*before.messages, *_system(self.system), *new], tools=tools)
-
-    def turn(self, conversation: Kept, variables: frozenset[str]) -> TurnRequest:
-        """The turn that is asked for. Raises TrajectoryError. ``variables``: see ``Surroundings``."""
         choice = self.tool_choice or {"type": "auto"}
-        tools = [] if choice.get("type") == "none" else conversation.tools
+        tools = () if choice.get("type") == "none" else self.offered(before)
         parallel = choice.get("disable_parallel_tool_use") is not True
         schema, called = self._schema(), _called(choice, tools)
+        new = (each for message in self.messages for each in _chat_messages(message, around.keep_image))
         return TurnRequest(
-            messages=conversation.messages,
+            messages=[*(before.messages if before else ()), *_system(self.system), *new],
             tools=tools,
             options={
-                **self._thinking(variables),
-                **effort_options((self.output_config or {}).get("effort"), variables),
+                **self._thinking(around),
+                **effort_options((self.output_config or {}).get("effort"), around),
             },
             max_tokens=self.max_tokens,
             stops=self.stops,
@@ -99,7 +101,7 @@ class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields
             constraint=constraint_of(called, schema, tools, parallel=parallel),
         )
 
-    def _thinking(self, variables: frozenset[str]) -> JsonObject:
+    def _thinking(self, around: Surroundings) -> JsonObject:
         match self.thinking:
             case None:
                 return {}
@@ -109,7 +111,7 @@ class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields
                 thinks = False
             case _:
                 raise TrajectoryError(f"thinking = {self.thinking}: expected type enabled, adaptive or disabled")
-        return {"enable_thinking": thinks} if "enable_thinking" in variables else {}
+        return {"enable_thinking": thinks} if "enable_thinking" in around.variables else {}
 
     def _schema(self) -> JsonObject | None:
         """JSON Schema of the answer; None for free text."""

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from miles_async.sessions.protocols.exchange import (
-    Delta,
-    Exchange,
-    Kept,
-    Progress,
-    Surroundings,
-    kept,
-    sse,
-)
+from miles_async.sessions.protocols.exchange import Delta, Exchange, History, Kept, Progress, Surroundings, sse
 from miles_async.sessions.protocols.responses_request import FREE_TEXT, ResponsesRequest, read_request
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import Message, arguments_text, as_sent
+from miles_async.trajectory.messages import Message, arguments_text
 from miles_async.types import JsonObject
 
 
 def read(body: bytes, around: Surroundings) -> Exchange:
     """Read a request. Raises TrajectoryError if it is malformed or asks for something unsupported."""
-    request, history = read_request(body), around.history
+    request = read_request(body)
     before: Sequence[JsonObject] = ()
     if (previous := request.previous_response_id) is not None:
-        before = kept(history, previous, "previous_response_id").messages
-    conversation = request.conversation(before, around.keep_image)
-    response_id = f"resp_{around.answer_id}"
-
-    def keep(turn: Turn) -> None:
-        if request.store is not False:
-            history[response_id] = Kept(messages=[*conversation, as_sent(turn.reply)])
-
-    answer = Answer(request, response_id, int(time.time()), keep)
+        before = around.history.conversation(previous, "previous_response_id").messages
+    answer = Answer(request, f"resp_{around.answer_id}", int(time.time()), around.history)
     return Exchange(
-        turn=request.turn(conversation, around.variables),
+        turn=request.turn(before, around),
         answer=answer.whole,
         writer=_ResponseWriter(answer) if request.stream else None,
     )
@@ -52,11 +37,13 @@ class Answer:
     request: ResponsesRequest
     response_id: str
     created: int  # seconds since 1970
-    keep: Callable[[Turn], None]  # for requests that continue it
+    history: History = field(default_factory=History)  # gets what later requests need of the answer
 
     def whole(self, turns: Sequence[Turn]) -> JsonObject:
         (turn,) = turns
-        self.keep(turn)
+        if self.request.store is not False:
+            instructions = 1 if self.request.instructions else 0
+            self.history.conversations[self.response_id] = Kept(turn=turn, skipped=instructions)
         cut = turn.sampled.finish_reason == "length"
         return {
             **self.begun("incomplete" if cut else "completed"),
@@ -105,20 +92,25 @@ class Answer:
         if part.kind == "content":
             message = {"id": self._id("msg"), "type": "message", "role": "assistant", "status": status}
             return {**message, "content": [_output_text(part.text)] if done else []}
-        name, text = part.call["function"]["name"], self.written(part.call)
+        name, text = part.call["function"]["name"], self.written(part.call) if done else ""
         call = {"id": self._id(f"fc{part.number}"), "call_id": part.call["id"], "name": name, "status": status}
-        if name in self.request.free_text_tools:
-            return {**call, "type": "custom_tool_call", "input": text if done else ""}
+        if self.is_free(part.call):
+            return {**call, "type": "custom_tool_call", "input": text}
         if name in self.request.namespaces:
             call["namespace"] = self.request.namespaces[name]
-        return {**call, "type": "function_call", "arguments": text if done else ""}
+        return {**call, "type": "function_call", "arguments": text}
+
+    def is_free(self, call: JsonObject) -> bool:
+        """Whether a call is one of a custom tool."""
+        return call["function"]["name"] in self.request.free_text_tools
 
     def written(self, call: JsonObject) -> str:
-        """The model's text for the arguments of a call, or for a custom tool."""
+        """The model's text for the arguments of a call, or for a custom tool, whose other arguments are remembered."""
         arguments = call["function"]["arguments"]
-        free = call["function"]["name"] in self.request.free_text_tools
-        if free and isinstance(arguments, dict) and isinstance(arguments.get(FREE_TEXT), str) and len(arguments) == 1:
-            return str(arguments[FREE_TEXT])
+        if self.is_free(call):
+            if isinstance(arguments, dict) and [*arguments] == [FREE_TEXT] and isinstance(arguments[FREE_TEXT], str):
+                return arguments[FREE_TEXT]
+            self.history.odd_inputs.add((call["id"], arguments_text(call)))
         return arguments_text(call)
 
     def _id(self, kind: str) -> str:
@@ -181,7 +173,7 @@ class _ResponseWriter:
         if part is None:
             return b""
         if part.kind == "call":
-            field = "input" if part.call["function"]["name"] in self._answer.request.free_text_tools else "arguments"
+            field = "input" if self._answer.is_free(part.call) else "arguments"
             done = self._item_event(f"{self._name(part)}.done", part, **{field: self._answer.written(part.call)})
         else:
             done = self._item_event(f"{self._name(part)}.done", part, text=part.text)
@@ -196,8 +188,7 @@ class _ResponseWriter:
         """Names of a part's events."""
         if part.kind != "call":
             return {"reasoning": "reasoning_text", "content": "output_text"}[part.kind]
-        free = part.call["function"]["name"] in self._answer.request.free_text_tools
-        return "custom_tool_call_input" if free else "function_call_arguments"
+        return "custom_tool_call_input" if self._answer.is_free(part.call) else "function_call_arguments"
 
     def _content(self, kind: str, text: str) -> JsonObject:
         return _output_text(text) if kind == "content" else {"type": "reasoning_text", "text": text}

@@ -8,6 +8,7 @@ from typing import Any
 from miles_async.errors import TrajectoryError
 from miles_async.sessions.protocols.exchange import (
     IgnoredOfOpenAI,
+    Surroundings,
     answer_schema,
     called_tools,
     check_supported,
@@ -17,7 +18,6 @@ from miles_async.sessions.protocols.exchange import (
     texts,
 )
 from miles_async.trajectory.constraints import constraint_of
-from miles_async.trajectory.messages import KeepImage, no_images
 from miles_async.trajectory.replies import CALL_ID
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
@@ -84,25 +84,20 @@ class ResponsesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_field
                 case _:
                     yield tool, ""
 
-    def conversation(self, before: Sequence[JsonObject], keep: KeepImage = no_images) -> list[JsonObject]:
-        """Messages in the form of chat completions, without the instructions. Raises TrajectoryError.
+    def turn(self, before: Sequence[JsonObject], around: Surroundings) -> TurnRequest:
+        """The turn that is asked for. Raises TrajectoryError.
 
-        ``before``: messages up to the response that this request continues.
+        ``before``: messages up to the response that this request continues, without its instructions.
         """
-        if isinstance(self.input, str):
-            return [*before, {"role": "user", "content": self.input}]
-        return with_items(before, self.input, keep)
-
-    def turn(self, conversation: Sequence[JsonObject], variables: frozenset[str]) -> TurnRequest:
-        """The turn that is asked for. Raises TrajectoryError. ``variables``: see ``Surroundings``."""
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         tools = [] if self.tool_choice == "none" else self.functions
         parallel = self.parallel_tool_calls is not False
         schema = answer_schema((self.text or {}).get("format"), "text.format")
         return TurnRequest(
-            messages=[*instructions, *conversation],
+            messages=[*instructions, *with_items(before, items, around)],
             tools=tools,
-            options=effort_options((self.reasoning or {}).get("effort"), variables),
+            options=effort_options((self.reasoning or {}).get("effort"), around),
             max_tokens=self.max_output_tokens,
             parallel_calls=parallel,
             constraint=constraint_of(called_tools(self.tool_choice, tools), schema, tools, parallel=parallel),
@@ -126,9 +121,7 @@ def read_request(body: bytes) -> ResponsesRequest:
     return request
 
 
-def with_items(
-    before: Sequence[JsonObject], items: Sequence[JsonObject], keep: KeepImage = no_images
-) -> list[JsonObject]:
+def with_items(before: Sequence[JsonObject], items: Sequence[JsonObject], around: Surroundings) -> list[JsonObject]:
     """Messages ``before``, then the items' messages: the model's items between two inputs are one message.
 
     Raises TrajectoryError.
@@ -137,11 +130,12 @@ def with_items(
     for item in items:
         kind = item.get("type", "message")
         if kind in _ITEMS_OF_THE_MODEL or (kind == "message" and item.get("role") == "assistant"):
-            _add(messages, item, kind)
+            _add(messages, item, kind, around)
         elif kind == "message":
-            messages.append({"role": item.get("role"), "content": content_of(item.get("content"), "input", keep)})
+            content = content_of(item.get("content"), "input", around.keep_image)
+            messages.append({"role": item.get("role"), "content": content})
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            result = content_of(item.get("output"), kind, keep)
+            result = content_of(item.get("output"), kind, around.keep_image)
             messages.append({"role": "tool", "content": result, "tool_call_id": item.get("call_id")})
         else:
             raise TrajectoryError(
@@ -151,7 +145,7 @@ def with_items(
     return messages
 
 
-def _add(messages: list[JsonObject], item: JsonObject, kind: object) -> None:
+def _add(messages: list[JsonObject], item: JsonObject, kind: object, around: Surroundings) -> None:
     """Add an item of the model to its message, a new one if there is none."""
     place = _place(messages, item)
     message: dict[str, Any] = dict(messages[place]) if place < len(messages) else {"role": "assistant", "content": ""}
@@ -161,7 +155,7 @@ def _add(messages: list[JsonObject], item: JsonObject, kind: object) -> None:
         case "reasoning":
             message["reasoning_content"] = message.get("reasoning_content", "") + _reasoning(item)
         case _:
-            message["tool_calls"] = [*message.get("tool_calls", ()), _call(item, kind)]
+            message["tool_calls"] = [*message.get("tool_calls", ()), _call(item, kind, around)]
     messages[place : place + 1] = [message]
 
 
@@ -187,10 +181,12 @@ def _reasoning(item: JsonObject) -> str:
     return texts(content, "reasoning") if content else ""
 
 
-def _call(item: JsonObject, kind: object) -> JsonObject:
-    name = item.get("name")
-    arguments = {FREE_TEXT: item.get("input")} if kind == "custom_tool_call" else item.get("arguments")
-    return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+def _call(item: JsonObject, kind: object, around: Surroundings) -> JsonObject:
+    call_id, arguments = item.get("call_id"), item.get("arguments")
+    if kind == "custom_tool_call":
+        text = item.get("input")
+        arguments = text if (str(call_id), str(text)) in around.history.odd_inputs else {FREE_TEXT: text}
+    return {"id": call_id, "type": "function", "function": {"name": item.get("name"), "arguments": arguments}}
 
 
 def _function(tool: JsonObject) -> JsonObject:

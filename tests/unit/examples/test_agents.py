@@ -11,35 +11,26 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 
-from examples.calculator_tool.calculator import CALCULATOR, calculate
+from examples.blackbox_agent.agent import answer as solved
+from examples.calculator_tool.calculator import calculate
 from examples.calculator_tool.environment import CalculatorEnvironment
 from examples.calculator_tool.prepare import main as prepare_calculator
 from examples.calculator_tool.prepare import questions
 from examples.quickstart.tokenizer import MODEL_MAX_LENGTH, VOCABULARY
-from examples.search_agent.environment import Retrieval
+from examples.search_agent.environment import Retrieval, SearchEnvironment
 from examples.search_agent.prepare import corpus_and_questions
 from examples.search_agent.retrieval_server import CORPUS, Index, application
 from examples.tool_model.calls import parse_calls
 from examples.tool_model.dialogues import TASKS, Dialogue, product_question
 from miles_async.arguments.parser import parse_arguments
-from miles_async.types import AssistantTurn, Prompt
+from miles_async.types import Prompt
+from tests.fakes.environment_servers import serving
+from tests.fakes.scripted_model import ScriptedModel
+from tests.fakes.session_agents import QUESTION, agent_of, says
+from tests.fakes.turns import answer, calling
 
 ROOT = Path(__file__).parents[3]
-
-
-def said(text: str, *, finish_reason: str = "stop") -> AssistantTurn:
-    content, calls = parse_calls(text, [CALCULATOR])
-    message = {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [
-            {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
-            for i, (name, arguments) in enumerate(calls)
-        ],
-    }
-    return AssistantTurn(index=0, message=message, text=text, finish_reason=finish_reason)  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------------------------------- calculator
@@ -52,13 +43,32 @@ def test_the_calculator_works_out_expressions_and_nothing_else(expression: str, 
 
 async def test_the_calculator_answers_calls_and_pays_for_right_answers_that_ended() -> None:
     environment = CalculatorEnvironment(Prompt(prompt_id="p", token_ids=(1,), text="17*23=?", label="391"))
-    observed = await environment.step(said("<call>17*23</call>"))
+    said, (call,) = parse_calls("So: <call>17*23</call>", environment.tools())
+    assert (said, call) == ("So: ", ("calculator", {"expression": "17*23"}))
+    observed = await environment.step(calling(call))
     assert [message["content"] for message in observed.messages] == ["391"]
     assert not observed.done
     assert observed.metrics == {"tool_calls": 1}
-    assert (await environment.step(said("391"))).reward == 1.0
-    assert (await environment.step(said("391", finish_reason="length"))).reward == 0.0
-    assert (await environment.step(said("392"))).reward == 0.0
+    right = await environment.step(answer("391"))
+    assert (right.done, right.reward) == (True, 1.0)
+    for wrong in (answer("391", finish_reason="length"), answer("392")):
+        assert (await environment.step(wrong)).reward == 0.0
+
+
+@pytest.mark.parametrize("arguments", [{"sum": "1"}, "17*23", [1]])
+async def test_calls_that_a_model_wrote_wrongly_are_answered(
+    arguments: object, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learns from that; an exception would cost the attempt."""
+    monkeypatch.setenv("SEARCH_ENDPOINTS", server)
+    prompt = Prompt(prompt_id="p", token_ids=(1,), text="17*23=?", label="391")
+    for environment, told in ((CalculatorEnvironment(prompt), "error"), (SearchEnvironment(prompt), "nothing found")):
+        (tool,) = environment.tools()
+        observed = await environment.step(calling((tool["function"]["name"], arguments)))
+        assert [message["content"] for message in observed.messages] == [told]
+    call = {"name": "calculator", "arguments": arguments}
+    async with agent_of(ScriptedModel(says(f"<tool_call>\n{json.dumps(call)}\n</tool_call>", "391"))) as agent:
+        assert await solved(agent.client, [QUESTION]) == 2
 
 
 def test_every_question_of_the_calculator_is_there_once(tmp_path: Path) -> None:
@@ -73,11 +83,8 @@ def test_every_question_of_the_calculator_is_there_once(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- search
 @pytest.fixture
 async def server() -> AsyncIterator[str]:
-    runner = web.AppRunner(application())
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+    async with serving(application()) as url:
+        yield url
 
 
 async def test_two_searches_lead_to_every_answer(server: str) -> None:
@@ -146,15 +153,6 @@ def test_shipped_model_uses_tools_in_some_dialogues_and_knows_how() -> None:
         assert uses_tool == pytest.approx(TOOL_SHARE, abs=0.15)  # where RL can learn: both happen
         assert min(then) > 0.9
     assert (MODEL / "model.safetensors").stat().st_size < 2_000_000
-
-
-def test_shipped_tokenizer_of_the_model_is_the_one_of_the_source(tmp_path: Path) -> None:
-    from examples.quickstart.tokenizer import build_tokenizer
-    from examples.tool_model.warm_start import MODEL
-
-    build_tokenizer().save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (MODEL / name).read_text() == (tmp_path / name).read_text()
 
 
 @pytest.mark.parametrize("name", ["calculator_tool/calculator", "blackbox_agent/blackbox", "search_agent/search"])

@@ -12,19 +12,15 @@ import pytest
 
 from examples.environments import harbor_agent
 from miles_async.integrations.gymnasium_text import GymnasiumText
-from miles_async.types import AssistantTurn, Prompt
+from miles_async.types import Prompt
 from tests.extras import needs
+from tests.fakes.turns import answer
 
 EXAMPLES = Path(harbor_agent.__file__).parent
 HARBOR = """#!/bin/sh
 test "$1 $2 $3 $4" = "trial start -p tasks/hello" && mkdir "$6/hello__1" &&
 echo '{"verifier_result": %s, "exception_info": null}' > "$6/hello__1/result.json"
 """
-
-
-def said(text: str, index: int) -> AssistantTurn:
-    message = {"role": "assistant", "content": text}
-    return AssistantTurn(index=index, message=message, text=text, finish_reason="stop")
 
 
 async def test_an_episode_of_the_game_has_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,9 +30,9 @@ async def test_an_episode_of_the_game_has_two_rounds(monkeypatch: pytest.MonkeyP
     assert row["prompt"].startswith("rev ")
     assert row["prompt"] != another["prompt"]
     episode = make(Prompt(prompt_id="p", token_ids=(1,), text=row["prompt"], metadata=row["metadata"]))
-    first = await episode.step(said(row["prompt"][:3:-1], 0))
+    first = await episode.step(answer(row["prompt"][:3:-1], 0))
     assert (first.done, first.reward) == (False, 0.5)
-    last = await episode.step(said(first.messages[0]["content"][:3:-1], 1))
+    last = await episode.step(answer(first.messages[0]["content"][:3:-1], 1))
     assert (last.done, last.reward) == (True, 1.0)
     await episode.close()
 

@@ -6,23 +6,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors.numpy import save_file
 
 from examples.math import prepare
-from examples.quickstart.tokenizer import build_tokenizer
 from miles_async.arguments.parser import parse_arguments
-from miles_async.cli import main
 from miles_async.types import JsonObject
+from tests.unit.examples.recipes import CONFIGS, dry_run
 
 MATH = Path("examples/math")
-CONFIGS = Path("tests/recipes/configs")
 
 # Recipe → config.json of its model, GPUs that train.
 RECIPES = {
@@ -53,13 +49,6 @@ SHAPES: dict[str, tuple[JsonObject, str, str]] = {
     "aime": ({"id": 60, "problem": "Find $x$.", "answer": 204}, f"Find $x$.\n\n{prepare.INSTRUCTION}", "204"),
     "aime-capitals": ({"ID": "I-1", "Problem": "Find.", "Answer": 7}, f"Find.\n\n{prepare.INSTRUCTION}", "7"),
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    build_tokenizer().save_pretrained(directory)
-    return directory
 
 
 def prepared(source: Path, output: Path) -> list[JsonObject]:
@@ -122,26 +111,13 @@ def test_every_recipe_is_checked_here() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_dry_run_of_a_recipe_ends_in_order(
-    name: str, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_of_a_recipe_ends_in_order(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On one machine without GPUs. That it fits into theirs is tested at night."""
     config, gpus = RECIPES[name]
-    recipe = f"@{MATH / name}.args"
-    asked = parse_arguments([recipe]).arguments.cluster
-    assert asked.trainer_world_size == gpus
-    model = tmp_path / "model"
-    shutil.copytree(tokenizer, model)
-    shutil.copyfile(config, model / "config.json")
-    save_file({}, model / "model.safetensors")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"id": "a", "prompt": [{"role": "user", "content": "rev 12"}], "label": "21"}) + "\n")
-    here = (
-        f"--hf-checkpoint {model} --prompt-data {prompts} --eval-prompt-data aime {prompts} --save {tmp_path}/save "
-        f"--run-dir {tmp_path}/run --device cpu --gpu-memory-gb none --ray-address local --actor-num-nodes 1 "
-        f"--actor-num-gpus-per-node {gpus}"
-    )
-    status = main(["train", recipe, *here.split(), "--dry-run"])
+    recipe = MATH / f"{name}.args"
+    assert parse_arguments([f"@{recipe}"]).arguments.cluster.trainer_world_size == gpus
+    here = f"--gpu-memory-gb none --ray-address local --actor-num-nodes 1 --actor-num-gpus-per-node {gpus}"
+    status = dry_run(recipe, config, tmp_path, here)
     shown = capsys.readouterr()
     assert status == 0, shown.err
     assert "are in order" in shown.out

@@ -5,21 +5,17 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import save_file
 
-from examples.quickstart.tokenizer import build_tokenizer
 from miles_async.arguments.argument_files import without_comment
 from miles_async.cli import main
 from miles_async.commands.migrate.command import SYSTEMS
+from tests.unit.examples.recipes import CONFIGS, dry_run
 
 EXAMPLES = Path("examples/migrate")
-CONFIGS = Path("tests/recipes/configs")
 MODELS = {"slime": ("Qwen3-4B", 4), "miles": ("Qwen3-4B", 4), "verl": ("Qwen3-30B-A3B", 8)}  # name, GPUs that train
 BY_HAND = "# By hand:"
 
@@ -44,16 +40,6 @@ def test_ours_is_in_order(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     config, gpus = MODELS[name]
-    model, prompts = tmp_path / "model", tmp_path / "prompts.jsonl"
-    build_tokenizer().save_pretrained(model)
-    shutil.copyfile(CONFIGS / f"{config}.json", model / "config.json")
-    save_file({}, model / "model.safetensors")
-    row = {"prompt": [{"role": "user", "content": "rev 12"}], "label": "21", "reward_model": {"ground_truth": "21"}}
-    prompts.write_text(json.dumps(row) + "\n")
-    here = (
-        f"--hf-checkpoint {model} --prompt-data {prompts} --eval-prompt-data aime {prompts} "
-        f"--save {tmp_path}/save --load {tmp_path}/save --run-dir {tmp_path}/run --device cpu "
-        f"--ray-address local --actor-num-gpus-per-node {gpus}"
-    )
-    status = main(["train", f"@{EXAMPLES / name}.args", *here.split(), "--dry-run"])
+    here = f"--load {tmp_path}/save --ray-address local --actor-num-gpus-per-node {gpus}"
+    status = dry_run(EXAMPLES / f"{name}.args", CONFIGS / f"{config}.json", tmp_path, here)
     assert status == 0, capsys.readouterr().err

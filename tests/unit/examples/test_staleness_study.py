@@ -281,6 +281,19 @@ async def test_a_failed_run_shows_its_last_lines(monkeypatch: pytest.MonkeyPatch
         await running.run_cell(CELLS[0], tmp_path / "run")
 
 
+async def test_a_run_that_hangs_is_a_failed_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    process = Process(None)
+
+    async def start(*command: str, **options: object) -> Process:
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    monkeypatch.setattr(running, "CELL_SECONDS", 0.02)
+    with pytest.raises(CellFailedError, match=r"it took longer than 0\.02 s"):
+        await running.run_cell(CELLS[0], tmp_path / "run")
+    assert process.returncode == 130
+
+
 # The report
 
 

@@ -16,9 +16,11 @@ from gymnasium.spaces import Text
 
 from miles_async.errors import ConfigurationError, OverdueError, UserCodeError
 from miles_async.integrations.gymnasium_text import GymnasiumText
-from miles_async.types import AssistantTurn, Prompt
+from miles_async.types import Prompt
 from tests.fakes.scripted_model import ScriptedModel
+from tests.fakes.turns import thought
 from tests.unit.rollout.test_multi_turn import ATTEMPT, generate_with, says
+from tests.waiting import until
 
 WORDS = Text(40, min_length=0, charset="abcdefghijklmnopqrstuvwxyz0123456789 ")
 
@@ -73,11 +75,6 @@ def prompt(**metadata: object) -> Prompt:
     return Prompt(prompt_id="p", token_ids=(1,), text="begin 3", metadata={"seed": 3, **metadata})
 
 
-def turn(content: str) -> AssistantTurn:
-    message = {"role": "assistant", "content": content, "reasoning_content": "hm"}
-    return AssistantTurn(index=0, message=message, text=f"<think>hm</think>{content}", finish_reason="stop")
-
-
 def test_prompts_are_first_observations_of_seeds() -> None:
     assert [*GymnasiumText("Echo-v0", {"begin": "go"}).rows(2, 5)] == [
         {"prompt": "go 5", "metadata": {"seed": 5}},
@@ -88,15 +85,15 @@ def test_prompts_are_first_observations_of_seeds() -> None:
 
 async def test_rewards_of_steps_add_up_until_the_environment_ends() -> None:
     episode = GymnasiumText("Echo-v0", {})(prompt())
-    observed = await episode.step(turn("hello"))
+    observed = await episode.step(thought("hello"))
     assert observed.messages == ({"role": "user", "content": "hello"},)
     assert (observed.done, observed.reward) == (False, 0.1)
-    told = await episode.step(turn("Hello!"))  # not in the space
+    told = await episode.step(thought("Hello!"))  # not in the space
     assert told.messages[0]["content"].startswith("Not an action: expected Text(0, 40, charset= 0123456789abc")
     assert (told.done, told.reward, told.metrics) == (False, 0.1, {"invalid_actions": 1.0})
-    last = await episode.step(turn("stop"))
+    last = await episode.step(thought("stop"))
     assert (last.done, last.reward, last.metrics) == (True, 0.2, {"invalid_actions": 0.0})
-    assert (await GymnasiumText("Echo-v0", {})(prompt()).step(turn("cut"))).done
+    assert (await GymnasiumText("Echo-v0", {})(prompt()).step(thought("cut"))).done
     Echo.closed.clear()
     await episode.close()
     assert len(Echo.closed) == 1
@@ -115,14 +112,14 @@ async def test_rewards_of_steps_add_up_until_the_environment_ends() -> None:
 async def test_nonsense_costs_the_attempt(does: str, problem: str) -> None:
     episode = GymnasiumText("Echo-v0", {"does": does})(prompt())
     with pytest.raises(UserCodeError, match=problem):
-        await episode.step(turn("a"))
+        await episode.step(thought("a"))
     await episode.close()
     assert len(Echo.closed) == 2
 
 
 async def test_a_prompt_without_a_seed_is_refused_by_the_flag_that_lacks() -> None:
     with pytest.raises(UserCodeError, match=r"seed in the prompt's metadata \(--metadata-key\), found None"):
-        await GymnasiumText("Echo-v0", {})(prompt(seed=None)).step(turn("a"))
+        await GymnasiumText("Echo-v0", {})(prompt(seed=None)).step(thought("a"))
 
 
 @pytest.mark.parametrize(
@@ -148,18 +145,16 @@ async def test_an_environment_that_is_made_after_its_step_was_given_up_is_closed
     monkeypatch.setattr(maker, "make", lambda: go_on.wait() and make())
     episode = maker(prompt())
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(episode.step(turn("a")), 0.05)
+        await asyncio.wait_for(episode.step(thought("a")), 0.05)
     await episode.close()
     assert not Echo.closed
     go_on.set()
-    async with asyncio.timeout(20):
-        while not Echo.closed:  # noqa: ASYNC110  (a thread tells nobody)
-            await asyncio.sleep(0.01)
+    await until(lambda: Echo.closed)
 
 
 async def test_an_environment_may_fork() -> None:
     episode = GymnasiumText("Echo-v0", {"does": "fork"})(prompt())
-    assert (await asyncio.wait_for(episode.step(turn("a")), 20)).reward == 0.1
+    assert (await asyncio.wait_for(episode.step(thought("a")), 20)).reward == 0.1
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from miles_async.integrations.mcp_tools import MakeWithTools, McpServers
 from miles_async.runtime.network.ports import HeldPort
 from tests.fakes.environment_servers import serving
 from tests.fakes.scripted_model import ScriptedModel
-from tests.unit.integrations.test_mcp_tools import PROMPT, calling, contents, turn
+from tests.fakes.turns import calling
+from tests.unit.integrations.test_mcp_tools import PROMPT, call_of, contents
 from tests.unit.rollout.test_multi_turn import ATTEMPT, generate_with, says
 
 MODULE = "examples.calculator_tool.mcp_server"
@@ -68,7 +69,7 @@ async def calculates(server: str, tmp_path: Path) -> None:
     assert list(tool["function"]["parameters"]["properties"]) == ["expression"]
     told = await asyncio.gather(*(contents(each, ("calculator", {"expression": "17*23"})) for each in (one, other)))
     assert told == [["391"], ["391"]]
-    wrong = await one.step(turn(("calculator", {"formula": "17*23"})))
+    wrong = await one.step(calling(("calculator", {"formula": "17*23"})))
     assert "expression" in wrong.messages[0]["content"]  # which of its arguments is missing
     assert wrong.metrics["tool_errors"] == 1
     await asyncio.gather(one.close(), other.close())
@@ -92,7 +93,7 @@ async def test_a_url_that_stops_answering_is_a_service_that_is_down(server: List
     await server.process.wait()
     for each in (environment, MakeWithTools(servers, None)(PROMPT)):  # in a session, and without one
         with pytest.raises(ServiceUnavailableError, match=f"the MCP server {server.url} failed: ConnectError"):
-            await asyncio.wait_for(each.step(turn(("calculator", {"expression": "1+1"}))), 20)
+            await asyncio.wait_for(each.step(calling(("calculator", {"expression": "1+1"}))), 20)
         await each.close()
 
 
@@ -151,7 +152,7 @@ async def test_two_hundred_episodes_at_once_have_a_session_each(
         servers = McpServers([f"{url}/mcp"], shared=False, start_timeout=60.0, log_path=tmp_path / "mcp.log")
         await servers.start()
         generate = generate_with(MakeWithTools(servers, None), step_timeout=100.0)
-        models = [ScriptedModel(says(calling("count"), calling("count"), "done")) for _ in range(200)]
+        models = [ScriptedModel(says(call_of("count"), call_of("count"), "done")) for _ in range(200)]
         samples = await asyncio.gather(*(generate(model, ATTEMPT, n) for n, model in enumerate(models)))
     for sample in samples:
         told = [message["content"] for message in sample.metadata["messages"] if message["role"] == "tool"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -15,22 +14,15 @@ import pytest
 from miles_async.errors import ConfigurationError, OverdueError, ServiceUnavailableError
 from miles_async.integrations.mcp_tools import MakeWithTools, McpServers, WithTools
 from miles_async.runtime.services import Circuit
-from miles_async.types import AssistantTurn, Observation, Prompt
+from miles_async.types import Observation, Prompt
 from tests.fakes import mcp_server
 from tests.fakes.scripted_model import ScriptedModel
+from tests.fakes.turns import calling
 from tests.unit.rollout.test_multi_turn import ATTEMPT, Lookup, generate_with, says
+from tests.waiting import until
 
 COMMAND = f"python {mcp_server.__file__}"
 PROMPT = Prompt(prompt_id="p", token_ids=(1,), text="?")
-
-
-def turn(*calls: tuple[str, object], index: int = 0) -> AssistantTurn:
-    called = [
-        {"id": f"call{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for number, (name, arguments) in enumerate(calls)
-    ]
-    message = {"role": "assistant", "content": "", **({"tool_calls": called} if called else {})}
-    return AssistantTurn(index=index, message=message, text="said", finish_reason="stop")
 
 
 def text(content: object = "") -> dict[str, str]:
@@ -65,7 +57,7 @@ def gone(pid: int) -> bool:
 
 
 async def contents(environment: WithTools, *calls: tuple[str, object]) -> list[str]:
-    return [message["content"] for message in (await environment.step(turn(*calls))).messages]
+    return [message["content"] for message in (await environment.step(calling(*calls))).messages]
 
 
 async def test_tools_are_listed_once_for_all_episodes(tmp_path: Path, pids: Callable[[], list[int]]) -> None:
@@ -90,12 +82,12 @@ async def test_calls_are_answered_in_order_by_a_session_of_the_episode(
         one, other = (MakeWithTools(servers, None)(PROMPT) for _ in range(2))
         assert await contents(one, ("count", {}), ("echo", text("ünïcode")), ("count", {})) == ["1", "ünïcode", "2"]
         assert await contents(other, ("count", {})) == ["1"]
-        observed = await one.step(turn(("count", {}), index=1))
+        observed = await one.step(calling(("count", {}), index=1))
         assert observed == Observation(
-            messages=({"role": "tool", "content": "3", "tool_call_id": "call0"},),
+            messages=({"role": "tool", "content": "3", "tool_call_id": "call000"},),
             metrics={"tool_calls": 1, "tool_errors": 0},
         )
-        assert await one.step(turn(index=2)) == Observation(done=True)  # the answer, for the run's reward
+        assert await one.step(calling(index=2)) == Observation(done=True)  # the answer, for the run's reward
         _, *running = pids()
         assert len(running) == 2
         await one.close()
@@ -110,7 +102,7 @@ async def test_one_session_for_all_episodes_outlives_them(tmp_path: Path, pids: 
         await one.close()
         assert await contents(other, ("count", {})) == ["2"]
         with pytest.raises(ServiceUnavailableError, match="MCP server python"):
-            await other.step(turn(("die", {})))
+            await other.step(calling(("die", {})))
         assert await contents(other, ("count", {})) == ["1"]  # another process
         assert len(pids()) == 3
     assert all(map(gone, pids()))
@@ -120,7 +112,7 @@ async def test_what_the_model_did_wrong_is_told_to_the_model(tmp_path: Path) -> 
     async with started(tmp_path) as servers:
         environment = MakeWithTools(servers, None)(PROMPT)
         observed = await environment.step(
-            turn(("fail", {}), ("refuse", {}), ("nothing", {}), ("echo", "no object"), ("picture", {}))
+            calling(("fail", {}), ("refuse", {}), ("nothing", {}), ("echo", "no object"), ("picture", {}))
         )
         assert [message["content"] for message in observed.messages] == [
             "division by zero",
@@ -149,7 +141,7 @@ async def test_a_megabyte_is_an_answer_and_ends_an_episode_that_has_no_room_for_
         assert len(long) == 1_000_000
         await environment.close()
         sample = await generate_with(MakeWithTools(servers, None), step_timeout=20.0)(
-            ScriptedModel(says(calling("repeat", "1000000"))), ATTEMPT, 0
+            ScriptedModel(says(call_of("repeat", "1000000"))), ATTEMPT, 0
         )
         assert sample.finish_reason == "length"
         assert sample.metadata["turns"] == 1
@@ -162,9 +154,9 @@ async def test_a_server_that_dies_in_a_call_is_a_service_that_is_down(
         environment = MakeWithTools(servers, None)(PROMPT)
         await contents(environment, ("count", {}))
         with pytest.raises(ServiceUnavailableError, match=r"the MCP server python .* failed: .*Connection closed"):
-            await environment.step(turn(("die", {})))
+            await environment.step(calling(("die", {})))
         with pytest.raises(ServiceUnavailableError):  # what it kept of the episode is gone, so it is not asked again
-            await environment.step(turn(("count", {}), index=1))
+            await environment.step(calling(("count", {}), index=1))
         await environment.close()
         assert len(pids()) == 2
 
@@ -173,7 +165,7 @@ async def test_an_episode_whose_server_dies_begins_again_with_another(tmp_path: 
     # covers: C6
     async with started(tmp_path) as servers:
         generate = generate_with(MakeWithTools(servers, None), step_timeout=20.0)
-        model = ScriptedModel(says(calling("die"), calling("count"), "done"))
+        model = ScriptedModel(says(call_of("die"), call_of("count"), "done"))
         circuit = Circuit("the MCP server")
         sample = await circuit.call(lambda: generate(model, ATTEMPT, 0))
         assert circuit.failures == 1
@@ -184,7 +176,7 @@ async def test_a_server_that_hangs_is_given_up_and_killed(tmp_path: Path, pids: 
     async with started(tmp_path) as servers:
         generate = generate_with(MakeWithTools(servers, None), step_timeout=1.0)
         with pytest.raises(OverdueError, match="--environment-timeout 1 s"):
-            await generate(ScriptedModel(says(calling("hang"))), ATTEMPT, 0)
+            await generate(ScriptedModel(says(call_of("hang"))), ATTEMPT, 0)
         await until(lambda: all(map(gone, pids())))
 
 
@@ -233,24 +225,16 @@ async def test_an_environment_is_asked_about_everything_else(tmp_path: Path) -> 
         environment = MakeWithTools(servers, Lookup)(PROMPT)
         inner = Lookup.made[-1]
         assert {"search", "echo"} <= {tool["function"]["name"] for tool in environment.tools()}
-        await environment.step(turn(("echo", text("a"))))
+        await environment.step(calling(("echo", text("a"))))
         assert inner.turns == []
-        observed = await environment.step(turn(("search", {"query": "b"}), ("echo", text("c")), index=1))
+        observed = await environment.step(calling(("search", {"query": "b"}), ("echo", text("c")), index=1))
         assert [message["content"] for message in observed.messages] == ["68", "c"]
         assert observed.metrics == {"tool_calls": 1, "tool_errors": 0.5, "lookups": 1}
         assert [call["function"]["name"] for call in inner.turns[0].message["tool_calls"]] == ["search"]
-        assert (await environment.step(turn(index=2))).done
+        assert (await environment.step(calling(index=2))).done
         await environment.close()
         assert inner.closed == 1
 
 
-def calling(tool: str, argument: str = "") -> str:
+def call_of(tool: str, argument: str = "") -> str:
     return f'<tool_call>\n{{"name": "{tool}", "arguments": {{"text": "{argument}"}}}}\n</tool_call>'
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("it did not become true within 20 s")

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from aiohttp import web
 
@@ -20,10 +19,10 @@ from miles_async.errors import ConfigurationError, OverdueError, ServiceUnavaila
 from miles_async.integrations.generate_rows import generated_rows
 from miles_async.integrations.nemo_gym_episodes import NemoGym, NemoGymEpisode, task_rows
 from miles_async.runtime.services import is_outage
-from miles_async.types import AssistantTurn, Observation, Prompt
+from miles_async.types import Observation, Prompt
 from tests.fakes.environment_servers import nemo_gym, recording, serving
 from tests.fakes.scripted_model import ScriptedModel
-from tests.unit.integrations.test_mcp_tools import turn as calling
+from tests.fakes.turns import answer, calling
 from tests.unit.rollout.test_multi_turn import ATTEMPT, generate_with, says
 
 GYM = recording("nemo_gym")
@@ -40,17 +39,6 @@ def episode(url: str, *, max_turns: int = 8) -> NemoGymEpisode:
     return NemoGym(url, answer_timeout=20.0, max_turns=max_turns)(prompt())
 
 
-def calls(*calls: tuple[str, object]) -> AssistantTurn:
-    turn = calling(*calls)
-    named = [{**call, "id": f"call0{n:02d}"} for n, call in enumerate(turn.message["tool_calls"])]
-    return msgspec.structs.replace(turn, message={**turn.message, "tool_calls": named})
-
-
-def answer(text: str, index: int = 1, finish_reason: str = "stop") -> AssistantTurn:
-    message = {"role": "assistant", "content": text}
-    return AssistantTurn(index=index, message=message, text=text, finish_reason=finish_reason)
-
-
 async def test_an_episode_is_seeded_calls_tools_and_is_verified_in_one_session() -> None:
     async with serving(nemo_gym(GYM)) as url:
         gym = NemoGym(url, answer_timeout=20.0, max_turns=8)
@@ -59,13 +47,13 @@ async def test_an_episode_is_seeded_calls_tools_and_is_verified_in_one_session()
         (tool,) = played.tools()
         assert tool["function"]["name"] == CALCULATOR
         assert [*tool["function"]["parameters"]["properties"]] == ["expression"]
-        observed = await played.step(calls((CALCULATOR, {"expression": "17*23"})))
+        observed = await played.step(calling((CALCULATOR, {"expression": "17*23"})))
         assert observed == Observation(
             messages=({"role": "tool", "content": "391", "tool_call_id": "call000"},),
             reward=0.0,
             metrics={"tool_calls": 1, "tool_errors": 0},
         )
-        assert await played.step(answer("391")) == Observation(done=True, reward=1.0)
+        assert await played.step(answer("391", 1)) == Observation(done=True, reward=1.0)
         await played.close()
 
 
@@ -73,12 +61,12 @@ async def test_a_tools_errors_are_the_models_to_read_and_a_cut_turn_is_verified(
     async with serving(nemo_gym(GYM)) as url:
         played = episode(url)
         asked = [{"formula": "17*23"}, {"expression": "17"}]
-        observed = await played.step(calls(*((CALCULATOR, arguments) for arguments in asked)))
+        observed = await played.step(calling(*((CALCULATOR, arguments) for arguments in asked)))
         refused, raised = [message["content"] for message in observed.messages]
         assert "Field required" in refused
         assert raised == "Internal Server Error"
         assert observed.metrics == {"tool_calls": 2, "tool_errors": 2}
-        assert await played.step(answer("3", finish_reason="length")) == Observation(done=True, reward=0.0)
+        assert await played.step(answer("3", 1, "length")) == Observation(done=True, reward=0.0)
         await played.close()
 
 
@@ -111,7 +99,7 @@ def failing_at(path: str, status: int, told: object = "") -> web.Application:
 async def test_only_tools_of_the_task_are_called() -> None:
     async with serving(app := failing_at("", 200)) as url:
         played = episode(url)
-        observed = await played.step(calls(("verify", {}), ("../x", {}), (CALCULATOR, "no object")))
+        observed = await played.step(calling(("verify", {}), ("../x", {}), (CALCULATOR, "no object")))
         assert [message["content"] for message in observed.messages] == [
             "error: there is no tool 'verify'",
             "error: there is no tool '../x'",
@@ -125,7 +113,7 @@ async def test_only_tools_of_the_task_are_called() -> None:
 async def test_the_last_turn_that_is_allowed_is_verified_with_what_its_tools_said() -> None:
     async with serving(app := failing_at("", 200)) as url:
         played = episode(url, max_turns=1)
-        observed = await played.step(calls((CALCULATOR, {"expression": "1*1"})))
+        observed = await played.step(calling((CALCULATOR, {"expression": "1*1"})))
         assert (observed.done, observed.reward) == (False, 1.0)
         *_, (path, body) = app[ASKED]
         assert path == "/verify"
@@ -141,7 +129,7 @@ async def test_an_environment_that_refuses_or_raises_costs_the_attempt(path: str
     async with serving(failing_at(path, status, "KeyError('answer')")) as url:
         played = episode(url)
         with pytest.raises(UserCodeError, match=rf"refused /{says_what} with status {status}: KeyError\('answer'\)"):
-            await played.step(answer("391", 0))
+            await played.step(answer("391"))
         await played.close()
 
 
@@ -152,7 +140,7 @@ async def test_a_server_that_is_overloaded_or_away_is_down(path: str, status: in
     async with serving(failing_at(path, status, "busy")) as url:
         played = episode(url)
         with pytest.raises(ServiceUnavailableError, match=rf"answered {path} with status {status}: busy"):
-            await played.step(answer("1") if path == "/verify" else calls((CALCULATOR, {"expression": "1*1"})))
+            await played.step(answer("1", 1) if path == "/verify" else calling((CALCULATOR, {"expression": "1*1"})))
         await played.close()
 
 
@@ -172,7 +160,7 @@ async def test_a_server_that_dies_or_was_never_there_is_down() -> None:
         for address in (url, "http://127.0.0.1:1"):
             played = episode(address)
             with pytest.raises(Exception, match=r"not enough data|Cannot connect|payload|disconnected") as down:
-                await played.step(answer("391", 0))
+                await played.step(answer("391"))
             assert is_outage(down.value)
             await played.close()
 
@@ -183,7 +171,7 @@ async def test_a_reward_that_the_server_calls_failed_is_none() -> None:
     async with serving(failing_at("/verify", 200, masked)) as url:
         played = episode(url)
         with pytest.raises(ServiceUnavailableError, match="failed to verify: the judge is away"):
-            await played.step(answer("391", 0))
+            await played.step(answer("391"))
         await played.close()
 
 
@@ -192,7 +180,7 @@ async def test_nonsense_costs_the_attempt(told: object) -> None:
     async with serving(failing_at("/verify", 200, told)) as url:
         played = episode(url)
         with pytest.raises(UserCodeError, match="expected a reward of /verify"):
-            await played.step(answer("391", 0))
+            await played.step(answer("391"))
         await played.close()
 
 
@@ -218,14 +206,14 @@ async def test_connections_that_the_server_closes_after_an_answer_are_not_missed
     async with serving(app) as url:
         played = episode(url)
         for _ in range(20):
-            await played.step(calls((CALCULATOR, {"expression": "1*1"})))
+            await played.step(calling((CALCULATOR, {"expression": "1*1"})))
         await played.close()
 
 
 async def test_a_megabyte_is_an_answer() -> None:
     async with serving(failing_at("/calculator", 200, "x" * 1_000_000)) as url:
         played = episode(url)
-        (message,) = (await played.step(calls((CALCULATOR, {"expression": "1*1"})))).messages
+        (message,) = (await played.step(calling((CALCULATOR, {"expression": "1*1"})))).messages
         assert len(message["content"]) == 1_000_000
         await played.close()
 
@@ -239,8 +227,8 @@ async def test_two_hundred_episodes_at_once_have_a_session_each() -> None:
         return response
 
     async def plays(played: NemoGymEpisode) -> float | None:
-        await played.step(calls((CALCULATOR, {})))
-        reward = (await played.step(answer("391"))).reward
+        await played.step(calling((CALCULATOR, {})))
+        reward = (await played.step(answer("391", 1))).reward
         await played.close()
         return reward
 

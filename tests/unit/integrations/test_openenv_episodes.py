@@ -20,22 +20,18 @@ from miles_async.integrations.generate_rows import generated_rows
 from miles_async.integrations.openenv_episodes import OpenEnv, OpenEnvEpisode
 from miles_async.integrations.openenv_session import ActionRefusedError, OpenEnvSession
 from miles_async.runtime.services import is_outage
-from miles_async.types import AssistantTurn, Observation, Prompt
+from miles_async.types import Observation, Prompt
 from tests.fakes.environment_servers import openenv, recording, serving
 from tests.fakes.scripted_model import ScriptedModel
-from tests.unit.integrations.test_mcp_tools import turn as calling
+from tests.fakes.turns import calling, thought
 from tests.unit.rollout.test_multi_turn import ATTEMPT, generate_with, says
+from tests.waiting import until
 
 GAME, TOOLS = recording("openenv_game"), recording("openenv_tools")
 
 
 def prompt(**metadata: object) -> Prompt:
     return Prompt(prompt_id="p", token_ids=(1,), text="?", metadata=metadata)
-
-
-def turn(content: str) -> AssistantTurn:
-    message = {"role": "assistant", "content": content, "reasoning_content": "hm"}
-    return AssistantTurn(index=0, message=message, text=f"<think>hm</think>{content}", finish_reason="stop")
 
 
 def user(content: str) -> tuple[dict[str, str], ...]:
@@ -59,14 +55,14 @@ async def test_prompts_are_first_observations_of_seeds_and_an_episode_begins_wit
         await server.start()
         episode = server(prompt(**rows[0]["metadata"]))
         assert episode.tools() == ()
-        first = await episode.step(turn("0613"))
+        first = await episode.step(thought("0613"))
         assert first == Observation(messages=user("rev 5305"), reward=0.5, metrics={"invalid_actions": 0.0})
-        last = await episode.step(turn("5"))
+        last = await episode.step(thought("5"))
         assert (last.done, last.reward) == (True, 0.625)
         await episode.close()
         other = server(prompt(reset={"seed": 7}, begins=rows[1]["metadata"]["begins"]))
         with pytest.raises(UserCodeError, match=r"began with another observation than .*'rev 3160'"):
-            await other.step(turn("0613"))
+            await other.step(thought("0613"))
         await other.close()
 
 
@@ -98,7 +94,7 @@ async def test_calls_are_answered_by_the_servers_tools() -> None:
         assert "Missing required argument" in wrong
         assert raised.startswith("error: ")
         assert no_object == "error: expected the arguments to be an object"
-        assert observed.messages[1]["tool_call_id"] == "call1"
+        assert observed.messages[1]["tool_call_id"] == "call001"
         assert observed.metrics == {"tool_calls": 5, "tool_errors": 4}
         assert not observed.done
         assert await episode.step(calling(index=1)) == Observation(
@@ -179,7 +175,7 @@ async def test_a_turn_is_an_action_by_the_schema(
 ) -> None:
     async with started(saying(echo, fields, required=required), **config) as server:
         episode = server(prompt())
-        observed = await episode.step(turn(said))
+        observed = await episode.step(thought(said))
         if isinstance(action, str):
             assert observed.messages[0]["content"].startswith(action)
             assert observed.metrics == {"invalid_actions": 1.0}
@@ -204,7 +200,7 @@ async def test_the_model_reads_the_text_of_an_observation_or_all_of_it(
 
     async with started(saying(shows, seen=fields), **config) as server:
         episode = server(prompt())
-        assert (await episode.step(turn("a"))).messages == user(seen)
+        assert (await episode.step(thought("a"))).messages == user(seen)
         await episode.close()
 
 
@@ -267,11 +263,11 @@ async def test_arguments_of_reset_are_those_of_all_and_of_the_prompt() -> None:
     async with started(saying(notes), reset={"split": "train"}) as server:
         for metadata in ({}, {"reset": {"index": 7}}):
             episode = server(prompt(**metadata))
-            await episode.step(turn("a"))
+            await episode.step(thought("a"))
             await episode.close()
         assert resets[::2] == [{"split": "train"}, {"split": "train", "index": 7}]
         with pytest.raises(UserCodeError, match="expected an object as reset in the prompt's metadata, found 7"):
-            await server(prompt(reset=7)).step(turn("a"))
+            await server(prompt(reset=7)).step(thought("a"))
 
 
 @pytest.mark.parametrize(
@@ -293,15 +289,9 @@ async def test_nonsense_costs_the_attempt(said: object, problem: str) -> None:
     async with started(app := saying(answers)) as server:
         episode = server(prompt())
         with pytest.raises(UserCodeError, match=problem):
-            await episode.step(turn("a"))
+            await episode.step(thought("a"))
         await episode.close()
-        await closed(app)
-
-
-async def closed(app: web.Application) -> None:
-    async with asyncio.timeout(20):
-        while app[SESSIONS]:  # noqa: ASYNC110  (a server tells nobody)
-            await asyncio.sleep(0.01)
+        await until(lambda: not app[SESSIONS])
 
 
 async def test_a_connection_that_ends_in_a_step_is_a_service_that_is_down() -> None:
@@ -315,12 +305,12 @@ async def test_a_connection_that_ends_in_a_step_is_a_service_that_is_down() -> N
     async with started(app := saying(leaves)) as server:
         episode = server(prompt())
         with pytest.raises(ServiceUnavailableError, match=r"closed the connection \(code 1011\) at a step"):
-            await episode.step(turn("a"))
+            await episode.step(thought("a"))
         await episode.close()
-        await closed(app)
+        await until(lambda: not app[SESSIONS])
     late = server(prompt())  # the server is gone
     with pytest.raises(OSError, match="Cannot connect") as down:
-        await late.step(turn("a"))
+        await late.step(thought("a"))
     assert is_outage(down.value)
     await late.close()
 
@@ -334,7 +324,7 @@ async def test_a_server_that_makes_no_environment_is_down(code: str) -> None:
     async with started(saying(fails)) as server:
         episode = server(prompt())
         with pytest.raises(ServiceUnavailableError, match=f"began no session: {code}: no container"):
-            await episode.step(turn("a"))
+            await episode.step(thought("a"))
         await episode.close()
 
 
@@ -346,7 +336,7 @@ async def test_a_step_that_hangs_costs_its_attempt_and_its_session_ends() -> Non
         generate = generate_with(lambda given: server(prompt()), step_timeout=0.5)
         with pytest.raises(OverdueError):
             await generate(ScriptedModel(says("a")), ATTEMPT, 0)
-        await closed(app)
+        await until(lambda: not app[SESSIONS])
 
 
 async def test_episodes_wait_until_the_server_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,16 +355,14 @@ async def test_episodes_wait_until_the_server_has_room(monkeypatch: pytest.Monke
 
     async with started(app := saying(one_at_a_time)) as server:
         first = server(prompt())
-        await first.step(turn("a"))
+        await first.step(thought("a"))
         waiting = server(prompt())
-        step = asyncio.create_task(waiting.step(turn("a")))
-        async with asyncio.timeout(20):
-            while refused < 2:  # noqa: ASYNC110  (a server tells nobody)
-                await asyncio.sleep(0.01)
+        step = asyncio.create_task(waiting.step(thought("a")))
+        await until(lambda: refused >= 2)
         await first.close()
         assert (await asyncio.wait_for(step, 20)).reward == 1.0
         await waiting.close()
-        await closed(app)
+        await until(lambda: not app[SESSIONS])
 
 
 async def test_pings_are_answered_while_the_model_speaks() -> None:
@@ -416,7 +404,7 @@ async def test_a_megabyte_is_an_observation_and_ends_an_episode_that_has_no_room
             ScriptedModel(says("a")), ATTEMPT, 0
         )
         assert (sample.finish_reason, sample.reward) == ("length", 0.5)
-        await closed(app)
+        await until(lambda: not app[SESSIONS])
 
 
 async def test_two_hundred_episodes_at_once_have_a_session_each() -> None:
@@ -426,7 +414,7 @@ async def test_two_hundred_episodes_at_once_have_a_session_each() -> None:
         return observation(text=f"{seeds[socket]} {message['type']}")
 
     async def plays(episode: OpenEnvEpisode) -> list[str]:
-        texts = [(await episode.step(turn("a"))).messages[0]["content"] for _ in range(2)]
+        texts = [(await episode.step(thought("a"))).messages[0]["content"] for _ in range(2)]
         await episode.close()
         return texts
 
@@ -434,4 +422,4 @@ async def test_two_hundred_episodes_at_once_have_a_session_each() -> None:
     async with started(app := saying(counts)) as server:
         played = await asyncio.gather(*(plays(server(prompt(reset={"seed": seed}))) for seed in range(200)))
         assert played == [[f"{seed} step"] * 2 for seed in range(200)]
-        await closed(app)
+        await until(lambda: not app[SESSIONS])

@@ -28,6 +28,7 @@ from miles_async.integrations.verifiers_episodes import HOST, VerifiersEpisodes
 from miles_async.types import Prompt, Sample
 from tests.fakes.keys import KEYS
 from tests.property.builders import make_sample
+from tests.waiting import until
 
 PLAYS = '''
 """Answers as verifiers_host.py does; its tasks say what happens."""
@@ -85,14 +86,12 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **config: object) 
     host = tmp_path / "host.py"
     host.write_text(PLAYS)
     monkeypatch.setattr(verifiers_episodes, "HOST", host)
-    return VerifiersEpisodes(
-        sys.executable,
-        "my_tasks",
-        config,
-        api_key=KEYS.sessions.agents,
-        log_path=tmp_path / "logs" / "verifiers.log",
-        start_timeout=60.0,
-    )
+    return episodes_of(config, tmp_path / "logs" / "verifiers.log")
+
+
+def episodes_of(config: dict[str, object], log: Path) -> VerifiersEpisodes:
+    key = KEYS.sessions.agents
+    return VerifiersEpisodes(sys.executable, "my_tasks", config, api_key=key, log_path=log, start_timeout=60.0)
 
 
 def prompt(does: str, **task: object) -> Prompt:
@@ -166,9 +165,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: Path, monkeypa
     made = stand_in(tmp_path, monkeypatch, slow=True)
     before = psutil.Process().children()  # of tests before
     first = asyncio.create_task(made("", prompt("play")))
-    async with asyncio.timeout(60):
-        while not Path("slow").exists():  # noqa: ASYNC110, ASYNC240  (a file tells nobody)
-            await asyncio.sleep(0.02)
+    await until(Path("slow").exists)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
@@ -195,9 +192,7 @@ async def test_an_answer_that_cannot_be_written_costs_its_own_episode() -> None:
     playing = asyncio.ensure_future(verifiers_host.play(Loaded(), os.fdopen(read, "rb"), answers))
     asked = [json.dumps({"id": int(task), "task": task, "base_url": ""}) for task in rewards]
     os.write(write, "".join(f"{line}\n" for line in asked).encode())
-    async with asyncio.timeout(50):
-        while answers.getvalue().count("\n") < 1 + len(rewards):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: answers.getvalue().count("\n") == 1 + len(rewards))
     os.close(write)
     await playing
     ready, *told = map(json.loads, answers.getvalue().splitlines())
@@ -266,11 +261,6 @@ async def test_pipes_of_the_host_are_not_those_of_the_processes_that_it_starts(
             await asyncio.wait_for(made("", prompt("play")), 60)
     await made.stop()
     assert log.read_text() == "stray\nstray\n"
-
-
-def episodes_of(config: dict[str, object], log: Path) -> VerifiersEpisodes:
-    key = KEYS.sessions.agents
-    return VerifiersEpisodes(sys.executable, "my_tasks", config, api_key=key, log_path=log, start_timeout=60.0)
 
 
 EXPECTED = r"--environment-python: expected verifiers 0\.4 or 0\.3, found"

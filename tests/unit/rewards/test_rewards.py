@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -102,19 +103,21 @@ class TestSeveralAnswers:
         assert read_tests(("assert f(1) == 2", "assert f(2) == 3"), {}) == ["assert f(1) == 2", "assert f(2) == 3"]
 
 
+def gives(value: object) -> Callable[[Prompt, Sample], Awaitable[Any]]:
+    """A reward that is always the same, or raises it."""
+
+    async def reward(prompt: Prompt, sample: Sample) -> object:
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    return reward
+
+
 def hub_with(rm_type: str | None, **rewards: object) -> RewardHub:
     """A hub where some rewards are constants, or errors."""
-
-    def constant(value: float) -> Callable[[Prompt, Sample], Awaitable[float]]:
-        async def reward(prompt: Prompt, sample: Sample) -> float:
-            if isinstance(value, Exception):
-                raise value
-            return value
-
-        return reward
-
     hub = RewardHub(RewardArguments(rm_type=rm_type), Services())
-    hub.rewards |= {name: constant(value) for name, value in rewards.items()}
+    hub.rewards |= {name: gives(value) for name, value in rewards.items()}
     return hub
 
 
@@ -219,63 +222,38 @@ class TestHub:
 
 
 class TestGuardedReward:
+    """A reward that hangs, dies or talks nonsense costs one sample, not the run."""
+
     async def test_rewards_of_tokens_pass_if_they_can_be_trained_on(self):
         given = TokenRewards(reward=1.0, tokens=(sample("21").loss_mask.astype(np.float32),))
-
-        async def graded(prompt: Prompt, sample: Sample) -> TokenRewards:
-            return given
-
-        async def short(prompt: Prompt, sample: Sample) -> TokenRewards:
-            return structs.replace(given, tokens=(np.ones(1, np.float32),))
-
-        assert await GuardedReward(graded, timeout=1.0)(PROMPT, sample("21")) is given
+        assert await GuardedReward(gives(given), timeout=1.0)(PROMPT, sample("21")) is given
+        short = structs.replace(given, tokens=(np.ones(1, np.float32),))
         with pytest.raises(RewardError, match="token rewards: expected one per token"):
-            await GuardedReward(short, timeout=1.0)(PROMPT, sample("21"))
+            await GuardedReward(gives(short), timeout=1.0)(PROMPT, sample("21"))
 
     @pytest.mark.parametrize(
         ("parts", "problem"), [({"fluent": "very"}, "could not convert"), ({"fluent": float("nan")}, "reward nan")]
     )
     async def test_parts_that_are_no_numbers_are_an_error(self, parts: dict[str, float], problem: str):
-        async def reward(prompt: Prompt, sample: Sample) -> RewardParts:
-            return RewardParts(reward=1.0, parts=parts)
-
         with pytest.raises(RewardError, match=problem):
-            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
-
-    """A reward that hangs, dies or talks nonsense costs one sample, not the run."""
+            await GuardedReward(gives(RewardParts(reward=1.0, parts=parts)), timeout=1.0)(PROMPT, sample("21"))
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, -1e39, 1e13, "no number", None])
     async def test_a_reward_that_is_no_finite_number_is_an_error(self, value: object):
-        async def reward(prompt: Prompt, sample: Sample) -> object:
-            return value
-
         with pytest.raises(RewardError):
-            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+            await GuardedReward(gives(value), timeout=1.0)(PROMPT, sample("21"))
 
     @pytest.mark.parametrize(
         ("value", "found"),
         [(None, "None"), ("good", "'good'"), ((1.0, 0.5), r"\(1.0, 0.5\)"), (np.ones(2), r"array\(\[1., 1.\]\)")],
     )
     async def test_what_is_no_number_was_returned_not_raised(self, value: object, found: str):
-        async def reward(prompt: Prompt, sample: Sample) -> object:
-            return value
-
         with pytest.raises(RewardError, match=f"^reward returned {found}, expected a number$"):
-            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+            await GuardedReward(gives(value), timeout=1.0)(PROMPT, sample("21"))
 
     @pytest.mark.parametrize("value", [np.float32(0.5), np.array(0.5), "0.5"])
     async def test_what_can_be_made_a_number_is_one(self, value: object):
-        async def reward(prompt: Prompt, sample: Sample) -> object:
-            return value
-
-        assert await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21")) == 0.5
-
-    async def test_whatever_it_raises_is_a_reward_error(self):
-        async def reward(prompt: Prompt, sample: Sample) -> float:
-            raise AssertionError("no label")
-
-        with pytest.raises(RewardError, match="AssertionError"):
-            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+        assert await GuardedReward(gives(value), timeout=1.0)(PROMPT, sample("21")) == 0.5
 
     @pytest.mark.parametrize("name", ["tokens", "rollout_logprobs", "loss_mask", "weight_versions"])
     async def test_it_cannot_change_what_is_trained_on(self, name: str):
@@ -306,14 +284,13 @@ class TestGuardedReward:
                 PROMPT, [sample("21"), sample("12")]
             )
 
-    @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()])
-    async def test_other_base_exceptions_are_reward_errors_too(self, error: BaseException):
+    @pytest.mark.parametrize(
+        "error", [AssertionError("no label"), asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()]
+    )
+    async def test_whatever_it_raises_is_a_reward_error(self, error: BaseException):
         # covers: C6
-        async def reward(prompt: Prompt, sample: Sample) -> float:
-            raise error
-
         with pytest.raises(RewardError, match=f"reward raised {type(error).__name__}"):
-            await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
+            await GuardedReward(gives(error), timeout=1.0)(PROMPT, sample("21"))
 
     @pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), aiohttp.ServerDisconnectedError()])
     async def test_while_its_service_is_down_it_is_asked_again(self, error: Exception):
@@ -332,12 +309,9 @@ class TestGuardedReward:
 
     async def test_an_outage_that_does_not_end_is_no_reward_error(self):
         # covers: C10
-        async def reward(prompt: Prompt, sample: Sample) -> float:
-            raise ConnectionRefusedError
-
-        services = Services(outage_timeout=0.1)
+        circuit = Services(outage_timeout=0.1).circuit("mine")
         with pytest.raises(ServiceOutageError, match="expected mine to be back"):
-            await GuardedReward(reward, 1.0, services.circuit("mine"))(PROMPT, sample("21"))
+            await GuardedReward(gives(ConnectionRefusedError()), 1.0, circuit)(PROMPT, sample("21"))
 
     async def test_a_close_that_hangs_or_fails_does_not_keep_the_run(self, monkeypatch: pytest.MonkeyPatch):
         # covers: C10

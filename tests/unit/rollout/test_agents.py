@@ -59,7 +59,6 @@ def collected(**fields: object) -> CollectedSession:
         "ending": "finished",
         "sample": sample(),
         "reward": None,
-        "requests": 2,
         "cut": False,
         "failure": None,
         "waiting": False,
@@ -215,7 +214,7 @@ async def refused_connection() -> Exception:
 async def test_failures_of_infrastructure_are_told_from_the_agents_own() -> None:
     cases = [
         (raises(KeyError("answer")), collected(), RequestRejectedError, "KeyError"),
-        (raises(await refused_connection()), collected(sample=None, requests=0), ServiceUnavailableError, "connect"),
+        (raises(await refused_connection()), collected(sample=None), ServiceUnavailableError, "connect"),
         (raises(TimeoutError("search")), collected(), ServiceUnavailableError, "search"),
         (raises(SystemExit(2)), collected(), RequestRejectedError, "the agent raised SystemExit"),
         (raises(asyncio.CancelledError()), collected(), RequestRejectedError, "the agent raised CancelledError"),

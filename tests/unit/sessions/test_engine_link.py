@@ -15,6 +15,7 @@ from miles_async.errors import NoRoomError, RequestRejectedError, TransientEngin
 from miles_async.sessions.engine_link import Alive, EngineLink, serve_engines
 from miles_async.types import GenerateRequest, Generation
 from tests.fakes.scripted_model import ScriptedModel
+from tests.waiting import until
 
 REQUEST = GenerateRequest(
     input_ids=np.array([5, 6], np.int32), sampling={"max_new_tokens": 2, "temperature": 1.0}, routing_key="1-0"
@@ -139,7 +140,7 @@ async def test_requests_end_with_the_connection_at_both_ends(tmp_path: Path) -> 
 
 async def test_signs_of_life_are_told(tmp_path: Path) -> None:
     told = asyncio.Queue[Alive]()
-    alive = Alive(instance_id="i", url="http://x", sessions=3, began={"s": 5})
+    alive = Alive(instance_id="i", url="http://x", began={"s": 5})
     async with linked(Hanging(), tmp_path, told.put_nowait) as (link, *_), asyncio.timeout(10):
         await link.report(alive)
         assert await told.get() == alive
@@ -167,8 +168,7 @@ async def test_a_stream_that_cannot_go_on_here_ends_there(tmp_path: Path) -> Non
     async with linked(model, tmp_path) as (link, *_), asyncio.timeout(10):
         with pytest.raises(TransientEngineError, match="it was shown"):
             await link.stream(REQUEST, said)
-        while not model.given_up:  # noqa: ASYNC110, the model tells nobody
-            await asyncio.sleep(0.01)
+        await until(lambda: model.given_up)
 
 
 async def test_a_client_that_does_not_stream_answers_as_a_whole(tmp_path: Path) -> None:

@@ -61,8 +61,7 @@ async def test_an_assistant_with_a_name_goes_on_with_its_turn() -> None:
         answer = (await agent.chat(QUESTION)).choices[0].message
         named = {"role": "assistant", "name": "solver", "content": answer.content}
         await agent.chat(QUESTION, named, {"role": "user", "content": "sure?"})
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
+        assert await agent.turns_and_branches() == (2, 1)
 
 
 async def test_a_function_without_parameters_is_called_with_an_empty_object() -> None:
@@ -80,8 +79,7 @@ async def test_a_function_without_parameters_is_called_with_an_empty_object() ->
             },
             cast_to=object,
         )
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
+        assert await agent.turns_and_branches() == (2, 1)
 
 
 async def test_several_answers_are_branches_of_one_conversation() -> None:
@@ -95,8 +93,7 @@ async def test_several_answers_are_branches_of_one_conversation() -> None:
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, said)
         stream = await agent.chat(QUESTION, n=2, stream=True)
         assert {chunk.choices[0].index async for chunk in stream} == {0, 1}
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (5, 5)
+        assert await agent.turns_and_branches() == (5, 5)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -182,7 +179,7 @@ async def test_calls_that_are_required_are_constrained() -> None:
 @pytest.mark.parametrize("style", sorted(CALL_STYLES))
 def test_a_constraint_allows_what_the_parser_of_its_style_reads(style: str) -> None:
     call = CALLS[style]
-    two = call + CALL_STYLES[style][1] + call
+    two = call + CALL_STYLES[style].separator + call
     tag = grammar(Constraint(tools=TOOLS), "", call_style=style, reasoning_tags=None)
     assert all(accepts(tag, text) for text in (call, two))
     assert not accepts(tag, "68")

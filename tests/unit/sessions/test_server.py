@@ -28,6 +28,7 @@ from tests.fakes import session_agents
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.session_agents import CALL, CHAT, END, QUESTION, agent_of, says
+from tests.waiting import until
 
 
 # ------------------------------------------------------------------------------------------------------- address
@@ -108,16 +109,10 @@ async def test_a_tool_call_and_its_result_extend_the_tokens() -> None:
     assert status["prompt_tokens"] == sum(len(request) for request in model.requests)
 
 
-async def test_streams_carry_what_answers_do() -> None:
-    model = ScriptedModel(says(f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}"))
-    async with agent_of(model) as agent:
+async def test_a_stream_ends_with_its_reason_and_if_asked_for_the_usage() -> None:
+    async with agent_of(ScriptedModel(says(CALL))) as agent:
         stream = await agent.chat(QUESTION, tools=TOOLS, stream=True, stream_options={"include_usage": True})
         chunks = [chunk async for chunk in stream]
-    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-    assert "".join(delta.content or "" for delta in deltas) == "Let me see."
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm"
-    (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert (call.index, call.function.name) == (0, "search")
     assert chunks[-2].choices[0].finish_reason == "tool_calls"
     assert chunks[-1].usage.completion_tokens > 0
 
@@ -244,8 +239,7 @@ async def test_late_turns_never_revive_a_session_that_was_collected() -> None:
     model = ScriptedModel(says("68"), seconds=30)
     async with agent_of(model) as agent:
         late = asyncio.ensure_future(agent.chat(QUESTION))
-        while not model.requests:  # noqa: ASYNC110  (the fake tells nobody)
-            await asyncio.sleep(0.01)
+        await until(lambda: model.requests)
         collected = await agent.collect()
         with pytest.raises(openai.APIConnectionError):
             await late
@@ -258,12 +252,9 @@ async def test_an_agent_that_hangs_up_ends_its_generation() -> None:
     model = ScriptedModel(says("68"), seconds=30)
     async with agent_of(model) as agent:
         chat = asyncio.create_task(agent.chat(QUESTION))
-        async with asyncio.timeout(20):
-            while not model.requests:  # noqa: ASYNC110, the model tells nobody
-                await asyncio.sleep(0.01)
-            chat.cancel()
-            while (await agent.status())["idle_seconds"] == 0:  # noqa: ASYNC110, nor the server
-                await asyncio.sleep(0.01)
+        await until(lambda: model.requests)
+        chat.cancel()
+        await agent.is_idle()
         collected = await agent.collect()
     assert (collected.sample, collected.waiting) == (None, True)
 
@@ -314,6 +305,24 @@ async def test_the_failure_of_an_agent_among_several_stays_until_its_request_is_
             await agent.chat(first)
         collected = await agent.collect()
     assert (collected.failure is None) is repeats
+
+
+@pytest.mark.parametrize(("then", "stays"), [("other", True), ("again", False), ("new", False)])
+async def test_the_failure_of_an_agent_stays_while_another_one_continues(then: str, stays: bool) -> None:
+    """Though their requests are never under way together."""
+
+    def script(call: int, input_ids: Sequence[int]) -> list[int] | Exception:
+        return TransientEngineError("it died") if call == 2 else [*CHAT.tokenize("fine"), *END]
+
+    first, second, more = ({"role": "user", "content": text} for text in ("AAA", "BBB", "more"))
+    async with agent_of(ScriptedModel(script)) as agent:
+        said = (await agent.chat(first)).choices[0].message
+        await agent.chat(second)
+        with pytest.raises(openai.APIStatusError):
+            await agent.chat(first, said, more)
+        asked = {"other": [second, said, more], "again": [first, said, more], "new": [more]}
+        await agent.chat(*asked[then])
+        assert ((await agent.collect()).failure is not None) is stays
 
 
 async def test_parallel_requests_become_branches() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from miles_async.wiring.session_process import serve_sessions
 from tests.fakes.keys import KEYS
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.session_agents import QUESTION, make_trajectory, says
+from tests.waiting import until
 
 
 def settings(key: str = "7-1") -> SessionSettings:
@@ -85,11 +86,6 @@ class Workers:
         assert task is not None
         task.cancel()
         await until(lambda: service.workers[worker].url is None)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

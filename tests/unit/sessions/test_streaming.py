@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,37 +16,27 @@ from aiohttp import ClientResponse
 from miles_async.sessions import answering
 from miles_async.types import JsonObject
 from tests.fakes.chat_formats import TOOLS
-from tests.fakes.protocol_clients import joined
+from tests.fakes.protocol_clients import CLIENTS, PATHS, joined
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.session_agents import CALL, CHAT, END, QUESTION, Agent, agent_of, says
+from tests.waiting import until
 
-PATHS = {"chat": "chat/completions", "responses": "responses", "messages": "messages"}
-each_protocol = pytest.mark.parametrize("protocol", PATHS)
+each_protocol = pytest.mark.parametrize("protocol", ["chat completions", "responses", "messages"])
 
 LONG = "It is sixty-eight, which is four times seventeen."
 THOUGHT = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}"
 
 
-def body_of(protocol: str, **options: object) -> JsonObject:
-    conversation = {"input": [QUESTION]} if protocol == "responses" else {"messages": [QUESTION]}
-    most = {"max_tokens": 400} if protocol == "messages" else {}
-    return {"model": "policy", **conversation, **most, "stream": True, **options}
-
-
-def tools_of(protocol: str) -> list[JsonObject]:
-    functions = [tool["function"] for tool in TOOLS]
-    if protocol == "responses":
-        return [{"type": "function", **function} for function in functions]
-    if protocol == "messages":
-        return [{"name": function["name"], "input_schema": function["parameters"]} for function in functions]
-    return [*TOOLS]
-
-
 @asynccontextmanager
-async def answer_to(agent: Agent, protocol: str, **options: object) -> AsyncIterator[ClientResponse]:
-    url = f"{agent.opened.base_url}/{PATHS[protocol]}"
+async def answer_to(
+    agent: Agent, protocol: str, tools: Sequence[JsonObject] = (), **options: object
+) -> AsyncIterator[ClientResponse]:
+    client = CLIENTS[protocol](tools)
+    client.append([QUESTION])
+    url = f"{agent.opened.base_url}/{PATHS.get(protocol, 'responses')}"
     headers = {"Authorization": f"Bearer {agent.client.api_key}"}
-    async with agent.http.post(url, json=body_of(protocol, **options), headers=headers) as response:
+    body = {"model": "policy", **client.body(), "stream": True, **options}
+    async with agent.http.post(url, json=body, headers=headers) as response:
         assert response.status == 200, await response.text()
         yield response
 
@@ -64,14 +54,20 @@ async def events_of(agent: Agent, protocol: str, **options: object) -> AsyncIter
         yield events()
 
 
+async def until_text(events: AsyncIterator[JsonObject]) -> list[JsonObject]:
+    """The first events, up to one that shows something."""
+    came: list[JsonObject] = []
+    while not joined(came):
+        came.append(await anext(events))
+    return came
+
+
 @each_protocol
 async def test_text_is_there_before_the_engine_has_finished(protocol: str) -> None:
     model = ScriptedModel(says(LONG))
     finish = model.holds[12] = asyncio.Event()
     async with asyncio.timeout(30), agent_of(model) as agent, events_of(agent, protocol) as events:
-        first: list[JsonObject] = []
-        while not joined(first):
-            first.append(await anext(events))
+        first = await until_text(events)
         assert LONG.startswith(joined(first)["content"])
         finish.set()
         rest = [event async for event in events]
@@ -86,7 +82,11 @@ async def test_a_silent_stream_is_kept_open_by_what_its_clients_read(
     protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answering, "_KEEP_ALIVE_SECONDS", 0.2)
-    kept_open = {"chat": b": generating", "responses": b"event: response.in_progress", "messages": b"event: ping"}
+    kept_open = {
+        "chat completions": b": generating",
+        "responses": b"event: response.in_progress",
+        "messages": b"event: ping",
+    }
     model = ScriptedModel(says(LONG))
     finish = model.holds[12] = asyncio.Event()
     async with asyncio.timeout(30), agent_of(model) as agent, answer_to(agent, protocol) as response:
@@ -104,7 +104,7 @@ async def test_reasoning_text_and_call_are_those_of_an_answer_that_is_whole(prot
     model = ScriptedModel(says(THOUGHT))
     model.holds = {at: asyncio.Event() for at in range(1, len(CHAT.tokenize(THOUGHT)))}
     async with asyncio.timeout(60), agent_of(model) as agent:
-        async with events_of(agent, protocol, tools=tools_of(protocol)) as events:
+        async with events_of(agent, protocol, tools=TOOLS) as events:
             going = asyncio.create_task(_let_go(model))
             came = [event async for event in events]
             await going
@@ -122,10 +122,8 @@ async def test_nothing_of_a_call_is_shown_as_text(protocol: str) -> None:
     model = ScriptedModel(says(f"So: {CALL}"))
     finish = model.holds[len(CHAT.tokenize(f"So: {CALL}")) - 2] = asyncio.Event()
     async with asyncio.timeout(30), agent_of(model) as agent:
-        async with events_of(agent, protocol, tools=tools_of(protocol)) as events:
-            came: list[JsonObject] = []
-            while not joined(came):
-                came.append(await anext(events))
+        async with events_of(agent, protocol, tools=TOOLS) as events:
+            came = await until_text(events)
             assert joined(came) == {"content": "So:"}
             finish.set()
             came += [event async for event in events]
@@ -148,42 +146,32 @@ async def test_a_publication_that_aborts_goes_unnoticed(protocol: str) -> None:
 
 
 @each_protocol
-async def test_a_stream_ends_with_an_error_when_what_it_showed_is_thrown_away(protocol: str) -> None:
+@pytest.mark.parametrize("asks_again", [False, True])
+async def test_a_stream_ends_with_an_error_when_what_it_showed_is_thrown_away(protocol: str, asks_again: bool) -> None:
     model = ScriptedModel(says(LONG))
     model.restarts = {0: CHAT.tokenize(LONG)[:12]}
     finish = model.holds[12] = asyncio.Event()
     async with asyncio.timeout(30), agent_of(model) as agent:
         async with events_of(agent, protocol) as events:
-            came: list[JsonObject] = []
-            while not joined(came):
-                came.append(await anext(events))
+            came = await until_text(events)
             finish.set()
             came += [event async for event in events]
         assert "threw away" in came[-1]["error"]["message"]
         assert model.given_up == 1
-        assert (await agent.chat(QUESTION)).choices[0].message.content == LONG
-        sample = (await agent.collect()).sample
-    assert sample is not None
-    assert (sample.metadata["turns"], sample.more_branches) == (1, ())
-    assert sample.tokens[sample.loss_mask == 1].tolist() == [*CHAT.tokenize(LONG), *END]
-
-
-@each_protocol
-async def test_nothing_is_kept_of_a_stream_that_ended_with_an_error(protocol: str) -> None:
-    model = ScriptedModel(says(LONG))
-    model.restarts = {0: CHAT.tokenize(LONG)[:12]}
-    finish = model.holds[12] = asyncio.Event()
-    async with asyncio.timeout(30), agent_of(model) as agent:
-        async with events_of(agent, protocol) as events:
-            async for event in events:
-                if joined([event]):
-                    finish.set()
+        if asks_again:
+            assert (await agent.chat(QUESTION)).choices[0].message.content == LONG
         collected = await agent.collect()
-    assert collected.sample is None
-    assert "threw away" in (collected.failure or "")
+    assert ("threw away" in (collected.failure or "")) is not asks_again
+    if not asks_again:
+        assert collected.sample is None
+        return
+    assert collected.sample is not None
+    assert (collected.sample.metadata["turns"], collected.sample.more_branches) == (1, ())
+    trained = collected.sample.tokens[collected.sample.loss_mask == 1]
+    assert trained.tolist() == [*CHAT.tokenize(LONG), *END]
 
 
-@pytest.mark.parametrize("protocol", ["chat", "messages"])
+@pytest.mark.parametrize("protocol", ["chat completions", "messages"])
 async def test_a_stop_is_in_the_tokens_and_not_in_the_stream(protocol: str) -> None:
     text = "It is 68.\n### Next"
     model = ScriptedModel(lambda call, input_ids: CHAT.tokenize(text))
@@ -208,7 +196,7 @@ async def test_of_parallel_calls_that_are_not_allowed_the_first_one_is_streamed(
     both = {"query": "17*4"}, {"query": "x"}
     async with asyncio.timeout(30), agent_of(ScriptedModel(says(f"So: {CALL}\n{other}"))) as agent:
         for more, calls in (({}, both), (options, both[:1])):
-            async with events_of(agent, protocol, tools=tools_of(protocol), **more) as events:
+            async with events_of(agent, protocol, tools=TOOLS, **more) as events:
                 came = [event async for event in events]
             assert joined(came) == {"content": "So:", "call": "".join(map(json.dumps, calls))}
 
@@ -218,10 +206,12 @@ async def test_what_nobody_was_shown_is_sampled_again_unnoticed() -> None:
     model.restarts = {0: CHAT.tokenize(CALL)[:8]}  # in the middle of a call
     held, finish = model.holds[8], model.holds[12] = asyncio.Event(), asyncio.Event()
     asyncio.get_running_loop().call_later(0.3, held.set)  # meanwhile it is read
-    async with asyncio.timeout(20), agent_of(model) as agent, events_of(agent, "chat", tools=TOOLS) as events:
-        came: list[JsonObject] = []
-        while not joined(came):
-            came.append(await anext(events))
+    async with (
+        asyncio.timeout(20),
+        agent_of(model) as agent,
+        events_of(agent, "chat completions", tools=TOOLS) as events,
+    ):
+        came = await until_text(events)
         assert LONG.startswith(joined(came)["content"])
         finish.set()
         came += [event async for event in events]
@@ -234,11 +224,8 @@ async def test_an_agent_that_hangs_up_in_the_middle_ends_its_generation(protocol
     model.holds[12] = asyncio.Event()
     async with asyncio.timeout(30), agent_of(model) as agent:
         async with events_of(agent, protocol) as events:
-            came: list[JsonObject] = []
-            while not joined(came):
-                came.append(await anext(events))
-        while not model.given_up:  # noqa: ASYNC110, the model tells nobody
-            await asyncio.sleep(0.01)
+            await until_text(events)
+        await until(lambda: model.given_up)
         collected = await agent.collect()
     assert (collected.sample, collected.waiting) == (None, True)
 
@@ -250,7 +237,7 @@ async def test_an_answer_to_a_result_of_a_megabyte_is_streamed() -> None:
     async with asyncio.timeout(120), agent_of(model, max_response=1_000_000, max_total=1_000_000) as agent:
         reply = (await agent.chat(QUESTION, tools=TOOLS)).choices[0].message
         asked = [QUESTION, reply.model_dump(), {"role": "tool", "tool_call_id": "call00000", "content": result}]
-        async with events_of(agent, "chat", messages=asked, tools=TOOLS) as events:
+        async with events_of(agent, "chat completions", messages=asked, tools=TOOLS) as events:
             came = [event async for event in events]
         sample = (await agent.collect()).sample
     assert joined(came) == {"content": LONG}
@@ -263,7 +250,7 @@ async def test_an_answer_to_a_result_of_a_megabyte_is_streamed() -> None:
 
 async def test_several_answers_are_streamed_side_by_side() -> None:
     model = ScriptedModel(says("first", "second"))
-    async with asyncio.timeout(30), agent_of(model) as agent, events_of(agent, "chat", n=2) as events:
+    async with asyncio.timeout(30), agent_of(model) as agent, events_of(agent, "chat completions", n=2) as events:
         texts = ["", ""]
         async for event in events:
             for choice in event["choices"]:

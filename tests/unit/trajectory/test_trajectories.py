@@ -31,6 +31,15 @@ def result(content: str) -> dict[str, str]:
     return {"role": "tool", "content": content, "tool_call_id": "call00000"}
 
 
+def episode_with(template: str, stop_texts: Sequence[str] = ()) -> Episode:
+    """An episode with a chat template whose turns end with <|im_end|> or one of the texts."""
+    episode = Episode("qwen3", TOOLS)
+    episode.chat = chat = chat_template(template, ("<|im_end|>",), "<s>")
+    chat.stop_texts = stop_texts
+    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    return episode
+
+
 # ------------------------------------------------------------------------------------------------------ tokens
 def test_a_turn_that_was_cut_is_closed_by_the_template() -> None:
     episode = Episode("qwen3")
@@ -56,6 +65,22 @@ def test_a_stop_token_that_opens_the_wrong_message_is_replaced_where_the_turn_go
     assert sample is not None
     assert "</tool_call><|observation|>\n<tool_response>" in episode.chat.decode_all(sample.tokens)
     assert sample.loss_mask.sum() == len(first.sampled.output_ids) - 1 + len(second.sampled.output_ids)
+
+
+ENDS_WITH_WORDS = """{% for m in messages %}{{ m.role }}: {{ m.content }}
+{% if m.role == "assistant" %}### End
+{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+
+
+@pytest.mark.parametrize("said", ["b\n### End", "b\n### End\n", "b"])
+def test_a_stop_of_several_tokens_ends_a_turn_once(said: str) -> None:
+    """``--rollout-stop``, as a note at startup recommends it for such a template."""
+    episode = episode_with(ENDS_WITH_WORDS, stop_texts=("### End",))
+    episode.turn([user("a")], Say(text=said, stop=None))
+    turn = episode.turn([user("c")], Say(text="d"))
+    assert episode.chat.decode_all(turn.context.input_ids().tolist()) == (
+        "user: a\nassistant: b\n### End\nuser: c\nassistant: "
+    )
 
 
 def test_reasoning_of_earlier_turns_stays_in_the_tokens_though_the_template_would_drop_it() -> None:
@@ -135,9 +160,7 @@ RESULTS_WITH_CALLS = (
 
 def test_tool_calls_stay_where_a_template_writes_results_with_them() -> None:
     """As Gemma 4's does: without the calls it leaves the results out."""
-    episode = Episode("qwen3", TOOLS)
-    chat = chat_template(RESULTS_WITH_CALLS, ("<|im_end|>",), "<s>")
-    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    episode = episode_with(RESULTS_WITH_CALLS)
     call = '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
     first = episode.turn([user("a")], Say(text=call + call))
     ids = [each["id"] for each in first.reply["tool_calls"]]
@@ -145,13 +168,11 @@ def test_tool_calls_stay_where_a_template_writes_results_with_them() -> None:
     results = [{"role": "tool", "tool_call_id": each, "content": f"of {each}"} for each in ids]
     turn = episode.turn(results, Say(text="d"))
     expected = "".join(f"{each} = of {each}" for each in ids)
-    assert chat.decode_all(turn.context.appended) == f"\n{expected}<|im_start|>assistant\n"
+    assert episode.chat.decode_all(turn.context.appended) == f"\n{expected}<|im_start|>assistant\n"
 
 
 def test_a_template_that_leaves_results_of_tools_out_is_refused() -> None:
-    episode = Episode("qwen3", TOOLS)
-    chat = chat_template(RESULTS_WITH_CALLS.replace(RESULTS, ""), ("<|im_end|>",), "<s>")
-    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    episode = episode_with(RESULTS_WITH_CALLS.replace(RESULTS, ""))
     episode.turn([user("a")], Say(text="b"))
     with pytest.raises(TrajectoryError, match="leaves out messages of the role 'tool'"):
         episode.turn([result("c")], Say(text="d"))
@@ -229,9 +250,7 @@ OPENS_REASONING = """
 
 def test_past_turns_may_be_opened_otherwise_than_the_next_one() -> None:
     """As templates of GLM-4.7 and MiniMax-M2 do, whose next turn begins with reasoning."""
-    episode = Episode("qwen3", TOOLS)
-    chat = chat_template(OPENS_REASONING, ("<|im_end|>",), "<s>")
-    episode.trajectory = Trajectory(Renderer(chat), replace(episode.trajectory.parser, chat=chat))
+    episode = episode_with(OPENS_REASONING)
     assert episode.trajectory.renderer.opening({}) == "<|im_start|>assistant\n<think>"
     call = 'hm</think><tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
     new = [user("a")]
@@ -243,7 +262,7 @@ def test_past_turns_may_be_opened_otherwise_than_the_next_one() -> None:
     assert sample is not None
     assert not sample.more_branches
     asked = "<|im_start|>assistant\n<think>"
-    assert chat.decode_all(sample.tokens.tolist()) == (
+    assert episode.chat.decode_all(sample.tokens.tolist()) == (
         f"<|im_start|>user\na<|im_end|>\n{asked}{call}<|im_end|>\n"
         + 2 * f"<|im_start|>tool\ny<|im_end|>\n{asked}{call}<|im_end|>\n"
     ).removesuffix("\n")
@@ -327,16 +346,7 @@ def test_edited_history_forks_at_the_last_turn_that_was_left_alone() -> None:
     assert "edited" in episode.chat.decode_all(other.tokens)
     assert sample.metadata["turns"] == 3
     assert sample.text == "f"  # the end of the episode, on whichever branch
-
-
-def test_a_sample_says_where_its_turns_are_and_which_carry_loss_elsewhere() -> None:
-    episode = Episode("qwen3")
-    first = episode.turn([user("a")], Say(text="b"))
-    second = episode.turn([user("c")], Say(text="d"))
-    episode.messages[-1] = {"role": "assistant", "content": "edited"}
-    third = episode.turn([user("e")], Say(text="f"))
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    # Where the turns are, and which of them carry loss elsewhere.
     spans = [[TurnSpan(*span) for span in of_branch] for of_branch in sample.metadata["turn_spans"]]
     assert [[span.elsewhere for span in of_branch] for of_branch in spans] == [[False, False], [True, False]]
     for branch, of_branch, turns in zip(sample.branches, spans, [(first, second), (first, third)], strict=True):

@@ -86,8 +86,7 @@ async def test_arguments_that_are_no_object_are_shown_and_recognized(
         result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "no", "is_error": True}
         answered = [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
         await agent.message(QUESTION, *answered, tools=TOOLS)
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
+        assert await agent.turns_and_branches() == (2, 1)
 
 
 async def test_why_a_turn_ended() -> None:
@@ -143,8 +142,7 @@ async def test_a_line_of_claude_code_that_differs_each_time_makes_no_branch() ->
         first = await agent.message(QUESTION, system=systems[0])
         conversation = [QUESTION, {"role": "assistant", "content": first.content}, QUESTION]
         await agent.message(*conversation, system=systems[1])
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
+        assert await agent.turns_and_branches() == (2, 1)
     assert "billing" not in CHAT.decode_all(model.requests[0])
 
 
@@ -163,8 +161,7 @@ async def test_a_conversation_that_is_kept_is_continued_by_what_is_new() -> None
         assert [event.type async for event in stream][-1] == "message_stop"
         with pytest.raises(anthropic.BadRequestError, match="previous_message_id = msg_0"):
             await create(**options, messages=[], thread={**continued, "previous_message_id": "msg_0"})
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (3, 1)
+        assert await agent.turns_and_branches() == (3, 1)
     assert CHAT.decode_all(model.requests[2]).count("Be brief.") == 1
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import openai
 import pydantic
 import pytest
 
 from miles_async.errors import TransientEngineError
 from miles_async.trajectory.constraints import GRAMMAR
+from miles_async.types import Generation
 from tests.fakes.chat_formats import TOOLS as CHAT_TOOLS
+from tests.fakes.protocol_clients import CLIENTS
 from tests.fakes.scripted_model import ScriptedModel
-from tests.fakes.session_agents import CALL, CHAT, QUESTION, Agent, agent_of, says
+from tests.fakes.session_agents import CALL, CHAT, QUESTION, Agent, agent_of, make_trajectory, says
 
 TOOLS = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]  # type: ignore[dict-item]
 THINKS = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}"
@@ -101,8 +104,7 @@ async def test_a_turn_without_an_answer_is_continued(said: str, stream: bool) ->
         first = await (streamed if stream else Agent.respond)(agent, QUESTION)
         assert first.output_text == ""
         await agent.respond(QUESTION, *first.output, {"role": "user", "content": "Well?"})
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
+        assert await agent.turns_and_branches() == (2, 1)
 
 
 async def test_a_stream_without_an_answer_has_an_empty_message() -> None:
@@ -118,8 +120,7 @@ async def test_a_response_can_be_continued_twice() -> None:
         first = await agent.respond(QUESTION)
         for text in ("sure?", "really?"):
             await agent.client.responses.create(model="policy", input=text, previous_response_id=first.id)
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (3, 2)
+        assert await agent.turns_and_branches() == (3, 2)
 
 
 async def test_responses_that_were_not_stored_cannot_be_continued() -> None:
@@ -137,21 +138,49 @@ async def test_outputs_between_the_calls_of_a_turn_continue_it() -> None:
             one, other = (await agent.respond(*items, tools=TOOLS)).output
             items += [one, output(one, "1"), other, output(other, "2")]
         await agent.respond(*items, tools=TOOLS)
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (3, 1)
+        assert await agent.turns_and_branches() == (3, 1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({"input": "*** Begin"}, "*** Begin"),
+        ({"patch": "*** Begin"}, '{"patch": "*** Begin"}'),
+        ({"input": 3}, '{"input": 3}'),
+        ({"input": '{"input": 3}'}, '{"input": 3}'),
+        ("*** Begin", "*** Begin"),
+        ("3", '"3"'),
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_calls_of_custom_tools_have_a_text(stream: bool) -> None:
-    model = ScriptedModel(says(calls_patch({"input": "*** Begin"}), "done"))
-    async with agent_of(model) as agent:
-        first = await (streamed if stream else Agent.respond)(agent, QUESTION, tools=[PATCH])
-        (call,) = first.output
-        assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", "*** Begin")
+async def test_calls_of_custom_tools_have_a_text_and_are_recognized(
+    arguments: object, shown: str, stream: bool
+) -> None:
+    """Also if the model wrote something else than that one text."""
+    async with agent_of(ScriptedModel(says(calls_patch(arguments), "done"))) as agent:
+        (call,) = (await (streamed if stream else Agent.respond)(agent, QUESTION, tools=[PATCH])).output
+        assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", shown)
         result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "ok"}
         await agent.respond(QUESTION, call, result, tools=[PATCH])
-        sample = (await agent.collect()).sample
-    assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
+        assert await agent.turns_and_branches() == (2, 1)
+
+
+def test_messages_of_stored_responses_are_in_memory_once() -> None:
+    """Though each request of a client without state has all of them."""
+    client, trajectory = CLIENTS["responses"](), make_trajectory()
+    for number in range(3):
+        exchange = client.exchange([{"role": "user", "content": f"question {number}"}])
+        output = np.array(CHAT.tokenize(f"answer {number}"), np.int32)
+        logprobs, versions = np.zeros(len(output), np.float32), np.zeros(len(output), np.int32)
+        sampled = Generation(
+            output_ids=output, logprobs=logprobs, weight_versions=versions, finish_reason="stop", engines=("engine-0",)
+        )
+        client.take(trajectory, exchange, sampled)
+    first, *_, last = (kept.messages for kept in client.history.conversations.values())
+    assert [message["content"] for message in last] == [
+        f"{text} {n}" for n in range(3) for text in ("question", "answer")
+    ]
+    assert last[0] is first[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])

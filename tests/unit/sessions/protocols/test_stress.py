@@ -15,6 +15,7 @@ from miles_async.types import CollectedSession, JsonObject, OpenSession
 from tests.fakes.protocol_clients import CLIENTS, PATHS, Client
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.session_agents import CHAT, END, QUESTION, Agent, agent_of, says
+from tests.waiting import until
 
 each_protocol = pytest.mark.parametrize("protocol", CLIENTS)
 EPISODES = 200
@@ -37,15 +38,13 @@ async def ask(
 @each_protocol
 async def test_an_agent_that_hangs_up_in_a_stream_ends_its_generation(protocol: str) -> None:
     model = ScriptedModel(says("68"), seconds=30)
-    async with agent_of(model) as agent, asyncio.timeout(20):
+    async with agent_of(model) as agent:
         asking = asyncio.create_task(
             ask(agent, agent.opened.url, protocol, CLIENTS[protocol](), [QUESTION], stream=True)
         )
-        while not model.requests:  # noqa: ASYNC110, the model tells nobody
-            await asyncio.sleep(0.01)
+        await until(lambda: model.requests)
         asking.cancel()
-        while (await agent.status())["idle_seconds"] == 0:  # noqa: ASYNC110, nor the server
-            await asyncio.sleep(0.01)
+        await agent.is_idle()
         model.seconds = 0.0
         await ask(agent, agent.opened.url, protocol, CLIENTS[protocol](), [QUESTION])
         collected = await agent.collect()
