@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -169,6 +170,7 @@ def test_whole_numbers_are_labels_without_a_point(write: Write) -> None:
 @pytest.mark.parametrize(
     ("column", "expected"),
     [
+        (pyarrow.array(np.float16([0.1, 42, 1 / 3])), ["0.1", "42", "0.3333"]),
         (pyarrow.array([0.1, 42, 1 / 3], pyarrow.float32()), ["0.1", "42", "0.33333334"]),
         (pyarrow.array([0.1, 42, 1 / 3], pyarrow.float64()), ["0.1", "42", "0.3333333333333333"]),
         (pyarrow.array([1, 255, 7], pyarrow.uint8()), ["1", "255", "7"]),
