@@ -72,8 +72,7 @@ def _saved_cursor(arguments: Arguments) -> JsonObject | None:
     """The prompt cursor of the checkpoint to resume from; None if there is none."""
     import msgspec
 
-    from miles_async.checkpoints.files import EXAMPLES_FILE, find_checkpoint
-    from miles_async.rollout.checkpoint import read_cursor
+    from miles_async.checkpoints.files import EXAMPLES_FILE, ROLLOUT_FILE, find_checkpoint
 
     load = arguments.checkpoint.load
     if load is None:
@@ -82,6 +81,6 @@ def _saved_cursor(arguments: Arguments) -> JsonObject | None:
         directory = find_checkpoint(load).directory
         if arguments.algorithm.supervised:
             return msgspec.json.decode((directory / EXAMPLES_FILE).read_bytes(), type=JsonObject)
-        return read_cursor(directory)
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError):  # the load says what is wrong with it
+        return msgspec.json.decode((directory / ROLLOUT_FILE).read_bytes(), type=dict[str, JsonObject])["source"]
+    except (OSError, UnicodeDecodeError, KeyError, msgspec.MsgspecError):  # the load says what is wrong with it
         return None

@@ -21,8 +21,9 @@ from miles_async.prompts.templates import ChatTemplate
 from miles_async.trajectory.messages import canonical
 from miles_async.types import JsonObject, Label, Prompt
 from tests.fakes.chat_formats import STOPS, TOOLS, chat_format
+from tests.unit.prompts import row_files
 
-Write = Callable[[list[object]], Path]
+Write = Callable[[list[JsonObject]], Path]
 QUESTION = {"role": "user", "content": "What is seventeen times four?"}
 ARGUMENTS: tuple[dict[str, object], ...] = ({"query": "17*4"}, {"limit": 3})
 
@@ -32,18 +33,9 @@ def called(arguments: object, **fields: object) -> JsonObject:
     return {"role": "assistant", "tool_calls": [call], **fields}
 
 
-@pytest.fixture(params=["jsonl", "parquet"])
-def write(request: pytest.FixtureRequest, tmp_path: Path) -> Write:
-    path = tmp_path / f"rows.{request.param}"
-
-    def written(rows: list[object]) -> Path:
-        if request.param == "jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        else:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        return path
-
-    return written
+@pytest.fixture
+def write(file: Path) -> Write:
+    return lambda rows: row_files.write(file, rows)
 
 
 def prompts(path: Path, template: ChatTemplate | None = None, **flags: object) -> list[Prompt]:
