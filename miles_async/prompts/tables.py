@@ -136,7 +136,9 @@ def _short_float(schema: pyarrow.Schema, key: str) -> type[np.floating] | None:
         return None  # the answer of a conversation, which is text
     while arrow.types.is_list(kind) or arrow.types.is_large_list(kind) or arrow.types.is_fixed_size_list(kind):
         kind = kind.value_type
-    return {arrow.float16(): np.float16, arrow.float32(): np.float32}.get(kind)
+    if kind == arrow.float16():
+        return np.float16
+    return np.float32 if kind == arrow.float32() else None
 
 
 def _shortened(value: object, kind: type[np.floating]) -> object:

@@ -120,7 +120,7 @@ def test_calls_may_lack_the_wrapping_of_a_function(write: Write) -> None:
 )
 def test_messages_that_mean_nothing_are_refused_with_their_place(write: Write, message: object, words: str) -> None:
     path = write([{"prompt": [message], "label": "68"}])
-    with pytest.raises(DataError, match=rf"rows\.\w+:1: 'prompt' \(--input-key\) must be .*; message 1: .*{words}"):
+    with pytest.raises(DataError, match=rf"p\.\w+:1: 'prompt' \(--input-key\) must be .*; message 1: .*{words}"):
         open_prompts(DataArguments(prompt_data=(str(path),)))
 
 

@@ -363,7 +363,7 @@ class TestRefusedRows:
             self.source(tmp_path, [{"prompt": "bad"}], bad_rows="skip").require_usable()
 
     def test_a_large_file_is_looked_at_in_samples(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("miles_async.prompts.source.CHECKED_ROWS", 3)
+        monkeypatch.setattr("miles_async.prompts.row_source.CHECKED_ROWS", 3)
         seen: list[Content] = []
         self.source(tmp_path, [{"prompt": str(n)} for n in range(11)]).require_rendered(
             lambda content, tools: seen.append(content)
