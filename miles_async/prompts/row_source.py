@@ -50,7 +50,7 @@ class RowSource(ABC, Generic[Made]):
         began: Callable[[EpochBegan], None] = lambda event: None,
         check: CheckRow | None = None,
     ) -> None:
-        """``limit``: for the message that all are too long. ``anyway``: what may have changed since a checkpoint
+        """``limit``: most tokens; None: any number. ``anyway``: what may have changed since a checkpoint
         (``--load-anyway``). ``reads_images``: whether the model does. ``began``: called when an epoch begins.
         ``check``: a further check of every row.
         """
