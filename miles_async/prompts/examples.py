@@ -62,11 +62,6 @@ class ExampleSource(RowSource[tuple[Prompt, list[Answered]]]):
         check = None if self._skips else self._require_answer
         super().__init__(arguments, self._longest, anyway=anyway, reads_images=images is not None, check=check)
 
-    def require_rendered(self) -> None:
-        """Check that the chat template renders the conversations, as :meth:`FilePromptSource.require_rendered` does."""
-        if self._templated:
-            self._require_rendered(self._check)
-
     def take(self, count: int) -> list[Example]:
         """Take the next ``count`` examples, never fewer. Raises DataError as :meth:`FilePromptSource.take` does."""
         taken = [self._next() for _ in range(count)]
@@ -78,7 +73,8 @@ class ExampleSource(RowSource[tuple[Prompt, list[Answered]]]):
         except DataError as error:
             raise DataError(f"{location}: {error}. Fix the row, or leave such rows out (--bad-rows skip)") from None
 
-    def _check(self, content: Content, tools: Tools) -> None:
+    def check(self, content: Content, tools: Tools) -> None:
+        """Render a conversation, for :meth:`require_rendered`. Raises TrajectoryError when the template refuses it."""
         if not isinstance(content, str):
             self.template.check_roles(content)
             self.template.render(content, tools, {}, generation_prompt=False)

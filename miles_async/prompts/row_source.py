@@ -128,7 +128,7 @@ class RowSource(ABC, Generic[Made]):
             if all(isinstance(made, str) for made in found):
                 raise self._none_usable(number)
 
-    def _require_rendered(self, check: Callable[[Content, Tools], None]) -> None:
+    def require_rendered(self, check: Callable[[Content, Tools], None]) -> None:
         """Check that the chat template renders all rows, or ``CHECKED_ROWS`` of them, unless bad ones are skipped.
 
         ``check`` raises TrajectoryError for a row that is refused. Raises DataError naming the first such rows.

@@ -78,13 +78,6 @@ class FilePromptSource(RowSource[Prompt]):
         row = self._rows.read(index)
         return (row.text, row.label) == (prompt.text, prompt.label)
 
-    def require_rendered(self, check: Callable[[Content, Tools], None]) -> None:
-        """Check that the chat template renders the rows; ``check`` raises TrajectoryError for one that it refuses.
-
-        Raises DataError naming the first such rows, unless bad ones are skipped.
-        """
-        self._require_rendered(check)
-
     def find(self, prompt_id: str) -> tuple[int, int] | None:
         """Find a prompt's place in the first epoch, from 1, and its tokens; None if there is no such prompt."""
         for stream in self._opened_streams():
