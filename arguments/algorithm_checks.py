@@ -159,6 +159,12 @@ def _check_reference(arguments: Arguments) -> Iterator[str]:
             yield f"{flag} adapts one coefficient: use --use-kl-loss or --token-advantages kl_in_reward, not both"
         elif not (algorithm.kl_coef if in_reward else algorithm.kl_loss_coef):
             yield f"{flag} multiplies {coefficient}, which is 0 and would stay so: give it a value to begin with"
+        sequences = arguments.rollout.rollout_batch_size * arguments.rollout.n_samples_per_prompt
+        if 5 * algorithm.kl_horizon <= sequences:  # a step changes it by up to 0.2 · sequences / horizon of its value
+            yield (
+                f"--kl-horizon {algorithm.kl_horizon}: expected more than a fifth of the {sequences} sequences of a "
+                f"rollout step; a KL below {flag} would make {coefficient} 0 or negative"
+            )
     if algorithm.ref_update_interval is None:
         return
     flag = f"--ref-update-interval {algorithm.ref_update_interval}"

@@ -219,19 +219,13 @@ def make_objective(arguments: AlgorithmArguments, *, kept_versions: int = 1) -> 
         token_advantages=tokens,
         critic_advantages=registry.critic_advantages(arguments),
         distillation=Distillation(arguments) if arguments.use_opd else None,
-        old_policy=_old_policy(arguments),
+        old_policy="rollout" if arguments.use_rollout_logprobs else OLD_POLICIES[arguments.prox_logp_method],
         kept_versions=kept_versions,
         log_entropy=arguments.log_entropy,
         entropy_bonus=EntropyBonus.of(arguments),
         sampled=not arguments.supervised,
         routing_replay=arguments.routing_replay,
     )
-
-
-def _old_policy(arguments: AlgorithmArguments) -> OldPolicy:
-    if arguments.use_rollout_logprobs:
-        return "rollout"
-    return OLD_POLICIES[arguments.prox_logp_method]
 
 
 def _summary(name: str, values: Tensor, mask: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ def pass_rate(rewards: Sequence[float], solved_reward: float) -> float:
 def earlier_rates(rows: PromptRows, arguments: DataArguments) -> dict[int, float]:
     """The pass rate of each row's last finished group; of several runs, the last one that has the prompt decides.
 
-    Raises DataError for a directory whose ledger is absent, has no rewards, or has other prompts, and LedgerError.
+    Raises DataError for a directory whose ledger is absent, has no finished group, or has other prompts, and
+    LedgerError.
     """
     rates: dict[int, float] = {}
     for directory in arguments.pass_rates:
@@ -37,8 +38,8 @@ def _rates(directory: Path, rows: PromptRows, solved_reward: float) -> dict[int,
         raise DataError(f"{where}: expected a run directory with a {LEDGER_FILE}")
     with open_ledger(path) as ledger:
         opened = ledger.prompts_opened()
-        if opened is None:
-            raise DataError(f"{where}: an earlier version wrote its ledger, without the reward of each sample")
+        if opened is None:  # it ended before
+            return {}
         if not rows.has_ids:
             _require_same(opened.files, rows, where)
         known = ((rows.index(prompt_id), rewards) for prompt_id, rewards in ledger.group_rewards() if rewards)

@@ -20,10 +20,10 @@ from miles_async.prompts.conversations import (
     tools_of,
 )
 from miles_async.prompts.row import Content, PromptRow
-from miles_async.prompts.source import FilePromptSource, Tools
+from miles_async.prompts.row_source import RowSource, Tools
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.runtime.picture_processor import PictureProcessor
-from miles_async.types import JsonObject, Label, Prompt
+from miles_async.types import JsonObject, Picture, Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +35,8 @@ class Example:
     branches: tuple[Answered, ...]  # at least one
 
 
-class ExampleSource:
-    """An endless stream, as of prompts (``prompts.source``). An example that is too long is skipped and counted."""
+class ExampleSource(RowSource[tuple[Prompt, list[Answered]]]):
+    """An endless stream, as of prompts. An example that is too long is skipped and counted."""
 
     def __init__(
         self,
@@ -47,101 +47,68 @@ class ExampleSource:
         anyway: Collection[str] = (),
         images: PictureProcessor | None = None,
     ) -> None:
-        """``most_tokens``: of a sequence. ``anyway``: see :class:`FilePromptSource`. ``images``: None for a model that
-        reads none. Raises DataError when a file cannot be used, or a row has no answer to learn.
+        """``most_tokens``: of a sequence. ``anyway``: see :class:`RowSource`. ``images``: None for a model that reads
+        none. Raises DataError when a file cannot be used, or a row has no answer to learn.
         """
         self.template = template
         self._skips = arguments.bad_rows == "skip"
         self._templated = arguments.apply_chat_template
-        self._limit = PromptLimit(
+        self._images = images
+        self._longest = PromptLimit(
             most_tokens,
             f"an example has at most {most_tokens}, with its answer",
             "raise --max-tokens-per-gpu, up to the model's positions",
         )
-        self._images = images
-        self._branches: tuple[Answered, ...] = ()  # of the source's last prompt
-        self._source = FilePromptSource(
-            arguments,
-            lambda content, tools: (0,),  # tokenized here, whole
-            self._limit,
-            anyway=anyway,
-            expand=None if images is None else lambda tokens, sizes: tokens,
-            check=None if self._skips else self._require_answer,
-            refusal=self._refusal,
-        )
-
-    @property
-    def skipped(self) -> int:
-        """Examples skipped so far."""
-        return self._source.skipped
-
-    def require_rendered(self) -> None:
-        """See :meth:`FilePromptSource.require_rendered`."""
-        if self._templated:
-            self._source.require_rendered(self._check)
-
-    def require_usable(self) -> None:
-        """See :meth:`FilePromptSource.require_usable`."""
-        self._source.require_usable()
+        check = None if self._skips else self._require_answer
+        super().__init__(arguments, self._longest, anyway=anyway, reads_images=images is not None, check=check)
 
     def take(self, count: int) -> list[Example]:
         """Take the next ``count`` examples, never fewer. Raises DataError as :meth:`FilePromptSource.take` does."""
-        taken: list[Example] = []
-        for _ in range(count):
-            [(epoch, prompt)] = self._source.take(1)
-            taken.append(Example(prompt=prompt, epoch=epoch, branches=self._branches))
-        return taken
-
-    def state(self) -> JsonObject:
-        return self._source.state()
-
-    def restore(self, state: JsonObject) -> Sequence[str]:
-        return self._source.restore(state)
+        taken = [self._next() for _ in range(count)]
+        return [Example(prompt=prompt, epoch=epoch, branches=tuple(branches)) for epoch, (prompt, branches) in taken]
 
     def _require_answer(self, row: PromptRow, location: str) -> None:
         try:
-            self._answered(row.messages, row.label, row.metadata)
+            self._answered(row)
         except DataError as error:
             raise DataError(f"{location}: {error}. Fix the row, or leave such rows out (--bad-rows skip)") from None
 
-    def _check(self, content: Content, tools: Tools) -> None:
+    def check(self, content: Content, tools: Tools) -> None:
+        """Render a conversation, for :meth:`require_rendered`. Raises TrajectoryError when the template refuses it."""
         if not isinstance(content, str):
             self.template.check_roles(content)
             self.template.render(content, tools, {}, generation_prompt=False)
 
-    def _answered(
-        self, messages: Sequence[JsonObject], label: Label | None, metadata: JsonObject
-    ) -> tuple[Sequence[JsonObject], Tools]:
+    def _answered(self, row: PromptRow) -> tuple[Sequence[JsonObject], Tools]:
         """The conversation with an answer to learn, and its tools; plain texts are not changed. Raises DataError."""
         if not self._templated:
-            one_answer(label)
-            return messages, ()
-        found = conversation(messages, label)
-        require_turn(found)
-        return found, tools_of(metadata)
+            one_answer(row.label)
+            return row.messages, ()
+        messages = conversation(row.messages, row.label)
+        require_turn(messages)
+        return messages, tools_of(row.metadata)
 
-    def _refusal(self, prompt: Prompt) -> str | None:
-        """Tokenize an example; say why it is skipped, None if it is not. Raises DataError."""
+    def _made(self, row: PromptRow, index: int) -> tuple[Prompt, list[Answered]] | str:
+        self._refuse_unread_images(row, index)
+        prompt = self._prompt(row, index, ())
         try:
-            branches = self._tokenized(prompt)
+            branches = self._tokenized(row, prompt.pictures)
         except (DataError, TrajectoryError) as error:
             if self._skips:
                 return str(error)
             raise DataError(f"{prompt.prompt_id}: {error}") from error
         longest = max(len(branch.tokens) for branch in branches)
-        if longest > self._limit.tokens:
-            return f"{longest} tokens, and {self._limit.reason}"
-        self._branches = tuple(branches)
-        return None
+        if longest > self._longest.tokens:
+            return f"{longest} tokens, and {self._longest.reason}"
+        return prompt, branches
 
-    def _tokenized(self, prompt: Prompt) -> list[Answered]:
-        messages, tools = self._answered(prompt.messages, prompt.label, prompt.metadata)
+    def _tokenized(self, row: PromptRow, pictures: Sequence[Picture]) -> list[Answered]:
+        messages, tools = self._answered(row)
         if not self._templated:
-            return answered_text(self.template, prompt.text, one_answer(prompt.label))
-        branches = answered(self.template, messages, tools)
-        return [self._with_images(branch, messages, prompt) for branch in branches]
+            return answered_text(self.template, row.text, one_answer(row.label))
+        return [self._with_images(each, messages, pictures) for each in answered(self.template, messages, tools)]
 
-    def _with_images(self, branch: Answered, messages: Sequence[JsonObject], prompt: Prompt) -> Answered:
+    def _with_images(self, branch: Answered, messages: Sequence[JsonObject], pictures: Sequence[Picture]) -> Answered:
         """The branch with as many tokens for each of its images as the model reads."""
         if self._images is None:
             return branch
@@ -149,9 +116,8 @@ class ExampleSource:
         count = sum(
             part.get("type") == "image" for content in contents if isinstance(content, list) for part in content
         )
-        pictures = prompt.pictures[:count]
-        sizes = [(picture.width, picture.height) for picture in pictures]
+        sizes = [(picture.width, picture.height) for picture in pictures[:count]]
         tokens = np.array(self._images.expand(branch.tokens.tolist(), sizes), np.int32)
         token, loss_mask = self._images.image_token, np.zeros(len(tokens), np.uint8)
         loss_mask[tokens != token] = branch.loss_mask[branch.tokens != token]
-        return replace(branch, tokens=tokens, loss_mask=loss_mask, pictures=pictures)
+        return replace(branch, tokens=tokens, loss_mask=loss_mask, pictures=tuple(pictures[:count]))

@@ -65,10 +65,9 @@ def changed_prompts(
     Raises CheckpointError unless nothing does, or ``anyway`` (``--load-anyway``) accepts it.
     """
     found = identity(rows, arguments, earlier)
-    names = [name for name in (*found, *_SOMETIMES) if state.get(name) != found.get(name)]
+    names = [name for name in dict.fromkeys((*found, *_SOMETIMES)) if state.get(name) != found.get(name)]
     if not names:
         return ()
-    names = list(dict.fromkeys(names))
     if CHANGED in anyway:
         return [f"{CHANGED}: {name} was {state.get(name)!r} and is {found.get(name)!r}" for name in names]
     changes = "; ".join(

@@ -213,14 +213,17 @@ def lacking(rows: Iterable[JsonObject], key: str) -> int:
     return number
 
 
-def root(schema: pyarrow.Schema, key: str, where: str) -> str:
-    """Column of ``key``, or of the object that it leads into. Raises DataError beginning with ``where``."""
+def column_of(schema: pyarrow.Schema, key: str) -> tuple[str, pyarrow.DataType]:
+    """Column of ``key``, or of the object that it leads into, and the type of its values. Raises KeyError with what
+    there is instead.
+    """
     from pyarrow import types
 
     rest, fields, inside = key, {field.name: field.type for field in schema}, ""
     while rest not in fields:
         name, dot, rest = rest.partition(".")
         if not dot or name not in fields or not types.is_struct(fields[name]):
-            raise DataError(f"{where}; columns: {', '.join(inside + field for field in fields) or 'none'}")
+            raise KeyError(", ".join(inside + field for field in fields) or "none")
         fields, inside = {field.name: field.type for field in fields[name]}, f"{inside}{name}."
-    return key if not inside else key.partition(".")[0]
+    column = key.partition(".")[0] if inside else key
+    return column, fields[rest]

@@ -212,7 +212,7 @@ class Stream:
         if epoch < 0 or not 0 <= position <= len(self.rows if position > 0 else ()):
             raise CheckpointError(f"{name}: cursor out of range: epoch {epoch}, position {position}")
         self.position = self._began_at = position
-        self.given = int(state.get("given", 0))
+        self.given = int(state["given"])
 
     def skip_to(self, epoch: int) -> None:
         """Continue with the first row of ``epoch``."""

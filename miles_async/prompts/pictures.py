@@ -20,29 +20,21 @@ from miles_async.types.pictures import content_of_url, digest_of
 class PictureSource:
     """An image that a row names, not read yet."""
 
-    content: bytes | None  # None: it is in a file
-    path: Path | None
+    source: bytes | Path  # its content, or its file
     where: str  # beginning of messages: location of the row, and which image of it
 
     def read(self) -> Picture:
         """Read the image; its pixels are not decoded. Raises DataError beginning with the row's location."""
-        content = self.content if self.content is not None else self._file()
+        try:
+            content = self.source if isinstance(self.source, bytes) else self.source.read_bytes()
+        except OSError as error:
+            raise self._unreadable(error) from None
         width, height = self._size(content)
         return Picture(content=content, digest=digest_of(content), width=width, height=height)
 
     def size(self) -> tuple[int, int]:
         """Width and height, from the image's header. Raises DataError beginning with the row's location."""
-        if self.content is not None:
-            return self._size(self.content)
-        assert self.path is not None, "an image is bytes or a file"
-        return self._size(self.path)
-
-    def _file(self) -> bytes:
-        assert self.path is not None, "an image is bytes or a file"
-        try:
-            return self.path.read_bytes()
-        except OSError as error:
-            raise self._unreadable(error) from None
+        return self._size(self.source)
 
     def _size(self, content: bytes | Path) -> tuple[int, int]:
         from PIL import Image
@@ -51,13 +43,14 @@ class PictureSource:
             with Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
                 return image.width, image.height
         except (Image.UnidentifiedImageError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
-            file = f" in {self.path}" if self.path is not None else ""
+            file = "" if isinstance(self.source, bytes) else f" in {self.source}"
             raise DataError(f"{self.where}: expected an image that Pillow reads{file}: {error}") from None
         except OSError as error:
             raise self._unreadable(error) from None
 
     def _unreadable(self, error: OSError) -> DataError:
-        return DataError(f"{self.where}: cannot read {self.path or 'it'}: {error.strerror or error}")
+        named = "it" if isinstance(self.source, bytes) else self.source
+        return DataError(f"{self.where}: cannot read {named}: {error.strerror or error}")
 
 
 def picture_source(value: object, root: Path | None, where: str) -> PictureSource:
@@ -71,14 +64,14 @@ def picture_source(value: object, root: Path | None, where: str) -> PictureSourc
             raise DataError(f"{where}: expected an object with bytes or path, found the keys {', '.join(value)}")
         value = named[0]  # next to bytes, path is where they once were
     if isinstance(value, bytes):
-        return PictureSource(content=value, path=None, where=where)
+        return PictureSource(source=value, where=where)
     if not isinstance(value, str) or not value:
         raise DataError(f"{where}: expected bytes, a data: URL or a path, found {type(value).__name__}")
     if value.startswith("data:"):
-        return PictureSource(content=_from_url(value, where), path=None, where=where)
+        return PictureSource(source=_from_url(value, where), where=where)
     if "://" in value:
         raise DataError(f"{where}: expected a data: URL or a path, found {value[:80]}: download images first")
-    return PictureSource(content=None, path=_under(root, value, where), where=where)
+    return PictureSource(source=_under(root, value, where), where=where)
 
 
 def _from_url(url: str, where: str) -> bytes:

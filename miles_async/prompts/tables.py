@@ -14,7 +14,7 @@ from miles_async.arguments.data import DataArguments
 from miles_async.errors import DataError
 from miles_async.prompts.files import RowFile, file_digest
 from miles_async.prompts.image_parts import image_key
-from miles_async.prompts.layouts import Layout, hint, holder, may_lack, recognize, root
+from miles_async.prompts.layouts import Layout, column_of, hint, holder, may_lack, recognize
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ class TableRows(RowFile):
         rendered = (self.keys.input_key, self.keys.tool_key, f"{self.keys.metadata_key}.tools")
         more = columns.layout.rendered if columns.layout else ()
         self._rendered = [key for key in (*rendered, *more) if key is not None]
-        if self.keys.label_key is not None:
-            tables = [_with_short_floats(table, self.keys.label_key) for table in tables]
+        self._label_float = None if self.keys.label_key is None else _short_float(columns.schema, self.keys.label_key)
         self._batches = [batch for table in tables for batch in table.to_batches()]
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
 
@@ -60,6 +59,10 @@ class TableRows(RowFile):
             with suppress(KeyError):
                 inner, name = holder(row, key)
                 inner[name] = _without_nulls(inner[name])
+        if self._label_float is not None and self.keys.label_key is not None:
+            with suppress(KeyError):  # the object that should hold it is null in this row
+                inner, name = holder(row, self.keys.label_key)
+                inner[name] = _shortened(inner[name], self._label_float)
         return row
 
 
@@ -68,6 +71,7 @@ class Columns:
 
     def __init__(self, schema: pyarrow.Schema, arguments: DataArguments, place: str) -> None:
         """Raises DataError beginning with ``place``: a column is missing."""
+        self.schema = schema
         self.arguments = arguments
         self.layout: Layout | None = recognize(schema.names, arguments)
         named = _named_keys(arguments)
@@ -75,14 +79,13 @@ class Columns:
         if self.layout is not None:
             found |= {name for name in (*self.layout.columns, *self.layout.more) if name in schema.names}
             named = {flag: key for flag, key in named.items() if flag not in ("--input-key", "--label-key")}
-        try:
-            found |= {
-                root(schema, key, f"{place}: no column {key!r} ({flag})")
-                for flag, key in named.items()
-                if key in schema.names or not may_lack(flag, key)
-            }
-        except DataError as error:
-            raise DataError(f"{error}{hint(arguments)}") from None
+        for flag, key in named.items():
+            try:
+                found.add(column_of(schema, key)[0])
+            except KeyError as error:
+                if not may_lack(flag, key):
+                    there = f"columns: {error.args[0]}{hint(arguments)}"
+                    raise DataError(f"{place}: no column {key!r} ({flag}); {there}") from None
         self.names = sorted(found)
 
 
@@ -123,32 +126,26 @@ def _without_nulls(value: object) -> object:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _with_short_floats(table: pyarrow.Table, key: str) -> pyarrow.Table:
-    """Turn float32, in lists and objects too, to the float64 with the same shortest text: 0.1, not 0.10000000149."""
+def _short_float(schema: pyarrow.Schema, key: str) -> type[np.floating] | None:
+    """The float type of a column, or of its lists, if it is shorter than Python's; None if it isn't."""
     import pyarrow as arrow
 
-    column = key if key in table.schema.names else key.partition(".")[0]
-    if column not in table.schema.names:
-        return table  # the answer of a conversation, which is text
-    index = table.schema.get_field_index(column)
-    texts, floats = (_without_float32(table.schema.field(index).type, to) for to in (arrow.string(), arrow.float64()))
-    if floats == table.schema.field(index).type:
-        return table
-    return table.set_column(index, column, table.column(index).cast(texts).cast(floats))
+    try:
+        _, kind = column_of(schema, key)
+    except KeyError:
+        return None  # the answer of a conversation, which is text
+    while arrow.types.is_list(kind) or arrow.types.is_large_list(kind) or arrow.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    if kind == arrow.float16():
+        return np.float16
+    return np.float32 if kind == arrow.float32() else None
 
 
-def _without_float32(kind: pyarrow.DataType, replacement: pyarrow.DataType) -> pyarrow.DataType:
-    import pyarrow as arrow
-
-    if kind == arrow.float32():
-        return replacement
-    if arrow.types.is_struct(kind):
-        return arrow.struct([field.with_type(_without_float32(field.type, replacement)) for field in kind])
-    lists = (arrow.types.is_list, arrow.types.is_large_list, arrow.types.is_fixed_size_list)
-    if any(is_kind(kind) for is_kind in lists):
-        values = _without_float32(kind.value_type, replacement)
-        return kind if values == kind.value_type else arrow.list_(kind.value_field.with_type(values))
-    return kind
+def _shortened(value: object, kind: type[np.floating]) -> object:
+    """Turn numbers of ``kind`` into those with the same shortest text: 0.1, not 0.10000000149 or 0.0999755859375."""
+    if isinstance(value, list):
+        return [_shortened(item, kind) for item in value]
+    return float(str(kind(value))) if isinstance(value, float) else value
 
 
 def spooled(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:

@@ -67,12 +67,12 @@ class AgentGenerate:
             await self.sessions.abandon(session)
             raise
         collected = await self.sessions.collect(session)
-        if error is not None and not collected.cut:
-            raise _failure(error, collected)
         if collected.failure is not None:
             raise TransientEngineError(f"the agent's last request failed: {collected.failure}")
         if collected.ending in ("aborted", "expired"):
             raise TransientEngineError(f"the session of the agent ended as {collected.ending}")
+        if error is not None and not collected.cut:
+            raise _failure(error, waiting=collected.waiting)
         if (sample := collected.sample) is None:
             raise RequestRejectedError("the agent ended without a turn of the model")
         (sample,) = restored([sample], attempt.prompt.pictures)
@@ -89,12 +89,8 @@ class AgentGenerate:
             return None, error
 
 
-def _failure(error: Exception, collected: CollectedSession) -> Exception:
-    if collected.failure is not None:
-        return TransientEngineError(f"a request of the agent failed: {collected.failure}")
-    if collected.ending in ("aborted", "expired"):
-        return TransientEngineError(f"the session of the agent ended as {collected.ending}")
-    if collected.waiting and any(isinstance(cause, TimeoutError | OverdueError) for cause in causes(error)):
+def _failure(error: Exception, *, waiting: bool) -> Exception:
+    if waiting and any(isinstance(cause, TimeoutError | OverdueError) for cause in causes(error)):
         return TransientEngineError(
             f"engines kept the agent waiting until its time (--agent-timeout), or its client's, was up: {error!r}"
         )

@@ -73,15 +73,6 @@ def _restored(group: Group) -> Group:
     return replace(group, samples=restored(group.samples, group.attempt.prompt.pictures))
 
 
-class _SavedCursor(msgspec.Struct, frozen=True, kw_only=True):
-    source: JsonObject
-
-
-def read_cursor(directory: Path) -> JsonObject:
-    """Read the prompt cursor alone. Raises OSError and MsgspecError."""
-    return msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=_SavedCursor).source
-
-
 def read_state(directory: Path) -> SavedState:
     """Read the snapshot without its groups. Raises OSError and MsgspecError."""
     return msgspec.json.decode((directory / STATE_FILE).read_bytes(), type=SavedState)

@@ -6,14 +6,13 @@ import msgspec
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation_sets import evaluation_sets
-from miles_async.checkpoints.files import EXAMPLES_FILE, find_checkpoint
+from miles_async.checkpoints.files import EXAMPLES_FILE, ROLLOUT_FILE, find_checkpoint
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.prompts.earlier_rates import earlier_rates
 from miles_async.prompts.identity import changed_prompts
 from miles_async.prompts.layouts import lacking
 from miles_async.prompts.rows import open_prompts
 from miles_async.rewards.row_check import RewardOfRow
-from miles_async.rollout.checkpoint import read_cursor
 from miles_async.types import JsonObject
 
 
@@ -80,6 +79,6 @@ def _saved_cursor(arguments: Arguments) -> JsonObject | None:
         directory = find_checkpoint(load).directory
         if arguments.algorithm.supervised:
             return msgspec.json.decode((directory / EXAMPLES_FILE).read_bytes(), type=JsonObject)
-        return read_cursor(directory)
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError):  # the load says what is wrong with it
+        return msgspec.json.decode((directory / ROLLOUT_FILE).read_bytes(), type=dict[str, JsonObject])["source"]
+    except (OSError, UnicodeDecodeError, KeyError, msgspec.MsgspecError):  # the load says what is wrong with it
         return None

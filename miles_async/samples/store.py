@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,7 +10,7 @@ import structlog
 
 from miles_async.runtime.files.whole_file import write_whole
 from miles_async.samples.columns import FileNote, Kind, SampleRow
-from miles_async.samples.files import PARTIAL, STATE_FILE, SamplesState, file_of, files_in
+from miles_async.samples.files import PARTIAL, STATE_FILE, SamplesFile, SamplesState, file_of, files_in
 from miles_async.samples.parquet_writer import FileWriter
 
 log = structlog.get_logger(__name__)
@@ -29,7 +29,6 @@ class SampleStore:
         self._directory = directory
         self._every: dict[Kind, int] = {"train": 1, "eval": 1}
         self._order: dict[Kind, dict[int, int]] = {"train": {}, "eval": {}}  # step → how many came before
-        self._sizes = {file.path: file.path.stat().st_size for file in files_in(directory)}  # of whole files
         self._state = SamplesState(limit_bytes=limit_bytes)
         for file in files_in(directory):
             self._index(file.kind, file.step)
@@ -55,14 +54,13 @@ class SampleStore:
     def complete(self, file: FileWriter, note: FileNote) -> None:
         """Give a file its name, and make room if the limit is passed. Raises OSError."""
         try:
-            size = file.close(note)
+            file.close(note)
         except BaseException:
             file.discard()
             raise
-        self._sizes[file_of(self._directory, note.kind, note.step)] = size
-        while (total := sum(self._sizes.values())) > self._state.limit_bytes:
-            self._thin_out()
-        self._save(bytes=total)
+        while sum((sizes := self._sizes()).values()) > self._state.limit_bytes:
+            self._thin_out(sizes)
+        self._save(bytes=sum(sizes.values()))
 
     def drop(self) -> bool:
         """Count items dropped because the disk is too slow; True for the first."""
@@ -82,16 +80,18 @@ class SampleStore:
         order = self._order[kind]
         return order.setdefault(step, len(order))
 
-    def _thin_out(self) -> None:
-        files = [file for file in files_in(self._directory) if file.path in self._sizes]
-        sizes = {kind: sum(self._sizes[file.path] for file in files if file.kind == kind) for kind in self._every}
-        kind: Kind = "train" if sizes["train"] >= sizes["eval"] else "eval"
+    def _sizes(self) -> dict[SamplesFile, int]:
+        """Bytes of the files that are there: people remove some."""
+        return {file: file.path.stat().st_size for file in files_in(self._directory)}
+
+    def _thin_out(self, sizes: Mapping[SamplesFile, int]) -> None:
+        totals = {kind: sum(size for file, size in sizes.items() if file.kind == kind) for kind in self._every}
+        kind: Kind = "train" if totals["train"] >= totals["eval"] else "eval"
         self._every[kind] *= 2
-        of_kind = [file for file in files if file.kind == kind]
+        of_kind = [file for file in sizes if file.kind == kind]
         dropped = [file for file in of_kind if self._index(kind, file.step) % self._every[kind]]
         for file in dropped if len(of_kind) > 1 else of_kind:
             file.path.unlink(missing_ok=True)
-            del self._sizes[file.path]
         log.info("samples reached --save-samples-gib", kind=kind, every=self._every[kind], removed=len(dropped))
 
     def _save(self, **changes: object) -> None:

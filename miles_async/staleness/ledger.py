@@ -216,29 +216,23 @@ class Ledger:
         """Current counts of attempts by stage and outcome."""
         return Balance.of(self._issued, self._stages, self._ended, self._reasons, self._aborted)
 
-    def check(self, *, in_flight: Iterable[int] | None = None, buffered: Iterable[int] | None = None) -> None:
-        """Check C2 at run time: the sum, and the rows against what the parts hold.
-
-        Args:
-            in_flight: attempt ids that the dispatcher is working on.
-            buffered: attempt ids in the buffer.
+    def check(self, buffered: Iterable[int]) -> None:
+        """Check C2 at run time: the sum, and the rows against ``buffered``, the attempt ids in the buffer.
 
         Raises:
-            ContractViolation: names the rows that the ledger and a part disagree about.
+            ContractViolation: names the rows that the ledger and the buffer disagree about.
         """
         balance, rows = self.balance(), self._rows.values()
         accounted = balance.in_flight + balance.buffered + balance.cut + sum(balance.ended.values())
         if balance.issued != accounted or len(rows) != sum(self._stages.values()):
             raise ContractViolation(f"issued ≠ in flight + buffered + cut + ended: {balance}; live: {self.live()}")
-        for stage, held in ((Stage.IN_FLIGHT, in_flight), (Stage.BUFFERED, buffered)):
-            expected = {row.attempt_id for row in rows if row.stage is stage}
-            found = expected if held is None else set(held)
-            if expected != found:
-                raise ContractViolation(
-                    f"attempts that are {stage} in the ledger and nowhere else: "
-                    f"{[self._rows[i] for i in sorted(expected - found)]}; held as {stage} but not in the "
-                    f"ledger: {[self._rows.get(i, i) for i in sorted(found - expected)]}"
-                )
+        expected, found = {row.attempt_id for row in rows if row.stage is Stage.BUFFERED}, set(buffered)
+        if expected != found:
+            raise ContractViolation(
+                "attempts that are buffered in the ledger and nowhere else: "
+                f"{[self._rows[i] for i in sorted(expected - found)]}; held as buffered but not in the "
+                f"ledger: {[self._rows.get(i, i) for i in sorted(found - expected)]}"
+            )
 
     def state(self) -> LedgerState:
         return LedgerState(

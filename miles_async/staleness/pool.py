@@ -251,7 +251,7 @@ class Pool:
     # -------------------------------------------------------------------------------------------- inspection
     def check(self) -> None:
         """Check C2 against what the buffer really holds. Raises ContractViolation naming the rows."""
-        self._ledger.check(buffered=(group.attempt.attempt_id for group in self._buffer))
+        self._ledger.check(group.attempt.attempt_id for group in self._buffer)
         stages = {row.attempt_id: row.stage for row in self._ledger.live()}
         if stages.keys() != self._live.keys():
             raise ContractViolation(

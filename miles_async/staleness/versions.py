@@ -1,9 +1,8 @@
 """Weight versions per token, from an engine's raw report (C1).
 
-An engine reports ``meta_info.weight_versions`` (spans; absent in SGLang 0.5.10) and
-``meta_info.weight_version`` (one label, of the end of the response, hence too fresh for the tokens before
-it). Neither is taken as is: the rule everywhere is that the result may be *older* than the truth and never
-fresher.
+An engine reports ``meta_info.weight_versions`` (spans) and ``meta_info.weight_version`` (one label, of the
+end of the response, hence too fresh for the tokens before it). Neither is taken as is: the rule everywhere
+is that the result may be *older* than the truth and never fresher.
 
 That rests on two facts: weights only get newer during one generation call, and a serving engine is never
 older than the version that was visible when the call was dispatched (C8: publication is all-or-nothing).

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 import ray
@@ -54,8 +54,6 @@ Thread = Literal["weights", "repairs", "saves", "pings"]
 """A rank's threads besides the main one."""
 
 POSITION_FILE = "position.json"  # in the trainer's part of a checkpoint; checkpoints/files.py compares it
-
-THREADS: tuple[Thread, ...] = get_args(Thread)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple, get_args
 
 import ray
 import structlog
@@ -19,7 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 from miles_async.errors import MilesAsyncError, ProcessLostError, StalledError, TrainerError
 from miles_async.runtime.cluster.actor_link import ActorLink, why_gone
 from miles_async.runtime.network.addresses import Network
-from miles_async.trainer.actor import THREADS, Thread, TrainerActor
+from miles_async.trainer.actor import Thread, TrainerActor
 from miles_async.trainer.placement import Placement
 
 log = structlog.get_logger(__name__)
@@ -57,7 +57,7 @@ class RankActors:
     async def place(self, timeout: float) -> None:
         """Start all processes, without models."""
         await self._placement.reserve(timeout)
-        actor_class = ray.remote(concurrency_groups=dict.fromkeys(THREADS, 1))(TrainerActor)
+        actor_class = ray.remote(concurrency_groups=dict.fromkeys(get_args(Thread), 1))(TrainerActor)
         self.connect([self._create(actor_class, rank) for rank in range(self._world_size)])
 
     def connect(self, handles: Sequence[Any]) -> None:

@@ -46,7 +46,7 @@ def example_source(arguments: Arguments) -> ExampleSource:
     most = min(most, positions) if isinstance(positions, int) else most
     images = load_picture_processor(model.directory)
     source = ExampleSource(arguments.data, template, most, anyway=arguments.checkpoint.load_anyway, images=images)
-    source.require_rendered()
+    source.require_rendered(source.check)
     source.require_usable()
     return source
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from miles_async.staleness.versions import group_of
 from miles_async.train_data.batch import BranchTable
 from miles_async.train_data.batch_maker import BatchMaker
-from miles_async.types import NO_VERSION, Attempt, Branch, FinishReason, Group, Prompt, Sample, TrainShard
+from miles_async.types import NO_VERSION, Attempt, Branch, FinishReason, Generation, Group, Prompt, Sample, TrainShard
 
 
 def make_prompt(prompt_id: str = "prompts.jsonl:0") -> Prompt:
@@ -61,6 +62,19 @@ def _make_branch(versions: Sequence[int], prompt_length: int, first_token: int) 
         rollout_logprobs=(-0.25 * tokens * loss_mask).astype(np.float32),
         weight_versions=weight_versions,
         routed_experts=np.stack([tokens % 251, tokens // 251], axis=1).astype(np.uint8),
+    )
+
+
+def make_generation(
+    tokens: Sequence[int], version: int = 0, finish_reason: FinishReason = "stop", **fields: Any
+) -> Generation:
+    """The answer to one call, all of it by weights of ``version``."""
+    return Generation(
+        output_ids=np.array(tokens, np.int32),
+        logprobs=np.full(len(tokens), -0.5, np.float32),
+        weight_versions=np.full(len(tokens), version, np.int32),
+        finish_reason=finish_reason,
+        **fields,
     )
 
 

@@ -51,7 +51,14 @@ class ClipCov(PpoClip):
 
     def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
         """1 at the chosen tokens, else 0; see ``whole_batch.transform.Surveys``."""
-        return drawn_between(batches, self._ratio, self._low, self._high, gather)
+        covariances, tokens = _covariances(batches, gather)
+        lots = [
+            torch.where((found > self._low) & (found < self._high) & (batch.loss_mask != 0), _lots(batch), 2.0)
+            for found, batch in zip(covariances, batches, strict=True)
+        ]
+        ascending = gather(torch.cat([of_batch[of_batch < 1] for of_batch in lots])).sort().values
+        last = ascending[: max(1, int(self._ratio * tokens))][-1:].sum()  # 0 where there is none
+        return [(of_batch <= last).to(batch.advantages.dtype) for of_batch, batch in zip(lots, batches, strict=True)]
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = super().__call__(logprobs, batch)
@@ -68,37 +75,20 @@ class KlCov:
 
     def survey(self, batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
         """1 at the chosen tokens, else 0; see ``whole_batch.transform.Surveys``."""
-        return largest(batches, self._ratio, gather)
+        covariances, tokens = _covariances(batches, gather)
+        carrying = [found[batch.loss_mask != 0] for found, batch in zip(covariances, batches, strict=True)]
+        descending = gather(torch.cat(carrying)).sort(descending=True).values
+        least = descending[: max(1, int(self._ratio * tokens))][-1:].sum()
+        return [
+            ((found >= least) & (found > 0) & (batch.loss_mask != 0)).to(batch.advantages.dtype)
+            for found, batch in zip(covariances, batches, strict=True)
+        ]
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         difference = bounded_difference(logprobs, batch.old_logprobs)
         ratio, penalty = difference.exp(), self._coefficient * difference.abs()
         metrics = {"ratio_mean": ratio, "ratio_max": ratio, "cov_chosen_fraction": batch.surveyed}
         return batch.surveyed * penalty - batch.advantages * ratio, metrics
-
-
-def drawn_between(batches: Sequence[TokenBatch], ratio: float, low: float, high: float, gather: Gather) -> list[Tensor]:
-    """Clip-Cov's tokens: 1 at each of them, else 0, [N] per micro-batch. Collective."""
-    covariances, tokens = _covariances(batches, gather)
-    lots = [
-        torch.where((found > low) & (found < high) & (batch.loss_mask != 0), _lots(batch), 2.0)
-        for found, batch in zip(covariances, batches, strict=True)
-    ]
-    ascending = gather(torch.cat([of_batch[of_batch < 1] for of_batch in lots])).sort().values
-    last = ascending[: max(1, int(ratio * tokens))][-1:].sum()  # 0 where there is none
-    return [(of_batch <= last).to(batch.advantages.dtype) for of_batch, batch in zip(lots, batches, strict=True)]
-
-
-def largest(batches: Sequence[TokenBatch], ratio: float, gather: Gather) -> list[Tensor]:
-    """KL-Cov's tokens: 1 at each of them, else 0, [N] per micro-batch. Collective."""
-    covariances, tokens = _covariances(batches, gather)
-    carrying = [found[batch.loss_mask != 0] for found, batch in zip(covariances, batches, strict=True)]
-    descending = gather(torch.cat(carrying)).sort(descending=True).values
-    least = descending[: max(1, int(ratio * tokens))][-1:].sum()
-    return [
-        ((found >= least) & (found > 0) & (batch.loss_mask != 0)).to(batch.advantages.dtype)
-        for found, batch in zip(covariances, batches, strict=True)
-    ]
 
 
 def _covariances(batches: Sequence[TokenBatch], gather: Gather) -> tuple[list[Tensor], int]:

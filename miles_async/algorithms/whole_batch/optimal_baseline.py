@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from miles_async.algorithms.sequences import per_token
-from miles_async.algorithms.whole_batch.transform import Gather, Trajectories, WholeBatch, with_advantages
+from miles_async.algorithms.whole_batch.transform import Trajectories, WholeBatch, with_advantages
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 
@@ -39,18 +39,22 @@ class OptimalBaseline:
 
     def prepare(self, batches: Sequence[TokenBatch], whole: WholeBatch) -> list[TokenBatch]:
         assert whole.trajectories is not None, "the optimal baseline weighs trajectories"
-        return with_advantages(batches, minus_optimal_baseline(batches, whole.trajectories, whole.gather))
-
-
-def minus_optimal_baseline(batches: Sequence[TokenBatch], of_rank: Trajectories, gather: Gather) -> list[Tensor]:
-    """Advantages of each micro-batch minus b* of their groups, [N], 0 where no loss is carried. Collective."""
-    baselines = optimal_baselines(_gathered(of_rank, gather))
-    return [
-        ((batch.advantages.double() - per_token(baselines[batch.group_ids], batch.offsets)) * batch.loss_mask).to(
-            batch.advantages.dtype
+        of_rank = whole.trajectories
+        baselines = optimal_baselines(
+            Trajectories(
+                group_ids=whole.gather(of_rank.group_ids),
+                advantages=whole.gather(of_rank.advantages),
+                log_weights=whole.gather(of_rank.log_weights),
+                squared_norms=whole.gather(of_rank.squared_norms),
+            )
         )
-        for batch in batches
-    ]
+        reduced = [
+            ((batch.advantages.double() - per_token(baselines[batch.group_ids], batch.offsets)) * batch.loss_mask).to(
+                batch.advantages.dtype
+            )
+            for batch in batches
+        ]
+        return with_advantages(batches, reduced)
 
 
 def optimal_baselines(trajectories: Trajectories) -> Tensor:
@@ -64,13 +68,3 @@ def optimal_baselines(trajectories: Trajectories) -> Tensor:
     total = nothing.index_add(0, groups, weights)
     weighed = nothing.index_add(0, groups, weights * trajectories.advantages)
     return weighed / total.clamp(min=1.0)  # it is at least 1, or 0
-
-
-def _gathered(of_rank: Trajectories, gather: Gather) -> Trajectories:
-    """The trajectories of all ranks."""
-    return Trajectories(
-        group_ids=gather(of_rank.group_ids),
-        advantages=gather(of_rank.advantages),
-        log_weights=gather(of_rank.log_weights),
-        squared_norms=gather(of_rank.squared_norms),
-    )

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from miles_async.algorithms.whole_batch.transform import Gather, WholeBatch, with_advantages
+from miles_async.algorithms.whole_batch.transform import WholeBatch, with_advantages
 from miles_async.api import Need, TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 
@@ -34,17 +34,14 @@ class WithinSecondMoment:
         self._threshold = arguments.m2_threshold
 
     def prepare(self, batches: Sequence[TokenBatch], whole: WholeBatch) -> list[TokenBatch]:
-        return with_advantages(batches, within_second_moment(batches, self._threshold, whole.gather))
-
-
-def within_second_moment(batches: Sequence[TokenBatch], threshold: float, gather: Gather) -> list[Tensor]:
-    """Advantages of each micro-batch, [N], 0 at masked tokens. Collective."""
-    moments = [(batch.old_logprobs - batch.rollout_logprobs).double().square() for batch in batches]
-    carrying = [of_batch[batch.loss_mask != 0] for of_batch, batch in zip(moments, batches, strict=True)]
-    largest = _largest_kept(gather(torch.cat(carrying)), threshold)
-    return [
-        batch.advantages.masked_fill(of_batch > largest, 0.0) for of_batch, batch in zip(moments, batches, strict=True)
-    ]
+        moments = [(batch.old_logprobs - batch.rollout_logprobs).double().square() for batch in batches]
+        carrying = [of_batch[batch.loss_mask != 0] for of_batch, batch in zip(moments, batches, strict=True)]
+        largest = _largest_kept(whole.gather(torch.cat(carrying)), self._threshold)
+        masked = [
+            batch.advantages.masked_fill(of_batch > largest, 0.0)
+            for of_batch, batch in zip(moments, batches, strict=True)
+        ]
+        return with_advantages(batches, masked)
 
 
 def _largest_kept(moments: Tensor, threshold: float) -> Tensor:

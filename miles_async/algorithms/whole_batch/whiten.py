@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from miles_async.algorithms.whole_batch.transform import Gather, WholeBatch, with_advantages
+from miles_async.algorithms.whole_batch.transform import WholeBatch, with_advantages
 from miles_async.api import TokenBatch
 from miles_async.arguments.algorithm import AlgorithmArguments
 
@@ -31,20 +30,16 @@ class Whiten:
     def __init__(self, arguments: AlgorithmArguments) -> None: ...
 
     def prepare(self, batches: Sequence[TokenBatch], whole: WholeBatch) -> list[TokenBatch]:
-        return with_advantages(batches, whiten(batches, whole.gather))
-
-
-def whiten(batches: Sequence[TokenBatch], gather: Gather) -> list[Tensor]:
-    """Advantages of each micro-batch, [N], 0 where no loss is carried. Sums are float64. Collective."""
-    sums = [
-        torch.stack([(batch.advantages.double() ** power * batch.loss_mask.double()).sum() for power in (0, 1, 2)])
-        for batch in batches
-    ]
-    count, total, squares = gather(torch.stack(sums).sum(0)).view(-1, 3).sum(0)
-    mean = total / count.clamp(min=1)
-    variance = (squares / count.clamp(min=1) - mean.square()).clamp(min=0)
-    scale = torch.rsqrt(variance + EPSILON)
-    return [
-        ((batch.advantages.double() - mean) * scale * batch.loss_mask.double()).to(batch.advantages.dtype)
-        for batch in batches
-    ]
+        sums = [
+            torch.stack([(batch.advantages.double() ** power * batch.loss_mask.double()).sum() for power in (0, 1, 2)])
+            for batch in batches
+        ]
+        count, total, squares = whole.gather(torch.stack(sums).sum(0)).view(-1, 3).sum(0)
+        mean = total / count.clamp(min=1)
+        variance = (squares / count.clamp(min=1) - mean.square()).clamp(min=0)
+        scale = torch.rsqrt(variance + EPSILON)
+        whitened = [
+            ((batch.advantages.double() - mean) * scale * batch.loss_mask.double()).to(batch.advantages.dtype)
+            for batch in batches
+        ]
+        return with_advantages(batches, whitened)

@@ -14,6 +14,7 @@ from miles_async.algorithms.objective import LossSums
 from miles_async.algorithms.value_loss import ValueLoss
 from miles_async.api import Aggregation
 from miles_async.arguments.critic import CriticArguments
+from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.distributed import complete_parameters
 from miles_async.backends.megatron.metrics import accumulate
 from miles_async.backends.megatron.model.build import LoadedModel, load_model
@@ -89,13 +90,7 @@ def load_critic(arguments: CriticArguments, directory: Path, aggregation: Aggreg
     ``directory``: of the policy, from which the critic starts unless its flags name another.
     """
     directory = arguments.critic_hf_checkpoint or directory
-    lr = arguments.critic_lr or policy.optimizer.lr
-    optimizer = dataclasses.replace(
-        policy.optimizer,
-        lr=lr,
-        min_lr=min(policy.optimizer.min_lr, lr),
-        lr_warmup_iters=arguments.critic_lr_warmup_iters,
-    )
+    optimizer = critic_optimizer(arguments, policy.optimizer)
     loaded = load_model(directory, policy.model, policy.platform, trainable=True, value_head=True)
     if loaded.pictures is not None:
         raise ConfigurationError(f"{directory} reads images, and no critic of such a model was tried: use none")
@@ -104,4 +99,12 @@ def load_critic(arguments: CriticArguments, directory: Path, aggregation: Aggreg
         loss=ValueLoss(aggregation=aggregation, clip=arguments.value_clip),
         updates=arguments.critic_updates_per_step,
         rollouts_alone=arguments.num_critic_only_steps,
+    )
+
+
+def critic_optimizer(arguments: CriticArguments, policy: OptimizerArguments) -> OptimizerArguments:
+    """Settings of the critic's optimizer. Its rate falls to ``--min-lr``, too, unless it begins below that."""
+    lr = arguments.critic_lr or policy.lr
+    return dataclasses.replace(
+        policy, lr=lr, min_lr=min(policy.min_lr, lr), lr_warmup_iters=arguments.critic_lr_warmup_iters
     )

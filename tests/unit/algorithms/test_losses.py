@@ -69,12 +69,6 @@ def test_clip_is_asymmetric_and_pessimistic(ratio: float, advantage: float, expe
     assert sums["ratio_max"] == pytest.approx(ratio, rel=1e-5)
 
 
-def test_upper_clip_defaults_to_the_lower_one() -> None:
-    batch = token_batch(old=[0.0], advantages=[1.0])
-    total, _ = loss_of(batch, torch.tensor([1.0]), eps_clip=0.1)
-    assert total.item() == pytest.approx(-1.1)
-
-
 @pytest.mark.parametrize(
     ("ratio", "advantage", "cap", "expected", "capped"),
     [

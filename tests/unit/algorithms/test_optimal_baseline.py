@@ -30,7 +30,7 @@ GROUPS = (0, 0, 0, 1, 1, 1, 1, 2, 3, 3)  # of group 2 one sample is left
 VOCAB = 7
 HARMLESS = {
     # A factor that all weights of a group have in common cancels.
-    *("trajectories.squared_norms", "of_rank.squared_norms", "gather(of_rank.squared_norms)"),
+    *("trajectories.squared_norms", "of_rank.squared_norms", "whole.gather(of_rank.squared_norms)"),
     "(logs - largest.clamp(min=torch.finfo(logs.dtype).min)[groups]).exp()",
     *("logs", "torch.finfo(logs.dtype).min"),  # only the type counts; far below any logarithm
 }

@@ -323,6 +323,18 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             },
             "--kl-target 0.1 adapts one coefficient",
         ),
+        case(
+            "a coefficient that changes its sign",
+            {
+                "kl_target": 0.1,
+                "use_kl_loss": True,
+                "kl_loss_coef": 0.1,
+                "kl_horizon": 12,
+                "rollout_batch_size": 8,
+                "n_samples_per_prompt": 8,
+            },
+            "--kl-horizon 12: expected more than a fifth of the 64 sequences of a rollout step; a KL below --kl-target",
+        ),
         case("a reference that nobody asks", {"ref_update_interval": 5}, "--ref-update-interval 5 has no effect"),
         case(
             "a reference of adapters",

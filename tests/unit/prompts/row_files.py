@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow
@@ -17,9 +17,9 @@ from miles_async.types import JsonObject, Prompt
 from tests.fakes.chat_formats import chat_format
 
 
-def write(path: Path, rows: Sequence[JsonObject]) -> Path:
+def write(path: Path, rows: Iterable[JsonObject]) -> Path:
     if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows]), path, row_group_size=3)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

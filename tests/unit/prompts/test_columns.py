@@ -29,12 +29,6 @@ from tests.unit.prompts.row_files import prompts, refusal, write
 
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 QUESTION = [{"role": "user", "content": "1 + 1"}]
-FORMATS = ["jsonl", "parquet"]
-
-
-@pytest.fixture(params=FORMATS)
-def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return tmp_path / f"p.{request.param}"
 
 
 class TestTools:

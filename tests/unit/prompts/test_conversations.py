@@ -245,12 +245,13 @@ REFUSED = {"prompt": [{"role": "referee", "content": "?"}], "label": "1"}
 def test_rows_that_the_template_refuses_are_named_before_training_or_skipped(tmp_path: Path) -> None:
     good = {"prompt": [QUESTION], "label": "68"}
     path = rows(tmp_path / "a.jsonl", good, REFUSED, good)
+    examples = source(path)
     with pytest.raises(DataError, match=r"a.jsonl:2: .*referee.*--bad-rows skip"):
-        source(path).require_rendered()
+        examples.require_rendered(examples.check)
     with pytest.raises(DataError, match=r"a.jsonl:2: .*referee"):
-        source(path).take(2)
+        examples.take(2)
     examples = source(path, bad_rows="skip")
-    examples.require_rendered()
+    examples.require_rendered(examples.check)
     assert [(e.epoch, e.prompt.prompt_id[-1]) for e in examples.take(4)] == [(0, "1"), (0, "3"), (1, "1"), (1, "3")]
     assert examples.skipped == 1
     nothing_else = source(rows(tmp_path / "b.jsonl", REFUSED), bad_rows="skip")

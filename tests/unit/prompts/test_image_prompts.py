@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -17,7 +14,9 @@ from miles_async.errors import DataError
 from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.templates import ChatTemplate
 from miles_async.runtime.picture_processor import PictureProcessor, load_picture_processor
+from miles_async.types.pictures import data_url
 from tests.fakes.chat_formats import TEMPLATES, chat_format
+from tests.fakes.pictures import picture
 
 NAMES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 KEYS = '{"image": "images"}'
@@ -44,12 +43,6 @@ def processor(template: ChatTemplate, tmp_path: Path) -> PictureProcessor:
     return loaded
 
 
-def image(width: int, height: int) -> str:
-    file = io.BytesIO()
-    Image.new("RGB", (width, height), "red").save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
 def source(template: ChatTemplate, processor: PictureProcessor, path: Path, row: dict[str, object]) -> FilePromptSource:
     path.write_text(json.dumps({"label": "1", **row}) + "\n")
     arguments = DataArguments(prompt_data=(str(path),), multimodal_keys=KEYS)
@@ -57,7 +50,7 @@ def source(template: ChatTemplate, processor: PictureProcessor, path: Path, row:
 
 
 def test_tokens_are_those_of_the_rendered_text(template: ChatTemplate, processor: PictureProcessor, tmp_path: Path):
-    row = {"prompt": "<image>How many?<image>", "images": [image(56, 56), image(30, 90)]}
+    row = {"prompt": "<image>How many?<image>", "images": [data_url(picture(56, 56)), data_url(picture(30, 90))]}
     [prompt] = source(template, processor, tmp_path / "rows.jsonl", row).all_prompts()
     counts = [processor.inputs([each])["image_grid_thw"].prod() // 4 for each in prompt.pictures]
     first, second = ("<|vision_start|>" + "<|image_pad|>" * count + "<|vision_end|>" for count in counts)

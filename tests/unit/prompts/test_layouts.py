@@ -23,11 +23,6 @@ ANSWER = {"role": "assistant", "content": "2"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
-@pytest.fixture(params=["jsonl", "parquet"])
-def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return tmp_path / f"p.{request.param}"
-
-
 VERL = {
     "data_source": "openai/gsm8k",
     "prompt": QUESTION,

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -20,8 +21,9 @@ from miles_async.prompts.templates import ChatTemplate
 from miles_async.trajectory.messages import canonical
 from miles_async.types import JsonObject, Label, Prompt
 from tests.fakes.chat_formats import STOPS, TOOLS, chat_format
+from tests.unit.prompts import row_files
 
-Write = Callable[[list[object]], Path]
+Write = Callable[[list[JsonObject]], Path]
 QUESTION = {"role": "user", "content": "What is seventeen times four?"}
 ARGUMENTS: tuple[dict[str, object], ...] = ({"query": "17*4"}, {"limit": 3})
 
@@ -31,18 +33,9 @@ def called(arguments: object, **fields: object) -> JsonObject:
     return {"role": "assistant", "tool_calls": [call], **fields}
 
 
-@pytest.fixture(params=["jsonl", "parquet"])
-def write(request: pytest.FixtureRequest, tmp_path: Path) -> Write:
-    path = tmp_path / f"rows.{request.param}"
-
-    def written(rows: list[object]) -> Path:
-        if request.param == "jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        else:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        return path
-
-    return written
+@pytest.fixture
+def write(file: Path) -> Write:
+    return lambda rows: row_files.write(file, rows)
 
 
 def prompts(path: Path, template: ChatTemplate | None = None, **flags: object) -> list[Prompt]:
@@ -127,7 +120,7 @@ def test_calls_may_lack_the_wrapping_of_a_function(write: Write) -> None:
 )
 def test_messages_that_mean_nothing_are_refused_with_their_place(write: Write, message: object, words: str) -> None:
     path = write([{"prompt": [message], "label": "68"}])
-    with pytest.raises(DataError, match=rf"rows\.\w+:1: 'prompt' \(--input-key\) must be .*; message 1: .*{words}"):
+    with pytest.raises(DataError, match=rf"p\.\w+:1: 'prompt' \(--input-key\) must be .*; message 1: .*{words}"):
         open_prompts(DataArguments(prompt_data=(str(path),)))
 
 
@@ -169,6 +162,7 @@ def test_whole_numbers_are_labels_without_a_point(write: Write) -> None:
 @pytest.mark.parametrize(
     ("column", "expected"),
     [
+        (pyarrow.array(np.float16([0.1, 42, 1 / 3])), ["0.1", "42", "0.3333"]),
         (pyarrow.array([0.1, 42, 1 / 3], pyarrow.float32()), ["0.1", "42", "0.33333334"]),
         (pyarrow.array([0.1, 42, 1 / 3], pyarrow.float64()), ["0.1", "42", "0.3333333333333333"]),
         (pyarrow.array([1, 255, 7], pyarrow.uint8()), ["1", "255", "7"]),

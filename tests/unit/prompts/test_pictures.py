@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import base64
-import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from PIL import Image
 
 from miles_async.arguments import DataArguments
 from miles_async.errors import ConfigurationError, DataError
@@ -22,18 +19,14 @@ from miles_async.prompts.source import FilePromptSource
 from miles_async.prompts.tables import spooled
 from miles_async.runtime.serialization import decode, encode
 from miles_async.types import JsonObject, Prompt
+from tests.fakes.pictures import picture
+from tests.unit.prompts.row_files import write
 
 KEYS = '{"image": "images"}'
 IMAGE = 0  # the token that the template writes for an image
 
 
-def png(color: str, width: int = 4, height: int = 2) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (width, height), color).save(file, "PNG")
-    return file.getvalue()
-
-
-RED, BLUE = png("red"), png("blue", 8, 8)
+RED, BLUE = picture(4, 2).content, picture(8, 8, "blue").content
 
 
 def url(content: bytes) -> str:
@@ -57,9 +50,7 @@ def one_per_column(tokens: Sequence[int], sizes: Sequence[tuple[int, int]]) -> l
 
 
 def jsonl(folder: Path, *rows: JsonObject) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps({"label": "1", **row}) + "\n" for row in rows))
-    return path
+    return write(folder / "rows.jsonl", ({"label": "1", **row} for row in rows))
 
 
 def parquet(folder: Path, *rows: JsonObject) -> Path:
@@ -235,7 +226,7 @@ class TestMemory:
         assert not list(tmp_path.iterdir())
 
     def test_prompts_with_images_count_as_long_by_their_tokens(self, tmp_path: Path):
-        row = {"prompt": "<image>", "images": [url(png("red", width=400))]}
+        row = {"prompt": "<image>", "images": [url(picture(400).content)]}
         arguments = DataArguments(
             prompt_data=(str(jsonl(tmp_path, {"prompt": "a", "images": []}, row)),), multimodal_keys=KEYS
         )

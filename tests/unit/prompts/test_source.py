@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from miles_async.arguments import DataArguments
@@ -21,6 +19,7 @@ from miles_async.prompts.rows import open_prompts
 from miles_async.prompts.source import FilePromptSource
 from miles_async.seams import PromptSource
 from miles_async.types import JsonObject
+from tests.unit.prompts.row_files import write
 
 ROWS = [{"prompt": f"rev {number}", "label": str(number)} for number in range(10)]
 
@@ -29,16 +28,6 @@ def encode(content: Content, tools: object = ()) -> list[int]:
     """One token per character."""
     text = content if isinstance(content, str) else "".join(message["content"] for message in content)
     return [ord(character) for character in text]
-
-
-def write_jsonl(path: Path, rows: Iterable[JsonObject]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def write_parquet(path: Path, rows: Iterable[JsonObject]) -> Path:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path, row_group_size=3)
-    return path
 
 
 def source_of(path: Path, **flags: object) -> FilePromptSource:
@@ -51,10 +40,9 @@ def refusal(path: Path, **flags: object) -> str:
     return str(caught.value)
 
 
-@pytest.fixture(params=[write_jsonl, write_parquet], ids=["jsonl", "parquet"])
-def written(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Iterable[JsonObject]], Path]:
-    suffix = ".jsonl" if request.param is write_jsonl else ".parquet"
-    return lambda rows: request.param(tmp_path / f"train{suffix}", rows)
+@pytest.fixture
+def written(file: Path) -> Callable[[Iterable[JsonObject]], Path]:
+    return lambda rows: write(file, rows)
 
 
 class TestRows:
@@ -145,7 +133,7 @@ class TestMalformedFiles:
             assert "holds no prompts" in refusal(tmp_path / "train.jsonl")
 
     def test_missing_column_of_a_parquet_file_lists_the_columns(self, tmp_path: Path):
-        path = write_parquet(tmp_path / "train.parquet", ROWS)
+        path = write(tmp_path / "train.parquet", ROWS)
         assert refusal(path, input_key="q") == f"{path}: no column 'q' (--input-key); columns: prompt, label"
 
     def test_files_that_are_no_prompt_files(self, tmp_path: Path):
@@ -159,18 +147,18 @@ class TestMalformedFiles:
             open_prompts(DataArguments())
 
     def test_messages_without_chat_template(self, tmp_path: Path):
-        path = write_jsonl(tmp_path / "t.jsonl", [{"prompt": [{"role": "user", "content": "a"}], "label": "1"}])
+        path = write(tmp_path / "t.jsonl", [{"prompt": [{"role": "user", "content": "a"}], "label": "1"}])
         assert "leave --no-apply-chat-template out" in refusal(path, apply_chat_template=False)
 
     def test_prompt_without_tokens(self, tmp_path: Path):
-        path = write_jsonl(tmp_path / "t.jsonl", ROWS)
+        path = write(tmp_path / "t.jsonl", ROWS)
         source = FilePromptSource(DataArguments(prompt_data=(str(path),)), lambda content, tools: [])
         with pytest.raises(DataError, match=r"t\.jsonl:\d+: the tokenizer makes no tokens"):
             source.take(1)
 
     def test_checking_20000_rows_takes_less_than_a_second(self, tmp_path: Path):
         rows = [{"prompt": [{"role": "user", "content": f"rev {i}"}], "label": f"{i}", "id": i} for i in range(20_000)]
-        path = write_jsonl(tmp_path / "train.jsonl", rows)
+        path = write(tmp_path / "train.jsonl", rows)
         started = time.process_time()
         assert len(open_prompts(DataArguments(prompt_data=(str(path),), prompt_id_key="id"))) == 20_000
         assert time.process_time() - started < 1
@@ -184,7 +172,7 @@ class TestOrder:
         assert len({tuple(epoch) for epoch in epochs}) == 3
 
     def test_order_is_a_function_of_the_seed_not_of_how_it_is_taken(self, tmp_path: Path):
-        path = write_jsonl(tmp_path / "t.jsonl", ROWS)
+        path = write(tmp_path / "t.jsonl", ROWS)
         whole, parts = source_of(path), source_of(path)
         assert whole.take(25) == parts.take(7) + parts.take(0) + parts.take(18)
         assert source_of(path, rollout_seed=1).take(10) != source_of(path, rollout_seed=2).take(10)
@@ -195,7 +183,7 @@ class TestOrder:
         assert [epoch for epoch, _ in taken] == [0] * 10 + [1] * 2
 
     def test_all_prompts_does_not_move_the_cursor(self, tmp_path: Path):
-        source = source_of(write_jsonl(tmp_path / "t.jsonl", ROWS))
+        source = source_of(write(tmp_path / "t.jsonl", ROWS))
         before = source.state()
         assert [prompt.text for prompt in source.all_prompts()] == [row["prompt"] for row in ROWS]
         assert source.state() == before
@@ -205,7 +193,7 @@ class TestTooLongPrompts:
     LENGTHS = (3, 9, 4, 8, 5)
 
     def path(self, directory: Path) -> Path:
-        return write_jsonl(directory / "t.jsonl", [{"prompt": "x" * n, "label": "1"} for n in self.LENGTHS])
+        return write(directory / "t.jsonl", [{"prompt": "x" * n, "label": "1"} for n in self.LENGTHS])
 
     def test_they_are_skipped_counted_and_logged_once_each(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
         source = source_of(self.path(tmp_path), rollout_max_prompt_len=5)
@@ -219,7 +207,7 @@ class TestTooLongPrompts:
 
     def test_a_file_of_long_prompts_does_not_flood_the_log(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
         rows = [{"prompt": "x" * 9, "label": "1"} for _ in range(150)]
-        source = source_of(write_jsonl(tmp_path / "t.jsonl", rows), rollout_max_prompt_len=5)
+        source = source_of(write(tmp_path / "t.jsonl", rows), rollout_max_prompt_len=5)
         with caplog.at_level(logging.WARNING), pytest.raises(DataError):
             source.take(1)
         counts = [int(record.getMessage().split("(")[1].split()[0]) for record in caplog.records]
@@ -261,7 +249,7 @@ class TestTooLongPrompts:
             tokenized.append(len(content))
             return encode(content)
 
-        source = FilePromptSource(DataArguments(prompt_data=(str(write_jsonl(tmp_path / "t.jsonl", rows)),)), counting)
+        source = FilePromptSource(DataArguments(prompt_data=(str(write(tmp_path / "t.jsonl", rows)),)), counting)
         assert sorted(source.lengths_above(1600)) == [2000]
         assert sorted(tokenized) == [5, 2000]  # the first for what a template adds
 
@@ -309,24 +297,24 @@ class TestCursor:
 
     @pytest.mark.parametrize(("flag", "value"), [("rollout_seed", 7), ("rollout_shuffle", False)])
     def test_refuses_when_the_order_changed(self, tmp_path: Path, flag: str, value: object):
-        path = write_jsonl(tmp_path / "t.jsonl", ROWS)
+        path = write(tmp_path / "t.jsonl", ROWS)
         with pytest.raises(CheckpointError, match="Restore --" + flag.replace("_", "-")):
             source_of(path, **{flag: value}).restore(source_of(path).state())
 
     def test_refuses_a_cursor_out_of_range(self, tmp_path: Path):
-        source = source_of(write_jsonl(tmp_path / "t.jsonl", ROWS))
+        source = source_of(write(tmp_path / "t.jsonl", ROWS))
         with pytest.raises(CheckpointError, match="out of range"):
             source.restore(source.state() | {"position": 11})
 
     def test_a_file_replaced_during_the_run_changes_nothing(self, tmp_path: Path):
-        path = write_jsonl(tmp_path / "t.jsonl", ROWS)
+        path = write(tmp_path / "t.jsonl", ROWS)
         source = source_of(path, rollout_shuffle=False)
-        write_jsonl(tmp_path / "new.jsonl", [{"prompt": "other", "label": "1"}]).replace(path)
+        write(tmp_path / "new.jsonl", [{"prompt": "other", "label": "1"}]).replace(path)
         assert [prompt.text for _, prompt in source.take(10)] == [row["prompt"] for row in ROWS]
 
 
 def test_arguments_are_not_changed(tmp_path: Path):
-    arguments = DataArguments(prompt_data=(str(write_jsonl(tmp_path / "t.jsonl", ROWS)),))
+    arguments = DataArguments(prompt_data=(str(write(tmp_path / "t.jsonl", ROWS)),))
     copy = dataclasses.replace(arguments)
     FilePromptSource(arguments, encode).take(3)
     assert arguments == copy
@@ -344,7 +332,7 @@ class TestRefusedRows:
         return encode(content)
 
     def source(self, tmp_path: Path, rows: Iterable[JsonObject] = ROWS, **flags: object) -> FilePromptSource:
-        path = write_jsonl(tmp_path / "train.jsonl", rows)
+        path = write(tmp_path / "train.jsonl", rows)
         return FilePromptSource(
             DataArguments(prompt_data=(str(path),), label_key=None, rollout_shuffle=False, **flags), self.encode
         )
@@ -375,7 +363,7 @@ class TestRefusedRows:
             self.source(tmp_path, [{"prompt": "bad"}], bad_rows="skip").require_usable()
 
     def test_a_large_file_is_looked_at_in_samples(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("miles_async.prompts.source.CHECKED_ROWS", 3)
+        monkeypatch.setattr("miles_async.prompts.row_source.CHECKED_ROWS", 3)
         seen: list[Content] = []
         self.source(tmp_path, [{"prompt": str(n)} for n in range(11)]).require_rendered(
             lambda content, tools: seen.append(content)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from miles_async.errors import ConfigurationError, TrajectoryError
@@ -18,9 +16,9 @@ from miles_async.rewards.text_match import matches
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.tree import Trajectory
-from miles_async.types import Generation
 from tests.fakes.chat_formats import chat_template
 from tests.fakes.reply_parsers import split_think
+from tests.property.builders import make_generation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -223,8 +221,8 @@ def test_replies_to_agents_have_the_same_text(thinking: ChatTemplate, splits: bo
     parser = ReplyParser(chat=thinking, split_reasoning=split_think if splits else None)
     trajectory = Trajectory(Renderer(thinking), parser)
     context = trajectory.extend([{"role": "user", "content": "3+4?"}])
-    ids = np.array(thinking.tokenize("<think>\nhm\n</think>\n<answer>7</answer><|end|>"), np.int32)
-    turn = trajectory.add(context, sampled_turn(ids))
+    ids = thinking.tokenize("<think>\nhm\n</think>\n<answer>7</answer><|end|>")
+    turn = trajectory.add(context, make_generation(ids))
     assert turn.text == "<think>\nhm\n</think>\n<answer>7</answer>"
     assert turn.reply == (
         {"role": "assistant", "content": "<answer>7</answer>", "reasoning_content": "hm"}
@@ -234,12 +232,3 @@ def test_replies_to_agents_have_the_same_text(thinking: ChatTemplate, splits: bo
     sample = trajectory.sample()
     assert sample is not None
     assert sample.text == turn.text
-
-
-def sampled_turn(ids: Sequence[int]) -> Generation:
-    return Generation(
-        output_ids=ids,
-        logprobs=np.full(len(ids), -1, np.float32),
-        weight_versions=np.zeros(len(ids), np.int32),
-        finish_reason="stop",
-    )

@@ -29,6 +29,7 @@ from miles_async.types.pictures import data_url
 from tests.fakes.keys import KEYS
 from tests.fakes.pictures import picture
 from tests.fakes.scripted_model import ScriptedModel
+from tests.property.builders import make_sample
 
 PROMPT = Prompt(
     prompt_id="p0",
@@ -41,17 +42,8 @@ PROMPT = Prompt(
 ATTEMPT = Attempt(attempt_id=7, prompt=PROMPT, epoch=0)
 
 
-def sample(text: str = "21") -> Sample:
-    return Sample(
-        tokens=np.array([1, 2], np.int32),
-        prompt_length=1,
-        loss_mask=np.array([0, 1], np.uint8),
-        rollout_logprobs=np.zeros(2, np.float32),
-        weight_versions=np.array([-1, 0], np.int32),
-        text=text,
-        finish_reason="stop",
-        metadata={"turns": 2},
-    )
+def sample() -> Sample:
+    return replace(make_sample([0], reward=None), metadata={"turns": 2})
 
 
 def collected(**fields: object) -> CollectedSession:

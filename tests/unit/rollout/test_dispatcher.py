@@ -48,6 +48,7 @@ from miles_async.staleness.versions import OldestVersions
 from miles_async.types import (
     Attempt,
     Changes,
+    FinishReason,
     Float32,
     GenerateRequest,
     Generation,
@@ -58,6 +59,7 @@ from miles_async.types import (
 )
 from tests.fakes.fake_sides import FakeEngineLoads
 from tests.fakes.text_of_tokens import TextOfTokens
+from tests.property.builders import make_generation
 
 BATCH = 2
 ARRAYS = {name: None for name in ("tokens", "loss_mask", "rollout_logprobs", "weight_versions")}
@@ -110,15 +112,8 @@ class Engine:
         return scripted or answer([7, 8, 2], self.version)
 
 
-def answer(tokens: list[int], version: int, finish_reason: str = "stop") -> Generation:
-    return Generation(
-        output_ids=np.array(tokens, np.int32),
-        logprobs=np.full(len(tokens), -0.5, np.float32),
-        weight_versions=np.full(len(tokens), version, np.int32),
-        finish_reason=finish_reason,
-        engines=("engine-0",),
-        prompt_tokens=2,
-    )
+def answer(tokens: list[int], version: int, finish_reason: FinishReason = "stop") -> Generation:
+    return make_generation(tokens, version, finish_reason, engines=("engine-0",), prompt_tokens=2)
 
 
 async def reward(prompt: Prompt, sample: Sample) -> float:
@@ -195,6 +190,14 @@ async def running(bench: Bench) -> AsyncIterator[Bench]:
         await bench.publish(0)
         yield bench
         producer.cancel()
+
+
+async def failure_of(bench: Bench) -> BaseException:
+    """The error that ends a run whose trainer waits for its first batch."""
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(bench):
+            await bench.dispatcher.cut(0)
+    return first_error(caught.value)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -649,10 +652,7 @@ async def test_an_outage_longer_than_the_limit_ends_the_run_with_the_service() -
         raise ConnectionRefusedError("nobody listens")
 
     bench = Bench(reward=down, outage_timeout=0.5)
-    with pytest.raises(ExceptionGroup) as caught:
-        async with running(bench):
-            await bench.dispatcher.cut(0)
-    error = first_error(caught.value)
+    error = await failure_of(bench)
     assert isinstance(error, ServiceOutageError)
     assert "expected rewards to be back within 0.5 s" in str(error)
     assert bench.engine.calls == 2 * 2 * BATCH
@@ -720,8 +720,16 @@ async def test_metadata_that_cannot_be_saved_costs_its_attempt_only(value: objec
 
 
 @pytest.mark.parametrize("error", FOREIGN)
-async def test_whatever_a_reward_or_filter_raises_costs_its_attempt_only(error: BaseException) -> None:
+async def test_whatever_a_generate_reward_or_filter_always_raises_quarantines_its_prompt(error: BaseException) -> None:
     # covers: C6
+    def wrap(generate: Generating) -> Generating:
+        async def failing(client: Engine, attempt: Attempt, index: int) -> Sample:
+            if attempt.prompt.prompt_id == "p2":
+                raise error
+            return await generate(client, attempt, index)
+
+        return failing
+
     async def rewards(prompt: Prompt, sample: Sample) -> float:
         if prompt.prompt_id == "p0":
             raise error
@@ -732,12 +740,12 @@ async def test_whatever_a_reward_or_filter_raises_costs_its_attempt_only(error: 
             raise error
         return None
 
-    bench = Bench(reward=rewards, group_filter=filters)
+    bench = Bench(wrap=wrap, reward=rewards, group_filter=filters)
     async with running(bench):
         groups = await bench.dispatcher.cut(0)
-        await until(lambda: bench.balance()["quarantined"] == 2)
+        await until(lambda: bench.balance()["quarantined"] == 3)
     assert {len(group.samples) for group in groups} == {2}
-    assert {letter.prompt_id for letter in bench.dispatcher.pool.dead_letters} == {"p0", "p1"}
+    assert {letter.prompt_id for letter in bench.dispatcher.pool.dead_letters} == {"p0", "p1", "p2"}
     assert type(error).__name__ in str(bench.dispatcher.pool.dead_letters)
 
 
@@ -846,10 +854,7 @@ async def test_while_a_service_that_generation_needs_is_down_one_sample_at_a_tim
 async def test_too_many_quarantined_prompts_stop_the_run() -> None:
     bench = Bench(quarantine=1)
     bench.engine.script = lambda call: RequestRejectedError("too long")
-    with pytest.raises(ExceptionGroup) as caught:
-        async with running(bench):
-            await asyncio.sleep(50)
-    assert isinstance(first_error(caught.value), DataError)
+    assert isinstance(await failure_of(bench), DataError)
 
 
 async def test_filtered_groups_are_counted_and_replaced() -> None:
@@ -919,10 +924,7 @@ async def test_stall_says_who_waits_for_whom() -> None:
     # covers: C10
     bench = Bench(stall_timeout=0.3)
     bench.engine.hangs_after = 0
-    with pytest.raises(ExceptionGroup) as caught:
-        async with running(bench):
-            await bench.dispatcher.cut(0)
-    error = first_error(caught.value)
+    error = await failure_of(bench)
     assert isinstance(error, StalledError)
     assert "the trainer waits for a batch" in str(error)
     assert "--stall-timeout): 4 attempts in flight, 0 groups buffered" in str(error)
@@ -965,10 +967,7 @@ def test_a_group_that_finishes_restarts_the_stall_timer_and_so_does_a_service_th
         bench.engine.hangs_after = groups * 2
         bench.engine.seconds = 4.0
         bench.services.paused_until = lambda: min(now(), back_at)
-        with pytest.raises(ExceptionGroup) as caught:
-            async with running(bench):
-                await bench.dispatcher.cut(0)
-        assert isinstance(first_error(caught.value), StalledError)
+        assert isinstance(await failure_of(bench), StalledError)
         return now()
 
     assert run_in_virtual_time(stalls_at()) == 10.0
@@ -979,36 +978,14 @@ def test_a_group_that_finishes_restarts_the_stall_timer_and_so_does_a_service_th
 async def test_filter_that_rejects_everything_stalls() -> None:
     # covers: C3, C10
     bench = Bench(group_filter=lambda group: "never good enough", stall_timeout=0.3)
-    with pytest.raises(ExceptionGroup) as caught:
-        async with running(bench):
-            await bench.dispatcher.cut(0)
-    assert isinstance(first_error(caught.value), StalledError)
-
-
-async def test_a_prompt_whose_generate_always_raises_is_quarantined() -> None:
-    # covers: C6
-    def wrap(generate: Generating) -> Generating:
-        async def failing(client: Engine, attempt: Attempt, index: int) -> Sample:
-            if attempt.prompt.prompt_id == "p0":
-                raise KeyError("tool")
-            return await generate(client, attempt, index)
-
-        return failing
-
-    bench = Bench(wrap=wrap)
-    async with running(bench):
-        await until(lambda: bench.balance()["quarantined"] == 1)
-    [letter] = bench.dispatcher.pool.dead_letters
-    assert letter.prompt_id == "p0"
+    assert isinstance(await failure_of(bench), StalledError)
 
 
 async def test_source_with_quarantined_prompts_only_is_an_error_that_says_so() -> None:
     bench = Bench(reward=fail_for("p0"), quarantine=100)
     bench.source.take = lambda count: [(0, Prompt(prompt_id="p0", token_ids=(1,), text=""))]  # type: ignore[method-assign]
-    with pytest.raises(ExceptionGroup) as caught:
-        async with running(bench):
-            await bench.dispatcher.cut(0)
-    assert "found only the 1 that are; the last is 'p0': data: reward raised Zero" in str(first_error(caught.value))
+    expected = "found only the 1 that are; the last is 'p0': data: reward raised Zero"
+    assert expected in str(await failure_of(bench))
 
 
 async def test_end_of_run_cancels_live_attempts_and_the_balance_adds_up() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.runtime.picture_processor import PictureProcessor
 from miles_async.types import Attempt, GenerateRequest, Generation, Picture, Prompt
 from tests.fakes.text_of_tokens import TextOfTokens
+from tests.property.builders import make_generation
 
 ATTEMPT = Attempt(attempt_id=0, prompt=Prompt(prompt_id="p", token_ids=(5, 6), text=""), epoch=0)
 
@@ -27,13 +27,8 @@ class Engine:
         self.requests.append(request)
         aborted = self.aborts and len(self.requests) == 1
         length = min(self.length // 2 if aborted else self.length, request.sampling["max_new_tokens"])
-        return Generation(
-            output_ids=np.arange(length, dtype=np.int32),
-            logprobs=np.zeros(length, np.float32),
-            weight_versions=np.zeros(length, np.int32),
-            finish_reason="abort" if aborted else "stop",
-            text=None if aborted else self.text,
-        )
+        finish_reason, text = ("abort", None) if aborted else ("stop", self.text)
+        return make_generation(range(length), finish_reason=finish_reason, text=text)
 
 
 def refuse(token_ids: Sequence[int]) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 
 import aiohttp
 import gymnasium
-import numpy as np
 import psutil
 
 from miles_async.integrations.gymnasium_text import GymnasiumText
@@ -38,6 +37,7 @@ from miles_async.types import (
 from miles_async.wiring.generation import SessionsOfRun
 from tests.fakes.keys import KEYS
 from tests.fakes.session_agents import CHAT, END, make_trajectory
+from tests.property.builders import make_generation
 from tests.unit.rollout.test_dispatcher import Bench, running
 from tests.unit.sessions.test_service import Workers, service_of
 
@@ -58,14 +58,7 @@ class Model:
         said = [*CHAT.tokenize(f"turn {len(turns)} of {request.routing_key}"), *END]
         turns.append(said)
         await asyncio.sleep(0)
-        return Generation(
-            output_ids=np.array(said, np.int32),
-            logprobs=np.full(len(said), -0.5, np.float32),
-            weight_versions=np.zeros(len(said), np.int32),
-            finish_reason="stop",
-            engines=("engine-0",),
-            prompt_tokens=len(request.input_ids),
-        )
+        return make_generation(said, engines=("engine-0",), prompt_tokens=len(request.input_ids))
 
 
 class Questions:

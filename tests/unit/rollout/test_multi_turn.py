@@ -45,6 +45,7 @@ from tests.fakes.chat_formats import TOOLS, chat_format
 from tests.fakes.pictures import picture, picture_processor
 from tests.fakes.reply_parsers import parse_qwen
 from tests.fakes.scripted_model import ScriptedModel
+from tests.property.builders import make_sample
 
 CHAT = chat_format("qwen3")
 PROMPT = Prompt(prompt_id="p0", token_ids=(1,), text="17*4?", messages=({"role": "user", "content": "17*4?"},))
@@ -364,16 +365,7 @@ async def test_a_step_that_returns_no_observation_says_so() -> None:
 
 # ------------------------------------------------------------------------------------------------------ rewards
 def rewarded(reward: float | None, finish_reason: FinishReason = "stop") -> Sample:
-    return Sample(
-        tokens=np.array([1, 2], np.int32),
-        prompt_length=1,
-        loss_mask=np.array([0, 1], np.uint8),
-        rollout_logprobs=np.zeros(2, np.float32),
-        weight_versions=np.array([-1, 0], np.int32),
-        text="",
-        finish_reason=finish_reason,
-        reward=reward,
-    )
+    return make_sample([0], reward=reward, finish_reason=finish_reason)
 
 
 async def test_a_reward_that_was_given_stays_and_the_runs_own_fills_in() -> None:

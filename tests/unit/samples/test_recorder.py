@@ -171,6 +171,21 @@ def test_at_the_limit_every_second_step_goes_and_the_whole_run_stays_covered(tmp
     assert state.bytes <= state.limit_bytes
 
 
+def test_files_that_people_remove_make_room_for_others(tmp_path: Path) -> None:
+    recorder = start(tmp_path)
+    batch(recorder, 1, (group(1),))
+    recorder.finish()
+    (only,) = samples_files(tmp_path)
+    recorder = start(tmp_path, limit=only.path.stat().st_size * 3 // 2)
+    only.path.unlink()
+    batch(recorder, 2, (group(2),))
+    recorder.finish()
+    state = read_state(tmp_path)
+    assert state is not None
+    assert [file.step for file in samples_files(tmp_path)] == [2]
+    assert state.train_every == 1
+
+
 def test_a_disk_that_cannot_be_written_is_one_warning_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("in the way")
     recorder = start(tmp_path)

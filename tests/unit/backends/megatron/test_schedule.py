@@ -9,15 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.backend import CRITIC, POLICY, MegatronBackend
+from miles_async.backends.megatron.learner import critic_optimizer
 from miles_async.backends.megatron.optimizer import change_peak, make_schedule
 
 
 def rates(total_steps: int, **arguments: object) -> list[float]:
+    return scheduled(total_steps, OptimizerArguments(lr=1.0, **arguments))
+
+
+def scheduled(total_steps: int, arguments: OptimizerArguments) -> list[float]:
     group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.0, "weight_decay": 0.0}
     optimizer: Any = torch.optim.SGD([group])
-    schedule = make_schedule(optimizer, OptimizerArguments(lr=1.0, **arguments), total_steps)
+    schedule = make_schedule(optimizer, arguments, total_steps)
     found = []
     for _ in range(total_steps):
         schedule.step(1)
@@ -33,6 +39,18 @@ def test_a_warm_up_takes_no_more_steps_than_the_run_has(decay: object) -> None:
 def test_a_shorter_warm_up_is_as_asked() -> None:
     assert rates(4, lr_warmup_iters=2) == pytest.approx([0.5, 1.0, 1.0, 1.0])
     assert rates(4, lr_warmup_iters=2, lr_decay_style="linear") == pytest.approx([0.5, 1.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("critic_lr", "expected"),
+    [(None, [1.0, 0.75, 0.5]), (0.1, [0.1, 0.1, 0.1]), (2.0, [2.0, 1.25, 0.5])],
+)
+def test_a_critic_decays_to_the_floor_of_the_policy_unless_it_begins_below(
+    critic_lr: float | None, expected: list[float]
+) -> None:
+    policy = OptimizerArguments(lr=1.0, min_lr=0.5, lr_warmup_iters=3, lr_decay_style="linear")
+    critic = critic_optimizer(CriticArguments(critic_lr=critic_lr, critic_lr_warmup_iters=1), policy)
+    assert scheduled(3, critic) == pytest.approx(expected)
 
 
 def test_a_schedule_continues_with_other_peaks() -> None:
