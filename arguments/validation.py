@@ -106,6 +106,18 @@ def check_required(arguments: Arguments) -> Iterator[str]:
         yield f"--prompt-data is required, the prompts: {EXPECTED}"
 
 
+def check_epochs(arguments: Arguments) -> Iterator[str]:
+    """Check that ``--num-epoch`` alone says how long the run is, and of what an epoch consists."""
+    rollout, data = arguments.rollout, arguments.data
+    if rollout.num_epoch is None:
+        return
+    given = f"--num-epoch {rollout.num_epoch}"
+    if rollout.num_rollout != 1:
+        yield f"{given} with --num-rollout {rollout.num_rollout}: either says how long the run is; leave one out"
+    if data.prompt_data_weights:
+        yield f"{given} with --prompt-data-weights, which draw rows without epochs: give --num-rollout"
+
+
 def check_sampling(arguments: Arguments) -> Iterator[str]:
     """Check that training samples from the distribution whose log-probs engines report (C12)."""
     rollout = arguments.rollout
@@ -190,6 +202,7 @@ GREEDY_BELOW = 1e-6  # SGLang (0.5) samples greedily below this temperature, and
 
 COMMON_CHECKS: tuple[Check, ...] = (
     check_required,
+    check_epochs,
     check_model,
     check_recomputation,
     check_adapters,

@@ -168,7 +168,6 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_noted("generation always continues after a publication: --pause-generation-mode says how",
             switches="partial-rollout"),
     *_noted("a group that a filter rejects is replaced by one more, at once", one="over-sampling-batch-size"),
-    *_refused("use --num-rollout (rollout steps): epochs × rows ÷ --rollout-batch-size", one="num-epoch"),
     *_refused("prompts come from --prompt-data: write them to a file first", one="data-source-path",
             switches="disable-rollout-global-dataset"),
     *_refused("a run that resumes (--load) knows its step: remove it", one="start-rollout-id"),

@@ -71,6 +71,7 @@ CLUSTER = """\
 """
 CORRECTION = "--use-rollout-logprobs\n"
 CORRECTIONS = {"--use-rollout-logprobs", "--use-tis"}
+CONVERTED = "_torch_dist"  # ends the name of a checkpoint that slime's and miles' tools converted
 BOUNDS = {"--max-weight-staleness", "--on-policy"}
 
 System = Literal["slime", "miles", "verl"]
@@ -154,17 +155,25 @@ def _command(script: Path) -> ShellCommand:
 
 
 def _forgive(translation: Translation, scripted: Mapping[str, Sequence[str]]) -> None:
-    """Make notes of flags that are refused, where the script's others leave them without effect."""
-    reasons = dict[str, str]()
+    """Make notes of flags that the script's others leave without effect, or say by themselves."""
+    remarks = dict[str, str]()
+    (model,), (reference,) = scripted.get("--hf-checkpoint") or ("",), scripted.get("--ref-load") or ("",)
     if "--use-kl-loss" not in scripted and same(" ".join(scripted.get("--kl-coef", ("0",))), "0"):
-        reasons["--ref-load"] = reasons["--ref-ckpt-step"] = (
-            "without a KL there is no reference, and the run starts from --hf-checkpoint"
+        remarks["--ref-load"] = remarks["--ref-ckpt-step"] = (
+            "changes nothing: without a KL there is no reference, and the run starts from --hf-checkpoint"
         )
-    if "--num-rollout" in scripted:
-        reasons["--num-epoch"] = "--num-rollout is given, and wins"
-    for flag, reason in reasons.items():
+    elif model and Path(reference).name.removesuffix(CONVERTED) == Path(model).name:
+        remarks["--ref-load"] = f"is taken as --ref-hf-checkpoint {model}: by its name, it is the same model, converted"
+        translation.words += ["--ref-hf-checkpoint", model]
+    for flag, remark in remarks.items():
         if translation.problems.pop(flag, None) is not None:
-            translation.notes[flag] = f"{' '.join((flag, *scripted[flag]))} changes nothing: {reason}"
+            translation.notes[flag] = f"{' '.join((flag, *scripted[flag]))} {remark}"
+    if {"--num-epoch", "--num-rollout"} <= set(scripted):
+        found = mentions(translation.words)
+        translation.words = [
+            word for flag, values in found if flag.partition("=")[0] != "--num-epoch" for word in (flag, *values) if word
+        ]
+        translation.notes["--num-epoch"] = "--num-epoch changes nothing: --num-rollout is given, and wins"
 
 
 def _sort_out(translation: Translation, migrated: Migrated) -> None:

@@ -76,7 +76,8 @@ class _Script:
         self.missing: list[str] = []
         # Only what follows is split into words: before it may be the end of a quoted text of several lines.
         self._call = re.compile(rf"(?:^|[\s/])({'|'.join(map(re.escape, programs))})(?:\s+(.*))?$")
-        self._values: dict[str, list[str] | None] = {}  # variable → its words; None: only the shell knows
+        # Variable → its words; None: only the shell knows. Paths may begin with ~ in our flags.
+        self._values: dict[str, list[str] | None] = {"HOME": ["~"]}
         self._times: dict[str, int] = {}  # variable → assignments
         self._blocks = 0  # conditions and loops that are open
         self._conditional: set[str] = set()  # variables whose words depend on one

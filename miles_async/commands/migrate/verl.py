@@ -126,9 +126,11 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
     _optimizer_steps(values, done)
     _kl_in_reward(values, done)
     if values.get("trainer.total_training_steps", "None") == "None":
-        for key in ("trainer.total_epochs", "rollout.total_rollout_steps"):
-            if key in values and (row := row_of(key)) is not None:
-                done.unmapped.append(f"{key}={values[key]}: {row.note.replace('`', '')}")
+        key = "rollout.total_rollout_steps"
+        if (row := row_of(key)) is not None and key in values:
+            done.unmapped.append(f"{key}={values[key]}: {row.note.replace('`', '')}")
+        else:
+            done.words += ["--num-epoch", values["trainer.total_epochs"]]
     beta1, beta2 = (*_items(values[f"{_ACTOR}.optim.betas"]), "", "")[:2]
     done.words += ["--adam-beta1", beta1, "--adam-beta2", beta2]
     if (seconds := values.get("actor_rollout_ref.nccl_timeout")) is not None:
