@@ -8,7 +8,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.algorithm import AlgorithmArguments, PolicyLossName
 from miles_async.arguments.model import ModelArguments, num_experts
 from miles_async.arguments.model_files import read_config
-from miles_async.arguments.specification import flag_specifications
+from miles_async.arguments.specification import flag_specifications, group_flags
 
 AGAINST_SAMPLER: frozenset[PolicyLossName] = frozenset({"sat", "sat_gspo", "dis"})
 """Losses whose ratio is against the policy that sampled; against another they see no staleness."""
@@ -55,7 +55,7 @@ def _check_advantages(arguments: Arguments) -> Iterator[str]:
             f"--n-samples-per-prompt 1 with --advantage-estimator {algorithm.advantage_estimator}: a group of one has "
             "nothing to compare with, every advantage is 0; use at least 2, or --advantage-estimator reinforce"
         )
-    elif arguments.staleness.min_samples(samples) == 1 and compares:
+    elif samples > 1 and compares and arguments.staleness.min_samples(samples) == 1:
         yield (
             f"--min-group-fraction {arguments.staleness.min_group_fraction:g} of --n-samples-per-prompt {samples} may "
             f"leave a group of one, which has nothing to compare with: raise it to at least {2 / samples:g}"
@@ -254,3 +254,13 @@ def check_trained_critic(arguments: Arguments) -> Iterator[str]:
             f"--num-critic-only-steps {alone} leaves none of --num-rollout "
             f"{arguments.rollout.num_rollout} for the policy: lower it, or raise --num-rollout"
         )
+
+
+def check_absent_critic(arguments: Arguments) -> Iterator[str]:
+    """Check a run whose own ``--token-advantages`` need no critic for flags of one."""
+    for flag in group_flags("critic"):
+        if flag.value_in(arguments) != flag.default:
+            yield (
+                f"{flag.flag} has no effect with --token-advantages {arguments.algorithm.token_advantages}, whose "
+                "needs do not name values, which a critic gives: leave it out"
+            )

@@ -9,6 +9,7 @@ relative to that file; every other relative path in it stays relative to the wor
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ def _expand(words: Sequence[str], directory: Path, including: tuple[Path, ...]) 
         if not (word.startswith("@") and len(word) > 1):
             yield word
             continue
-        path = _preset(word) if word.startswith(_PRESET) else directory / Path(word[1:]).expanduser()
+        path = _preset(word) if word.startswith(_PRESET) else directory / os.path.expanduser(word[1:])
         if path.resolve() in including:
             raise ConfigurationError(
                 f"{word}: argument files include each other: {including[-1]} includes {path} again"

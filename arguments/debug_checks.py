@@ -32,12 +32,7 @@ def check_debug(arguments: Arguments) -> Iterator[str]:
     if saved is not None and debug.sides == "trainer":
         yield "--save-debug-rollout-data without a rollout side, which makes the data: leave it out"
     loaded = debug.load_debug_rollout_data
-    if loaded is not None and os.path.isfile(zeroth := file_of_step(loaded, 0)) and zeroth != loaded:
-        yield (
-            f"--load-debug-rollout-data {loaded}: there is a file {zeroth}, and steps count from 1: an earlier version "
-            "counted from 0; add 1 to the number in the name of each file, from the last to the first"
-        )
-    elif loaded is not None and checkpoint.load is None and not os.path.isfile(first := file_of_step(loaded, 1)):
+    if loaded is not None and checkpoint.load is None and not os.path.isfile(first := file_of_step(loaded, 1)):
         yield f"--load-debug-rollout-data {loaded}: there is no file {first}"
     if debug.sides == "both":
         return

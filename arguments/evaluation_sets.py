@@ -173,7 +173,9 @@ def _read(path: Path, where: str) -> Any:
 def _given(data_sets: Any, where: str) -> Iterator[tuple[JsonObject, str]]:
     """(keys of a data set, its place for messages): a list of them, or an object with their names."""
     if isinstance(data_sets, Mapping):
-        data_sets = [{"name": str(name), **(given or {})} for name, given in data_sets.items()]
+        data_sets = [
+            {"name": str(name), **given} if isinstance(given, Mapping) else given for name, given in data_sets.items()
+        ]
     if not isinstance(data_sets, list):
         raise ConfigurationError(f"{where}: expected datasets to be a list, found {_shown(data_sets)}")
     for number, given in enumerate(data_sets):

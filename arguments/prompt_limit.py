@@ -20,10 +20,11 @@ class PromptLimit:
     change: str  # what lets longer prompts in
 
 
-def asked_limit(data: DataArguments) -> PromptLimit | None:
-    """The limit that ``--rollout-max-prompt-len`` asks for."""
-    tokens = data.rollout_max_prompt_len
-    if tokens is None:
+def asked_limit(data: DataArguments, held_out: EvaluationSet | None = None) -> PromptLimit | None:
+    """The limit that ``--rollout-max-prompt-len``, or the file of ``held_out`` prompts, asks for."""
+    if held_out is not None and (tokens := held_out.max_prompt_len) is not None:
+        return PromptLimit(tokens, f"max_prompt_len of {held_out.name} in --eval-config is {tokens}", "raise it")
+    if (tokens := data.rollout_max_prompt_len) is None:
         return None
     return PromptLimit(tokens, f"--rollout-max-prompt-len is {tokens}", "raise --rollout-max-prompt-len")
 
@@ -35,7 +36,7 @@ def prompt_limit(arguments: Arguments, held_out: EvaluationSet | None = None) ->
     separate limit; in one turn, a sample may exceed ``--max-tokens-per-gpu``. Raises ConfigurationError for a file of
     ``--server-groups`` that cannot be read.
     """
-    limits = [asked] if (asked := _asked_limit(arguments.data, held_out)) else []
+    limits = [asked] if (asked := asked_limit(arguments.data, held_out)) else []
     if arguments.sessions.is_multi_turn:
         most = trajectory_limit(arguments)
         reason = f"trajectories have at most {most} tokens (--max-tokens-per-gpu, or the context of model and engines)"
@@ -50,13 +51,6 @@ def prompt_limit(arguments: Arguments, held_out: EvaluationSet | None = None) ->
             left = f"{flag} {response} leaves {room or 'none'} of {context.name}"
             limits.append(PromptLimit(room, left, f"lower {flag}"))
     return min(limits, key=lambda limit: limit.tokens, default=None)
-
-
-def _asked_limit(data: DataArguments, held_out: EvaluationSet | None) -> PromptLimit | None:
-    if held_out is None or held_out.max_prompt_len is None:
-        return asked_limit(data)
-    reason = f"max_prompt_len of {held_out.name} in --eval-config is {held_out.max_prompt_len}"
-    return PromptLimit(held_out.max_prompt_len, reason, "raise it")
 
 
 def trajectory_limit(arguments: Arguments) -> int:

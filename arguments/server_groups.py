@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -105,7 +106,7 @@ def read_server_groups(path: Path) -> tuple[ServerGroup, ...]:
             for option in group.sglang:
                 if row := FOREIGN_FLAGS.get(f"--sglang-{option}"):
                     raise ConfigurationError(f"{where}: sglang may not have {option}: {row.note}")
-            model = group.model and str(Path(group.model).expanduser().absolute())
+            model = group.model and str(Path(os.path.expanduser(group.model)).absolute())
             groups.append(msgspec.structs.replace(group, model=model))
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{where}: {error}") from error

@@ -16,16 +16,12 @@ from miles_async.arguments.sessions import (
 )
 
 
-def check_reasoning_parser(arguments: Arguments) -> Iterator[str]:
-    """Check that the parser of reasoning is known."""
-    name, known = arguments.sessions.reasoning_parser, (AUTO, "think", *REASONING_PARSERS)
-    if name is not None and name not in known:
-        yield f"--reasoning-parser {name}: expected one of {', '.join(known)}"
-
-
 def check_trajectories(arguments: Arguments) -> Iterator[str]:
-    """Check that trajectories have one source, and multi-turn ones a chat template."""
+    """Check that trajectories have one source and a known parser, and multi-turn ones a chat template."""
     sessions = arguments.sessions
+    parser, known = sessions.reasoning_parser, (AUTO, "think", *REASONING_PARSERS)
+    if parser is not None and parser not in known:
+        yield f"--reasoning-parser {parser}: expected one of {', '.join(known)}"
     if sessions.environment is not None:
         environment, config = sessions.environment, sessions.environment_config
         yield from refusal(lambda: parse_environment(environment))

@@ -131,7 +131,10 @@ class FlagSpecification:
                 raise ValueError("expected a path, found an empty text")
             if value.startswith("$"):
                 raise ValueError(f"expected a path, found {value!r}: variables are not expanded here, a ~ is")
-            return Path(value).expanduser()
+            try:
+                return Path(value).expanduser()
+            except RuntimeError:
+                raise ValueError(f"expected a path, found {value!r}: there is no such user") from None
         if self.choices and not self.is_choice(value):
             names = (*self.accepted, "none") if self.optional else self.accepted
             hint = did_you_mean(found, self.choices)

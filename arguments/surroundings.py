@@ -111,11 +111,6 @@ def check_outputs(arguments: Arguments) -> Iterator[str]:
         yield "--max-run-restarts without --save-interval: a restarted run would begin from zero"
     run_dir = arguments.observability.run_dir.absolute()
     save = checkpoint.save.absolute() if checkpoint.save is not None else None
-    if checkpoint.max_run_restarts and save is not None and save.is_relative_to(run_dir):
-        yield (
-            f"--max-run-restarts with --save {save} inside --run-dir {run_dir}, which a restart moves aside: choose "
-            "another --save"
-        )
     retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if save is not None and retained is not None and (interval is None or retained % interval):
         yield (

@@ -26,7 +26,7 @@ from miles_async.arguments.prompt_files import EXPECTED
 from miles_async.arguments.reward_checks import check_group_filters, check_rewards
 from miles_async.arguments.routing import check_routing_replay
 from miles_async.arguments.server_groups import check_server_groups
-from miles_async.arguments.session_checks import check_reasoning_parser, check_trajectories
+from miles_async.arguments.session_checks import check_trajectories
 from miles_async.arguments.sessions import AUTO, TOOL_CALL_PARSERS
 from miles_async.arguments.specification import MODULE_ATTR, flag_specifications
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
@@ -223,7 +223,6 @@ GENERATED_CHECKS: tuple[Check, ...] = (
     check_rewards,
     check_evaluation,
     check_hooks,
-    check_reasoning_parser,
     check_trajectories,
     check_deadlines,
     check_router_port,

@@ -82,23 +82,22 @@ def check_machine(extras: str) -> None:
     found = "{}.{}.{}".format(*sys.version_info[:3])
     if sys.version_info[:2] != PYTHON_VERSION:
         fail(
-            "Python {0} is needed, but {1} is {2}: install Python {0}, or run "
-            "`make setup PYTHON=<path of {3}>`.".format(PYTHON[6:], sys.executable, found, PYTHON)
+            f"Python {PYTHON[6:]} is needed, but {sys.executable} is {found}: install Python {PYTHON[6:]}, or run "
+            f"`make setup PYTHON=<path of {PYTHON}>`."
         )
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
     except ImportError:
         fail(
-            "the venv module of Python {} is missing: install it (Debian, Ubuntu: `apt-get install {}-venv`).".format(
-                found, PYTHON
-            )
+            f"the venv module of Python {found} is missing: install it (Debian, Ubuntu: `apt-get install "
+            f"{PYTHON}-venv`)."
         )
     free = shutil.disk_usage(str(ROOT)).free / 2**30
     if free < NEEDED_GIB[extras]:
         fail(
-            "{:.1f} GiB are free at {}, but the environment needs about {} GiB: "
-            "make room and run `make setup` again.".format(free, ROOT, NEEDED_GIB[extras])
+            f"{free:.1f} GiB are free at {ROOT}, but the environment needs about {NEEDED_GIB[extras]} GiB: "
+            "make room and run `make setup` again."
         )
     if extras == "gpu":
         check_compilation()
@@ -111,7 +110,7 @@ def check_compilation() -> None:
         problems.append("there is no C++ compiler on PATH: apt-get install g++")
     python_header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not python_header.is_file():
-        problems.append("there is no {}: apt-get install {}-dev".format(python_header, PYTHON))
+        problems.append(f"there is no {python_header}: apt-get install {PYTHON}-dev")
     problems += glibc_problems()
     if problems:
         fail(
@@ -127,7 +126,7 @@ def glibc_problems() -> list:
     numbers = re.search(r"(\d+)\.(\d+)", found)
     if numbers and [int(number) for number in numbers.groups()] >= [int(number) for number in wanted.split(".")]:
         return []
-    return ["the C library is {}, and wheels for GPUs need glibc {}: use a newer system".format(found, wanted)]
+    return [f"the C library is {found}, and wheels for GPUs need glibc {wanted}: use a newer system"]
 
 
 def environment_is_usable() -> bool:
@@ -199,7 +198,7 @@ def pip(arguments: list, total: int = 0, environment: "dict | None" = None) -> N
             if line.startswith(("Collecting ", "Processing ", "Requirement already satisfied")):
                 seen += 1
                 if total and seen % 25 == 0:
-                    say("  {} of {} packages found".format(seen, total))
+                    say(f"  {seen} of {total} packages found")
             elif line.startswith("Installing collected packages") and total:
                 say("  unpacking them (about a minute)")
     if process.returncode == 0:
@@ -222,7 +221,7 @@ def install_lock(extras: str) -> None:
     ready = {name: pin for name, pin in pins.items() if name not in apart}
     chosen = VENV / "pins.txt"
     chosen.write_text("".join(pin + "\n" for pin in ready.values()))
-    say("installing {} packages of {} ({})".format(len(ready), LOCKS[extras].name, COSTS[extras]))
+    say(f"installing {len(ready)} packages of {LOCKS[extras].name} ({COSTS[extras]})")
     pip(["install", "--no-deps", "--requirement", str(chosen)], total=len(ready))
     if "torch" in pins and "torch" not in ready:
         install_torch(pins["torch"])
@@ -238,7 +237,7 @@ def compile_packages(venv: Path) -> None:
     complete_toolkit(venv)
     pins = read_pins(LOCKS["gpu"])
     for name in sorted(COMPILED):
-        say("compiling {} ({})".format(pins[name], COMPILATION_COSTS))
+        say(f"compiling {pins[name]} ({COMPILATION_COSTS})")
         command = ["--python", str(venv / "bin" / "python"), "install", "--no-deps", "--no-build-isolation"]
         pip([*command, pins[name]], environment=build_environment(venv))
 
@@ -253,20 +252,18 @@ def install_torch(pin: str) -> None:
     if not served_libraries(pin):
         pip(["install", "--no-deps", pin])
         return
-    say("pip's index has the CUDA build of {}: asking PyTorch's index for the CPU build".format(pin))
+    say(f"pip's index has the CUDA build of {pin}: asking PyTorch's index for the CPU build")
     command = [str(VENV_PYTHON), "-m", "uv", "pip", "install", "--python", str(VENV_PYTHON)]
     command += ["--no-deps", "--reinstall-package", "torch", "--torch-backend=cpu", pin]
     if subprocess.run(command, universal_newlines=True, **OUTPUT).returncode == 0:
-        say("installed the CPU build of {}".format(pin))
+        say(f"installed the CPU build of {pin}")
         return
-    say("PyTorch's index cannot be reached: installing the CUDA build with its libraries ({})".format(CUDA_TORCH_COSTS))
+    say(f"PyTorch's index cannot be reached: installing the CUDA build with its libraries ({CUDA_TORCH_COSTS})")
     free = shutil.disk_usage(str(ROOT)).free / 2**30
     if free < CUDA_TORCH_GIB:
         fail(
-            "{:.1f} GiB are free at {}, but the CUDA build of torch needs about {} GiB: make room, or set "
-            "PIP_EXTRA_INDEX_URL to an index that has a CPU build, and run `make setup` again.".format(
-                free, ROOT, CUDA_TORCH_GIB
-            )
+            f"{free:.1f} GiB are free at {ROOT}, but the CUDA build of torch needs about {CUDA_TORCH_GIB} GiB: make "
+            "room, or set PIP_EXTRA_INDEX_URL to an index that has a CPU build, and run `make setup` again."
         )
     pip(["install", "--constraint", str(VENV / "pins.txt"), pin])
 
@@ -311,7 +308,7 @@ def uses_cuda_libraries() -> bool:
     """Whether the environment's torch is a CUDA build."""
     code = (
         "import importlib.metadata as m, sys; "
-        "sys.exit(not any(line.startswith({!r}) for line in m.requires('torch') or []))".format(CUDA_LIBRARIES)
+        f"sys.exit(not any(line.startswith({CUDA_LIBRARIES!r}) for line in m.requires('torch') or []))"
     )
     return subprocess.run([str(VENV_PYTHON), "-c", code], stderr=subprocess.DEVNULL).returncode == 0
 
@@ -344,7 +341,7 @@ def main() -> None:
         return
     asked = options.extras
     if asked not in LOCKS:
-        fail("there are no extras named '{}': EXTRAS can be gpu.".format(asked))
+        fail(f"there are no extras named '{asked}': EXTRAS can be gpu.")
 
     had_extras, had_fingerprint = read_stamp()
     extras = asked or had_extras
@@ -361,7 +358,7 @@ def main() -> None:
     install_lock(extras)
     check_torch()
     STAMP.write_text(extras + "\n" + wanted + "\n")
-    say("done in {:.0f} s".format(time.monotonic() - started))
+    say(f"done in {time.monotonic() - started:.0f} s")
 
 
 if __name__ == "__main__":

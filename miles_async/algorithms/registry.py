@@ -177,8 +177,8 @@ def check_own(arguments: AlgorithmArguments) -> None:
 
 
 def own_need_critic(arguments: AlgorithmArguments) -> bool:
-    """Return whether ``--token-advantages`` from user code need a critic."""
-    made = token_advantages(arguments) if ":" in (arguments.token_advantages or "") else None
+    """Return whether ``--token-advantages``, which come from user code, need a critic."""
+    made = token_advantages(arguments)
     return made is not None and "values" in made.needs
 
 

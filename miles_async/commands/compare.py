@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from miles_async.arguments.words import did_you_mean
 from miles_async.commands.parser import CommandParser
+from miles_async.commands.tables import printed
 from miles_async.errors import ConfigurationError
 from miles_async.observability.metrics_file import FILE_NAME, read_metrics
 from miles_async.observability.plots import AVERAGE_WINDOW, is_of_steps, moving_average, plot_curves, series
@@ -27,7 +26,6 @@ from miles_async.watch.views.flags import PLACE, as_words
 
 METRICS = ("reward/mean", "eval/reward", "age/mean", "time/step_seconds")
 SUPERVISED_METRICS = ("train/loss", "time/step_seconds")
-WIDTH = 120  # columns, where the output is not a terminal
 CURVE_WIDTH = 40  # characters of the longest curve
 
 
@@ -63,7 +61,8 @@ def compare(words: Sequence[str]) -> str:
     by_name = len({directory.resolve().name for directory in directories}) == len(directories)
     runs = [_read(each, each.resolve().name if by_name else str(each)) for each in directories]
     metrics = _metrics(runs, parsed.metric)
-    text = _printed(_flag_table(runs), _curve_table(runs, metrics))
+    shown = printed(_flag_table(runs), "", _curve_table(runs, metrics), "")
+    text = "".join(f"{line.rstrip()}\n" for line in shown.splitlines())
     if parsed.output is not None:
         try:
             plot_curves({run.name: run.rows for run in runs}, metrics, parsed.output)
@@ -91,7 +90,8 @@ def _read(directory: Path, name: str) -> Run:
 
 
 def _metrics(runs: Sequence[Run], asked: Sequence[str] | None) -> list[str]:
-    there = sorted({name for run in runs for row in run.rows for name in row} - {"step", "time"})
+    measured = {name for run in runs for row in run.rows for name, value in row.items() if value is not None}
+    there = sorted(measured - {"step", "time"})
     for name in asked or ():
         if name not in there:
             raise ConfigurationError(f"--metric {name}: no run has it{did_you_mean(name, there)}")
@@ -143,12 +143,3 @@ def _resampled(values: Sequence[float], width: int) -> list[float]:
     count = min(width, len(values))
     bounds = [len(values) * number // count for number in range(count + 1)] if count else []
     return [sum(values[low:high]) / (high - low) for low, high in pairwise(bounds)]
-
-
-def _printed(*parts: Table | str) -> str:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part)
-            console.print()
-    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())

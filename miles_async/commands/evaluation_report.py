@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from miles_async.errors import ConfigurationError
@@ -44,7 +43,7 @@ class Report:
     """A report as text, and as evaluation.json has it."""
 
     text: str
-    record: Mapping[str, object] = field(default_factory=dict)
+    record: Mapping[str, object]
 
 
 def evaluated(run_dir: Path) -> Evaluated:
@@ -62,13 +61,15 @@ def evaluated(run_dir: Path) -> Evaluated:
             rewards.setdefault(name, {}).setdefault(row.prompt_id, []).append(row.reward)
             asked.setdefault(name, {})[row.prompt_id] = row.samples
     data_sets = {
-        name: _data_set(rewards.get(name, {}), asked.get(name, {}), note, name) for name in note.asked | rewards
+        name: _data_set(rewards.get(name, {}), asked.get(name, {}), note, total) for name, total in note.asked.items()
     }
     return Evaluated(run_dir=run_dir, note=note, data_sets=data_sets)
 
 
-def _data_set(rewards: Mapping[str, list[float]], asked: Mapping[str, int], note: FileNote, name: str) -> DataSet:
-    """If the evaluation went to its end, samples that are absent have failed. Otherwise prompts that lack some are left
+def _data_set(rewards: Mapping[str, list[float]], asked: Mapping[str, int], note: FileNote, total: int) -> DataSet:
+    """``asked``: samples of each prompt; ``total``: of all.
+
+    If the evaluation went to its end, samples that are absent have failed. Otherwise prompts that lack some are left
     out: the short answers of a prompt come first.
     """
     whole = note.why_fewer is None
@@ -76,7 +77,7 @@ def _data_set(rewards: Mapping[str, list[float]], asked: Mapping[str, int], note
     return DataSet(
         rewards=kept,
         samples=sum(map(len, rewards.values())),
-        asked=note.asked.get(name, sum(asked.values())),  # of an earlier version: of prompts with a sample only
+        asked=total,
         left_out=len(rewards) - len(kept),
     )
 
@@ -99,11 +100,6 @@ def report(found: Evaluated, before: Evaluated | None = None) -> Report:
     if before is not None:
         record["against"] = {"run_dir": str(before.run_dir), "data_sets": _differences(found, before, lines)}
     return Report(text="\n".join([*lines, METHOD]) + "\n", record=record)
-
-
-def write_report(run_dir: Path, result: Report) -> None:
-    """Write evaluation.json."""
-    (run_dir / REPORT_FILE).write_text(json.dumps(result.record, indent=2) + "\n")
 
 
 def _differences(found: Evaluated, before: Evaluated, lines: list[str]) -> dict[str, object]:

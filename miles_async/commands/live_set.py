@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles_async.arguments.live import IN_FORCE, REQUESTS
-from miles_async.arguments.specification import flag_specifications
+from miles_async.arguments.live import IN_FORCE, REQUESTS, as_typed
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.network.control import call
@@ -47,6 +46,6 @@ def _parsed(words: Sequence[str]) -> dict[str, str]:
 
 
 def _names() -> str:
-    flags = ", ".join(flag_specifications()[name].flag.removeprefix("--") for name in IN_FORCE)
+    flags = ", ".join(map(as_typed, IN_FORCE))
     requests = ", ".join(f"{name}={'|'.join(words)}" for name, words in REQUESTS.items())
     return f"Names: {flags} (as the flags of `miles-async train`); {requests}."

@@ -44,9 +44,6 @@ def replay(words: Sequence[str]) -> Iterator[str]:
         )
     replayed = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
     yield f"{replayed}, {run.finished_groups} finished groups, {run.frames} frames: all identical\n"
-    if run.unrecorded:
-        names = ", ".join(sorted(run.unrecorded))
-        yield f"not compared: {names}, which the run, of an earlier version, did not record\n"
     if not run.complete:
         yield f"the schedule ends with frame {run.frames}, in step {run.step}: the run was killed, or still runs\n"
 

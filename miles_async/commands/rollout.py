@@ -6,6 +6,7 @@ interrupted.
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from miles_async.arguments.parser import ParsedCommandLine, parse_arguments
 from miles_async.arguments.rewards import RewardArguments
 from miles_async.arguments.sessions import SessionsArguments
 from miles_async.checkpoints.files import find_checkpoint
-from miles_async.commands.evaluation_report import Evaluated, evaluated, report, write_report
+from miles_async.commands.evaluation_report import REPORT_FILE, Evaluated, evaluated, report
 from miles_async.commands.parser import CommandParser
 from miles_async.commands.train import train_config
 from miles_async.errors import ConfigurationError, MilesAsyncError
@@ -117,7 +118,7 @@ def _run(name: str, text: str, words: Sequence[str], show: Show) -> int:
     if status and not samples_files(run_dir):
         return status  # interrupted before a sample ended
     result = report(evaluated(run_dir), before)
-    write_report(run_dir, result)
+    (run_dir / REPORT_FILE).write_text(json.dumps(result.record, indent=2) + "\n")
     show(result.text)
     return status
 

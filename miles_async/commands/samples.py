@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-from miles_async.commands.parser import CommandParser
+from miles_async.commands.parser import CommandParser, at_least_one
 from miles_async.commands.samples_view import conversation, state_notes, summary_table, token_table
 from miles_async.errors import ConfigurationError, DataError
 from miles_async.runtime.files.run_directory import check_directory
@@ -22,6 +22,10 @@ def samples(words: Sequence[str]) -> Iterator[str]:
     """Yield the output of ``miles-async samples``. Raises ConfigurationError and DataError."""
     parser = _parser()
     parsed = parser.parse_args(words)
+    if parsed.reverse and parsed.sort is None:
+        parser.error("--reverse orders what --sort names: give both")
+    if parsed.tokens and parsed.show is None:
+        parser.error("--tokens is about the sample of --show: give both")
     run_dir: Path = parsed.directory
     check_directory(run_dir)
     if not samples_files(run_dir):
@@ -91,7 +95,9 @@ def _parser() -> CommandParser:
     parser.add_argument("--text", metavar="WORDS", help="with this text in prompt, response or conversation")
     parser.add_argument("--sort", choices=get_args(Order), help="largest first (default: by step)")
     parser.add_argument("--reverse", action="store_true", help="smallest first")
-    parser.add_argument("--limit", type=int, default=SHOWN, metavar="N", help=f"rows to print (default: {SHOWN})")
+    parser.add_argument(
+        "--limit", type=at_least_one, default=SHOWN, metavar="N", help=f"rows to print (default: {SHOWN})"
+    )
     parser.add_argument(
         "--show", type=int, metavar="ROW", help="print the sample of this row of the table, as a conversation"
     )

@@ -6,16 +6,15 @@ import json
 from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from miles_async.commands.tables import printed
 from miles_async.runtime.texts import escaped
 from miles_async.samples.columns import LOSS, MASK_REASONS, SampleRow, SampleSummary
 from miles_async.samples.files import SamplesState
 
 NONE = "–"
-WIDTH = 120  # columns, where the output is not a terminal
 TOKENS_WIDTH = 150  # columns that all figures of a token need
 PROMPT_SHOWN = 30  # characters of a prompt's end
 RESPONSE_SHOWN = 2000  # characters of a response in a table's row before the terminal's width cuts it
@@ -36,7 +35,7 @@ def summary_table(rows: Sequence[SampleSummary]) -> str:
             *map(Text, (f"{row.length}", NONE if row.age is None else f"{row.age}", end)),
             Text(escaped(f"{row.prompt[-PROMPT_SHOWN:]} → {row.response[:RESPONSE_SHOWN]}")),
         )
-    return _printed(table)
+    return printed(table)
 
 
 def conversation(row: SampleRow) -> str:
@@ -75,7 +74,7 @@ def token_table(row: SampleRow) -> str:
             cells.append(_number(row.rollout_logprobs[index] - trainer[index] if loss else None))
         reason = "" if loss else MASK_REASONS[row.mask_reasons[index]]
         table.add_row(*map(Text, cells), Text(reason), Text(escaped(row.token_texts[index])))
-    return "\n".join(_facts(row)) + "\n" + _printed(table, wide=True)
+    return "\n".join(_facts(row)) + "\n" + printed(table, least=TOKENS_WIDTH)
 
 
 def state_notes(state: SamplesState) -> str:
@@ -127,12 +126,3 @@ def _messages(row: SampleRow) -> Iterator[tuple[str, str]]:
 
 def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:.4g}"
-
-
-def _printed(table: Table, *, wide: bool = False) -> str:
-    terminal = Console()
-    width = terminal.width if terminal.is_terminal else WIDTH
-    console = Console(width=max(width, TOKENS_WIDTH) if wide else width)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()

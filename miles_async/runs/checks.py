@@ -363,7 +363,7 @@ def check_hooks(arguments: Arguments) -> None:
     """
     from miles_async.algorithms import registry
     from miles_async.api import Generate
-    from miles_async.arguments.algorithm_checks import check_trained_critic
+    from miles_async.arguments.algorithm_checks import check_absent_critic, check_trained_critic
     from miles_async.observability.trackers import check_tracker
     from miles_async.rollout.group_filters import group_filter
     from miles_async.runtime.hooks import load_object
@@ -375,8 +375,9 @@ def check_hooks(arguments: Arguments) -> None:
     episode.check_hooks(arguments)
     group_filter(arguments.rewards)
     registry.check_own(arguments.algorithm)
-    if registry.own_need_critic(arguments.algorithm):
-        refuse([*check_trained_critic(arguments)])
+    if ":" in (arguments.algorithm.token_advantages or ""):
+        needed = registry.own_need_critic(arguments.algorithm)
+        refuse([*(check_trained_critic if needed else check_absent_critic)(arguments)])
     if arguments.rollout.custom_generate_function_path:
         load_object(arguments.rollout.custom_generate_function_path, Generate, "--custom-generate-function-path")
 

@@ -72,7 +72,6 @@ class Replay:
         self.frames = 0  # read until now
         self.step = 1  # whose batch is being collected
         self.finished_groups = 0
-        self.unrecorded: set[str] = set()  # arrays of the batches without a recorded digest: the run is older
         self.complete = False  # the run ended by itself, if only by an error or Ctrl-C
         self._path = path
         self._pool = make_pool(self._note)
@@ -180,8 +179,7 @@ class Replay:
         except MilesAsyncError as error:
             raise ReplayDifference(f"step {step}, frame {self.frames}: expected a batch, found {error}") from error
         found = digests(shards)
-        self.unrecorded |= found.keys() - frame.digests.keys()
-        if different := [name for name, digest in frame.digests.items() if found.get(name) != digest]:
+        if different := [name for name in frame.digests | found if found.get(name) != frame.digests.get(name)]:
             left, right = ({name: side.get(name) for name in different} for side in (frame.digests, found))
             raise ReplayDifference(f"step {step}, frame {self.frames}: expected a batch with {left}, found {right}")
         return ReplayedBatch(

@@ -56,7 +56,7 @@ def from_verl(words: Sequence[str], program: str = PROGRAMS[0]) -> Migrated:
         row, shown = row_of(key), f"{names.get(key, key)}={value}"
         if row is None:
             done.unmapped.append(f"{shown}: unknown key")
-        elif row.when is not None and not row.when.holds(values):
+        elif not _counts(row, values):
             if key in names:
                 noted.setdefault(f"no effect without {row.when}", []).append(shown)
         elif row.verdict == "noted" and (not row.only or value in row.only):
@@ -72,6 +72,14 @@ def from_verl(words: Sequence[str], program: str = PROGRAMS[0]) -> Migrated:
         ]
     done.not_needed += [f"{', '.join(keys)}: {note}" for note, keys in noted.items()]
     return done
+
+
+def _counts(row: VerlKey, values: Mapping[str, str]) -> bool:
+    """True unless other keys leave ``row``, or a key that it depends on, without effect."""
+    if row.when is None:
+        return True
+    condition = row_of(row.when.key)
+    return row.when.holds(values) and (condition is None or _counts(condition, values))
 
 
 def _in_steps(values: Mapping[str, str]) -> dict[str, str]:
@@ -125,6 +133,8 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
         done.words += words(values)
     _optimizer_steps(values, done)
     _kl_in_reward(values, done)
+    _critic_alone(values, done)
+    _deadline(values, done)
     if values.get("trainer.total_training_steps", "None") == "None":
         key = "rollout.total_rollout_steps"
         if (row := row_of(key)) is not None and key in values:
@@ -133,8 +143,6 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
             done.words += ["--num-epoch", values["trainer.total_epochs"]]
     beta1, beta2 = (*_items(values[f"{_ACTOR}.optim.betas"]), "", "")[:2]
     done.words += ["--adam-beta1", beta1, "--adam-beta2", beta2]
-    if (seconds := values.get("actor_rollout_ref.nccl_timeout")) is not None:
-        done.words += ["--distributed-timeout-minutes", f"{float(seconds) / 60:g}"]
     loggers = _items(values.get("trainer.logger", ""))
     done.words += [f"--use-{tracker}" for tracker in TRACKERS if tracker in loggers]
     for key, value in values.items():
@@ -215,6 +223,25 @@ def _kl_in_reward(values: Mapping[str, str], done: Migrated) -> None:
     if estimator == "reinforce_plus_plus":  # gae takes the coefficient itself
         done.words += ["--token-advantages", "kl_in_reward"]
     done.words += ["--kl-coef", coefficient, "--kl-reward-type", _KL.get(kind, kind)]
+
+
+def _critic_alone(values: Mapping[str, str], done: Migrated) -> None:
+    """The policy is trained from step critic_warmup on, and the first step is 1."""
+    key, estimator = "trainer.critic_warmup", values["algorithm.adv_estimator"]
+    if estimator != "gae" or (first := values.get(key, "0")) in ("0", "1"):
+        return
+    if first.isdigit():
+        done.words += ["--num-critic-only-steps", str(int(first) - 1)]
+    else:
+        done.unmapped.append(f"{key}={first}: give --num-critic-only-steps, this minus 1")
+
+
+def _deadline(values: Mapping[str, str], done: Migrated) -> None:
+    key = "actor_rollout_ref.nccl_timeout"
+    if (seconds := values.get(key, "None")).isdigit():
+        done.words += ["--distributed-timeout-minutes", f"{int(seconds) / 60:g}"]
+    elif seconds != "None":
+        done.unmapped.append(f"{key}={seconds}: give --distributed-timeout-minutes, this over 60")
 
 
 def _saving(values: Mapping[str, str]) -> Iterator[str]:

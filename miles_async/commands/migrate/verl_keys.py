@@ -40,6 +40,12 @@ _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout
 _MEGATRON, _OPTIM = f"{_ACTOR}.megatron", f"{_ACTOR}.optim"
 _ESTIMATOR, _LOSS_MODE = "algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode"
 _GAE = When(_ESTIMATOR, ("gae",))
+_CORRECTION = "algorithm.rollout_correction"
+_BYPASS, _WEIGHTS = f"{_CORRECTION}.bypass_mode", ("token", "sequence", "geometric")
+_REJECTION = (
+    "`--use-rs` and its flags reject tokens and sequences, which still count in the mean of the loss; in verl they do "
+    "not"
+)
 _LOSSES = {"vanilla": "ppo_clip", "geo_mean": "gmpo"} | {
     loss: loss for loss in ("gspo", "sapo", "cispo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
 }
@@ -108,6 +114,7 @@ KEYS: tuple[VerlKey, ...] = (
     refused(f"{_MODEL}.exclude_modules", "--target-modules names the layers that get an adapter"),
     noted(f"{_MODEL}.lora.dropout", "engines have no dropout", "0", "0.0"),
     noted(f"{_MODEL}.lora.lora_A_init_method", "the first matrix is drawn, the second is 0"),
+    noted(f"{_MODEL}.lora.merge", "adapters are published merged into the weights"),
     switch(f"{_MODEL}.enable_gradient_checkpointing", "--recompute-granularity", "full",
             note="True is `--recompute-granularity full`"),
     noted(f"{_MODEL}.enable_activation_offload", _MEMORY, "False"),
@@ -139,8 +146,8 @@ KEYS: tuple[VerlKey, ...] = (
     *(noted(f"{_MEGATRON}.{key}", "Megatron-Bridge reads and writes Hugging Face files") for key in
       ("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path")),
     *(noted(f"{_MEGATRON}.{key}", "it always is") for key in ("use_distributed_optimizer", "use_remove_padding")),
-    noted(f"{_MEGATRON}.dtype", "weights are read as bf16 on GPUs; what fp16 needs, a scaled loss, is not implemented",
-           "bfloat16"),
+    *(noted(key, "weights are read as bf16 on GPUs; what fp16 needs, a scaled loss, is not implemented", "bfloat16",
+            "bf16") for key in (f"{_MEGATRON}.dtype", f"{_MODEL}.torch_dtype")),
     *(noted(f"{_ACTOR}.{key}.*", _MEMORY) for key in ("fsdp_config", "veomni")),
     noted(f"{_ACTOR}.strategy", "Megatron trains"),
     noted("model_engine", "Megatron trains"),
@@ -197,19 +204,24 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag("algorithm.gamma", "--gamma", When(_ESTIMATOR, ("gae", "reinforce_plus_plus"))),
     is_flag("algorithm.lam", "--lambd", _GAE),
     noted("algorithm.use_pf_ppo", "it is not implemented", "False"),
+    noted("algorithm.pf_ppo.*", "algorithm.use_pf_ppo switches it on, whose line says the rest"),
     switch("algorithm.filter_groups.enable", "--group-filter", "zero_variance",
             note="True is `--group-filter zero_variance`"),
     noted("algorithm.filter_groups.metric", "groups whose rewards are equal are replaced"),
     noted("algorithm.filter_groups.max_num_gen_batches", "a rejected group is replaced by one more, at once"),
-    choice("algorithm.rollout_correction.rollout_is", "is `--use-tis`", token="--use-tis --tis-level token",
-            sequence="--use-tis --tis-level sequence", geometric="--use-tis --tis-level geometric", None_=""),
-    is_flag("algorithm.rollout_correction.rollout_is_threshold", "--tis-clip"),
-    switch("algorithm.rollout_correction.bypass_mode", "--use-rollout-logprobs"),
-    refused(
-        "algorithm.rollout_correction.*",
-        "`--use-rs` and its flags reject tokens and sequences, which still count in the mean of the loss; in "
-        "verl they do not",
-    ),
+    # With bypass_mode the ratio compares with the engines already, and verl adds no weight to that.
+    replace(choice(f"{_CORRECTION}.rollout_is", "is `--use-tis`, without bypass_mode", None_="",
+                    **{level: f"--use-tis --tis-level {level}" for level in _WEIGHTS}),
+            when=When(_BYPASS, (None, "False"))),
+    is_flag(f"{_CORRECTION}.rollout_is_threshold", "--tis-clip", When(f"{_CORRECTION}.rollout_is", _WEIGHTS)),
+    switch(_BYPASS, "--use-rollout-logprobs"),
+    replace(choice(f"{_CORRECTION}.loss_type", "for reinforce, `--policy-loss cispo` is REINFORCE, weighted by the "
+                    "clipped ratio", ppo_clip=""), when=When(_BYPASS, ("True",))),
+    choice(f"{_CORRECTION}.rollout_is_batch_normalize", "weights are not normalized: remove it", False_=""),
+    choice(f"{_CORRECTION}.rollout_rs", _REJECTION, None_=""),
+    *(noted(f"{_CORRECTION}.{key}", "a bound of rollout_rs, whose line says the rest") for key in
+      ("rollout_rs_threshold", "rollout_rs_threshold_lower")),
+    refused(f"{_CORRECTION}.*", _REJECTION),
     together(f"{_ACTOR}.use_kl_loss", "is `--use-kl-loss`, with the two below"),
     together(f"{_ACTOR}.kl_loss_coef", "is `--kl-loss-coef`, with use_kl_loss"),
     together(f"{_ACTOR}.kl_loss_type", "is `--kl-loss-type`: kl is k1, mse k2, with use_kl_loss"),
@@ -249,6 +261,7 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag(f"{_ROLLOUT}.tensor_model_parallel_size", "--rollout-num-gpus-per-engine"),
     is_flag(f"{_ROLLOUT}.gpu_memory_utilization", "--sglang-mem-fraction-static"),
     is_flag(f"{_ROLLOUT}.max_num_seqs", "--sglang-max-running-requests"),
+    is_flag(f"{_ROLLOUT}.quantization", "--sglang-quantization", unset="None"),
     is_flag(f"{_ROLLOUT}.max_model_len", "--sglang-context-length", unset="None"),
     switch(f"{_ROLLOUT}.enforce_eager", "--sglang-disable-cuda-graph"),
     switch(f"{_ROLLOUT}.enable_rollout_routing_replay", "--use-rollout-routing-replay"),
@@ -314,7 +327,8 @@ KEYS: tuple[VerlKey, ...] = (
     noted("trainer.log_val_generations", "it logs answers of the validation: here they are in samples/ of "
            "the run directory, and W&B gets tables of them"),
     noted("trainer.balance_batch", "tokens always are balanced over data-parallel ranks"),
-    is_flag("trainer.critic_warmup", "--num-critic-only-steps", _GAE, unset="0"),
+    replace(together("trainer.critic_warmup", "minus 1 it is `--num-critic-only-steps`: verl counts steps from 1"),
+            when=_GAE),
     noted("trainer.use_legacy_worker_impl", "it chooses among verl's own parts"),
     noted("trainer.device", "--device says where models run"),
     noted("trainer.ray_wait_register_center_timeout", "deadlines are the run's own"),

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
-VerlVerdict = Literal["works", "noted", "refused"]
-
 
 @dataclass(frozen=True, slots=True)
 class When:
@@ -28,7 +26,7 @@ class VerlKey:
     """One key, or with ``.*`` at its end all keys below."""
 
     key: str
-    verdict: VerlVerdict
+    verdict: Literal["works", "noted", "refused"]
     note: str  # works: what it sets; noted: why it changes nothing; refused: what to do
     _: KW_ONLY
     flag: str | None = None  # works: takes the value

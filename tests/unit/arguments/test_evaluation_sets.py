@@ -150,6 +150,7 @@ def test_every_wrong_key_is_named(keys: dict[str, object], message: str, tmp_pat
         ("", "expected eval: with datasets: in it, found None"),
         ("eval: {defaults: {}}", "expected eval: with datasets: in it"),
         ("eval: {datasets: [a]}", "datasets[0]: expected name, path and settings, found 'a'"),
+        ("eval: {datasets: {aime: a.jsonl}}", "datasets[0]: expected name, path and settings, found 'a.jsonl'"),
         ("eval: {datasets: a}", "expected datasets to be a list, found 'a'"),
         ("eval: {dataset: [], datasets: [a]}", "expected defaults and datasets under eval, found dataset as well"),
         ("eval: {defaults: {name: a}, datasets: [{}]}", "defaults: unknown key 'name'"),

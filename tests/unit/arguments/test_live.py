@@ -16,6 +16,7 @@ from miles_async.arguments import (
     Arguments,
     DataArguments,
     ModelArguments,
+    OptimizerArguments,
     RewardArguments,
     StalenessArguments,
 )
@@ -57,6 +58,7 @@ def change(arguments: Arguments, words: dict[str, str], *, started: Arguments | 
     return wanted
 
 
+DECAYING = replace(BASE, optimizer=OptimizerArguments(lr=1e-5, min_lr=1e-6, lr_decay_style="linear"))
 SNAPSHOTS = algorithm(prox_logp_method="snapshots", use_rollout_logprobs=False, use_tis=True)
 
 
@@ -102,6 +104,7 @@ def test_the_lead_follows_the_bound_unless_it_was_given() -> None:
     ("arguments", "words", "message"),
     [
         (BASE, {"lr": "-1"}, "--lr: expected more than 0"),
+        (DECAYING, {"lr": "1e-7"}, "--min-lr 1e-06 is larger than --lr 1e-07"),
         (BASE, {"max-weight-staleness": "-1"}, "--max-weight-staleness: expected at least 0"),
         (BASE, {"max-rollout-lead": "5"}, "--max-rollout-lead 5 is more than --max-weight-staleness 2 + 1"),
         (BASE, {"kl-loss-coef": "0.1"}, "--kl-loss-coef 0.1 has no effect without --use-kl-loss"),
@@ -136,10 +139,7 @@ def test_what_a_live_run_cannot_follow_is_refused(arguments: Arguments, words: d
         (staleness(stale_group_action="wait"), {"max-weight-staleness": "3"}),
         (algorithm(use_kl_loss=True), {"kl-loss-coef": "0.1"}),
         (algorithm(token_advantages="kl_in_reward", kl_coef=0.1), {"kl-coef": "0.2"}),
-        (
-            SNAPSHOTS,
-            {"max-weight-staleness": "1"},
-        ),
+        (SNAPSHOTS, {"max-weight-staleness": "1"}),
     ],
 )
 def test_what_it_can_follow_is_accepted(arguments: Arguments, words: dict[str, str]) -> None:

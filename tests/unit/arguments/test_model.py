@@ -78,10 +78,7 @@ def test_virtual_stages_of_unequal_ranks() -> None:
     [
         ({"num_layers_per_virtual_pipeline_stage": 3}, "stage 3 does not divide the layers of a pipeline rank"),
         ({"num_virtual_stages_per_pipeline_rank": 3}, "rank 3 does not divide the layers of a pipeline rank"),
-        (
-            {"num_layers_per_virtual_pipeline_stage": 2, "num_virtual_stages_per_pipeline_rank": 2},
-            "give one of them",
-        ),
+        ({"num_layers_per_virtual_pipeline_stage": 2, "num_virtual_stages_per_pipeline_rank": 2}, "give one of them"),
         (
             {"num_layers_per_virtual_pipeline_stage": 2, "pipeline_model_parallel_size": 1},
             "without --pipeline-model-parallel-size",

@@ -11,9 +11,17 @@ from miles_async.arguments.needs import check_needs, need_notes
 from miles_async.arguments.parser import assemble
 from miles_async.arguments.sessions import ENVIRONMENTS
 from miles_async.arguments.specification import FlagSpecification, flag_specifications
+from miles_async.arguments.validation import flag_problems
 
 # covers: C12
 
+FINE = {
+    "hf_checkpoint": Path("model"),
+    "prompt_data": ("p.jsonl",),
+    "rm_type": "exact_match",
+    "max_weight_staleness": 2,
+    "use_rollout_logprobs": True,
+}
 NEEDING = [flag for flag in flag_specifications().values() if flag.needs]
 
 
@@ -55,7 +63,8 @@ def without(flag: FlagSpecification) -> dict[str, object]:
 @pytest.mark.parametrize("flag", NEEDING, ids=lambda flag: flag.name)
 def test_a_flag_without_what_it_needs_is_refused_and_with_it_is_not(flag: FlagSpecification) -> None:
     given = {flag.name: changed(flag)}
-    (problem,) = problems(**given, **without(flag))
+    arguments = assemble(FINE | given | without(flag), {})
+    (problem,) = [*flag_problems(arguments), *need_notes(arguments)]
     assert problem.startswith((flag.flag, flag.negated_flag))
     for need in flag.needs:
         others = [other for other in problems(**given, **fulfil(need)) if other.startswith(f"{flag.flag} ")]
@@ -74,9 +83,9 @@ def test_needs_name_flags_and_values_that_exist() -> None:
     ("values", "expected"),
     [
         (
-            {"max_turns": 4, "reasoning_parser": "think"},
-            "--max-turns 4 and --reasoning-parser think have no effect without --environment, --environment-path, "
-            "--mcp-server, --agent-path, --agent-command or --custom-generate-function-path",
+            {"max_turns": 4, "max_tokens_per_turn": 9, "reasoning_parser": "think"},
+            "--max-turns 4, --max-tokens-per-turn 9 and --reasoning-parser think have no effect without --environment, "
+            "--environment-path, --mcp-server, --agent-path, --agent-command or --custom-generate-function-path",
         ),
         ({"value_clip": None}, "--value-clip none has no effect without --token-advantages gae"),
         ({"rm_type": "math:1+format", "rm_format": "a.*"}, None),

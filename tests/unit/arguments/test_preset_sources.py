@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.arguments.algorithm_checks import check_algorithm, check_critic, check_off_policy_correction
 from miles_async.arguments.argument_files import expand_argument_files
+from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.validation import range_problems
 
 PRESETS = Path(__file__).parents[3] / "arguments/presets/algorithms"
 RECIPES = {
@@ -242,3 +245,11 @@ def test_a_preset_has_the_values_of_its_sources_and_names_them(name: str) -> Non
     flags = [word for line in table for word in line.partition(" | ")[0].split()]
     assert expand_argument_files([f"@preset:{name}"]) == flags
     assert all(line.partition(" | ")[2] for line in table), "a value without a source"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_preset_contradicts_nothing(name: str) -> None:
+    flags = [f"@preset:{name}", "--on-policy", "--n-samples-per-prompt", "8", "--num-rollout", "50"]
+    arguments = parse_arguments(flags).arguments
+    checks = (range_problems, check_algorithm, check_critic, check_off_policy_correction)
+    assert [problem for check in checks for problem in check(arguments)] == []

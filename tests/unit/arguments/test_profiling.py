@@ -9,7 +9,6 @@ import pytest
 from miles_async.arguments import Arguments
 from miles_async.arguments.debug import DebugArguments
 from miles_async.arguments.debug_checks import check_profiling
-from miles_async.arguments.needs import check_needs
 from miles_async.runs.checks import device_problems
 from miles_async.runtime import device
 
@@ -46,13 +45,6 @@ def test_a_step_after_the_last_one() -> None:
 def test_a_run_that_trains_nothing() -> None:
     [problem] = check_profiling(arguments(profile_step=1, debug_rollout_only=True))
     assert problem.startswith("--profile-step 1 with --debug-rollout-only")
-
-
-@pytest.mark.parametrize("flag", [{"profile_ranks": ("1",)}, {"record_memory_history": True}])
-def test_ranks_and_memory_need_a_step(flag: dict[str, object]) -> None:
-    [problem] = check_needs(arguments(**flag), [])
-    assert problem.endswith("has no effect without --profile-step")
-    assert not list(check_needs(arguments(profile_step=1, **flag), []))
 
 
 def test_a_cpu_has_no_history_of_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,17 +65,6 @@ def test_flags_of_what_is_not_done_are_refused(
     ("change", "message"),
     [
         ({"share_prefixes": True, "device": "cuda"}, "--share-prefixes with --device cuda"),
-        (
-            {"share_prefixes": True, "device": "cpu", "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
-            "--share-prefixes with --context-parallel-size 2",
-        ),
-        (
-            {"enable_mtp_training": True, "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
-            "--enable-mtp-training with --context-parallel-size 2",
-        ),
-        ({"enable_mtp_training": True, "lora_rank": 8}, "--enable-mtp-training with --lora-rank 8"),
-        ({"enable_mtp_training": True, "share_prefixes": True}, "--enable-mtp-training with --share-prefixes"),
-        ({"recompute_num_layers": 2}, "--recompute-num-layers 2 has no effect"),
         ({"lora_alpha": 4.0}, "--lora-alpha 4.0 has no effect"),
     ],
 )

@@ -89,11 +89,6 @@ def test_unknown_command_suggests(capsys: pytest.CaptureFixture[str]):
     assert "error: unknown command trian; did you mean train?" in refused(capsys, "trian")
 
 
-def test_train_runs_with_the_arguments(flags: list[str], runs: list[Arguments]):
-    assert main([*flags, "--lr", "1e-4"]) == 0
-    assert runs[0].optimizer.lr == 1e-4
-
-
 def test_a_program_has_what_the_command_line_has(
     flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str]
 ):
@@ -117,6 +112,8 @@ def test_dry_run_checks_and_starts_nothing(flags: list[str], runs: list[Argument
     assert "(9)" in out
     assert "age at most 2, 3 batch(es) admitted ahead" in out
     assert "1 ranks on cpu: DP 1\n" in out
+    split = ("--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2")
+    assert "4 ranks on cpu: DP 2, TP 2\n" in printed(capsys, *flags, "--dry-run", *split)
     assert not runs
 
 
@@ -147,11 +144,6 @@ def test_dry_run_refuses_prompts_that_end_with_the_answers_beginning_where_an_en
     assert f"{prompts}:1: the last message is the assistant's, whose turn comes next" in capsys.readouterr().err
 
 
-def test_dry_run_shows_how_ranks_are_split(flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str]):
-    assert main([*flags, "--dry-run", "--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]) == 0
-    assert "4 ranks on cpu: DP 2, TP 2\n" in capsys.readouterr().out
-
-
 def test_print_config_reads_back(
     flags: list[str], runs: list[Arguments], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -166,15 +158,10 @@ def test_print_config_reads_back(
     ("extra", "message"),
     [
         (["--max-weight-stalenes", "2"], "did you mean --max-weight-staleness?"),
-        (["--max-weight-staleness", "-1"], "--max-weight-staleness: expected at least 0"),
         (["--lr", "-1e-4"], "--lr: expected more than 0 and at most 1, found -0.0001"),
-        (["--hf-checkpoint", "absent"], "--hf-checkpoint absent: there is no such directory"),
         (["--label-key", "answer"], "train.jsonl:1: no key 'answer' (--label-key"),
         (["@absent.args"], "no argument file absent.args"),
-        (
-            ["--custom-rm-path", "absent_module:f", "--rm-type", "none"],
-            "no module 'absent_module'",
-        ),
+        (["--custom-rm-path", "absent_module:f", "--rm-type", "none"], "no module 'absent_module'"),
         (["--run-dir", "/", "--dry-run"], "--run-dir /: the working directory"),
         (["--run-dir", "docs", "--dry-run"], "found files and no run.json"),
     ],
@@ -289,17 +276,10 @@ def test_exit_code_tells_how_a_run_ended(
         (["--sglang-mem-fraction", "0.3"], "did you mean --sglang-mem-fraction-static?"),
         (["--router-polizy", "random"], "did you mean --router-policy?"),
         (["--weight-transport", "ipc", "--device", "cpu"], "--weight-transport ipc works on cuda only"),
-        (
-            ["--weight-transport", "rsync"],
-            "--weight-transport rsync: expected distributed, disk, object_store, ipc",
-        ),
+        (["--weight-transport", "rsync"], "--weight-transport rsync: expected distributed, disk, object_store, ipc"),
         (["--weight-delta", "xor"], "--weight-delta xor needs files at the engines"),
         (["--run-dir", "/proc/run"], "--run-dir /proc/run: /proc cannot be written to"),
         (["--actor-num-nodes", "2"], "--actor-num-nodes 2 without --ray-address"),
-        (
-            ["--tensor-model-parallel-size", "8", "--actor-num-gpus-per-node", "8"],
-            "--tensor-model-parallel-size 8 does not divide",
-        ),
         (
             [
                 "--device",
@@ -312,10 +292,7 @@ def test_exit_code_tells_how_a_run_ended(
             ],
             "--recompute-modules layernorm: needs Transformer Engine",
         ),
-        (
-            ["--custom-tracker-path", "no_such_module:Tracker"],
-            "--custom-tracker-path no_such_module:Tracker: there is no",
-        ),
+        (["--custom-tracker-path", "no_module:Tracker"], "--custom-tracker-path no_module:Tracker: there is no"),
         (["--agent-command", "no-such-agent --fast"], "there is no program 'no-such-agent'"),
         (["--mcp-server", "no-such-server"], "--mcp-server no-such-server: there is no program 'no-such-server'"),
         (["--device", "cuda", "--rollout-num-gpus", "1000"], "1001 GPUs are asked for and this machine has"),
@@ -468,16 +445,6 @@ def test_help_and_errors_load_nothing_heavy(words: list[str]):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert "LOADED []" in done.stdout
-
-
-def test_a_port_beyond_the_last_one_is_refused_with_the_range(
-    flags: list[str], runs: list[Arguments], capsys: pytest.CaptureFixture[str]
-):
-    assert main([*flags, "--sglang-router-port", "80000"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: --sglang-router-port: expected at least 1 and at most 65535, or none, found 80000\n"
-    )
 
 
 def test_a_terminal_without_the_characters_gets_question_marks():

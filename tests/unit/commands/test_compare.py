@@ -38,6 +38,15 @@ def test_flags_that_differ_and_curves_are_shown(runs: list[str], capsys: pytest.
     assert ["time/step_seconds", "fast", "▁▁▁▁", "2", "2", "2"] in lines
 
 
+def test_a_metric_that_was_never_a_number_is_none_that_runs_have(
+    runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = MetricsFile(Path(runs[0]) / FILE_NAME)
+    file.log({"train/loss": float("nan")}, step=4)
+    file.finish()
+    assert "--metric train/loss: no run has it" in refused(capsys, "compare", *runs, "--metric", "train/loss")
+
+
 def test_chosen_metrics_are_drawn(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "curves.png"
     shown = printed(capsys, "compare", *runs, "--metric", "age/max", "eval/reward", "--output", str(picture))

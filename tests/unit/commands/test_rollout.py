@@ -53,8 +53,8 @@ def write_samples(
     ]  # fmt: skip
     directory = run_dir / DIRECTORY
     directory.mkdir(parents=True)
-    numbers = {} if why else {name: asked * len(rewards)}
-    note = FileNote(kind="eval", step=0, groups=len(rewards), groups_written=len(rewards), why_fewer=why, asked=numbers)
+    total = {name: asked * len(rewards)}
+    note = FileNote(kind="eval", step=0, groups=len(rewards), groups_written=len(rewards), why_fewer=why, asked=total)
     write_file(file_of(directory, "eval", 0), note, rows)
     return run_dir
 

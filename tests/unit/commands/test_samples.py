@@ -73,6 +73,19 @@ def test_rows_are_chosen_and_ordered(run_dir: Path, words: list[str], expected: 
     assert found(run_dir, *words) == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--reverse"], "--reverse orders what --sort names: give both"),
+        (["--tokens"], "--tokens is about the sample of --show: give both"),
+        (["--limit", "-1"], "--limit: expected a whole number of at least 1, found '-1'"),
+    ],
+)
+def test_words_without_effect_or_meaning_are_refused(run_dir: Path, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        shown(run_dir, *words)
+
+
 def test_what_the_limit_leaves_out_is_counted(run_dir: Path) -> None:
     assert "and 4 more" in shown(run_dir, "--limit", "1")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,9 +84,20 @@ def written(folder: Path, program: str = "train.py", before: str = "BASE_DIR=/mo
     return script
 
 
-def migrated(script: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    status = main(["migrate", str(script)])
-    return status, capsys.readouterr().out
+Migrate = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def migrated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Migrate:
+    """Exit status and output for a script, a file or its text, or for the words of a command line."""
+
+    def migrate(words: str = "", program: str = "train.py", script: Path | str | None = None) -> tuple[int, str]:
+        text = script if isinstance(script, str) else f"python3 {program} {words}\n"
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        status = main(["migrate", str(script) if isinstance(script, Path) else "-"])
+        return status, capsys.readouterr().out
+
+    return migrate
 
 
 def test_the_words_are_those_that_bash_would_give(tmp_path: Path) -> None:
@@ -101,10 +113,10 @@ def test_the_words_are_those_that_bash_would_give(tmp_path: Path) -> None:
     assert command.unknown == command.repeated == command.missing == []
 
 
-def test_what_is_printed_is_read_by_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_is_read_by_train(tmp_path: Path, migrated: Migrate) -> None:
     script = written(tmp_path)
     script.write_text(script.read_text().replace("   --ref-load ${BASE_DIR}/Qwen3-4B_torch_dist\n", ""))
-    status, text = migrated(script, capsys)
+    status, text = migrated(script=script)
     assert status == 0, text
     (tmp_path / "run.args").write_text(text)
     parsed = parse_arguments([f"@{tmp_path}/run.args"])
@@ -125,35 +137,25 @@ def test_what_is_printed_is_read_by_train(tmp_path: Path, capsys: pytest.Capture
     )
 
 
-def test_train_async_has_a_bound_and_a_correction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, text = migrated(written(tmp_path, "/root/slime/train_async.py"), capsys)
+def test_train_async_has_a_bound_and_a_correction(tmp_path: Path, migrated: Migrate) -> None:
+    _, text = migrated(script=written(tmp_path, "/root/slime/train_async.py"))
     assert "--max-weight-staleness 1\n--use-rollout-logprobs\n" in text
     script = written(tmp_path, "train_async.py --use-tis")
-    assert "--use-rollout-logprobs" not in migrated(script, capsys)[1]
+    assert "--use-rollout-logprobs" not in migrated(script=script)[1]
 
 
 @pytest.mark.parametrize("program", ["train.py", "train_async.py"])
-def test_a_bound_of_the_script_stays(program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, text = migrated(written(tmp_path, f"{program} --max-weight-staleness 2"), capsys)
+def test_a_bound_of_the_script_stays(program: str, tmp_path: Path, migrated: Migrate) -> None:
+    _, text = migrated(script=written(tmp_path, f"{program} --max-weight-staleness 2"))
     (tmp_path / "run.args").write_text(text)
     staleness = parse_arguments([f"@{tmp_path}/run.args"]).arguments.staleness
     assert (staleness.max_weight_staleness, staleness.on_policy) == (2, False)
     assert "\n--use-rollout-logprobs\n" in text
 
 
-def from_stdin(
-    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], program: str = "train.py"
-) -> tuple[int, str]:
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"python3 {program} {words}\n"))
-    status = main(["migrate", "-"])
-    return status, capsys.readouterr().out
-
-
-def test_defaults_of_slime_are_written_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_defaults_of_slime_are_written_out(tmp_path: Path, migrated: Migrate) -> None:
     words = "--use-kl-loss --eval-prompt-data aime a.jsonl --rollout-temperature 0.8"
-    _, text = from_stdin(words, monkeypatch, capsys)
+    _, text = migrated(words)
     (tmp_path / "run.args").write_text(text)
     arguments = parse_arguments([f"@{tmp_path}/run.args"]).arguments
     data, algorithm, optimizer = arguments.data, arguments.algorithm, arguments.optimizer
@@ -174,18 +176,14 @@ def test_defaults_of_slime_are_written_out(
         ("--policy-loss losses:Own", 1),
     ],
 )
-def test_the_default_of_dual_clipping_is_for_losses_that_read_it(
-    words: str, dual: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, text = from_stdin(f"{FINE} {words}", monkeypatch, capsys)
+def test_the_default_of_dual_clipping_is_for_losses_that_read_it(words: str, dual: int, migrated: Migrate) -> None:
+    status, text = migrated(f"{FINE} {words}")
     assert status == 0, text
     assert text.count("\n--eps-clip-c none\n") == dual
 
 
-def test_held_out_prompts_of_a_file_have_the_temperature_of_training(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, text = from_stdin("--eval-config sets.yaml --rollout-temperature 0.8", monkeypatch, capsys)
+def test_held_out_prompts_of_a_file_have_the_temperature_of_training(migrated: Migrate) -> None:
+    _, text = migrated("--eval-config sets.yaml --rollout-temperature 0.8")
     assert "\n--eval-temperature 0.8\n" in text
 
 
@@ -193,15 +191,12 @@ def test_held_out_prompts_of_a_file_have_the_temperature_of_training(
     "flag",
     ["--fully-async", "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"],
 )
-def test_a_loop_without_a_bound_gets_one(
-    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = "--hf-checkpoint m --prompt-data p.jsonl --n-samples-per-prompt 8 --rm-type math --label-key label"
-    status, text = from_stdin(f"{words} {flag}", monkeypatch, capsys, "train_async.py")
+def test_a_loop_without_a_bound_gets_one(flag: str, migrated: Migrate) -> None:
+    status, text = migrated(f"{FINE} {flag}", "train_async.py")
     assert status == 0, text
     assert "the version before" not in text
     assert "\n--max-weight-staleness 2\n--use-rollout-logprobs\n" in text
-    _, text = from_stdin(f"{words} {flag} --max-weight-staleness 4", monkeypatch, capsys, "train_async.py")
+    _, text = migrated(f"{FINE} {flag} --max-weight-staleness 4", "train_async.py")
     assert text.count("--max-weight-staleness") == 1
 
 
@@ -215,10 +210,8 @@ def test_a_loop_without_a_bound_gets_one(
         ("--num-epoch 3 --num-rollout 50", "--num-epoch 3 changes nothing: --num-rollout is given"),
     ],
 )
-def test_what_others_leave_without_effect_is_no_obstacle(
-    words: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, text = from_stdin(f"{FINE} {words}", monkeypatch, capsys)
+def test_what_others_leave_without_effect_is_no_obstacle(words: str, line: str, migrated: Migrate) -> None:
+    status, text = migrated(f"{FINE} {words}")
     assert status == 0, text
     assert line in text.partition("# Not needed here:\n")[2]
 
@@ -232,19 +225,15 @@ def test_what_others_leave_without_effect_is_no_obstacle(
         ("--num-epoch 3", "--num-epoch does not exist here: use --num-rollout"),
     ],
 )
-def test_what_has_an_effect_has_to_be_replaced(
-    words: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, text = from_stdin(words, monkeypatch, capsys)
+def test_what_has_an_effect_has_to_be_replaced(words: str, line: str, migrated: Migrate) -> None:
+    status, text = migrated(words)
     assert status == 1
     assert line in text.partition("# Could not be mapped:\n")[2]
 
 
-def test_what_a_condition_decides_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_condition_decides_is_told(migrated: Migrate) -> None:
     script = "ARGS=(--lr 1)\nif true; then\n  ARGS+=(--seed 3)\nfi\npython3 train.py ${ARGS[@]}"
-    monkeypatch.setattr("sys.stdin", io.StringIO(script))
-    main(["migrate", "-"])
-    text = capsys.readouterr().out
+    _, text = migrated(script=script)
     assert "--lr 1\n--seed 3\n" in text
     assert "under a condition or in a loop, taken once as if it held: look at them:\n#   ARGS\n" in text
 
@@ -257,21 +246,15 @@ def test_what_a_condition_decides_is_told(monkeypatch: pytest.MonkeyPatch, capsy
         "MODEL_ARGS=($(python3 /root/utils/model_args_utils.py qwen3-4B))",
     ],
 )
-def test_flags_that_describe_the_model_are_left_out(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{script}\npython3 train.py ${{MODEL_ARGS[@]}} --swiglu --lr 1\n"))
-    main(["migrate", "-"])
-    text = capsys.readouterr().out
+def test_flags_that_describe_the_model_are_left_out(script: str, migrated: Migrate) -> None:
+    _, text = migrated(script=f"{script}\npython3 train.py ${{MODEL_ARGS[@]}} --swiglu --lr 1\n")
     assert "another flag says it:\n#   --swiglu, MODEL_ARGS\n" in text
     assert "Only the shell knows" not in text
     assert "\n--lr 1\n" in text
 
 
-def test_defaults_stay_out_where_the_script_decides(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, text = from_stdin("--input-key=q --apply-chat-template --calculate-per-token-loss", monkeypatch, capsys)
+def test_defaults_stay_out_where_the_script_decides(migrated: Migrate) -> None:
+    _, text = migrated("--input-key=q --apply-chat-template --calculate-per-token-loss")
     assert "\n--tool-key tools\n" in text
     for absent in ("--input-key input", "--no-apply", "--loss-aggregation", "--kl-loss-type", "--eval-temperature"):
         assert f"\n{absent}" not in text
@@ -279,14 +262,12 @@ def test_defaults_stay_out_where_the_script_decides(
 
 
 @pytest.mark.parametrize("template", ["", "--apply-chat-template"])
-def test_a_script_of_supervised_fine_tuning(
-    template: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_of_supervised_fine_tuning(template: str, migrated: Migrate) -> None:
     words = (
         f"--hf-checkpoint m --prompt-data p.parquet --input-key messages {template} --rollout-batch-size 8 "
         "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --calculate-per-token-loss"
     )
-    status, text = from_stdin(words, monkeypatch, capsys)
+    status, text = migrated(words)
     assert status == 0, text
     assert "--no-apply-chat-template" not in text  # messages are rendered without the flag, too
     assert "\n--tool-key tools\n" in text
@@ -294,10 +275,10 @@ def test_a_script_of_supervised_fine_tuning(
     assert "--eps-clip-c" not in text
 
 
-def test_what_train_refuses_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_train_refuses_is_told(migrated: Migrate) -> None:
     words = "--hf-checkpoint m --prompt-data p.jsonl --apply-chat-template --n-samples-per-prompt 8 --rm-type math"
     fine = f"{words} --label-key label"
-    assert from_stdin(f"{fine} --eval-input-key input", monkeypatch, capsys)[0] == 0
+    assert migrated(f"{fine} --eval-input-key input")[0] == 0
     refused = {
         words: "--rm-type math compares with a label: --label-key none leaves it without",
         f"{fine} --rollout-top-p 0.9": "--rollout-top-p 0.9: SGLang samples from what is left",
@@ -308,26 +289,23 @@ def test_what_train_refuses_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         f"{fine} --moe-permute-fusion maybe": "moe-permute-fusion",
     }
     for given, reason in refused.items():
-        status, text = from_stdin(given, monkeypatch, capsys)
+        status, text = migrated(given)
         assert status == 1
         assert reason in text.partition("# `train` would refuse this:\n#   ")[2]
 
 
-def test_sides_that_share_gpus_and_several_nodes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = "--hf-checkpoint m --prompt-data p.jsonl --n-samples-per-prompt 8 --rm-type math --label-key label"
-    status, text = from_stdin(f"{words} --colocate", monkeypatch, capsys)
+def test_sides_that_share_gpus_and_several_nodes(migrated: Migrate) -> None:
+    status, text = migrated(f"{FINE} --colocate")
     assert status == 0, text
-    status, text = from_stdin(f"{words} --actor-num-nodes 2", monkeypatch, capsys)
+    status, text = migrated(f"{FINE} --actor-num-nodes 2")
     assert status == 0, text
     assert "\n--ray-address auto\n" in text
 
 
-def test_what_cannot_be_mapped_or_known_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_mapped_or_known_is_told(tmp_path: Path, migrated: Migrate) -> None:
     script = written(tmp_path, "train.py --moe-enable-deepep --no-such-flag 3 --lr 1e-6", before="TP=4\n")
     (tmp_path / "models" / "tiny.sh").unlink()
-    status, text = migrated(script, capsys)
+    status, text = migrated(script=script)
     assert status == 1
     assert "\n--lr 1e-6\n" in text
     assert "\n--moe-enable-deepep" not in text
@@ -350,29 +328,21 @@ def test_what_cannot_be_mapped_or_known_is_told(tmp_path: Path, capsys: pytest.C
         "cd /root/miles && ",
     ],
 )
-def test_a_command_line_from_stdin(
-    before: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{before}python3 /root/miles/train.py --lr 1e-6 --hf-checkpoint m\n"))
-    assert main(["migrate", "-"]) == 1  # neither prompts nor a reward
-    assert "--lr 1e-6\n--hf-checkpoint m\n" in capsys.readouterr().out
+def test_a_command_line_from_stdin(before: str, migrated: Migrate) -> None:
+    status, text = migrated(script=f"{before}python3 /root/miles/train.py --lr 1e-6 --hf-checkpoint m\n")
+    assert status == 1  # neither prompts nor a reward
+    assert "--lr 1e-6\n--hf-checkpoint m\n" in text
 
 
-def test_variables_before_the_command_are_put_in(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variables_before_the_command_are_put_in(migrated: Migrate) -> None:
     script = "CMD='python3 train.py --lr 2'\nexport M=m && LR=1e-6 python3 train.py --lr $LR --hf-checkpoint $M # A=1\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO(script))
-    main(["migrate", "-"])
-    assert "--lr 1e-6\n--hf-checkpoint m\n" in capsys.readouterr().out
+    assert "--lr 1e-6\n--hf-checkpoint m\n" in migrated(script=script)[1]
 
 
-def test_keys_of_verl_that_are_left_over_have_reasons(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_of_verl_that_are_left_over_have_reasons(migrated: Migrate) -> None:
     words = "trainer.no_such_key=7 actor_rollout_ref.rollout.tensor_model_parallel_size=2"
     unused = "actor_rollout_ref.rollout.free_cache_engine=True"
-    status, text = from_stdin(f"{words} {unused}", monkeypatch, capsys, "-m verl.trainer.main_ppo")
+    status, text = migrated(f"{words} {unused}", "-m verl.trainer.main_ppo")
     assert status == 1
     assert "--rollout-num-gpus-per-engine 2\n" in text
     notes, unmapped = text.split("# Not needed here:\n")[1].split("# Could not be mapped:\n")
@@ -380,16 +350,14 @@ def test_keys_of_verl_that_are_left_over_have_reasons(
     assert "#   trainer.no_such_key=7: unknown key\n" in unmapped
 
 
-def test_the_fully_asynchronous_program_of_verl_is_whole(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fully_asynchronous_program_of_verl_is_whole(migrated: Migrate) -> None:
     words = (
         "data.train_files=a.parquet data.val_files=b.parquet data.train_batch_size=0 rollout.test_freq=10 "
         "actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.ppo_mini_batch_size=32 "
         "algorithm.adv_estimator=grpo rollout.total_rollout_steps=51200 async_training.require_batches=4"
     )
     program = "-m verl.experimental.fully_async_policy.fully_async_main"
-    status, text = from_stdin(words, monkeypatch, capsys, program)
+    status, text = migrated(words, program)
     assert status == 0, text
     for flag in (
         "--rollout-batch-size 128",

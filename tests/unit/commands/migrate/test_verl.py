@@ -22,6 +22,7 @@ from miles_async.errors import ConfigurationError
 OURS = list(build_parser("miles-async train")._option_string_actions)
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS = f"{ACTOR}.policy_loss"
+CORRECTION = "algorithm.rollout_correction"
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
 
@@ -60,6 +61,10 @@ def test_no_row_hides_a_later_one() -> None:
         (f"{ACTOR}.megatron.override_transformer_config.apply_rope_fusion=False", "--apply-rope-fusion false"),
         (f"{ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3", "--sglang-attention-backend fa3"),
         (f"{ROLLOUT}.enforce_eager=True", "--sglang-disable-cuda-graph"),
+        (f"{ROLLOUT}.quantization=fp8", "--sglang-quantization fp8"),
+        (f"{CORRECTION}.rollout_is=sequence {CORRECTION}.rollout_is_threshold=5",
+         "--use-tis --tis-level sequence --tis-clip 5"),
+        (f"{CORRECTION}.rollout_is=token {CORRECTION}.bypass_mode=True", "--use-rollout-logprobs"),
         ("algorithm.norm_adv_by_std_in_grpo=False", "--no-grpo-std-normalization"),
         ("algorithm.adv_estimator=rloo", "--advantage-estimator rloo"),
         ("algorithm.gamma=0.9 algorithm.lam=0.95", "--gamma 0.9 --lambd 0.95"),
@@ -68,7 +73,8 @@ def test_no_row_hides_a_later_one() -> None:
         ("critic.optim.lr=2e-5", "--critic-lr 2e-5 --value-clip 0.5"),
         (f"{ACTOR}.ppo_epochs=3 critic.optim.lr_warmup_steps=7", "--critic-lr-warmup-iters 84"),
         ("critic.model.path=/m", "--critic-lr 1e-5 --value-clip 0.5 --critic-hf-checkpoint /m"),
-        ("critic.cliprange_value=0.3 trainer.critic_warmup=5", "--value-clip 0.3 --num-critic-only-steps 5"),
+        ("critic.cliprange_value=0.3", "--value-clip 0.3"),
+        ("trainer.critic_warmup=5", "--num-critic-only-steps 4"),  # steps are counted from 1
         (f"{LOSS}.loss_mode=geo_mean", "--policy-loss gmpo --loss-aggregation sequence_mean"),
         (f"{LOSS}.loss_mode=gspo", "--policy-loss gspo --loss-aggregation sequence_mean"),
         (f"{LOSS}.loss_mode=dppo_tv {ACTOR}.clip_ratio_high=0.3", "--policy-loss dppo_tv --eps-clip-high 0.3"),
@@ -76,10 +82,7 @@ def test_no_row_hides_a_later_one() -> None:
         (f"{LOSS}.loss_mode=kl_cov {LOSS}.kl_cov_ratio=0.002", "--policy-loss kl_cov --kl-cov-ratio 0.002"),
         (f"{LOSS}.loss_mode=sapo {LOSS}.tau_pos=2 {LOSS}.tau_neg=3", "--tau-pos 2 --tau-neg 3"),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", "--loss-aggregation sequence_mean"),
-        (
-            f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=mse",
-            "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k2",
-        ),
+        (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=mse", "--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k2"),
         (
             "algorithm.adv_estimator=reinforce_plus_plus algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.1",
             "--token-advantages kl_in_reward --kl-coef 0.1 --kl-reward-type k1",
@@ -129,6 +132,13 @@ def test_what_keys_become(overrides: str, words: str) -> None:
         (f"{ACTOR}.optim.lr_warmup_steps=null", "--lr-warmup-iters"),
         (f"{ACTOR}.optim.lr_warmup_steps=0", "--lr-warmup-iters"),
         ("trainer.critic_warmup=0", "--num-critic-only-steps"),
+        ("trainer.critic_warmup=1", "--num-critic-only-steps"),
+        ("algorithm.adv_estimator=grpo trainer.critic_warmup=5", "--num-critic-only-steps"),
+        (f"{CORRECTION}.rollout_is=token {CORRECTION}.bypass_mode=True", "--use-tis"),
+        (f"{CORRECTION}.rollout_is_threshold=5", "--tis-clip"),
+        (f"{CORRECTION}.rollout_rs=null {CORRECTION}.rollout_rs_threshold=null", "--use-rs"),
+        ("actor_rollout_ref.nccl_timeout=null", "--distributed-timeout-minutes"),
+        (f"{ROLLOUT}.quantization=null", "--sglang-quantization"),
         ("algorithm.use_kl_in_reward=True", "kl_in_reward"),
         ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.0", "--kl-coef"),
         ("algorithm.adv_estimator=grpo", "--critic-lr"),
@@ -156,6 +166,10 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
         ("reward.compute_score_kwargs.method=flexible", "--custom-rm-path"),
         ("algorithm.kl_ctrl.type=adaptive", "--kl-target"),
         (f"{ACTOR}.ppo_mini_batch_size=100", "give --num-steps-per-rollout"),
+        ("trainer.critic_warmup=$N", "give --num-critic-only-steps, this minus 1"),
+        ("actor_rollout_ref.nccl_timeout=$T", "give --distributed-timeout-minutes, this over 60"),
+        (f"{CORRECTION}.rollout_rs=token", "which still count in the mean of the loss; in verl they do not"),
+        ("actor_rollout_ref.model.torch_dtype=float16", "what fp16 needs, a scaled loss, is not implemented"),
         (f"{ROLLOUT}.multi_turn.tool_config_path=t.yaml", "--environment-path module:attr"),
         ("custom_reward_function.path=r.py", "--custom-rm-path"),
         ("trainer.total_epochs=15", "give --num-rollout"),
@@ -190,6 +204,12 @@ def test_keys_of_one_reason_share_a_line() -> None:
         (f"{LOSS}.loss_mode=sapo {ACTOR}.clip_ratio_c=10", "clip_ratio_c=10: no effect without "),
         (f"{LOSS}.loss_mode=gspo {ACTOR}.loss_agg_mode=token-mean", "loss_agg_mode=token-mean: no effect without "),
         (f"{LOSS}.tau_pos=2", f"{LOSS}.tau_pos=2: no effect without {LOSS}.loss_mode=sapo"),
+        (f"{CORRECTION}.rollout_is=token {CORRECTION}.bypass_mode=True",
+         f"{CORRECTION}.rollout_is=token: no effect without {CORRECTION}.bypass_mode=False"),
+        (f"{CORRECTION}.loss_type=reinforce", f"no effect without {CORRECTION}.bypass_mode=True"),
+        ("algorithm.pf_ppo.weight_pow=2.0", "algorithm.use_pf_ppo switches it on"),
+        ("actor_rollout_ref.model.lora.merge=True", "adapters are published merged into the weights"),
+        ("+actor_rollout_ref.model.torch_dtype=bfloat16", "weights are read as bf16 on GPUs"),
         (f"{ROLLOUT}.prompt_length=512", "lengths are those of data.max_prompt_length and data.max_response_length"),
         (f"{ACTOR}.entropy_from_logits_with_chunking=True", "entropy comes in chunks"),
         (f"{ACTOR}.optim.optimizer=AdamW", "AdamW is the optimizer"),
@@ -216,6 +236,7 @@ MODEL = "data.train_files=a.parquet actor_rollout_ref.model.path=/m trainer.tota
         f"{GRPO} {LOSS}.loss_mode=sapo {ACTOR}.clip_ratio_high=0.28 {ACTOR}.clip_ratio_c=10",
         f"{GRPO} {LOSS}.loss_mode=geo_mean {ACTOR}.clip_ratio_c=10",
         f"{GRPO} trainer.max_actor_ckpt_to_keep=2",
+        f"{GRPO} {CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=2 {CORRECTION}.bypass_mode=True",
         f"{GRPO} data.val_files=['$HOME/gsm8k/test.parquet','$HOME/math/test.parquet']",
     ],
 )
