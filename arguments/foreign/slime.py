@@ -295,7 +295,6 @@ SLIME: tuple[ForeignFlag, ...] = (
             switches="ci-test ci-disable-kl-checker ci-disable-logprobs-checker ci-disable-weight-update-checker "
             "ci-save-model-hash ci-check-model-hash"),
     # Megatron's, which their scripts give.
-    *_refused("use --lr-warmup-iters (optimizer steps)", one="lr-warmup-fraction"),
     *_refused("gradients that are not finite are always rejected: use --bad-step-action to choose what follows",
             switches="no-check-for-nan-in-loss-and-grad"),
     _works("--sglang-server-concurrency", "--rollout-concurrency-per-engine"),

@@ -2,35 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation_sets import evaluation_sets
-from miles_async.arguments.problems import refuse
-from miles_async.arguments.validation import check_epochs
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.types import JsonObject
-
-
-def with_steps(arguments: Arguments) -> Arguments:
-    """The arguments with ``--num-rollout`` in place of ``--num-epoch``: epochs × rows ÷ ``--rollout-batch-size``.
-
-    Raises ConfigurationError, DataError.
-    """
-    epochs, batch = arguments.rollout.num_epoch, arguments.rollout.rollout_batch_size
-    if epochs is None or arguments.data.prompt_data is None or batch < 1 or epochs < 1:  # validation refuses the others
-        return arguments
-    refuse(list(check_epochs(arguments)))
-    from miles_async.prompts.rows import PromptRows
-
-    rows = len(PromptRows(arguments.data))
-    steps = epochs * rows // batch
-    if not steps:
-        raise ConfigurationError(
-            f"--num-epoch {epochs}: {epochs} × {rows} prompts do not fill one --rollout-batch-size {batch}: lower it, or "
-            "give --num-rollout"
-        )
-    return replace(arguments, rollout=replace(arguments.rollout, num_rollout=steps, num_epoch=None))
 
 
 def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:

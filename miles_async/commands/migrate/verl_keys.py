@@ -163,8 +163,8 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag(f"{_OPTIM}.weight_decay", "--weight-decay"),
     *(replace(together(key, f"times `--num-steps-per-rollout` and `--ppo-epochs` it is `{flag}`"), when=when)
       for key, (flag, when) in WARM_UPS.items()),
-    *(replace(choice(f"{key}_ratio", f"other shares: give `{flag}`", **{"0": "", "0.0": ""}), when=when)
-      for key, (flag, when) in WARM_UPS.items()),
+    *(is_flag(f"{key}_ratio", flag.replace("-iters", "-fraction"), When(key, (None, "None", "-1")), none="0", no="0.0")
+      for key, (flag, _) in WARM_UPS.items()),
     is_flag(f"{_OPTIM}.lr_decay_style", "--lr-decay-style"),
     is_flag(f"{_OPTIM}.warmup_style", "--lr-decay-style", unset="None"),
     is_flag(f"{_OPTIM}.lr_scheduler_type", "--lr-decay-style"),

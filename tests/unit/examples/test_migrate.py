@@ -49,7 +49,7 @@ def test_ours_is_in_order(
     shutil.copyfile(CONFIGS / f"{config}.json", model / "config.json")
     save_file({}, model / "model.safetensors")
     row = {"prompt": [{"role": "user", "content": "rev 12"}], "label": "21", "reward_model": {"ground_truth": "21"}}
-    prompts.write_text(json.dumps(row) + "\n")
+    prompts.write_text(f"{json.dumps(row)}\n" * 64)
     here = (
         f"--hf-checkpoint {model} --prompt-data {prompts} --eval-prompt-data aime {prompts} "
         f"--save {tmp_path}/save --load {tmp_path}/save --run-dir {tmp_path}/run --device cpu "
