@@ -35,7 +35,8 @@ correction, the steps were too large for data of that age.
 
 {finished}
 
-Made by `make study` from [staleness_study.json](staleness_study.json), which has every step of every run.
+Made by `make study` from [staleness_study.json](staleness_study.json), which has every step of every run. What
+follows for a run: [which correction](staleness.md#which-correction).
 
 ![Accuracy, reward, spikes and effective sample size by correction and age](staleness_study.png)
 

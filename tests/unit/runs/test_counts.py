@@ -39,7 +39,7 @@ def test_the_rows_of_all_files_and_slices_count(prompts: Path) -> None:
 
 
 def test_a_warm_up_is_a_share_of_the_optimizer_steps(prompts: Path) -> None:
-    words = "--num-epoch 4 --num-steps-per-rollout 2 --lr-warmup-fraction 0.26 --critic-lr-warmup-fraction 0.5"
+    words = "--num-epoch 4 --num-steps-per-rollout 2 --lr-warmup-fraction 0.29 --critic-lr-warmup-fraction 0.5"
     counted = with_counts(given(prompts, words))
     assert counted.optimizer_steps == 20
     assert (counted.optimizer.lr_warmup_iters, counted.optimizer.lr_warmup_fraction) == (5, None)
