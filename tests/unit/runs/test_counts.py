@@ -32,6 +32,25 @@ def test_epochs_are_rollout_steps(epochs: int, steps: int, prompts: Path) -> Non
     assert with_counts(counted) == counted
 
 
+def test_epochs_may_fill_one_batch(prompts: Path) -> None:
+    assert with_counts(given(prompts, "--num-epoch 2 --rollout-batch-size 20")).rollout.num_rollout == 1
+
+
+def test_a_dry_run_counts(prompts: Path, tmp_path: Path) -> None:
+    config = miles_async.Config.from_args(
+        [f"@{QUICKSTART}/reverse.args", "--prompt-data", str(prompts), "--num-rollout", "1", "--num-epoch", "8"],
+        run_dir=tmp_path / "run",
+    )
+    assert "rollout        5 steps of 16 prompts" in miles_async.check(config)
+
+
+@pytest.mark.parametrize("later", ["--profile-step 5", "--token-advantages gae --num-critic-only-steps 5"])
+def test_a_number_of_steps_is_compared_when_epochs_are_counted(later: str, prompts: Path) -> None:
+    arguments = given(prompts, f"--num-epoch 2 {later}")
+    assert not [problem for problem in flag_problems(arguments) if "5" in problem]
+    assert [problem for problem in flag_problems(with_counts(arguments)) if "5" in problem] or later.endswith("step 5")
+
+
 def test_the_rows_of_all_files_and_slices_count(prompts: Path) -> None:
     arguments = given(prompts, "--num-epoch 2")
     data = replace(arguments.data, prompt_data=(str(prompts), "other", f"{prompts}@[0:6]"))
