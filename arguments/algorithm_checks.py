@@ -256,7 +256,7 @@ def check_trained_critic(arguments: Arguments) -> Iterator[str]:
             f"--lora-rank {arguments.model.lora_rank} with --token-advantages {arguments.algorithm.token_advantages}: "
             "a critic is trained whole, which takes the memory that adapters save; leave one of them out"
         )
-    if alone >= arguments.rollout.num_rollout:
+    if alone >= arguments.rollout.num_rollout and arguments.rollout.num_epoch is None:
         yield (
             f"--num-critic-only-steps {alone} leaves none of --num-rollout "
             f"{arguments.rollout.num_rollout} for the policy: lower it, or raise --num-rollout"

@@ -20,6 +20,14 @@ class CriticArguments:
     critic_lr_warmup_iters: int = flag(
         0, "as --lr-warmup-iters, of the critic's learning rate", needs=_CRITIC, at_least=0
     )
+    critic_lr_warmup_fraction: float | None = flag(
+        None,
+        "as --lr-warmup-fraction, of the critic's learning rate",
+        metavar="FRACTION",
+        needs=_CRITIC,
+        at_least=0,
+        at_most=1,
+    )
     value_clip: float | None = flag(
         0.2,
         "largest change of a value since before the batch's first optimizer step; none: no bound",

@@ -51,7 +51,7 @@ def check_profiling(arguments: Arguments) -> Iterator[str]:
     debug, steps = arguments.debug, arguments.rollout.num_rollout
     if debug.profile_step is None:
         return
-    if debug.profile_step > steps:
+    if debug.profile_step > steps and arguments.rollout.num_epoch is None:
         yield f"--profile-step {debug.profile_step}: the run ends after step {steps} (--num-rollout)"
     if debug.sides == "rollout":
         yield f"--profile-step {debug.profile_step} with --debug-rollout-only, which trains nothing: leave it out"

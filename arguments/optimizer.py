@@ -41,6 +41,12 @@ class OptimizerArguments:
     )
     lr_decay_style: LrDecayStyle = flag("constant", "shape of the decay over --num-rollout")
     lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up, at most the run's", at_least=0)
+    lr_warmup_fraction: float | None = flag(
+        None,
+        "the warm-up as a share of the run's optimizer steps, in place of --lr-warmup-iters",
+        at_least=0,
+        at_most=1,
+    )
     ess_lr_scaling: EssLrScaling | None = flag(
         None,
         "scale the learning rate of every optimizer step by its effective sample size, as a share of its sequences: "

@@ -14,6 +14,12 @@ class RolloutArguments:
     num_rollout: int = flag(
         1, "rollout steps to train: batches cut, trained on and (by interval) published", at_least=1
     )
+    num_epoch: int | None = flag(
+        None,
+        "passes over --prompt-data, in place of --num-rollout: rollout steps = epochs × rows ÷ --rollout-batch-size, "
+        "counted when the run starts",
+        at_least=1,
+    )
     rollout_batch_size: int = flag(32, "prompts per rollout step", at_least=1, at_most=1_000_000)
     n_samples_per_prompt: int = flag(8, "samples of each prompt, compared with each other", at_least=1, at_most=100_000)
     extra_samples_per_prompt: int = flag(

@@ -106,6 +106,30 @@ def check_required(arguments: Arguments) -> Iterator[str]:
         yield f"--prompt-data is required, the prompts: {EXPECTED}"
 
 
+def check_counts(arguments: Arguments) -> Iterator[str]:
+    """Check that steps are given as a number, or as epochs or a share, from which ``runs.counts`` makes one."""
+    rollout, optimizer, critic = arguments.rollout, arguments.optimizer, arguments.critic
+    twice: tuple[tuple[str, float | None, str, int, int], ...] = (
+        ("--num-epoch", rollout.num_epoch, "--num-rollout", rollout.num_rollout, 1),
+        ("--lr-warmup-fraction", optimizer.lr_warmup_fraction, "--lr-warmup-iters", optimizer.lr_warmup_iters, 0),
+        (
+            "--critic-lr-warmup-fraction",
+            critic.critic_lr_warmup_fraction,
+            "--critic-lr-warmup-iters",
+            critic.critic_lr_warmup_iters,
+            0,
+        ),
+    )
+    for share_flag, share, count_flag, count, default in twice:
+        if share is not None and count != default:
+            yield f"{share_flag} {share:g} with {count_flag} {count}: both say the same thing; leave one out"
+    if rollout.num_epoch is not None and arguments.data.prompt_data_weights:
+        yield (
+            f"--num-epoch {rollout.num_epoch} with --prompt-data-weights, which draw rows without epochs: give "
+            "--num-rollout"
+        )
+
+
 def check_sampling(arguments: Arguments) -> Iterator[str]:
     """Check that training samples from the distribution whose log-probs engines report (C12)."""
     rollout = arguments.rollout
@@ -190,6 +214,7 @@ GREEDY_BELOW = 1e-6  # SGLang (0.5) samples greedily below this temperature, and
 
 COMMON_CHECKS: tuple[Check, ...] = (
     check_required,
+    check_counts,
     check_model,
     check_recomputation,
     check_adapters,

@@ -168,7 +168,6 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_noted("generation always continues after a publication: --pause-generation-mode says how",
             switches="partial-rollout"),
     *_noted("a group that a filter rejects is replaced by one more, at once", one="over-sampling-batch-size"),
-    *_refused("use --num-rollout (rollout steps): epochs × rows ÷ --rollout-batch-size", one="num-epoch"),
     *_refused("prompts come from --prompt-data: write them to a file first", one="data-source-path",
             switches="disable-rollout-global-dataset"),
     *_refused("a run that resumes (--load) knows its step: remove it", one="start-rollout-id"),
@@ -296,7 +295,6 @@ SLIME: tuple[ForeignFlag, ...] = (
             switches="ci-test ci-disable-kl-checker ci-disable-logprobs-checker ci-disable-weight-update-checker "
             "ci-save-model-hash ci-check-model-hash"),
     # Megatron's, which their scripts give.
-    *_refused("use --lr-warmup-iters (optimizer steps)", one="lr-warmup-fraction"),
     *_refused("gradients that are not finite are always rejected: use --bad-step-action to choose what follows",
             switches="no-check-for-nan-in-loss-and-grad"),
     _works("--sglang-server-concurrency", "--rollout-concurrency-per-engine"),

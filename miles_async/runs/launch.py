@@ -18,6 +18,7 @@ from miles_async.checkpoints.files import find_checkpoint
 from miles_async.checkpoints.start import kept_settings, resumption_notes, where_to_resume
 from miles_async.runs.checks import check_hooks, check_surroundings, run_notes
 from miles_async.runs.config import Config, expect_config
+from miles_async.runs.counts import with_counts
 from miles_async.runs.keep_running import keep_running
 from miles_async.runs.prompt_checks import check_prompts, check_tokenizer
 from miles_async.runtime.cluster.ray_address import VARIABLE, with_ray_address
@@ -82,9 +83,9 @@ def _complete(config: Config) -> tuple[Arguments, list[str]]:
     arguments, notes = with_kept(arguments, kept_settings(load))
     if load != checkpoint.load:
         notes.append(f"--load {checkpoint.load}: no checkpoint there yet, the run begins")
+    arguments = with_counts(with_generated_prompts(arguments))
     if load is not None and not arguments.evaluation.eval_only:
         notes += resumption_notes(load, arguments.rollout.num_rollout)
-    arguments = with_generated_prompts(arguments)
     validate(arguments, config.parsed.checks)
     return replace(arguments, model=with_precision(arguments.model, cluster)), notes  # may load torch
 

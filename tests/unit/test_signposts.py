@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import re
 import tokenize
@@ -64,12 +63,14 @@ def modules() -> dict[str, list[str]]:
 
 def prose(text: str) -> Iterator[str]:
     """Comments, and strings that are statements: docstrings of modules, classes, functions and constants."""
+    before = tokenize.NEWLINE
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.value.value
+        elif token.type != tokenize.NL:
+            if token.type == tokenize.STRING and before in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+                yield token.string
+            before = token.type
 
 
 def absent_files(words: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.arguments.validation import flag_problems
 from miles_async.commands.migrate.defaults import DEFAULTS, missing_defaults
-from miles_async.commands.migrate.shell_script import ShellCommand, find_command
+from miles_async.commands.migrate.shell_script import ARRAY, ShellCommand, find_command
 from miles_async.commands.migrate.verl import PROGRAMS as VERL_PROGRAMS
 from miles_async.commands.migrate.verl import Migrated, from_verl
 from miles_async.commands.migrate.verl_keys import KEYS
@@ -71,6 +72,7 @@ CLUSTER = """\
 """
 CORRECTION = "--use-rollout-logprobs\n"
 CORRECTIONS = {"--use-rollout-logprobs", "--use-tis"}
+CONVERTED = "_torch_dist"  # ends the name of a checkpoint that slime's and miles' tools converted
 BOUNDS = {"--max-weight-staleness", "--on-policy"}
 
 System = Literal["slime", "miles", "verl"]
@@ -104,11 +106,18 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
     _sort_out(translation, migrated)
     migrated.checked += command.described
     flags = list(_flags(command, migrated, scripted))
+    command.unknown = [name for name in command.unknown if _is_wanted(name, migrated.words)]
     refused = refusals("".join(flags), translation.checks)
     title = f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
     remarks = [*_remarks(command, migrated), *_section("`train` would refuse this", refused)]
     show("".join([title, *flags, *remarks]))
     return 1 if migrated.unmapped or command.missing or command.unknown or refused else 0
+
+
+def _is_wanted(unknown: str, words: Sequence[str]) -> bool:
+    """True if words of an array are missing, or one of those that remain has the variable or substitution."""
+    pattern = rf"\$\{{?{unknown}\b" if unknown.isidentifier() or unknown.isdigit() else re.escape(unknown)
+    return unknown.endswith(ARRAY) or any(re.search(pattern, word) for word in words)
 
 
 def values_by_flag(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -154,17 +163,29 @@ def _command(script: Path) -> ShellCommand:
 
 
 def _forgive(translation: Translation, scripted: Mapping[str, Sequence[str]]) -> None:
-    """Make notes of flags that are refused, where the script's others leave them without effect."""
-    reasons = dict[str, str]()
+    """Make notes of flags that the script's others leave without effect, or say by themselves."""
+    remarks = dict[str, str]()
+    (model,), (reference,) = scripted.get("--hf-checkpoint") or ("",), scripted.get("--ref-load") or ("",)
     if "--use-kl-loss" not in scripted and same(" ".join(scripted.get("--kl-coef", ("0",))), "0"):
-        reasons["--ref-load"] = reasons["--ref-ckpt-step"] = (
-            "without a KL there is no reference, and the run starts from --hf-checkpoint"
+        remarks["--ref-load"] = remarks["--ref-ckpt-step"] = (
+            "changes nothing: without a KL there is no reference, and the run starts from --hf-checkpoint"
         )
-    if "--num-rollout" in scripted:
-        reasons["--num-epoch"] = "--num-rollout is given, and wins"
-    for flag, reason in reasons.items():
+    elif model and Path(reference).name.removesuffix(CONVERTED) == Path(model).name:
+        remarks["--ref-load"] = f"is taken as --ref-hf-checkpoint {model}: by its name, it is the same model, converted"
+        translation.words += ["--ref-hf-checkpoint", model]
+    for flag, remark in remarks.items():
         if translation.problems.pop(flag, None) is not None:
-            translation.notes[flag] = f"{' '.join((flag, *scripted[flag]))} changes nothing: {reason}"
+            translation.notes[flag] = f"{' '.join((flag, *scripted[flag]))} {remark}"
+    if {"--num-epoch", "--num-rollout"} <= set(scripted):
+        found = mentions(translation.words)
+        translation.words = [
+            word
+            for flag, values in found
+            if flag.partition("=")[0] != "--num-epoch"
+            for word in (flag, *values)
+            if word
+        ]
+        translation.notes["--num-epoch"] = "--num-epoch changes nothing: --num-rollout is given, and wins"
 
 
 def _sort_out(translation: Translation, migrated: Migrated) -> None:
@@ -225,7 +246,9 @@ def _remarks(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
         title = "Left out, since config.json of --hf-checkpoint or another flag says it"
         yield from _section(title, [", ".join(migrated.checked)])
     yield from _section("Could not be mapped", migrated.unmapped)
-    yield from _section("Only the shell knows these: write their values", command.unknown)
+    yield from _section(
+        "Only the shell knows these: write their values", [name.removesuffix(ARRAY) for name in command.unknown]
+    )
     yield from _section("Assigned more than once, the last one was taken: look at them", command.repeated)
     title = "Set or extended under a condition or in a loop, taken once as if it held: look at them"
     yield from _section(title, command.conditional)

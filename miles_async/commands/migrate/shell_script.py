@@ -30,6 +30,7 @@ _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
 _SEQUENCE = re.compile(r"\$\(seq\s+([^()]*)\)")
 # Brackets in it may be nested three deep, as in $(f $(g $((1)))).
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)|`[^`]*`")
+ARRAY = "[@]"  # behind a name: an array's
 _BLANK = "\x1f"  # stands for a blank that separates no words
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
 _ENDS_COMMAND = re.compile(r"\s(?:\d?>|[|&;])")  # a pipe, a redirection, or another command
@@ -48,7 +49,8 @@ class ShellCommand:
 
     program: str  # the last part of its path
     words: list[str]
-    unknown: list[str] = field(default_factory=list)  # variables and substitutions that stand in words as they are
+    # Variables and substitutions that stand in words as they are, and arrays, whose words are missing.
+    unknown: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)  # variables with several assignments, of which the last was taken
     conditional: list[str] = field(default_factory=list)  # variables that were set, or added to, under a condition
     described: list[str] = field(default_factory=list)  # variables whose flags describe the model
@@ -76,7 +78,8 @@ class _Script:
         self.missing: list[str] = []
         # Only what follows is split into words: before it may be the end of a quoted text of several lines.
         self._call = re.compile(rf"(?:^|[\s/])({'|'.join(map(re.escape, programs))})(?:\s+(.*))?$")
-        self._values: dict[str, list[str] | None] = {}  # variable → its words; None: only the shell knows
+        # Variable → its words; None: only the shell knows. Paths may begin with ~ in our flags.
+        self._values: dict[str, list[str] | None] = {"HOME": ["~"]}
         self._times: dict[str, int] = {}  # variable → assignments
         self._blocks = 0  # conditions and loops that are open
         self._conditional: set[str] = set()  # variables whose words depend on one
@@ -174,11 +177,11 @@ class _Script:
             if whole is None:
                 yield _VARIABLE.sub(lambda found: self._value(found, command), word)
                 continue
-            self._note(whole[1], command)
+            self._note(whole[1], command, ARRAY if array else "")
             values = None if whole[1] in self._open else self._values.get(whole[1])
             if values is not None:
                 yield from self._expanded(whole[1], values, command)
-            elif array is None:  # a flag's value; of an array only the name is known
+            elif array is None:  # a flag's value; the words of an array are missing
                 yield word
 
     def _value(self, found: re.Match[str], command: ShellCommand) -> str:
@@ -219,9 +222,9 @@ class _Script:
             command.unknown.append(word)
         return [word]
 
-    def _note(self, name: str, command: ShellCommand) -> None:
-        if self._values.get(name) is None and name not in command.unknown:
-            command.unknown.append(name)
+    def _note(self, name: str, command: ShellCommand, mark: str = "") -> None:
+        if self._values.get(name) is None and name + mark not in command.unknown:
+            command.unknown.append(name + mark)
         if self._times.get(name, 0) > 1 and name not in command.repeated:
             command.repeated.append(name)
         if name in self._conditional and name not in command.conditional:

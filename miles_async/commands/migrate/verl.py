@@ -135,9 +135,11 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
     _critic_alone(values, done)
     _deadline(values, done)
     if values.get("trainer.total_training_steps", "None") == "None":
-        for key in ("trainer.total_epochs", "rollout.total_rollout_steps"):
-            if key in values and (row := row_of(key)) is not None:
-                done.unmapped.append(f"{key}={values[key]}: {row.note.replace('`', '')}")
+        key = "rollout.total_rollout_steps"
+        if (row := row_of(key)) is not None and key in values:
+            done.unmapped.append(f"{key}={values[key]}: {row.note.replace('`', '')}")
+        else:
+            done.words += ["--num-epoch", values["trainer.total_epochs"]]
     beta1, beta2 = (*_items(values[f"{_ACTOR}.optim.betas"]), "", "")[:2]
     done.words += ["--adam-beta1", beta1, "--adam-beta2", beta2]
     loggers = _items(values.get("trainer.logger", ""))

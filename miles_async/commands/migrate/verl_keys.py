@@ -163,8 +163,8 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag(f"{_OPTIM}.weight_decay", "--weight-decay"),
     *(replace(together(key, f"times `--num-steps-per-rollout` and `--ppo-epochs` it is `{flag}`"), when=when)
       for key, (flag, when) in WARM_UPS.items()),
-    *(replace(choice(f"{key}_ratio", f"other shares: give `{flag}`", **{"0": "", "0.0": ""}), when=when)
-      for key, (flag, when) in WARM_UPS.items()),
+    *(is_flag(f"{key}_ratio", flag.replace("-iters", "-fraction"), When(key, (None, "None", "-1")), none="0", no="0.0")
+      for key, (flag, _) in WARM_UPS.items()),
     is_flag(f"{_OPTIM}.lr_decay_style", "--lr-decay-style"),
     is_flag(f"{_OPTIM}.warmup_style", "--lr-decay-style", unset="None"),
     is_flag(f"{_OPTIM}.lr_scheduler_type", "--lr-decay-style"),
@@ -311,7 +311,7 @@ KEYS: tuple[VerlKey, ...] = (
     together("trainer.nnodes", "is `--actor-num-nodes`; engines get separate GPUs, `--rollout-num-gpus`"),
     together("trainer.n_gpus_per_node", "is `--actor-num-gpus-per-node`, as above"),
     is_flag("trainer.total_training_steps", "--num-rollout", unset="None"),
-    together("trainer.total_epochs", "give `--num-rollout`: prompts times epochs over data.train_batch_size"),
+    together("trainer.total_epochs", "is `--num-epoch`, without total_training_steps"),
     together("trainer.save_freq", "is `--save-interval`, with --save"),
     together("trainer.default_local_dir", "is `--save`"),
     is_flag("trainer.test_freq", "--eval-interval", unset="-1", never="0"),
@@ -371,6 +371,7 @@ DEFAULTS = {
     f"{_ACTOR}.policy_loss.ppo_kl_coef": "0.1",
     "trainer.nnodes": "1",
     "trainer.n_gpus_per_node": "8",
+    "trainer.total_epochs": "30",
 }
 """verl's defaults (trainer/config/ppo_megatron_trainer.yaml) that differ from ours."""
 

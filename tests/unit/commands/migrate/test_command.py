@@ -207,7 +207,8 @@ def test_a_loop_without_a_bound_gets_one(flag: str, migrated: Migrate) -> None:
             "--ref-load r --kl-coef 0.00",
             "--ref-load r changes nothing: without a KL there is no reference, and the run",
         ),
-        ("--num-epoch 3 --num-rollout 50", "--num-epoch 3 changes nothing: --num-rollout is given"),
+        ("--num-epoch 3 --num-rollout 50", "--num-epoch changes nothing: --num-rollout is given"),
+        ("--num-rollout 50 --num-epoch=3", "--num-epoch changes nothing: --num-rollout is given"),
     ],
 )
 def test_what_others_leave_without_effect_is_no_obstacle(words: str, line: str, migrated: Migrate) -> None:
@@ -222,7 +223,10 @@ def test_what_others_leave_without_effect_is_no_obstacle(words: str, line: str, 
         ("--ref-load r --use-kl-loss", "--ref-load does not exist here: use --ref-hf-checkpoint"),
         ("--ref-load r --kl-coef 0.1", "--ref-load does not exist here: use --ref-hf-checkpoint"),
         ("--ref-load r --kl-coef $KL", "--ref-load does not exist here: use --ref-hf-checkpoint"),
-        ("--num-epoch 3", "--num-epoch does not exist here: use --num-rollout"),
+        (
+            "--ref-load other/m_torch_dist --hf-checkpoint m2 --use-kl-loss",
+            "--ref-load does not exist here: use --ref-hf-checkpoint",
+        ),
     ],
 )
 def test_what_has_an_effect_has_to_be_replaced(words: str, line: str, migrated: Migrate) -> None:
@@ -303,15 +307,15 @@ def test_sides_that_share_gpus_and_several_nodes(migrated: Migrate) -> None:
 
 
 def test_what_cannot_be_mapped_or_known_is_told(tmp_path: Path, migrated: Migrate) -> None:
-    script = written(tmp_path, "train.py --moe-enable-deepep --no-such-flag 3 --lr 1e-6", before="TP=4\n")
+    script = written(tmp_path, "train.py --data-source-path $OWN --no-such-flag 3 --lr 1e-6", before="TP=4\n")
     (tmp_path / "models" / "tiny.sh").unlink()
     status, text = migrated(script=script)
     assert status == 1
     assert "\n--lr 1e-6\n" in text
-    assert "\n--moe-enable-deepep" not in text
+    assert "\n--data-source-path" not in text
     assert "\n--hf-checkpoint '$BASE_DIR/Qwen3-4B/'\n" in text
     assert "[@]" not in text
-    assert "#   --moe-enable-deepep does not exist here: tokens reach experts by alltoall" in text
+    assert "#   --data-source-path does not exist here: prompts come from --prompt-data" in text
     assert "#   unknown flag --no-such-flag" in text
     assert "# Only the shell knows these: write their values:\n#   MODEL_ARGS\n#   BASE_DIR\n" in text
     assert "# Assigned more than once, the last one was taken: look at them:\n#   TP\n" in text
@@ -390,3 +394,26 @@ def test_wrong_input(
     error = refused(capsys, "migrate", str(tmp_path / name))
     assert str(tmp_path / name) in error
     assert message in error
+
+
+@pytest.mark.parametrize("reference", ["/root/m_torch_dist", "/elsewhere/m_torch_dist/", "/models/m"])
+def test_a_reference_that_is_the_converted_model_is_the_model(reference: str, migrated: Migrate) -> None:
+    status, text = migrated(
+        f"{FINE} --hf-checkpoint /models/m/ --ref-load {reference} --use-kl-loss --kl-loss-coef 0.1"
+    )
+    assert status == 0, text
+    assert "\n--ref-hf-checkpoint /models/m/\n" in text
+    assert f"#   --ref-load {reference} is taken as --ref-hf-checkpoint /models/m/: by its name" in text
+
+
+def test_the_home_directory_is_a_tilde(migrated: Migrate) -> None:
+    status, text = migrated(script=f"python3 train.py {FINE} --save $HOME/a --run-dir ${{HOME}}/b\n")
+    assert status == 0, text
+    assert "\n--save '~/a'\n" in text
+    assert "\n--run-dir '~/b'\n" in text
+
+
+def test_a_variable_of_a_flag_that_is_left_out_need_not_be_known(migrated: Migrate) -> None:
+    status, text = migrated(script=f"python3 train.py {FINE} --rotary-base $BASE --seq-length ${{LENGTH}}\n")
+    assert status == 0, text
+    assert "Only the shell knows" not in text

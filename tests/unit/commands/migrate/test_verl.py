@@ -157,7 +157,6 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
         ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax: expected gae, grpo"),
         (f"{LOSS}.loss_mode=gpg", "for gpg, which has no ratio, cispo has a clipped one"),
         ("distillation.enabled=True", "by `--use-opd`, the reverse KL of sampled tokens"),
-        ("critic.optim.lr_warmup_steps_ratio=0.05", "give `--critic-lr-warmup-iters`"),
         (f"{ROLLOUT}.ignore_eos=True", "an answer ends where the model ends it"),
         (f"{ACTOR}.megatron.dtype=float16", "what fp16 needs, a scaled loss, is not implemented"),
         ("reward.custom_reward_function.path=r.py", "reward.custom_reward_function.path=r.py: a reward is called"),
@@ -170,7 +169,6 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
         ("actor_rollout_ref.model.torch_dtype=float16", "what fp16 needs, a scaled loss, is not implemented"),
         (f"{ROLLOUT}.multi_turn.tool_config_path=t.yaml", "--environment-path module:attr"),
         ("custom_reward_function.path=r.py", "--custom-rm-path"),
-        ("trainer.total_epochs=15", "give --num-rollout"),
         ("trainer.frobnicate=1", "trainer.frobnicate=1: unknown key"),
     ],
 )
@@ -296,3 +294,32 @@ def test_a_kl_in_rewards_that_are_compared_is_told(estimator: str) -> None:
 def test_discounted_rewards_without_a_critic_are_refused() -> None:
     words = from_verl(["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"]).words
     assert any("--gamma 0.9 has no effect" in line for line in refusals(shlex.join(words), {}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("", "--num-epoch 30"),
+        ("trainer.total_epochs=15", "--num-epoch 15"),
+        (f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", "--lr-warmup-fraction 0.1"),
+        (f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1 {ACTOR}.optim.lr_warmup_steps=-1", "--lr-warmup-fraction 0.1"),
+        ("critic.optim.lr_warmup_steps_ratio=0.05", "--critic-lr-warmup-fraction 0.05"),
+    ],
+)
+def test_epochs_and_shares_of_the_run_are_counted_when_it_starts(overrides: str, words: str) -> None:
+    done = from_verl(overrides.split())
+    assert words in " ".join(done.words)
+    assert done.unmapped == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "absent"),
+    [
+        ("trainer.total_epochs=15 trainer.total_training_steps=50", "--num-epoch"),
+        (f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1 {ACTOR}.optim.lr_warmup_steps=5", "--lr-warmup-fraction"),
+        (f"{ACTOR}.optim.lr_warmup_steps_ratio=0.0", "--lr-warmup-fraction"),
+        ("algorithm.adv_estimator=grpo critic.optim.lr_warmup_steps_ratio=0.05", "--critic-lr-warmup-fraction"),
+    ],
+)
+def test_what_other_keys_decide_is_not_said_twice(overrides: str, absent: str) -> None:
+    assert absent not in from_verl(overrides.split()).words
