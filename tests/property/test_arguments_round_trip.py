@@ -25,8 +25,8 @@ def values_of(specification: FlagSpecification) -> st.SearchStrategy[object]:
         values = st.booleans()
     elif specification.kind in NUMBERS:
         values = NUMBERS[specification.kind]
-    else:  # "none" is taken, "~" is expanded, and a path that begins with "$" is refused
-        values = TEXTS.filter(lambda text: text.lower() != "none" and not text.startswith("~"))
+    else:  # "none" is taken, argparse drops "--", "~" is expanded, and a path that begins with "$" is refused
+        values = TEXTS.filter(lambda text: text.lower() not in ("none", "--") and not text.startswith("~"))
         if specification.kind is Path:
             values = values.filter(lambda text: text and not text.startswith("$")).map(Path)
     if specification.many:

@@ -40,7 +40,18 @@ def test_epochs_may_fill_one_batch(prompts: Path) -> None:
 
 def test_a_dry_run_counts(prompts: Path, tmp_path: Path) -> None:
     config = Config.from_args(
-        ["@examples/quickstart/reverse.args", "--prompt-data", str(prompts), "--num-rollout", "1", "--num-epoch", "8"],
+        [
+            "@examples/quickstart/reverse.args",
+            "--prompt-data",
+            str(prompts),
+            "--num-rollout",
+            "1",
+            "--num-epoch",
+            "8",
+            "--eval-prompt-data",
+            "e",
+            str(prompts),
+        ],
         run_dir=tmp_path / "run",
     )
     assert "rollout        5 steps of 16 prompts" in check(config)
