@@ -22,7 +22,6 @@ from miles_async.backends.megatron.model.output import ModelOutput
 from miles_async.backends.megatron.model.scores import values_of
 from miles_async.backends.megatron.optimizer import Training, make_optimizer
 from miles_async.backends.megatron.packing.pack import PackedBatch
-from miles_async.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -97,8 +96,6 @@ def load_critic(arguments: CriticArguments, directory: Path, aggregation: Aggreg
         lr_warmup_iters=arguments.critic_lr_warmup_iters,
     )
     loaded = load_model(directory, policy.model, policy.platform, trainable=True, value_head=True)
-    if loaded.pictures is not None:
-        raise ConfigurationError(f"{directory} reads images, and no critic of such a model was tried: use none")
     return Critic(
         learner=Learner.of(loaded, dataclasses.replace(policy, optimizer=optimizer)),
         loss=ValueLoss(aggregation=aggregation, clip=arguments.value_clip),
