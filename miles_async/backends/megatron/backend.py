@@ -274,6 +274,7 @@ class MegatronBackend:
                 self._per_rollout if name == POLICY else None,
                 seed=self._model_arguments.seed,
                 ahead=self._model.ahead and name == POLICY,
+                tower_frozen=self._model_arguments.freeze_vision_tower,
             )
         self._stepped_from = None
 
