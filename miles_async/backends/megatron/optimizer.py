@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core import utils
@@ -42,7 +43,6 @@ def make_optimizer(modules: list[Module], training: Training) -> tuple[MegatronO
     """Build AdamW over data-parallel shards and the learning-rate schedule."""
     arguments, model = training.optimizer, training.model
     clip_by_foreach()
-    load_all_offloaded_weights()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -112,6 +112,7 @@ def make_state(optimizer: MegatronOptimizer) -> None:
             for each in adam.sub_optimizers:
                 _make_zeros(each)
             adam._sync_sub_optimizers_state_to_hdo()
+            adam._update_fp32_params_by_new_state = partial(_load_main_weights, adam)
         elif isinstance(adam, TORCH_ADAM):
             _make_zeros(adam)
         elif adam is not None and part.config.use_precision_aware_optimizer:
@@ -158,18 +159,14 @@ def load_state(optimizer: MegatronOptimizer, states: Mapping[int, object], step:
                 group.pop("step", None)
 
 
-def load_all_offloaded_weights() -> None:
-    """Let a load fill the main weights of every parameter of an offloaded optimizer.
+def _load_main_weights(adam: HybridDeviceOptimizer) -> None:
+    """Fill the main weights of every parameter from the state, in place of a method that does so in a load.
 
-    HybridDeviceOptimizer (megatron-core 0.19) looks for fp32 copies only, and parameters that are fp32 themselves have
-    none: a load of theirs fails with a KeyError.
+    That one (megatron-core 0.19) looks for fp32 copies only, and fails with a KeyError for parameters that are fp32
+    themselves and have none.
     """
-    HybridDeviceOptimizer._update_fp32_params_by_new_state = _load_main_weights
-
-
-def _load_main_weights(self: HybridDeviceOptimizer) -> None:
-    for parameter, state in self.state.items():
-        self.param_to_inner_param[parameter].data.copy_(state["master_param"])
+    for parameter, state in adam.state.items():
+        adam.param_to_inner_param[parameter].data.copy_(state["master_param"])
 
 
 def clip_by_foreach() -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -91,11 +90,3 @@ class Platform:
     def with_host_layers(self) -> Platform:
         """The same platform without Transformer Engine."""
         return replace(self, transformer_engine=False, fusions=HOST_FUSIONS_OFF)
-
-    def layer_spec(self, bridge_spec: Callable[..., Any]) -> Callable[..., Any]:
-        """Value for ``GPTModelProvider.transformer_layer_spec``. ``bridge_spec``: with Transformer Engine's layers."""
-        return bridge_spec if self.transformer_engine else host.layer_spec()
-
-    def stack_spec(self) -> Callable[..., Any] | None:
-        """Value for ``HybridModelProvider.hybrid_stack_spec``; None: the bridge's, with Transformer Engine's layers."""
-        return None if self.transformer_engine else host.stack_spec()

@@ -34,11 +34,6 @@ def _patch_moe_utils(module: types.ModuleType) -> None:
     module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu  # type: ignore[attr-defined]
 
 
-def _patch_jit(module: types.ModuleType) -> None:
-    # torch.compile of tiny pointwise helpers costs a C++ compiler run each, and needs a compiler.
-    module.disable_jit_fuser()
-
-
 def _patch_mappings(module: types.ModuleType) -> None:
     """Pad gathers along the first dimension where ranks hold different lengths: NCCL takes them, gloo refuses.
 
@@ -80,13 +75,11 @@ def _under_cuda_type_names(owner: Any, name: str) -> None:
 
 
 PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
-    "megatron.core.jit": _patch_jit,
+    # torch.compile of tiny pointwise helpers costs a C++ compiler run each, and needs a compiler.
+    "megatron.core.jit": lambda module: module.disable_jit_fuser(),
     "megatron.core.optimizer.clip_grads": lambda module: _under_cuda_type_names(module, "clip_grad_by_total_norm_fp32"),
     "megatron.core.optimizer.distrib_optimizer": lambda module: _under_cuda_type_names(
         module.DistributedOptimizer, "__init__"
-    ),
-    "megatron.core.optimizer.optimizer": lambda module: _under_cuda_type_names(
-        module.Float16OptimizerWithFloat16Params, "__init__"
     ),
     "megatron.core.ssm.gated_delta_net.common": gated_delta.patch,
     "megatron.core.ssm.mamba_context_parallel": mamba.patch_context_parallel,

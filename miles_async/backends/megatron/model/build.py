@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.enums import AttnBackend
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
-from miles_async.backends.megatron import overrides
+from miles_async.backends.megatron import host, overrides
 from miles_async.backends.megatron.adapters.attach import add_adapters, merged, switched_off
 from miles_async.backends.megatron.adapters.files import read_adapter
 from miles_async.backends.megatron.families import (
@@ -267,10 +266,8 @@ def make_provider(
     # The bridge (0.6) skips initialisation, as the weights are loaded anyway; but only initialisation marks
     # parameters as tensor-parallel, and without the marks the gradient norm counts tensor rank 0's shards alone.
     provider.perform_initialization = True
-    if isinstance(provider, HybridModelProvider):
-        provider.hybrid_stack_spec = platform.stack_spec()
-    else:
-        provider.transformer_layer_spec = platform.layer_spec(provider.transformer_layer_spec)
+    if not platform.transformer_engine:
+        host.use_host_layers(provider)
     provider.tensor_model_parallel_size = model.tensor_model_parallel_size
     provider.context_parallel_size = model.context_parallel_size
     provider.pipeline_model_parallel_size = model.pipeline_model_parallel_size
