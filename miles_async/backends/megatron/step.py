@@ -123,7 +123,7 @@ class StepRunner:
             if (breach := self.limits.breach_of_critic(norm)) is not None:
                 tally.breaches.append(breach)
             elif norm > 0:
-                critic.learner.optimizer.step()
+                critic.learner.step(norm)
                 tally.critic_grad_norms.append(norm)
 
     def _train_policy(self, index: int, packs: Packs, tally: Tally, *, same_weights: bool) -> None:
@@ -133,9 +133,9 @@ class StepRunner:
             tally.breaches.append(breach)
         elif norm > 0:
             if self.scale is None:
-                self.policy.optimizer.step()
+                self.policy.step(norm)
             else:
-                tally.lr_factors.append(self._scaled_step(self.scale, sums))
+                tally.lr_factors.append(self._scaled_step(self.scale, sums, norm))
             tally.grad_norms.append(norm)
 
     def _with_logprobs(self, steps: list[Packs], present: int | None) -> list[Packs]:
@@ -230,12 +230,12 @@ class StepRunner:
         found = iter(self.objective.prepared(batches, whole))
         return [[dataclasses.replace(packed, loss_inputs=next(found)) for packed in packs] for packs in steps]
 
-    def _scaled_step(self, scale: StepScale, sums: Mapping[str, Tensor]) -> float:
+    def _scaled_step(self, scale: StepScale, sums: Mapping[str, Tensor], norm: float) -> float:
         """Make an optimizer step with a scaled learning rate; return the factor. ``sums``: this rank's. Collective."""
         of_rank = sums.get(STEP_SUMS, torch.full((3,), -torch.inf, device=self.device))
         factor = scale.factor(reduce_metrics({STEP_SUMS: of_rank}, self.device)[STEP_SUMS])
         with scaled_rates(self.policy.optimizer.param_groups, factor):
-            self.policy.optimizer.step()
+            self.policy.step(norm)
         return factor
 
     def _loss(self, index: int, shown: dict[int, ScoresOnDevice], packed: PackedBatch, output: ModelOutput) -> LossSums:

@@ -55,7 +55,7 @@ def _patch_mappings(module: types.ModuleType) -> None:
 
 @contextlib.contextmanager
 def _cuda_type_names() -> Iterator[None]:
-    """Host types carry the names of CUDA's inside, with which optimizers compare ``param.type()``."""
+    """Host types carry the names of CUDA's inside, with which the optimizer compares ``param.type()``."""
     real = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -70,17 +70,14 @@ def _cuda_type_names() -> Iterator[None]:
         del torch.Tensor.type
 
 
-def _under_cuda_type_names(owner: Any, name: str) -> None:
-    setattr(owner, name, _cuda_type_names()(getattr(owner, name)))
+def _patch_distributed_optimizer(module: types.ModuleType) -> None:
+    module.DistributedOptimizer.__init__ = _cuda_type_names()(module.DistributedOptimizer.__init__)
 
 
 PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     # torch.compile of tiny pointwise helpers costs a C++ compiler run each, and needs a compiler.
     "megatron.core.jit": lambda module: module.disable_jit_fuser(),
-    "megatron.core.optimizer.clip_grads": lambda module: _under_cuda_type_names(module, "clip_grad_by_total_norm_fp32"),
-    "megatron.core.optimizer.distrib_optimizer": lambda module: _under_cuda_type_names(
-        module.DistributedOptimizer, "__init__"
-    ),
+    "megatron.core.optimizer.distrib_optimizer": _patch_distributed_optimizer,
     "megatron.core.ssm.gated_delta_net.common": gated_delta.patch,
     "megatron.core.ssm.mamba_context_parallel": mamba.patch_context_parallel,
     "megatron.core.ssm.mamba_mixer": mamba.patch_mixer,
