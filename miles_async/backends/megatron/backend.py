@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +66,6 @@ class MegatronBackend:
         # After prepare(), which makes megatron importable.
         from megatron.core import parallel_state
 
-        from miles_async.backends.megatron import distributed
         from miles_async.backends.megatron.checkpoints.checkpoint import seed_all
         from miles_async.backends.megatron.kept_weights import KeptWeights
         from miles_async.backends.megatron.laps import Laps
@@ -77,12 +77,14 @@ class MegatronBackend:
         from miles_async.backends.megatron.step import StepRunner
         from miles_async.backends.megatron.step_limits import StepLimits
 
-        distributed.initialise(
-            store,
+        # Before megatron-bridge does, which always chooses NCCL. The timeout is of one collective; after it gloo raises,
+        # and NCCL's watchdog ends the process (torch 2.13, TORCH_NCCL_ASYNC_ERROR_HANDLING 3): the run loses the rank.
+        dist.init_process_group(
+            platform.communication_backend,
+            store=store,
             rank=rank,
             world_size=world_size,
-            backend=platform.communication_backend,
-            timeout_minutes=model.distributed_timeout_minutes,
+            timeout=datetime.timedelta(minutes=model.distributed_timeout_minutes),
         )
         seed_all(model.seed)
         self._model_arguments = model

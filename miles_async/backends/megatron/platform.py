@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,32 +21,21 @@ from miles_async.types import GroupBackend
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 """Variables of CUDA's libraries for bitwise reproducible results."""
 
-HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(host.FUSIONS, False)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
-    """Device, communication backend, layers and fusions."""
+    """Device and layers."""
 
     device: Device
-    communication_backend: GroupBackend
-    transformer_engine: bool  # its layers, or host/spec.py's
-    fusions: Mapping[str, bool] = field(default_factory=dict)  # provider fields to overwrite
+    transformer_engine: bool  # its layers and fusions, or host/spec.py's, which are correct but slower
 
     @classmethod
     def cpu(cls) -> Platform:
-        return cls(device="cpu", communication_backend="gloo", transformer_engine=False, fusions=HOST_FUSIONS_OFF)
+        return cls(device="cpu", transformer_engine=False)
 
     @classmethod
     def cuda(cls) -> Platform:
-        """Use Transformer Engine if it is installed, else the host's layers, which are correct but slower."""
-        engine = importlib.util.find_spec("transformer_engine") is not None
-        return cls(
-            device="cuda",
-            communication_backend="nccl",
-            transformer_engine=engine,
-            fusions={} if engine else HOST_FUSIONS_OFF,
-        )
+        return cls(device="cuda", transformer_engine=importlib.util.find_spec("transformer_engine") is not None)
 
     @classmethod
     def named(cls, device: DeviceChoice) -> Platform:
@@ -89,4 +77,8 @@ class Platform:
     @property
     def with_host_layers(self) -> Platform:
         """The same platform without Transformer Engine."""
-        return replace(self, transformer_engine=False, fusions=HOST_FUSIONS_OFF)
+        return replace(self, transformer_engine=False)
+
+    @property
+    def communication_backend(self) -> GroupBackend:
+        return "nccl" if self.device == "cuda" else "gloo"

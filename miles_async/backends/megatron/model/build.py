@@ -181,13 +181,18 @@ def load_model(
         coverage.check(bridge, modules)
         return modules
 
+    def add(modules: list[Module]) -> list[Module]:
+        """Add what the checkpoint does not have."""
+        if adapted:
+            with_adapters(modules, model)
+            if model.lora_adapter_path is not None:
+                read_adapter(model.lora_adapter_path, bridge, modules)
+        if value_head:
+            add_value_heads(modules)
+        return modules
+
     provider.register_pre_wrap_hook(prepare, prepend=True)  # before the bridge's hook, which loads the weights
-    if adapted:
-        provider.register_pre_wrap_hook(partial(with_adapters, model=model))  # after it
-        if model.lora_adapter_path is not None:
-            provider.register_pre_wrap_hook(partial(_with_first_adapter, model.lora_adapter_path, bridge))
-    if value_head:
-        provider.register_pre_wrap_hook(add_value_heads)  # after it, too: the checkpoint has logits
+    provider.register_pre_wrap_hook(add)  # after it
     if not parallel_state.is_initialized():
         # Megatron (0.19) gives its groups 30 minutes otherwise, whatever the default group has.
         provider.initialize_model_parallel(
@@ -229,10 +234,9 @@ def freeze_indexers(module: Module) -> None:
             part.requires_grad_(False)
 
 
-def with_adapters(modules: list[Module], model: ModelArguments) -> list[Module]:
+def with_adapters(modules: list[Module], model: ModelArguments) -> None:
     """Adapt the language model, and freeze all else. Raises as ``add_adapters`` does."""
     add_adapters([language_model(module.requires_grad_(False)) for module in modules], model)
-    return modules
 
 
 @contextmanager
@@ -247,11 +251,6 @@ def _config_locks() -> Iterator[None]:
             yield
         finally:
             del os.environ[_LOCK_DIRECTORY]
-
-
-def _with_first_adapter(directory: Path, bridge: AutoBridge, modules: list[Module]) -> list[Module]:
-    read_adapter(directory, bridge, modules)
-    return modules
 
 
 def make_provider(
@@ -289,10 +288,10 @@ def make_provider(
     values = overrides.config_values(settings, platform)
     if platform.transformer_engine:
         values = {**default_fusions(provider), **missing_fusions(), **values}
+    else:
+        values |= dict.fromkeys(host.FUSIONS, False)
     for name, value in values.items():
         setattr(provider, name, value)
-    for name, enabled in platform.fusions.items():  # after the user's choice: fusions may be missing
-        setattr(provider, name, enabled)
     # The loss is a sum over tokens; finalize_model_grads divides by all ranks' loss tokens (token mean).
     provider.calculate_per_token_loss = True
     provider.variable_seq_lengths = True  # packed micro-batches differ in length
