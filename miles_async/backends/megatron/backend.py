@@ -77,8 +77,8 @@ class MegatronBackend:
         from miles_async.backends.megatron.step import StepRunner
         from miles_async.backends.megatron.step_limits import StepLimits
 
-        # Before megatron-bridge does, which always chooses NCCL. The timeout is of one collective; after it gloo raises,
-        # and NCCL's watchdog ends the process (torch 2.13, TORCH_NCCL_ASYNC_ERROR_HANDLING 3): the run loses the rank.
+        # Before megatron-bridge does, which always chooses NCCL. After the timeout of one collective gloo raises, and
+        # NCCL's watchdog ends the process (torch 2.13, TORCH_NCCL_ASYNC_ERROR_HANDLING 3): the run loses the rank.
         dist.init_process_group(
             platform.communication_backend,
             store=store,
