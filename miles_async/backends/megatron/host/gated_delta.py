@@ -5,7 +5,7 @@ here it gets batches of sequences of similar length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +13,12 @@ from torch import Tensor
 
 from miles_async.backends.megatron.host.padded_groups import padded_groups
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
 LONGEST_CHUNK = 64
 
 
-def patch(module: ModuleType) -> None:
+def patch(module: Any) -> None:
     """Put the stand-ins into ``megatron.core.ssm.gated_delta_net.common``, from which the layers import them."""
-    rule: Any = module.torch_chunk_gated_delta_rule
+    rule = module.torch_chunk_gated_delta_rule
 
     def chunk_gated_delta_rule(
         query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, **_: object
@@ -39,9 +36,9 @@ def patch(module: ModuleType) -> None:
             out = out.index_put((group.keys[group.valid],), found[group.valid])
         return out[None], None
 
-    module.HAVE_FLA = True  # type: ignore[attr-defined]
-    module.chunk_gated_delta_rule = chunk_gated_delta_rule  # type: ignore[attr-defined]
-    module.causal_conv1d, module.l2norm = causal_conv1d, l2norm  # type: ignore[attr-defined]
+    module.HAVE_FLA = True
+    module.chunk_gated_delta_rule = chunk_gated_delta_rule
+    module.causal_conv1d, module.l2norm = causal_conv1d, l2norm
 
 
 def _by_chunks(rule: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
