@@ -22,7 +22,7 @@ from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.families import hf_config
 from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.backends.megatron.platform import Platform
-from miles_async.errors import CheckpointError, ConfigurationError
+from miles_async.errors import CheckpointError
 from miles_async.runtime.serialization import decode, encode
 from miles_async.types import Picture, SettingValue, TokenScores, TrainShard
 
@@ -57,7 +57,10 @@ class MegatronBackend:
         """``store``: rendezvous of the ranks. ``objective``: makes the objective in this process. ``total_steps``:
         optimizer steps of the whole run, for the learning rate.
         """
-        directory = _checked(model, world_size, temperature)
+        directory = model.directory
+        config = hf_config.read_config(directory)
+        hf_config.check_model(config, directory)
+        check_layout(config, model, world_size)
         platform = Platform.named(device)
         self.device = platform.prepare(local_rank)
         deterministic = megatron_settings(model.megatron_extra).provider.get("deterministic_mode")
@@ -294,15 +297,3 @@ class MegatronBackend:
         RouterReplay.clear_global_router_replay_instances()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _checked(model: ModelArguments, world_size: int, temperature: float) -> Path:
-    """Make the checks that need no megatron; return the checkpoint's directory."""
-    if model.hf_checkpoint is None:
-        raise ConfigurationError("--hf-checkpoint is required: a Hugging Face directory with the initial weights")
-    if temperature <= 0:
-        raise ConfigurationError(f"--rollout-temperature {temperature}: training needs a temperature above 0")
-    config = hf_config.read_config(model.hf_checkpoint)
-    hf_config.check_model(config, model.hf_checkpoint)
-    check_layout(config, model, world_size)
-    return model.hf_checkpoint
