@@ -5,13 +5,14 @@ here it gets batches of sequences of similar length.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from miles_async.backends.megatron.host.padded_groups import padded_groups
+from miles_async.backends.megatron.host.padded_groups import each_alone
 
 LONGEST_CHUNK = 64
 
@@ -30,11 +31,8 @@ def patch(module: Any) -> None:
         parts = (query, key, value, g, beta)
         if cu_seqlens is None:
             return _by_chunks(rule, *parts), None
-        out = torch.zeros_like(value[0])
-        for group in padded_groups(cu_seqlens):  # padding is on the right, where a recurrence never looks
-            found = _by_chunks(rule, *(part[0][group.keys] for part in parts))
-            out = out.index_put((group.keys[group.valid],), found[group.valid])
-        return out[None], None
+        packed = [part[0] for part in parts]
+        return each_alone(partial(_by_chunks, rule), packed, cu_seqlens, like=value[0])[None], None
 
     module.HAVE_FLA = True
     module.chunk_gated_delta_rule = chunk_gated_delta_rule

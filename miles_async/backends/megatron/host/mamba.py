@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from miles_async.backends.megatron.host.gated_delta import causal_conv1d
-from miles_async.backends.megatron.host.padded_groups import padded_groups
+from miles_async.backends.megatron.host.padded_groups import each_alone
 
 CHUNK = 64
 
@@ -116,11 +116,7 @@ def split_conv1d_scan(
     if boundaries is None:
         read = scan(*parts)
     else:
-        out = torch.zeros_like(value[0])
-        for group in padded_groups(boundaries):  # padding is on the right, where a recurrence never looks
-            found = scan(*(part[0][group.keys] for part in parts))
-            out = out.index_put((group.keys[group.valid],), found[group.valid])
-        read = out[None]
+        read = each_alone(scan, [part[0] for part in parts], boundaries, like=value[0])[None]
     read = read + D.float()[:, None] * value
     return (read.flatten(-2) * F.silu(gate.float())).to(packed.dtype)
 

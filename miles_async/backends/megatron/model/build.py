@@ -36,7 +36,7 @@ from miles_async.backends.megatron.families.hf_config import ahead_layers
 from miles_async.backends.megatron.families.provider_fields import provider_fields
 from miles_async.backends.megatron.model import dtypes
 from miles_async.backends.megatron.model.forward import Pipeline
-from miles_async.backends.megatron.model.fusions import default_fusions, missing_fusions
+from miles_async.backends.megatron.model.fusions import default_fusions
 from miles_async.backends.megatron.model.mtp import add_ahead_layers, share_embedding
 from miles_async.backends.megatron.model.output import add_value_heads, language_model, return_hidden_states
 from miles_async.backends.megatron.packing import shared_prefixes
@@ -105,17 +105,17 @@ class LoadedModel:
         """The same part of the model without adapters and without replayed routing."""
         return replace(self.pipeline(device), routers={}, inside=partial(switched_off, self.modules))
 
-    def exported(self, *, cpu: bool = False, ahead: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def exported(self, *, to_save: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors, in a fixed order, with adapters merged. Collective.
 
-        ``ahead``: include trained layers for multi-token prediction, which engines don't hold.
+        ``to_save``: on the host, and with trained layers for multi-token prediction, which engines don't hold.
         """
         tasks = self.bridge.get_conversion_tasks(self.modules)
-        if self.ahead and not ahead:
+        if self.ahead and not to_save:
             tasks = [task for task in tasks if not task.global_param_name.startswith("mtp.")]
         return self.bridge.export_hf_weights(
             self.modules,
-            cpu=cpu,
+            cpu=to_save,
             show_progress=False,
             conversion_tasks=merged(tasks, self.modules) if self.adapted else tasks,
             merge_adapter_weights=False,  # the bridge (0.6) knows neither DoRA nor adapters of single experts
@@ -128,7 +128,7 @@ class LoadedModel:
         """
         source = self.bridge.hf_pretrained.state.source
         left = set(source.get_all_keys())
-        for name, tensor in self.exported(cpu=True, ahead=True):
+        for name, tensor in self.exported(to_save=True):
             left.discard(name)
             yield name, tensor
             for copy in sorted(each for each in left if name in COPIES and each.endswith(COPIES[name])):
@@ -287,7 +287,7 @@ def make_provider(
     settings = megatron_settings(model.megatron_extra).provider
     values = overrides.config_values(settings, platform)
     if platform.transformer_engine:
-        values = {**default_fusions(provider), **missing_fusions(), **values}
+        values = {**default_fusions(provider), **values}
     else:
         values |= dict.fromkeys(host.FUSIONS, False)
     for name, value in values.items():

@@ -214,6 +214,7 @@ def test_a_family_that_is_not_trained_is_refused_with_the_reason_and_what_to_do(
 
 
 MIXTURE = MOE | {"moe_intermediate_size": 6}
+MAMBA = NEMOTRON_H | {"n_groups": 2, "num_attention_heads": 8, "hybrid_override_pattern": "M*-E"}
 ADAPTED_EXPERTS = {"lora_rank": 4, "target_modules": ("gate_proj", "up_proj", "down_proj")}
 
 
@@ -244,6 +245,31 @@ ADAPTED_EXPERTS = {"lora_rank": 4, "target_modules": ("gate_proj", "up_proj", "d
             2,
             "with adapters on experts alone",
         ),
+        (MAMBA, {"tensor_model_parallel_size": 4}, 16, "tensor-model-parallel-size 4 .* does not split n_groups 2"),
+        (MAMBA, {"context_parallel_size": 16}, 16, "parallel-size 16 does not divide mamba_num_heads 8"),
+        (MAMBA, {"share_prefixes": True}, 1, "--share-prefixes: not there for layers of Mamba-2"),
+        (
+            MAMBA,
+            {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+            2,
+            "virtual-.*: not there",
+        ),
+        (MAMBA, {"enable_mtp_training": True}, 1, "--enable-mtp-training: .* of model_type .nemotron_h. were not"),
+        (
+            QWEN3_NEXT,
+            {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+            4,
+            "size 4 does not divide linear_num_key_heads 2",
+        ),
+        (QWEN3_NEXT, {"share_prefixes": True}, 1, "--share-prefixes: .* reads a sample's tokens one after the other"),
+        (QWEN3_NEXT, {"enable_mtp_training": True}, 1, "--enable-mtp-training: .* 'qwen3_next' were not compared"),
+        (
+            QWEN3_NEXT,
+            {"megatron_extra": ("--deterministic-mode",)},
+            1,
+            "--deterministic-mode: .* no deterministic linear attention",
+        ),
+        (QWEN3_NEXT, {"lora_rank": 4}, 1, "--lora-rank: adapters of model_type 'qwen3_next'"),
     ],
 )
 def test_impossible_layouts_are_refused(
@@ -260,23 +286,6 @@ def test_adapters_of_experts_are_trained_beside_others() -> None:
     check_layout(MIXTURE | {"n_shared_experts": 1}, ModelArguments(**split, **ADAPTED_EXPERTS), 2)
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"tensor_model_parallel_size": 4}, "tensor-model-parallel-size 4 .* does not split n_groups 2"),
-        ({"context_parallel_size": 16}, "parallel-size 16 does not divide mamba_num_heads 8"),
-        ({"share_prefixes": True}, "--share-prefixes: not there for layers of Mamba-2"),
-        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, "virtual-.*: not there"),
-        ({"enable_mtp_training": True}, "--enable-mtp-training: .* of model_type .nemotron_h. were not compared"),
-    ],
-)
-def test_what_mamba_can_not_is_refused(layout: dict[str, int], message: str) -> None:
-    config = NEMOTRON_H | {"n_groups": 2, "num_attention_heads": 8, "hybrid_override_pattern": "M*-E"}
-    check_layout(config, ModelArguments(tensor_model_parallel_size=2, context_parallel_size=4), 8)
-    with pytest.raises(ConfigurationError, match=message):
-        check_layout(config, ModelArguments(**layout), 16)
-
-
 def test_only_models_with_mixtures_have_experts() -> None:
     assert num_experts(GEMMA4 | {"num_experts": 4}) == 0
     assert num_experts(GEMMA4 | {"num_experts": 4, "enable_moe_block": True}) == 4
@@ -288,25 +297,6 @@ def test_heads_of_every_kind_of_layer_are_split() -> None:
     check_layout(GEMMA4 | {"num_key_value_heads": 4}, ModelArguments(tensor_model_parallel_size=4), 4)
     with pytest.raises(ConfigurationError, match="num_key_value_heads 3 nor is a multiple"):
         check_layout(GEMMA4 | {"num_global_key_value_heads": 3}, ModelArguments(tensor_model_parallel_size=2), 2)
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        (
-            {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
-            "size 4 does not divide linear_num_key_heads 2",
-        ),
-        ({"share_prefixes": True}, "--share-prefixes: .*'qwen3_next' reads a sample's tokens one after the other"),
-        ({"enable_mtp_training": True}, "--enable-mtp-training: .* of model_type 'qwen3_next' were not compared"),
-        ({"megatron_extra": ("--deterministic-mode",)}, "--deterministic-mode: .* no deterministic linear attention"),
-        ({"lora_rank": 4}, "--lora-rank: adapters of model_type 'qwen3_next'"),
-    ],
-)
-def test_what_linear_attention_can_not_is_refused(layout: dict[str, object], message: str) -> None:
-    check_layout(QWEN3_NEXT, ModelArguments(tensor_model_parallel_size=2), 2)
-    with pytest.raises(ConfigurationError, match=message):
-        check_layout(QWEN3_NEXT, ModelArguments(**layout), 4)
 
 
 def test_layers_for_multi_token_prediction_are_trained_where_they_are_known() -> None:
@@ -348,6 +338,8 @@ def test_possible_layouts_pass() -> None:
     check_layout(MIXTURE, split, 8)
     both = ModelArguments(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     check_layout(QWEN3, both, 8)
+    check_layout(MAMBA, ModelArguments(tensor_model_parallel_size=2, context_parallel_size=4), 8)
+    check_layout(QWEN3_NEXT, ModelArguments(tensor_model_parallel_size=2), 2)
 
 
 def test_missing_or_broken_config_files(tmp_path: Path) -> None:
