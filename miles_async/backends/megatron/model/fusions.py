@@ -24,7 +24,7 @@ def default_fusions(provider: Any) -> Mapping[str, bool]:
       scaling of YaRN (``mscale`` is dropped) and none for latent attention but YaRN's.
     - SwiGLU: bias, gate and product in one kernel, which knows neither clamping nor an offset.
     - Bias-dropout-add: enabled for all models.
-    - Accumulation of gradients: the bridge (0.6) turns it on where Transformer Engine is installed, whose layers need no
+    - Accumulation of gradients: the bridge (0.6) turns it on where Transformer Engine is there, whose layers need no
       Apex for it; but the output layer is megatron-core's own (0.19, ``ColumnParallelLinear``), which does.
     """
     plain_rope = provider.position_embedding_type == "rope" and not provider.multi_latent_attention
