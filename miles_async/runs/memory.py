@@ -16,12 +16,11 @@ from miles_async.arguments.server_groups import pinned_versions
 from miles_async.backends.megatron.memory.plan import (
     RECOMPUTED,
     RankBytes,
-    StageMemory,
-    StageRequest,
     measure,
     model_parameters,
     rank_bytes,
 )
+from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.errors import ConfigurationError
 from miles_async.runs.engine_memory import GIB, EngineBytes, engine_bytes
 from miles_async.weights.staging_options import KEPT_VERSIONS, StagingOptions

@@ -95,7 +95,8 @@ def test_fused_layers_equal_host_layers(
 @needs_megatron
 def test_a_step_takes_the_memory_that_dry_run_tells(tmp_path: Path, figures: Figures) -> None:
     from miles_async.arguments.model import ModelArguments
-    from miles_async.backends.megatron.memory.plan import StageRequest, measure, rank_bytes
+    from miles_async.backends.megatron.memory.plan import measure, rank_bytes
+    from miles_async.backends.megatron.memory.stages import StageRequest
     from tests.integration.toy_batches import long_sample_shard
 
     # In fp32 attention of Transformer Engine takes memory by the square of the sequence, which the plan doesn't count.

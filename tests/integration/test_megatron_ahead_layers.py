@@ -12,7 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from miles_async.arguments.model import ModelArguments
-from miles_async.backends.megatron.memory.plan import StageRequest, measure
+from miles_async.backends.megatron.memory.plan import measure
+from miles_async.backends.megatron.memory.stages import StageRequest
 from miles_async.errors import CheckpointError
 from tests.integration.megatron_scenario import LR, Layout, make_backend, rollout_steps
 from tests.integration.plain_ahead_layers import PlainAheadTrainer

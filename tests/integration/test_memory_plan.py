@@ -18,13 +18,12 @@ from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model import ModelArguments, RecomputeGranularity
 from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.memory.plan import (
-    StageMemory,
-    StageRequest,
     _measure,
     measure,
     model_parameters,
     rank_bytes,
 )
+from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.errors import ConfigurationError
 from tests.integration.megatron_scenario import Layout, make_backend
 from tests.integration.rank_processes import forked_context, run_ranks

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import count_elements, directory_problems
-from miles_async.backends.megatron.memory.plan import StageRequest, model_parameters
+from miles_async.backends.megatron.memory.plan import model_parameters
+from miles_async.backends.megatron.memory.stages import StageRequest
 from miles_async.errors import CheckpointError
 from tests.integration.family_table import COMPARED_WITH_IMAGES, EVERY_DAY_WITH_IMAGES
 from tests.integration.megatron_scenario import LR, Layout, export_differences, make_backend

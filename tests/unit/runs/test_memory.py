@@ -15,7 +15,7 @@ from miles_async.arguments.cluster import ClusterArguments
 from miles_async.arguments.engines import EnginesArguments
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.rollout import RolloutArguments
-from miles_async.backends.megatron.memory.plan import StageMemory, StageRequest
+from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.runs import memory
 
 GIB = 1 << 30

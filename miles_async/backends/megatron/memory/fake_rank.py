@@ -34,7 +34,7 @@ from miles_async.backends.megatron.adapters.attach import ADAPTER
 from miles_async.backends.megatron.families.hf_config import ahead_layers
 from miles_async.backends.megatron.memory import kernels
 from miles_async.backends.megatron.memory.live_bytes import LiveBytes
-from miles_async.backends.megatron.memory.plan import StageMemory, StageRequest
+from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.backends.megatron.model import dtypes
 from miles_async.backends.megatron.model.build import make_provider, with_adapters
 from miles_async.backends.megatron.model.mtp import add_ahead_layers

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from miles_async.arguments.model import ModelArguments
-from miles_async.backends.megatron.memory.plan import StageMemory, model_parameters, rank_bytes
+from miles_async.backends.megatron.memory.plan import model_parameters, rank_bytes
+from miles_async.backends.megatron.memory.stages import StageMemory
 
 STAGE = StageMemory(stages=range(1, 3), parameters=1000, expert_parameters=8000, kept=70, peak=100, under_way=3)
 MODEL = ModelArguments(
