@@ -19,12 +19,10 @@ from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.optimizer import OptimizerArguments
-from miles_async.backends.megatron.distributed import complete_parameters, from_last_stage, together
 from miles_async.backends.megatron.families import hf_config
 from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.backends.megatron.platform import Platform
 from miles_async.errors import CheckpointError
-from miles_async.runtime.rank_records import gather_records
 from miles_async.runtime.serialization import decode, encode
 from miles_async.types import Picture, SettingValue, TokenScores, TrainShard
 
@@ -146,6 +144,8 @@ class MegatronBackend:
         self._staged: list[StagedSave] | None = None
 
     def train(self, shard: TrainShard) -> dict[str, float]:
+        from miles_async.backends.megatron.distributed import complete_parameters
+
         # The same version twice: the weights in between were not published, and engines have older ones.
         same_weights = shard.target_version != self._stepped_from
         self._stepped_from = shard.target_version
@@ -184,6 +184,7 @@ class MegatronBackend:
 
         ``pictures``: images of each sequence, or none at all.
         """
+        from miles_async.backends.megatron.distributed import from_last_stage
         from miles_async.backends.megatron.packing.pack import pack_sequences
 
         packed = pack_sequences(sequences, self._runner.layout, self.device, pictures)
@@ -226,15 +227,16 @@ class MegatronBackend:
         self._on_host = None
 
     def save(self, directory: Path) -> dict[str, str]:
-        self._stage(directory, copied=False)
-        parts = gather_records(together(self.write_save), bytes)
-        return together(lambda: self.finish_save(parts) if dist.get_rank() == 0 else {})
+        from miles_async.backends.megatron.checkpoints import checkpoint
+
+        digests: dict[str, str] = {}
+        for name, learner in self._learners.items():
+            of_files = checkpoint.save(directory / name, learner, self._per_rollout if name == POLICY else None)
+            digests |= {str(Path(name, file)): digest for file, digest in of_files.items()}
+        return digests
 
     def stage_save(self, directory: Path) -> None:
         """Copy the state that :meth:`save` writes to the host, for :meth:`write_save`."""
-        self._stage(directory, copied=True)
-
-    def _stage(self, directory: Path, *, copied: bool) -> None:
         from miles_async.backends.megatron.checkpoints.checkpoint import stage_save
         from miles_async.backends.megatron.host_buffer import HostBuffer
 
@@ -243,7 +245,7 @@ class MegatronBackend:
                 directory / name,
                 learner,
                 self._per_rollout if name == POLICY else None,
-                self._host_buffers.setdefault(name, HostBuffer()) if copied else None,
+                copies=self._host_buffers.setdefault(name, HostBuffer()),
             )
             for name, learner in self._learners.items()
         ]

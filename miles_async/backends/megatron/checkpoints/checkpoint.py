@@ -28,11 +28,12 @@ from torch import Tensor
 
 from miles_async.backends.megatron.adapters.attach import ADAPTER
 from miles_async.backends.megatron.checkpoints.checkpoint_writer import StagedSave, as_checkpoint_error
-from miles_async.backends.megatron.distributed import complete_parameters
+from miles_async.backends.megatron.distributed import complete_parameters, together
 from miles_async.backends.megatron.host_buffer import HostBuffer
 from miles_async.backends.megatron.optimizer import load_state, parts_of
 from miles_async.backends.megatron.per_rollout import PerRollout
 from miles_async.errors import CheckpointError
+from miles_async.runtime.rank_records import gather_records
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -52,12 +53,10 @@ SHARDING = {
 
 
 def stage_save(
-    directory: Path, learner: Learner, per_rollout: PerRollout | None, copies: HostBuffer | None
+    directory: Path, learner: Learner, per_rollout: PerRollout | None, copies: HostBuffer | None = None
 ) -> StagedSave:
-    """Plan a save. Collective. Raises CheckpointError. ``per_rollout``: of the policy.
-
-    ``directory``: must be absent or empty. ``copies``: where to copy the state, so that training may continue; without,
-    the state must not change before it is written.
+    """Plan a save. Collective. ``directory`` must be absent or empty. ``copies``: where to copy the state, so that
+    training may continue; without, the state must not change before it is written. ``per_rollout``: of the policy.
     """
     with as_checkpoint_error(failure := f"cannot write {directory}"):
         if dist.get_rank() == 0:
@@ -76,6 +75,16 @@ def stage_save(
         return StagedSave(directory, state, copies)
 
 
+def save(directory: Path, learner: Learner, per_rollout: PerRollout | None) -> dict[str, str]:
+    """Write into ``directory``, which must be absent or empty. Collective. Raises CheckpointError.
+
+    Returns the digests of all ranks' files on rank 0, nothing on the others.
+    """
+    staged = stage_save(directory, learner, per_rollout)
+    parts = gather_records(together(staged.write), bytes)
+    return together(lambda: staged.finish(parts) if dist.get_rank() == 0 else {})
+
+
 def load(
     directory: Path,
     learner: Learner,
@@ -85,7 +94,7 @@ def load(
     ahead: bool = False,
     tower_frozen: bool = False,
 ) -> None:
-    """Restore a saved state, on the same layout of ranks or another. Collective. Raises CheckpointError.
+    """Restore a :func:`save`, on the same layout of ranks or another. Collective. Raises CheckpointError.
 
     Random generators are restored if the numbers of pipeline, tensor, data- and context-parallel ranks are the same,
     else seeded with ``seed`` and the number of steps. ``ahead``: the model has layers for multi-token prediction.
