@@ -261,6 +261,12 @@ def check_trained_critic(arguments: Arguments) -> Iterator[str]:
             f"--num-critic-only-steps {alone} leaves none of --num-rollout "
             f"{arguments.rollout.num_rollout} for the policy: lower it, or raise --num-rollout"
         )
+    directory = arguments.model.hf_checkpoint
+    if directory is not None and "vision_config" in read_config(directory):
+        yield (
+            f"--token-advantages {arguments.algorithm.token_advantages}: its critic reads no images, and "
+            f"--hf-checkpoint {directory} does; leave it out"
+        )
 
 
 def check_absent_critic(arguments: Arguments) -> Iterator[str]:

@@ -166,7 +166,6 @@ def _image_problems(arguments: Arguments, kind: str) -> Iterator[str]:
     debug = arguments.debug
     parts = {
         "--use-opd": arguments.algorithm.use_opd,
-        "--token-advantages gae": arguments.algorithm.token_advantages == "gae",  # by a critic
         "--save-debug-rollout-data": debug.save_debug_rollout_data is not None,
         "--load-debug-rollout-data": debug.load_debug_rollout_data is not None,
     }

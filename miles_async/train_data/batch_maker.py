@@ -45,7 +45,7 @@ class BatchMaker:
     dp_size: int  # ranks
     max_tokens: int  # per micro-batch; a longer branch gets its own
     quadratic_work: float = 0.0  # of the model, see ``work.quadratic_work``; 0: work is the number of tokens
-    optimizer_steps: int  # on each batch; fewer if it has fewer samples
+    optimizer_steps: int  # on each batch; the last ones have only fillers if it has fewer samples
     bound: int | None  # C1
     share_prefixes: bool = False  # a prompt passes through the model once per micro-batch: keep its samples together
     with_experts: bool = False  # shards have the experts that engines chose
@@ -113,10 +113,13 @@ class BatchMaker:
         assert len(table.branches) > 0
         assert self.dp_size > 0
         num_samples = int(table.sample_ids[-1]) + 1
-        steps = min(self.optimizer_steps, num_samples)
-        firsts = [int(samples[0]) for samples in np.array_split(np.arange(num_samples), steps)]
-        branches = np.split(np.arange(len(table.branches)), np.searchsorted(table.sample_ids, firsts[1:]))
-        dealt = [_deal(table, indices, self._plan(table, indices)) for indices in branches]
+        sizes = [len(samples) for samples in np.array_split(np.arange(num_samples), self.optimizer_steps)]
+        ends = np.cumsum(sizes)[:-1]
+        branches = np.split(np.arange(len(table.branches)), np.searchsorted(table.sample_ids, ends))
+        dealt = [
+            _deal(table, indices, self._plan(table, indices)) if len(indices) else [(_filler(table, 0),)] * self.dp_size
+            for indices in branches
+        ]
         return tuple(
             TrainShard(
                 target_version=target_version,

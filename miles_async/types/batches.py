@@ -64,7 +64,7 @@ class TrainShard(msgspec.Struct, frozen=True, kw_only=True):
 
     target_version: int  # the version the optimizer steps from (C1)
     optimizer_steps: tuple[tuple[TrainBatch, ...], ...]
-    loss_tokens: tuple[int, ...]  # tokens that carry loss per optimizer step, summed over all ranks
+    loss_tokens: tuple[int, ...]  # tokens that carry loss per optimizer step, summed over all ranks; may be 0
 
 
 class PreparedBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,9 +21,9 @@ NOTHING = -math.inf
 def reduced(rank: int, world_size: int, store: dist.Store, pipeline: int) -> dict[str, list[float]]:
     from megatron.core import parallel_state
 
-    from miles_async.backends.megatron.distributed import initialise, reduce_metrics
+    from miles_async.backends.megatron.distributed import reduce_metrics
 
-    initialise(store, rank=rank, world_size=world_size, backend="gloo", timeout_minutes=1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline)
     sums = {
         "loss": torch.tensor([1.0, 2.0][rank % 2]),

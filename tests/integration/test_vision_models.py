@@ -18,6 +18,7 @@ from miles_async.arguments.model import ModelArguments
 from miles_async.arguments.model_files import count_elements, directory_problems
 from miles_async.backends.megatron.memory.plan import model_parameters
 from miles_async.backends.megatron.memory.stages import StageRequest
+from miles_async.errors import CheckpointError
 from tests.integration.family_table import COMPARED_WITH_IMAGES, EVERY_DAY_WITH_IMAGES
 from tests.integration.megatron_scenario import LR, Layout, export_differences, make_backend
 from tests.integration.rank_processes import run_ranks
@@ -87,10 +88,15 @@ def _observe(rank: int, world_size: int, store: dist.Store, model: Path) -> Seen
     backend = make_backend(rank, world_size, dist.PrefixStore("frozen", store), model, frozen)
     backend.train(to_shards([STEPS[0]], dp_size=1, micro_batches=3)[0])
     seen["frozen"] = [name for name, tensor in backend.export_weights() if tensor.equal(before[name])]
+    backend.save(model.parent / "frozen")
+    backend.load(model.parent / "frozen")
     backend.close()
 
     supervised = AlgorithmArguments(loss_type="sft_loss")
     backend = make_backend(rank, world_size, dist.PrefixStore("sft", store), model, Layout(), supervised)
+    with pytest.raises(CheckpointError) as caught:
+        backend.load(model.parent / "frozen")
+    seen["unfrozen"] = str(caught.value)
     seen["supervised"] = backend.train(to_shards([STEPS[0]], dp_size=1, micro_batches=3)[0])
     backend.close()
     return seen
@@ -133,6 +139,10 @@ def test_the_vision_tower_is_trained(seen: Seen):
 def test_the_vision_tower_can_be_left_as_it_is(seen: Seen, model: Path):
     names = [name for file in model.glob("*.safetensors") for name in load_file(file)]
     assert sorted(seen["frozen"]) == sorted(name for name in names if "visual." in name)
+
+
+def test_a_checkpoint_without_the_towers_optimizer_state_says_so(seen: Seen):
+    assert "its run did not train the vision tower: give --freeze-vision-tower" in seen["unfrozen"]
 
 
 WITH_TEXT_RANK = [STEPS[0][index] for index in (1, 0, 2, 3)]  # images are at even places

@@ -37,15 +37,13 @@ GetVersion = Callable[[str], str]
 
 
 def usable_backend(named: str, get_version: GetVersion = importlib.metadata.version) -> str:
-    """Return ``named``, or "auto" for a flash-attn that is not installed."""
-    return "auto" if named == "flash" and not _has_flash(get_version) else named
-
-
-def _has_flash(get_version: GetVersion) -> bool:
-    """True if a flash-attn is installed that Transformer Engine takes (pytorch/attention/.../backends.py)."""
+    """Return ``named``, or "auto" unless the flash-attn that it names is installed, as Transformer Engine takes it
+    (pytorch/attention/.../backends.py).
+    """
     oldest, newest = FLASH_VERSIONS
     second = _version("flash-attn", get_version)
-    return (second is not None and oldest <= second <= newest) or _version(FLASH_3, get_version) is not None
+    has_flash = (second is not None and oldest <= second <= newest) or _version(FLASH_3, get_version) is not None
+    return "auto" if named == "flash" and not has_flash else named
 
 
 def _version(package: str, get_version: GetVersion) -> Version | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from miles_async.arguments.optimizer import OptimizerArguments
 from miles_async.backends.megatron.families import hf_config
 from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.backends.megatron.platform import Platform
-from miles_async.errors import CheckpointError, ConfigurationError
+from miles_async.errors import CheckpointError
 from miles_async.runtime.serialization import decode, encode
 from miles_async.types import Picture, SettingValue, TokenScores, TrainShard
 
@@ -56,7 +57,10 @@ class MegatronBackend:
         """``store``: rendezvous of the ranks. ``objective``: makes the objective in this process. ``total_steps``:
         optimizer steps of the whole run, for the learning rate.
         """
-        directory = _checked(model, world_size, temperature)
+        directory = model.directory
+        config = hf_config.read_config(directory)
+        hf_config.check_model(config, directory)
+        check_layout(config, model, world_size)
         platform = Platform.named(device)
         self.device = platform.prepare(local_rank)
         deterministic = megatron_settings(model.megatron_extra).provider.get("deterministic_mode")
@@ -65,7 +69,6 @@ class MegatronBackend:
         # After prepare(), which makes megatron importable.
         from megatron.core import parallel_state
 
-        from miles_async.backends.megatron import distributed
         from miles_async.backends.megatron.checkpoints.checkpoint import seed_all
         from miles_async.backends.megatron.kept_weights import KeptWeights
         from miles_async.backends.megatron.laps import Laps
@@ -77,12 +80,14 @@ class MegatronBackend:
         from miles_async.backends.megatron.step import StepRunner
         from miles_async.backends.megatron.step_limits import StepLimits
 
-        distributed.initialise(
-            store,
+        # Before megatron-bridge does, which always chooses NCCL. After the timeout of one collective gloo raises, and
+        # NCCL's watchdog ends the process (torch 2.13, TORCH_NCCL_ASYNC_ERROR_HANDLING 3): the run loses the rank.
+        dist.init_process_group(
+            platform.communication_backend,
+            store=store,
             rank=rank,
             world_size=world_size,
-            backend=platform.communication_backend,
-            timeout_minutes=model.distributed_timeout_minutes,
+            timeout=datetime.timedelta(minutes=model.distributed_timeout_minutes),
         )
         seed_all(model.seed)
         self._model_arguments = model
@@ -274,6 +279,7 @@ class MegatronBackend:
                 self._per_rollout if name == POLICY else None,
                 seed=self._model_arguments.seed,
                 ahead=self._model.ahead and name == POLICY,
+                tower_frozen=self._model_arguments.freeze_vision_tower,
             )
         self._stepped_from = None
 
@@ -291,15 +297,3 @@ class MegatronBackend:
         RouterReplay.clear_global_router_replay_instances()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _checked(model: ModelArguments, world_size: int, temperature: float) -> Path:
-    """Make the checks that need no megatron; return the checkpoint's directory."""
-    if model.hf_checkpoint is None:
-        raise ConfigurationError("--hf-checkpoint is required: a Hugging Face directory with the initial weights")
-    if temperature <= 0:
-        raise ConfigurationError(f"--rollout-temperature {temperature}: training needs a temperature above 0")
-    config = hf_config.read_config(model.hf_checkpoint)
-    hf_config.check_model(config, model.hf_checkpoint)
-    check_layout(config, model, world_size)
-    return model.hf_checkpoint

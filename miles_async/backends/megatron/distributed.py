@@ -1,8 +1,7 @@
-"""Set-up of torch.distributed and megatron's process groups, and small exchanges over them."""
+"""Small exchanges over megatron's process groups."""
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from miles_async.errors import MilesAsyncError, by_name
 from miles_async.runtime.rank_records import broadcast_record, gather_records, gather_values
-from miles_async.types import GroupBackend
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -24,21 +22,6 @@ T = TypeVar("T")
 
 Float64 = npt.NDArray[np.float64]
 LOWEST = torch.finfo(torch.float64).min
-
-
-def initialise(store: dist.Store, *, rank: int, world_size: int, backend: GroupBackend, timeout_minutes: float) -> None:
-    """Create the default process group before megatron-bridge does, which always chooses NCCL.
-
-    ``timeout_minutes``: of one collective. After it gloo raises; NCCL's watchdog ends the process (torch 2.13,
-    ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` 3), so the run loses the rank.
-    """
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
-    )
 
 
 def reduce_metrics(sums: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ class Laps:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []  # the part that ends there
+        self._marks: list[tuple[str, Any]] = []  # (the part that ends there, seconds or event)
 
     def begin(self) -> None:
         self._marks = []
@@ -47,13 +48,8 @@ class Laps:
     def seconds(self) -> Mapping[str, float]:
         """Seconds by part, summed where parts alternate. Waits until the device has reached the last mark."""
         found: defaultdict[str, float] = defaultdict(float)
-        for (_, before), (part, mark) in zip(self._marks, self._marks[1:], strict=False):
-            found[part] += _between(before, mark)
+        for (_, before), (part, mark) in pairwise(self._marks):
+            if self._on_gpu:
+                mark.synchronize()
+            found[part] += before.elapsed_time(mark) / 1e3 if self._on_gpu else mark - before
         return dict(found)
-
-
-def _between(before: float | torch.cuda.Event, after: float | torch.cuda.Event) -> float:
-    if isinstance(before, float) or isinstance(after, float):
-        return float(after) - float(before)  # type: ignore[arg-type]
-    after.synchronize()
-    return float(before.elapsed_time(after)) / 1e3

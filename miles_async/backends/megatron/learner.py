@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from miles_async.algorithms.objective import LossSums
@@ -21,9 +22,8 @@ from miles_async.backends.megatron.model.build import LoadedModel, load_model
 from miles_async.backends.megatron.model.forward import LossFunction, Pipeline
 from miles_async.backends.megatron.model.output import ModelOutput
 from miles_async.backends.megatron.model.scores import values_of
-from miles_async.backends.megatron.optimizer import Training, make_optimizer
+from miles_async.backends.megatron.optimizer import Training, clip_gradients, gradient_norm, make_optimizer
 from miles_async.backends.megatron.packing.pack import PackedBatch
-from miles_async.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -37,13 +37,21 @@ class Learner:
     model: Pipeline
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    clip_grad: float  # largest norm of a gradient; 0: no bound
+    device: torch.device
 
     @staticmethod
     def of(loaded: LoadedModel, training: Training) -> Learner:
         """Make the optimizer and schedule of a trainable model. Collective."""
         optimizer, scheduler = make_optimizer(loaded.modules, training)
         complete_parameters(loaded.modules)
-        return Learner(model=loaded.pipeline(training.device), optimizer=optimizer, scheduler=scheduler)
+        return Learner(
+            model=loaded.pipeline(training.device),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            clip_grad=training.optimizer.clip_grad,
+            device=training.device,
+        )
 
     @property
     def lr(self) -> float:
@@ -51,7 +59,7 @@ class Learner:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def gradient(self, packs: Sequence[PackedBatch], loss: LossFunction) -> tuple[dict[str, Tensor], float]:
-        """Compute the gradient of an optimizer step, ready for ``optimizer.step()``. Collective.
+        """Compute the gradient of an optimizer step, ready for :meth:`step`. Collective.
 
         Returns metric sums, on the last pipeline stage, and the gradient's norm over all ranks.
         """
@@ -62,7 +70,12 @@ class Learner:
         for of_micro_batch in self.model.accumulate_gradients(packs, loss):
             accumulate(sums, of_micro_batch)
         self.optimizer.prepare_grads()
-        return sums, float(self.optimizer.get_grad_norm())
+        return sums, gradient_norm(self.optimizer, self.device)
+
+    def step(self, norm: float) -> None:
+        """Make an optimizer step with the gradient, which has this norm. Collective."""
+        clip_gradients(self.optimizer, norm, self.clip_grad)
+        self.optimizer.step_with_ready_grads()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +105,6 @@ def load_critic(arguments: CriticArguments, directory: Path, aggregation: Aggreg
     directory = arguments.critic_hf_checkpoint or directory
     optimizer = critic_optimizer(arguments, policy.optimizer)
     loaded = load_model(directory, policy.model, policy.platform, trainable=True, value_head=True)
-    if loaded.pictures is not None:
-        raise ConfigurationError(f"{directory} reads images, and no critic of such a model was tried: use none")
     return Critic(
         learner=Learner.of(loaded, dataclasses.replace(policy, optimizer=optimizer)),
         loss=ValueLoss(aggregation=aggregation, clip=arguments.value_clip),

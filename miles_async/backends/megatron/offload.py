@@ -22,19 +22,18 @@ class HostStorages:
 
     def __init__(self, tensors: Iterable[Tensor], *, scratch: Iterable[Tensor] = ()) -> None:
         """Copy the contents and free the memory. ``scratch``: tensors whose contents are not needed."""
-        self._kept = _storages(tensors)
-        self._scratch = {place: storage for place, storage in _storages(scratch).items() if place not in self._kept}
-        self._copies: dict[int, torch.UntypedStorage] = {}
-        self._sizes: dict[int, int] = {}
-        for place, storage in self._kept.items():
-            self._copies[place] = storage.cpu() if storage.device.type != "cpu" else storage.clone()
-        for place, storage in (self._kept | self._scratch).items():
-            self._sizes[place] = storage.nbytes()
+        kept = _storages(tensors)
+        self._storages = _storages(scratch) | kept
+        self._copies = {
+            place: storage.clone() if storage.device.type == "cpu" else storage.cpu() for place, storage in kept.items()
+        }
+        self._sizes = {place: storage.nbytes() for place, storage in self._storages.items()}
+        for storage in self._storages.values():
             storage.resize_(0)
 
     def restore(self) -> None:
         """Allocate the memory again and copy the contents back."""
-        for place, storage in (self._kept | self._scratch).items():
+        for place, storage in self._storages.items():
             storage.resize_(self._sizes[place])
             if place in self._copies:
                 storage.copy_(self._copies[place])

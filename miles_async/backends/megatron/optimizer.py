@@ -7,15 +7,16 @@ of parameters, and else torch's AdamW, on every machine without CUDA.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from megatron.core import utils
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import Tensor
 from torch.nn import Module
 
 from miles_async.arguments.megatron_settings import megatron_settings
@@ -41,8 +42,6 @@ class Training:
 def make_optimizer(modules: list[Module], training: Training) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Build AdamW over data-parallel shards and the learning-rate schedule."""
     arguments, model = training.optimizer, training.model
-    clip_by_foreach()
-    load_all_offloaded_weights()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -52,7 +51,6 @@ def make_optimizer(modules: list[Module], training: Training) -> tuple[MegatronO
             adam_beta1=arguments.adam_beta1,
             adam_beta2=arguments.adam_beta2,
             adam_eps=arguments.adam_eps,
-            clip_grad=arguments.clip_grad,
             bf16=model.bf16,
             params_dtype=torch.bfloat16 if model.bf16 else torch.float32,
             use_distributed_optimizer=True,
@@ -112,6 +110,7 @@ def make_state(optimizer: MegatronOptimizer) -> None:
             for each in adam.sub_optimizers:
                 _make_zeros(each)
             adam._sync_sub_optimizers_state_to_hdo()
+            adam._update_fp32_params_by_new_state = partial(_load_main_weights, adam)
         elif isinstance(adam, TORCH_ADAM):
             _make_zeros(adam)
         elif adam is not None and part.config.use_precision_aware_optimizer:
@@ -158,42 +157,42 @@ def load_state(optimizer: MegatronOptimizer, states: Mapping[int, object], step:
                 group.pop("step", None)
 
 
-def load_all_offloaded_weights() -> None:
-    """Let a load fill the main weights of every parameter of an offloaded optimizer.
+def _load_main_weights(adam: HybridDeviceOptimizer) -> None:
+    """Fill the main weights of every parameter from the state, in place of a method that does so in a load.
 
-    HybridDeviceOptimizer (megatron-core 0.19) looks for fp32 copies only, and parameters that are fp32 themselves have
-    none: a load of theirs fails with a KeyError.
+    That one (megatron-core 0.19) looks for fp32 copies only, and fails with a KeyError for parameters that are fp32
+    themselves and have none.
     """
-    HybridDeviceOptimizer._update_fp32_params_by_new_state = _load_main_weights
+    for parameter, state in adam.state.items():
+        adam.param_to_inner_param[parameter].data.copy_(state["master_param"])
 
 
-def _load_main_weights(self: HybridDeviceOptimizer) -> None:
-    for parameter, state in self.state.items():
-        self.param_to_inner_param[parameter].data.copy_(state["master_param"])
+@torch.no_grad()
+def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
+    """Norm over all ranks of the gradients that ``prepare_grads()`` has made. Collective.
 
-
-def clip_by_foreach() -> None:
-    """Take norms of gradients and clip them in a few launches, without waiting for the GPU at each parameter.
-
-    megatron-core 0.19.2 takes both from Transformer Engine, unless a function is absent that 2.11 does not have
-    (``multi_tensor_scale_tensor``), then from Apex. Its own functions, which these replace, move the norm of each
-    gradient to the host.
+    Megatron-core's own (0.19.2) waits for the GPU at each gradient: Transformer Engine (2.11) lacks a function without
+    which it does not use that package's.
     """
-    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = total_norm
-        clip_grads.multi_tensor_scale_impl = scale
+    total = torch.zeros((), device=device)
+    for part in parts_of(optimizer):
+        norm = torch.nn.utils.get_total_norm(part.get_grads_for_grad_norm())
+        square = norm.to(device, torch.float32).square()
+        dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+        total += square
+    return math.sqrt(total)
 
 
-def total_norm(
-    chunk_size: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], per_tensor: bool
-) -> tuple[Tensor, None]:
-    """Norm of all gradients together: float [1] on their device."""
-    return torch.nn.utils.get_total_norm(lists[0]).reshape(1), None
-
-
-def scale(chunk_size: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
-    """Multiply in place: Megatron gives the same gradients as source and target."""
-    torch._foreach_mul_(lists[1], factor)
+@torch.no_grad()
+def clip_gradients(optimizer: MegatronOptimizer, norm: float, largest: float) -> None:
+    """Scale gradients of this ``norm`` to the ``largest`` one, 0 for no bound; in few launches."""
+    factor = largest / (norm + 1e-6)
+    # With --use-precision-aware-optimizer they are in another attribute.
+    found = (
+        getattr(each, "decoupled_grad", None) if each.grad is None else each.grad for each in optimizer.get_parameters()
+    )
+    if 0 < factor < 1 and (gradients := [each for each in found if each is not None]):
+        torch._foreach_mul_(gradients, factor)
 
 
 def _torch_adam_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.optim.Optimizer, torch.nn.Parameter]]:

@@ -84,8 +84,7 @@ class PerRollout:
 
     def load(self, state: ShardedStateDict) -> None:
         """Restore from a checkpoint's state."""
-        # Of an earlier version: with one optimizer step per rollout step, the schedule counts the same.
-        self.steps = state.get("rollout_steps", state.get("reference_steps", state["schedule_step"]))
+        self.steps = state["rollout_steps"]
         if self.reference is not None and "reference" in state:
             self.reference.load(state["reference"])
         if self.objective.adaptive is not None and "kl_coefficient" in state:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,32 +21,21 @@ from miles_async.types import GroupBackend
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 """Variables of CUDA's libraries for bitwise reproducible results."""
 
-HOST_FUSIONS_OFF: Mapping[str, bool] = dict.fromkeys(host.FUSIONS, False)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
-    """Device, communication backend, layers and fusions."""
+    """Device and layers."""
 
     device: Device
-    communication_backend: GroupBackend
-    transformer_engine: bool  # its layers, or host/spec.py's
-    fusions: Mapping[str, bool] = field(default_factory=dict)  # provider fields to overwrite
+    transformer_engine: bool  # its layers and fusions, or host/spec.py's, which are correct but slower
 
     @classmethod
     def cpu(cls) -> Platform:
-        return cls(device="cpu", communication_backend="gloo", transformer_engine=False, fusions=HOST_FUSIONS_OFF)
+        return cls(device="cpu", transformer_engine=False)
 
     @classmethod
     def cuda(cls) -> Platform:
-        """Use Transformer Engine if it is installed, else the host's layers, which are correct but slower."""
-        engine = importlib.util.find_spec("transformer_engine") is not None
-        return cls(
-            device="cuda",
-            communication_backend="nccl",
-            transformer_engine=engine,
-            fusions={} if engine else HOST_FUSIONS_OFF,
-        )
+        return cls(device="cuda", transformer_engine=importlib.util.find_spec("transformer_engine") is not None)
 
     @classmethod
     def named(cls, device: DeviceChoice) -> Platform:
@@ -90,12 +77,8 @@ class Platform:
     @property
     def with_host_layers(self) -> Platform:
         """The same platform without Transformer Engine."""
-        return replace(self, transformer_engine=False, fusions=HOST_FUSIONS_OFF)
+        return replace(self, transformer_engine=False)
 
-    def layer_spec(self, bridge_spec: Callable[..., Any]) -> Callable[..., Any]:
-        """Value for ``GPTModelProvider.transformer_layer_spec``. ``bridge_spec``: with Transformer Engine's layers."""
-        return bridge_spec if self.transformer_engine else host.layer_spec()
-
-    def stack_spec(self) -> Callable[..., Any] | None:
-        """Value for ``HybridModelProvider.hybrid_stack_spec``; None: the bridge's, with Transformer Engine's layers."""
-        return None if self.transformer_engine else host.stack_spec()
+    @property
+    def communication_backend(self) -> GroupBackend:
+        return "nccl" if self.device == "cuda" else "gloo"

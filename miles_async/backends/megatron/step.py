@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -123,7 +123,7 @@ class StepRunner:
             if (breach := self.limits.breach_of_critic(norm)) is not None:
                 tally.breaches.append(breach)
             elif norm > 0:
-                critic.learner.optimizer.step()
+                critic.learner.step(norm)
                 tally.critic_grad_norms.append(norm)
 
     def _train_policy(self, index: int, packs: Packs, tally: Tally, *, same_weights: bool) -> None:
@@ -133,9 +133,9 @@ class StepRunner:
             tally.breaches.append(breach)
         elif norm > 0:
             if self.scale is None:
-                self.policy.optimizer.step()
+                self.policy.step(norm)
             else:
-                tally.lr_factors.append(self._scaled_step(self.scale, sums))
+                tally.lr_factors.append(self._scaled_step(self.scale, sums, norm))
             tally.grad_norms.append(norm)
 
     def _with_logprobs(self, steps: list[Packs], present: int | None) -> list[Packs]:
@@ -152,10 +152,7 @@ class StepRunner:
         if "old_logprobs" not in objective.needs or (objective.old_policy == "interpolated" and not early):
             return steps
         if objective.old_policy == "rollout":
-            return [
-                [_computed(packed, "old_logprobs", packed.batch.rollout_logprobs) for packed in packs]
-                for packs in steps
-            ]
+            return _each(steps, lambda packed: _computed(packed, "old_logprobs", packed.batch.rollout_logprobs))
         if self.kept is not None:
             return self._with_kept_logprobs(self.kept, steps, present)
         # The first step's loss has the old policy in its own forward pass, unless the step is repeated.
@@ -194,10 +191,7 @@ class StepRunner:
         steps = self._with_scores(steps, "values", self.critic.learner.model, values_of)
         if not parallel_state.is_pipeline_last_stage():
             return steps
-        return [
-            [dataclasses.replace(packed, returns=self.objective.returns(packed.batch)) for packed in packs]
-            for packs in steps
-        ]
+        return _each(steps, lambda packed: dataclasses.replace(packed, returns=self.objective.returns(packed.batch)))
 
     def _with_scores(
         self, steps: list[Packs], name: Need, model: Pipeline, scoring: Scoring, *, record: bool = False
@@ -208,11 +202,11 @@ class StepRunner:
         scores, chosen = model.score([packed for packs in steps for packed in packs], scoring, record=record)
         if record:
             experts = iter(chosen)
-            steps = [[dataclasses.replace(packed, experts=next(experts)) for packed in packs] for packs in steps]
+            steps = _each(steps, lambda packed: dataclasses.replace(packed, experts=next(experts)))
         if not scores:  # not the last pipeline stage: no loss here
             return steps
         remaining = iter(scores)
-        return [[_computed(packed, name, next(remaining)) for packed in packs] for packs in steps]
+        return _each(steps, lambda packed: _computed(packed, name, next(remaining)))
 
     def _trajectories(self, shard: TrainShard) -> Trajectories | None:
         """Weights and gradient norms of the shard's samples, if the objective weighs them."""
@@ -228,14 +222,14 @@ class StepRunner:
         batches = [packed.batch for packs in steps for packed in packs]
         whole = WholeBatch(gather=gather_from_replicas, trajectories=trajectories)
         found = iter(self.objective.prepared(batches, whole))
-        return [[dataclasses.replace(packed, loss_inputs=next(found)) for packed in packs] for packs in steps]
+        return _each(steps, lambda packed: dataclasses.replace(packed, loss_inputs=next(found)))
 
-    def _scaled_step(self, scale: StepScale, sums: Mapping[str, Tensor]) -> float:
+    def _scaled_step(self, scale: StepScale, sums: Mapping[str, Tensor], norm: float) -> float:
         """Make an optimizer step with a scaled learning rate; return the factor. ``sums``: this rank's. Collective."""
         of_rank = sums.get(STEP_SUMS, torch.full((3,), -torch.inf, device=self.device))
         factor = scale.factor(reduce_metrics({STEP_SUMS: of_rank}, self.device)[STEP_SUMS])
         with scaled_rates(self.policy.optimizer.param_groups, factor):
-            self.policy.optimizer.step()
+            self.policy.step(norm)
         return factor
 
     def _loss(self, index: int, shown: dict[int, ScoresOnDevice], packed: PackedBatch, output: ModelOutput) -> LossSums:
@@ -288,6 +282,10 @@ def _reports_scores() -> bool:
 def _on_host(branch: int, scores: ScoresOnDevice) -> TokenScores:
     logprobs, entropies = (None if values is None else values.float().cpu().numpy() for values in scores)
     return TokenScores(branch=branch, logprobs=logprobs, entropies=entropies)
+
+
+def _each(steps: list[Packs], change: Callable[[PackedBatch], PackedBatch]) -> list[Packs]:
+    return [[change(packed) for packed in packs] for packs in steps]
 
 
 def _computed(packed: PackedBatch, name: Need, values: Tensor) -> PackedBatch:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.arguments import Arguments
+from miles_async.arguments.algorithm_checks import check_critic
 from miles_async.arguments.parser import parse_arguments
-from miles_async.runs.checks import model_problems
+from miles_async.errors import ConfigurationError
+from miles_async.runs.checks import check_hooks, model_problems
 
 GLM5 = {
     "model_type": "glm_moe_dsa",
@@ -62,8 +65,6 @@ IMAGES = {
         (("--agent-path", "m:agent"), None),
         (("--loss-type", "sft_loss"), None),
         (("--use-opd",), "--use-opd"),
-        (("--token-advantages", "gae"), "--token-advantages gae"),
-        (("--token-advantages", "gae", "--critic-hf-checkpoint", "critic"), "--token-advantages gae"),
         (("--save-debug-rollout-data", "dumps/{rollout_id}.parquet"), "--save-debug-rollout-data"),
         (("--load-debug-rollout-data", "dumps/{rollout_id}.parquet"), "--load-debug-rollout-data"),
     ],
@@ -73,8 +74,31 @@ def test_images_are_refused_where_they_would_be_lost(flags: tuple[str, ...], nam
     if named is None:
         assert found == []
         return
-    assert found[0] == f"{named}: images don't pass through it, and model_type 'qwen2_5_vl' reads images; leave it out"
-    assert len(found) == 1 or "critic" in flags  # there is none
+    assert found == [f"{named}: images don't pass through it, and model_type 'qwen2_5_vl' reads images; leave it out"]
+
+
+@pytest.mark.parametrize(("config", "refused"), [(IMAGES, True), (TEXT, False)])
+def test_a_critic_of_a_model_that_reads_images_is_refused(
+    config: dict[str, object], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "own_values.py"
+    module.write_text("def make(arguments): return own\ndef own(batch): ...\nown.needs = ('values',)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for advantages, check in (("gae", check_critic), ("own_values:make", _hook_problems)):
+        words = ("--hf-checkpoint", model(tmp_path / "model", config), "--token-advantages", advantages)
+        others = ("--advantage-estimator", "reinforce", "--rm-type", "math")
+        found = list(check(parse_arguments([*map(str, words), *others]).arguments))
+        assert [f"--token-advantages {advantages}: its critic reads no images" in each for each in found] == (
+            [True] * refused
+        )
+
+
+def _hook_problems(arguments: Arguments) -> list[str]:
+    try:
+        check_hooks(arguments)
+    except ConfigurationError as error:
+        return [str(error)]
+    return []
 
 
 def test_a_reference_model_reads_images_if_the_policy_does(tmp_path: Path) -> None:

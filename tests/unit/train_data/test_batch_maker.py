@@ -43,7 +43,7 @@ def test_a_batch_that_lost_samples_has_as_many_optimizer_steps() -> None:
         optimizer=OptimizerArguments(global_batch_size=2, ppo_epochs=3),
     )
     assert arguments.optimizer_steps == 5 * 3 * 4
-    for sizes in ((4, 4), (2, 3), (2, 2)):
+    for sizes in ((4, 4), (2, 3), (2, 1)):
         groups = tuple(make_group(number, versions=[(5, 5)] * size) for number, size in enumerate(sizes))
         (shard,) = make_batches(arguments).shards(groups, 5)
         assert len(shard.optimizer_steps) == 4

@@ -205,12 +205,13 @@ def test_ranks_get_equal_numbers_of_micro_batches() -> None:
     assert shards[0].loss_tokens == shards[1].loss_tokens == (44,)
 
 
-@pytest.mark.parametrize(("samples", "steps"), [(12, [4, 4, 4]), (11, [4, 4, 3]), (4, [2, 1, 1]), (2, [1, 1])])
+@pytest.mark.parametrize(("samples", "steps"), [(12, [4, 4, 4]), (11, [4, 4, 3]), (4, [2, 1, 1]), (2, [1, 1, 0])])
 def test_a_batch_of_fewer_samples_has_smaller_steps_not_fewer(samples: int, steps: list[int]) -> None:
     for shard in split(table_of([3] * samples), 2, 100, 0, optimizer_steps=3):
         assert len(shard.optimizer_steps) == len(steps)
     (shard,) = split(table_of([3] * samples), 1, 100, 0, optimizer_steps=3)
-    assert [sum(m.num_branches for m in step) for step in shard.optimizer_steps] == steps
+    assert [sum((m.sample_ids != FILLER).sum() for m in step) for step in shard.optimizer_steps] == steps
+    assert shard.loss_tokens == tuple(3 * samples for samples in steps)
 
 
 def test_filler_takes_the_place_of_a_micro_batch_that_no_sample_is_left_for() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
@@ -14,7 +14,6 @@ from megatron.bridge.peft.base import PEFT
 from megatron.bridge.peft.lora_layers import LoRALinear
 from megatron.bridge.peft.module_matcher import ModuleMatcher
 from megatron.bridge.peft.utils import get_adapter_attributes_from_linear, is_expert_linear
-from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight
 from torch import Tensor
 
 from miles_async.arguments.adapters import target_layers
@@ -71,7 +70,6 @@ def add_adapters(languages: list[Module], model: ModelArguments) -> None:
     """Freeze this rank's loaded language models and adapt the layers of ``--target-modules``, which changes no output
     at first. Raises ConfigurationError if there is no such layer.
     """
-    flatten_frozen_products()
     targets = target_layers(model.target_modules)
     add = _Adapters(
         target_modules=list(targets), rank=model.lora_rank, alpha=model.lora_alpha, dora=model.lora_type == "dora"
@@ -115,22 +113,5 @@ def adapted_layers(modules: Sequence[Module]) -> list[AdapterWrapper]:
     return [part for module in modules for part in module.modules() if isinstance(part, AdapterWrapper)]
 
 
-def _want_gradient(_: Module, __: object, output: Any) -> None:
+def _want_gradient(_: Module, __: object, output: Tensor) -> None:
     output.requires_grad_()
-
-
-@cache
-def flatten_frozen_products() -> None:
-    """Have layers with a frozen weight make one product of matrices forward, as megatron-core (0.19) does backward.
-
-    torch.matmul multiplies [t, 1, in] with a weight that wants no gradient in t products of vectors if the middle
-    dimension has an unusual stride, as Megatron's embedding gives it (pytorch/pytorch#186148). On one core, with 0.16,
-    a step that trains adapters of SmolLM2-135M took 8.3 s with such products, forward and backward, and 6.6 s without;
-    with full recomputation there is no difference.
-    """
-    forward = LinearWithFrozenWeight.forward
-
-    def flat_forward(ctx: Any, input: Tensor, *args: Any) -> Tensor:
-        return forward(ctx, input.flatten(0, -2), *args).unflatten(0, input.shape[:-1])
-
-    LinearWithFrozenWeight.forward = staticmethod(flat_forward)

@@ -12,7 +12,7 @@ frozen model under adapters, which is --hf-checkpoint's.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -85,11 +85,20 @@ def save(directory: Path, learner: Learner, per_rollout: PerRollout | None) -> d
     return together(lambda: staged.finish(parts) if dist.get_rank() == 0 else {})
 
 
-def load(directory: Path, learner: Learner, per_rollout: PerRollout | None, *, seed: int, ahead: bool = False) -> None:
+def load(
+    directory: Path,
+    learner: Learner,
+    per_rollout: PerRollout | None,
+    *,
+    seed: int,
+    ahead: bool = False,
+    tower_frozen: bool = False,
+) -> None:
     """Restore a :func:`save`, on the same layout of ranks or another. Collective. Raises CheckpointError.
 
     Random generators are restored if the numbers of pipeline, tensor, data- and context-parallel ranks are the same,
     else seeded with ``seed`` and the number of steps. ``ahead``: the model has layers for multi-token prediction.
+    ``tower_frozen``: its vision tower, if any, is not trained.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
         what = "holds no trainer checkpoint" if directory.is_dir() else "does not exist"
@@ -98,6 +107,7 @@ def load(directory: Path, learner: Learner, per_rollout: PerRollout | None, *, s
         wanted, found = _parameters(learner, loading=True), load_sharded_metadata(str(directory))
         _check_adapters(adapted=any(map(_is_adapted, wanted["model"].values())), found=_is_adapted(found))
         _check_ahead_layers(trained=ahead, found=any("mtp.layers." in name for name in found))
+        _check_tower(found, frozen=tower_frozen)
         rng = _sharded_rng()
         if rng.unique_key in found:
             wanted["rng"] = rng
@@ -163,6 +173,15 @@ def _check_ahead_layers(*, trained: bool, found: bool) -> None:
             "of --save-hf"
             if trained
             else "it holds trained layers for multi-token prediction: give --enable-mtp-training, as its run did"
+        )
+
+
+def _check_tower(found: Collection[str], *, frozen: bool) -> None:
+    has_tower = any(name.startswith("visual.") for name in found)
+    if has_tower and not frozen and not any(".visual." in name for name in found):  # of the optimizer
+        raise CheckpointError(
+            "its run did not train the vision tower: give --freeze-vision-tower, as that did, or start from the "
+            "weights of --save-hf"
         )
 
 

@@ -79,17 +79,13 @@ class StagedSave:
         written: list[WriteResult] = []
         digests: dict[str, str] = {}
         for path, name, (objects, tensors) in self._buckets:
-            try:
-                with DigestedFile(Path(path)) as file:
-                    for item, data in (*objects, *tensors):
-                        result = _write_item(
-                            self._writer.transforms, file, data, item, name, SerializationFormat.TORCH_SAVE
-                        )
-                        written.append(result)
-                    digests[name] = file.finish()
-            except Exception as error:
-                with as_checkpoint_error(f"cannot write {self._directory}"):
-                    raise _reason(error) from error
+            with as_checkpoint_error(f"cannot write {self._directory}"), DigestedFile(Path(path)) as file:
+                for item, data in (*objects, *tensors):
+                    result = _write_item(
+                        self._writer.transforms, file, data, item, name, SerializationFormat.TORCH_SAVE
+                    )
+                    written.append(result)
+                digests[name] = file.finish()
         return _encode(written, digests)
 
     def finish(self, parts: Sequence[bytes]) -> dict[str, str]:
@@ -139,14 +135,6 @@ def _copied(buckets: list[WriteBucket], copies: HostBuffer) -> list[WriteBucket]
     ]
 
 
-def _reason(error: BaseException) -> BaseException:
-    """Find the system's error behind torch's, which only says that a file position is unexpected."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause or error
-
-
 @contextlib.contextmanager
 def as_checkpoint_error(what: str) -> Iterator[None]:
     """Turn errors about files, also of megatron and torch, into CheckpointError."""
@@ -162,5 +150,8 @@ def _first_cause(error: BaseException) -> str:
         if not error.failures:
             return "a rank failed; rank 0 knows which and why"
         error = next(iter(error.failures.values()))[0]
-    text = str(error).strip()
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):  # torch's only says that a file position is unexpected
+        cause = cause.__cause__ or cause.__context__
+    text = str(error := cause or error).strip()
     return text if isinstance(error, OSError | CheckpointingException) else f"{type(error).__name__}: {text}"

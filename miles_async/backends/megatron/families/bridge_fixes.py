@@ -14,36 +14,23 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
-import logging
 import re
+from functools import cache
 from typing import Any
 
-AFFECTED = "0.6."
 
-logger = logging.getLogger(__name__)
-_applied = False
+@cache
+def apply() -> None:
+    """Fix megatron-bridge. Idempotent."""
+    from miles_async.backends.megatron.families import minimax_m2
 
-
-def apply() -> bool:
-    """Fix the installed megatron-bridge if it is an affected version. True if it is. Idempotent."""
-    global _applied
-    version = importlib.metadata.version("megatron-bridge")
-    if not version.startswith(AFFECTED):
-        logger.warning("megatron-bridge %s: fixes for %sx are not applied; run the bridge tests", version, AFFECTED)
-        return False
-    if not _applied:
-        _applied = True
-        from miles_async.backends.megatron.families import minimax_m2
-
-        minimax_m2.apply()
-        _name_single_experts()
-        _round_the_scale_of_embeddings()
-        _see_that_transformer_engine_is_absent()
-        _normalize_heads_over_ranks()
-        _store_gate_norms_exactly()
-        _know_kimi_k2()
-    return True
+    minimax_m2.apply()
+    _name_single_experts()
+    _round_the_scale_of_embeddings()
+    _see_that_transformer_engine_is_absent()
+    _normalize_heads_over_ranks()
+    _store_gate_norms_exactly()
+    _know_kimi_k2()
 
 
 def _name_single_experts() -> None:

@@ -16,7 +16,7 @@ megatron-bridge 0.6 without CUDA, and changes no numerics; bugs that matter on e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 FUSIONS = (
@@ -85,15 +85,14 @@ def install(*, on_cpu: bool) -> None:
     import megatron.core.extensions.transformer_engine  # noqa: F401
 
 
-def layer_spec() -> Callable[..., Any]:
-    """Value for ``GPTModelProvider.transformer_layer_spec`` without Transformer Engine's layers."""
+def use_host_layers(provider: Any) -> None:
+    """Let a model provider of megatron-bridge build layers without Transformer Engine's."""
+    from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
+
+    from miles_async.backends.megatron.host.hybrid_spec import host_stack_spec
     from miles_async.backends.megatron.host.spec import host_block_spec
 
-    return host_block_spec
-
-
-def stack_spec() -> Callable[..., Any]:
-    """Value for ``HybridModelProvider.hybrid_stack_spec`` without Transformer Engine's layers."""
-    from miles_async.backends.megatron.host.hybrid_spec import host_stack_spec
-
-    return host_stack_spec
+    if isinstance(provider, HybridModelProvider):
+        provider.hybrid_stack_spec = host_stack_spec
+    else:
+        provider.transformer_layer_spec = host_block_spec

@@ -89,29 +89,15 @@ def _on_host(factory: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _answer(value: object = None) -> Callable[..., object]:
-    return lambda *_, **__: value
-
-
 def _cuda_view() -> View:
     overrides: dict[str, object] = {
-        "current_device": _answer("cpu"),  # every caller passes it on as device=
-        "device_count": _answer(1),
+        "current_device": lambda: "cpu",  # every caller passes it on as device=
         "Stream": HostStream,
         "Event": HostEvent,
         "stream": contextlib.nullcontext,
         "current_stream": lambda *_: HostStream(),
-        "default_stream": lambda *_: HostStream(),
-        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
-        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "get_rng_state": torch.get_rng_state,
         "manual_seed": torch.manual_seed,
-        "manual_seed_all": torch.manual_seed,
-        "nvtx": types.SimpleNamespace(
-            range_push=_answer(), range_pop=_answer(), range=lambda *_, **__: contextlib.nullcontext()
-        ),
+        "synchronize": lambda: None,
     }
-    overrides |= dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), _answer())
-    overrides |= dict.fromkeys(
-        ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), _answer(0)
-    )
     return View(torch.cuda, overrides)

@@ -5,23 +5,21 @@ here it gets batches of sequences of similar length.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from miles_async.backends.megatron.host.padded_groups import padded_groups
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from miles_async.backends.megatron.host.padded_groups import each_alone
 
 LONGEST_CHUNK = 64
 
 
-def patch(module: ModuleType) -> None:
+def patch(module: Any) -> None:
     """Put the stand-ins into ``megatron.core.ssm.gated_delta_net.common``, from which the layers import them."""
-    rule: Any = module.torch_chunk_gated_delta_rule
+    rule = module.torch_chunk_gated_delta_rule
 
     def chunk_gated_delta_rule(
         query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, **_: object
@@ -33,15 +31,12 @@ def patch(module: ModuleType) -> None:
         parts = (query, key, value, g, beta)
         if cu_seqlens is None:
             return _by_chunks(rule, *parts), None
-        out = torch.zeros_like(value[0])
-        for group in padded_groups(cu_seqlens):  # padding is on the right, where a recurrence never looks
-            found = _by_chunks(rule, *(part[0][group.keys] for part in parts))
-            out = out.index_put((group.keys[group.valid],), found[group.valid])
-        return out[None], None
+        packed = [part[0] for part in parts]
+        return each_alone(partial(_by_chunks, rule), packed, cu_seqlens, like=value[0])[None], None
 
-    module.HAVE_FLA = True  # type: ignore[attr-defined]
-    module.chunk_gated_delta_rule = chunk_gated_delta_rule  # type: ignore[attr-defined]
-    module.causal_conv1d, module.l2norm = causal_conv1d, l2norm  # type: ignore[attr-defined]
+    module.HAVE_FLA = True
+    module.chunk_gated_delta_rule = chunk_gated_delta_rule
+    module.causal_conv1d, module.l2norm = causal_conv1d, l2norm
 
 
 def _by_chunks(rule: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:

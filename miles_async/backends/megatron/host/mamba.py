@@ -6,17 +6,14 @@ decay, then adds its value times a vector b: S ← exp(A Δ) S + Δ v bᵀ (arXi
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from miles_async.backends.megatron.host.gated_delta import causal_conv1d
-from miles_async.backends.megatron.host.padded_groups import padded_groups
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from miles_async.backends.megatron.host.padded_groups import each_alone
 
 CHUNK = 64
 
@@ -50,18 +47,18 @@ class GroupNorm(torch.nn.Module):
         return sharded
 
 
-def patch_mixer(module: ModuleType) -> None:
+def patch_mixer(module: Any) -> None:
     """Put the stand-ins into ``megatron.core.ssm.mamba_mixer`` (0.19)."""
-    module.HAVE_MAMBA_SSM = True  # type: ignore[attr-defined]
-    module.ExtendedRMSNorm = GroupNorm  # type: ignore[attr-defined]
-    module.mamba_split_conv1d_scan_combined = split_conv1d_scan  # type: ignore[attr-defined]
-    module._check_mamba_sequence_packing_support = lambda **_: (True, None)  # type: ignore[attr-defined]
+    module.HAVE_MAMBA_SSM = True
+    module.ExtendedRMSNorm = GroupNorm
+    module.mamba_split_conv1d_scan_combined = split_conv1d_scan
+    module._check_mamba_sequence_packing_support = lambda **_: (True, None)
 
 
-def patch_context_parallel(module: ModuleType) -> None:
+def patch_context_parallel(module: Any) -> None:
     """Put a stand-in for Transformer Engine into ``megatron.core.ssm.mamba_context_parallel`` (0.19)."""
-    module.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)  # type: ignore[attr-defined]
-    module.is_te_min_version = lambda *_: True  # type: ignore[attr-defined]
+    module.tex = SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
+    module.is_te_min_version = lambda *_: True
 
 
 def partitioned_indices(cu_seqlens: Tensor, tokens: int, ranks: int, rank: int) -> Tensor:
@@ -119,11 +116,7 @@ def split_conv1d_scan(
     if boundaries is None:
         read = scan(*parts)
     else:
-        out = torch.zeros_like(value[0])
-        for group in padded_groups(boundaries):  # padding is on the right, where a recurrence never looks
-            found = scan(*(part[0][group.keys] for part in parts))
-            out = out.index_put((group.keys[group.valid],), found[group.valid])
-        read = out[None]
+        read = each_alone(scan, [part[0] for part in parts], boundaries, like=value[0])[None]
     read = read + D.float()[:, None] * value
     return (read.flatten(-2) * F.silu(gate.float())).to(packed.dtype)
 

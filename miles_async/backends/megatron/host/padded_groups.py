@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,18 @@ def padded_groups(cu_seqlens: Tensor, own: Tensor | None = None) -> Iterator[Pad
         query = torch.arange(int(count.max()), device=cu_seqlens.device)
         depths = length - count + query.minimum(count - 1)
         yield PaddedGroup(queries=start + depths, valid=query < count, keys=keys, depths=depths)
+
+
+def each_alone(compute: Callable[..., Tensor], parts: Sequence[Tensor], cu_seqlens: Tensor, *, like: Tensor) -> Tensor:
+    """Apply a recurrence over batches of sequences, [b, n, ...], to the packed sequences of ``parts``, [T, ...].
+
+    Padding is on the right, where it never looks. ``like``: [T, ...], the shape and dtype of the result.
+    """
+    out = torch.zeros_like(like)
+    for group in padded_groups(cu_seqlens):
+        found = compute(*(part[group.keys] for part in parts))
+        out = out.index_put((group.keys[group.valid],), found[group.valid])
+    return out
 
 
 def _doublings(lengths: Tensor) -> Tensor:

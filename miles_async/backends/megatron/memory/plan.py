@@ -95,6 +95,8 @@ def rank_bytes(
     )
     parameters = stage.parameters + stage.expert_parameters
     trained, expert_trained = stage.parameters, stage.expert_parameters
+    if model.freeze_vision_tower:
+        trained -= stage.tower
     adapters = 0
     if model.lora_rank:
         trained, expert_trained = stage.adapters, stage.expert_adapters
@@ -118,8 +120,14 @@ def rank_bytes(
         critic=of_critic,
         activations=stage.activations,
         staging=2 * bucket,
-        # Checkpoints hold the trained weights, their fp32 copies and both moments, gathered from all replicas.
-        saved_copy=(per_weight + 12) * (trained + expert_trained + critic_parameters) if copies_saves else 0,
+        # Checkpoints hold the weights (of adapters alone, if there are some), and of trained ones the fp32 copies and
+        # both moments, gathered from all replicas.
+        saved_copy=(
+            per_weight * (adapters or parameters)
+            + 12 * (trained + expert_trained)
+            + (per_weight + 12) * critic_parameters
+        )
+        * copies_saves,
         # One more while the newest is added, or while the model has the weights of another version.
         kept_weights=per_weight * (trained + expert_trained) * (kept_versions + 1) if kept_versions else 0,
     )

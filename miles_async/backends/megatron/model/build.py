@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer.enums import AttnBackend
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
-from miles_async.backends.megatron import overrides
+from miles_async.backends.megatron import host, overrides
 from miles_async.backends.megatron.adapters.attach import add_adapters, merged, switched_off
 from miles_async.backends.megatron.adapters.files import read_adapter
 from miles_async.backends.megatron.families import (
@@ -37,7 +36,7 @@ from miles_async.backends.megatron.families.hf_config import ahead_layers
 from miles_async.backends.megatron.families.provider_fields import provider_fields
 from miles_async.backends.megatron.model import dtypes
 from miles_async.backends.megatron.model.forward import Pipeline
-from miles_async.backends.megatron.model.fusions import default_fusions, missing_fusions
+from miles_async.backends.megatron.model.fusions import default_fusions
 from miles_async.backends.megatron.model.mtp import add_ahead_layers, share_embedding
 from miles_async.backends.megatron.model.output import add_value_heads, language_model, return_hidden_states
 from miles_async.backends.megatron.packing import shared_prefixes
@@ -106,17 +105,17 @@ class LoadedModel:
         """The same part of the model without adapters and without replayed routing."""
         return replace(self.pipeline(device), routers={}, inside=partial(switched_off, self.modules))
 
-    def exported(self, *, cpu: bool = False, ahead: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def exported(self, *, to_save: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors, in a fixed order, with adapters merged. Collective.
 
-        ``ahead``: include trained layers for multi-token prediction, which engines don't hold.
+        ``to_save``: on the host, and with trained layers for multi-token prediction, which engines don't hold.
         """
         tasks = self.bridge.get_conversion_tasks(self.modules)
-        if self.ahead and not ahead:
+        if self.ahead and not to_save:
             tasks = [task for task in tasks if not task.global_param_name.startswith("mtp.")]
         return self.bridge.export_hf_weights(
             self.modules,
-            cpu=cpu,
+            cpu=to_save,
             show_progress=False,
             conversion_tasks=merged(tasks, self.modules) if self.adapted else tasks,
             merge_adapter_weights=False,  # the bridge (0.6) knows neither DoRA nor adapters of single experts
@@ -129,7 +128,7 @@ class LoadedModel:
         """
         source = self.bridge.hf_pretrained.state.source
         left = set(source.get_all_keys())
-        for name, tensor in self.exported(cpu=True, ahead=True):
+        for name, tensor in self.exported(to_save=True):
             left.discard(name)
             yield name, tensor
             for copy in sorted(each for each in left if name in COPIES and each.endswith(COPIES[name])):
@@ -182,13 +181,18 @@ def load_model(
         coverage.check(bridge, modules)
         return modules
 
+    def add(modules: list[Module]) -> list[Module]:
+        """Add what the checkpoint does not have."""
+        if adapted:
+            with_adapters(modules, model)
+            if model.lora_adapter_path is not None:
+                read_adapter(model.lora_adapter_path, bridge, modules)
+        if value_head:
+            add_value_heads(modules)
+        return modules
+
     provider.register_pre_wrap_hook(prepare, prepend=True)  # before the bridge's hook, which loads the weights
-    if adapted:
-        provider.register_pre_wrap_hook(partial(with_adapters, model=model))  # after it
-        if model.lora_adapter_path is not None:
-            provider.register_pre_wrap_hook(partial(_with_first_adapter, model.lora_adapter_path, bridge))
-    if value_head:
-        provider.register_pre_wrap_hook(add_value_heads)  # after it, too: the checkpoint has logits
+    provider.register_pre_wrap_hook(add)  # after it
     if not parallel_state.is_initialized():
         # Megatron (0.19) gives its groups 30 minutes otherwise, whatever the default group has.
         provider.initialize_model_parallel(
@@ -230,10 +234,9 @@ def freeze_indexers(module: Module) -> None:
             part.requires_grad_(False)
 
 
-def with_adapters(modules: list[Module], model: ModelArguments) -> list[Module]:
+def with_adapters(modules: list[Module], model: ModelArguments) -> None:
     """Adapt the language model, and freeze all else. Raises as ``add_adapters`` does."""
     add_adapters([language_model(module.requires_grad_(False)) for module in modules], model)
-    return modules
 
 
 @contextmanager
@@ -250,11 +253,6 @@ def _config_locks() -> Iterator[None]:
             del os.environ[_LOCK_DIRECTORY]
 
 
-def _with_first_adapter(directory: Path, bridge: AutoBridge, modules: list[Module]) -> list[Module]:
-    read_adapter(directory, bridge, modules)
-    return modules
-
-
 def make_provider(
     bridge: AutoBridge, config: JsonObject, model: ModelArguments, platform: Platform, *, load_weights: bool
 ) -> GPTModelProvider:
@@ -267,10 +265,8 @@ def make_provider(
     # The bridge (0.6) skips initialisation, as the weights are loaded anyway; but only initialisation marks
     # parameters as tensor-parallel, and without the marks the gradient norm counts tensor rank 0's shards alone.
     provider.perform_initialization = True
-    if isinstance(provider, HybridModelProvider):
-        provider.hybrid_stack_spec = platform.stack_spec()
-    else:
-        provider.transformer_layer_spec = platform.layer_spec(provider.transformer_layer_spec)
+    if not platform.transformer_engine:
+        host.use_host_layers(provider)
     provider.tensor_model_parallel_size = model.tensor_model_parallel_size
     provider.context_parallel_size = model.context_parallel_size
     provider.pipeline_model_parallel_size = model.pipeline_model_parallel_size
@@ -291,11 +287,11 @@ def make_provider(
     settings = megatron_settings(model.megatron_extra).provider
     values = overrides.config_values(settings, platform)
     if platform.transformer_engine:
-        values = {**default_fusions(provider), **missing_fusions(), **values}
+        values = {**default_fusions(provider), **values}
+    else:
+        values |= dict.fromkeys(host.FUSIONS, False)
     for name, value in values.items():
         setattr(provider, name, value)
-    for name, enabled in platform.fusions.items():  # after the user's choice: fusions may be missing
-        setattr(provider, name, enabled)
     # The loss is a sum over tokens; finalize_model_grads divides by all ranks' loss tokens (token mean).
     provider.calculate_per_token_loss = True
     provider.variable_seq_lengths = True  # packed micro-batches differ in length

@@ -24,6 +24,8 @@ def default_fusions(provider: Any) -> Mapping[str, bool]:
       scaling of YaRN (``mscale`` is dropped) and none for latent attention but YaRN's.
     - SwiGLU: bias, gate and product in one kernel, which knows neither clamping nor an offset.
     - Bias-dropout-add: enabled for all models.
+    - Accumulation of gradients: the bridge (0.6) turns it on where Transformer Engine is there, whose layers need no
+      Apex for it; but the output layer is megatron-core's own (0.19, ``ColumnParallelLinear``), which does.
     """
     plain_rope = provider.position_embedding_type == "rope" and not provider.multi_latent_attention
     plain_swiglu = (
@@ -38,13 +40,6 @@ def default_fusions(provider: Any) -> Mapping[str, bool]:
         chosen["apply_rope_fusion"] = True
     if plain_swiglu:
         chosen["bias_activation_fusion"] = True
+    if importlib.util.find_spec(APEX) is None:
+        chosen["gradient_accumulation_fusion"] = False
     return chosen
-
-
-def missing_fusions() -> Mapping[str, bool]:
-    """Fusions whose kernels are not installed → False.
-
-    The bridge (0.6) turns ``gradient_accumulation_fusion`` on where Transformer Engine is installed, since its layers
-    need no Apex for it; but the output layer is megatron-core's own (0.19, ``ColumnParallelLinear``), which does.
-    """
-    return {} if importlib.util.find_spec(APEX) is not None else {"gradient_accumulation_fusion": False}

@@ -43,7 +43,7 @@ def language_model(module: Module) -> Any:
     return getattr(model, "language_model", model)
 
 
-def add_value_heads(modules: list[Module]) -> list[Module]:
+def add_value_heads(modules: list[Module]) -> None:
     """Replace the output layer on the last pipeline stage, and untie the embedding on all."""
     module: Any
     for module in modules:
@@ -52,7 +52,6 @@ def add_value_heads(modules: list[Module]) -> list[Module]:
             device = next(module.parameters()).device
             module.output_layer = ValueHead(config.hidden_size, dtype=config.params_dtype, device=device)
         module.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights = False
-    return modules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

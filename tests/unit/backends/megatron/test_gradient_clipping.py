@@ -1,48 +1,67 @@
-"""Norm and clipping of gradients: as Megatron's own, without a wait per parameter."""
+"""Norm and clipping of gradients: as Megatron's own, without a wait per gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from megatron.core import utils
-from megatron.core.optimizer import clip_grads
+import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
-from miles_async.backends.megatron import optimizer
+from miles_async.backends.megatron.optimizer import clip_gradients, gradient_norm
 
 GRADIENTS = [torch.randn(7, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
-NOOP = torch.zeros(1, dtype=torch.int)
+CPU = torch.device("cpu")
 
 
-def waits(norm: Callable[..., tuple[torch.Tensor, None]]) -> int:
+def optimizer(gradients: list[torch.Tensor], name: str = "grad") -> Any:
+    """Part of an optimizer whose parameters, and one more, have these gradients in the attribute ``name``."""
+    parameters = [SimpleNamespace(**{"grad": None, name: each}) for each in gradients] + [SimpleNamespace(grad=None)]
+    return SimpleNamespace(
+        get_parameters=lambda: parameters,
+        get_grads_for_grad_norm=lambda: gradients,
+        get_grad_stats_parallel_group=lambda: None,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def waits(norm: Callable[[], float]) -> int:
     """How often a value of the device is needed on the host."""
     with torch.profiler.profile() as profile:
-        norm(1, NOOP, [GRADIENTS], False)
+        norm()
     return sum(event.count for event in profile.key_averages() if event.key == "aten::_local_scalar_dense")
 
 
-def test_the_norm_is_megatrons_and_stays_on_the_device() -> None:
-    ours, theirs = optimizer.total_norm, utils.local_multi_tensor_l2_norm
-    torch.testing.assert_close(ours(1, NOOP, [GRADIENTS], False)[0], theirs(1, NOOP, [GRADIENTS], False)[0])
-    assert waits(ours) == 0
-    assert waits(theirs) > len(GRADIENTS), "megatron-core needs no stand-in any more"
+def test_the_norm_is_megatrons_and_is_waited_for_once() -> None:
+    ours, theirs = (lambda: gradient_norm(optimizer(GRADIENTS), CPU)), (lambda: get_grad_norm_fp32(GRADIENTS))
+    assert ours() == pytest.approx(theirs())
+    assert waits(ours) == 1
+    assert waits(theirs) > len(GRADIENTS), "megatron-core's can be called again"
 
 
-def test_gradients_are_scaled_as_megatron_does() -> None:
-    ours, theirs = [[each.clone() for each in GRADIENTS] for _ in range(2)]
-    optimizer.scale(1, NOOP, [ours, ours], 0.3)
-    utils.local_multi_tensor_scale(1, NOOP, [theirs, theirs], 0.3)
-    assert all(map(torch.equal, ours, theirs))
+def test_optimizers_of_dense_layers_and_experts_have_one_norm() -> None:
+    both: Any = SimpleNamespace(chained_optimizers=[optimizer(GRADIENTS[:3]), optimizer([]), optimizer(GRADIENTS[3:])])
+    assert waits(lambda: gradient_norm(both, CPU)) == 1
+    assert gradient_norm(both, CPU) == pytest.approx(gradient_norm(optimizer(GRADIENTS), CPU))
 
 
-def test_functions_of_transformer_engine_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = object()
-    monkeypatch.setattr(clip_grads, "l2_norm_impl", fused)
-    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", fused)
-    optimizer.clip_by_foreach()
-    assert clip_grads.l2_norm_impl is fused
-    monkeypatch.setattr(clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm)
-    optimizer.clip_by_foreach()
-    assert clip_grads.l2_norm_impl is optimizer.total_norm
-    assert clip_grads.multi_tensor_scale_impl is optimizer.scale
+@pytest.mark.parametrize("name", ["grad", "decoupled_grad"])
+@pytest.mark.parametrize(("largest", "factor"), [(0.5, 0.25), (2.5, 1.0), (0.0, 1.0)])
+def test_gradients_beyond_the_largest_norm_are_scaled(name: str, largest: float, factor: float) -> None:
+    gradients = [each.clone() for each in GRADIENTS]
+    clip_gradients(optimizer(gradients, name), 2.0, largest)
+    for clipped, gradient in zip(gradients, GRADIENTS, strict=True):
+        torch.testing.assert_close(clipped, gradient * factor, atol=0, rtol=1e-5)
+
+
+def test_a_rank_without_parameters_has_nothing_to_clip() -> None:
+    clip_gradients(optimizer([]), 2.0, 1.0)

@@ -26,10 +26,8 @@ def test_the_coefficient_moves_by_the_samples_of_a_rollout_step_whatever_the_epo
 
 
 def test_rollout_steps_are_counted_over_resumes() -> None:
-    first, resumed, of_an_earlier_version = (per_rollout(1) for _ in range(3))
+    first, resumed = per_rollout(1), per_rollout(1)
     for _ in range(3):
         first.update({})
-    resumed.load({**first.sharded_state(), "schedule_step": 12})
+    resumed.load(first.sharded_state())
     assert resumed.steps == 3
-    of_an_earlier_version.load({"schedule_step": 3})
-    assert of_an_earlier_version.steps == 3

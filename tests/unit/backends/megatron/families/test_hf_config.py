@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.model import ModelArguments, num_experts
 from miles_async.backends.megatron.families import hf_config
 from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.backends.megatron.families.provider_fields import provider_fields
@@ -213,30 +213,22 @@ def test_a_family_that_is_not_trained_is_refused_with_the_reason_and_what_to_do(
         hf_config.check_model(QWEN3 | {"model_type": "bloom"}, Path("model"))
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size", "message"),
-    [
-        ({"tensor_model_parallel_size": 2}, 3, "3 trainer ranks"),
-        ({"context_parallel_size": 2}, 3, "--context-parallel-size 2"),
-        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, 2, "does not divide"),
-        ({"pipeline_model_parallel_size": 4}, 4, "num_hidden_layers 2"),
-        ({"tensor_model_parallel_size": 0}, 1, "--tensor-model-parallel-size 0"),
-    ],
-)
-def test_impossible_layouts_are_refused(layout: dict[str, int], world_size: int, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        check_layout(QWEN3, ModelArguments(**layout), world_size)
-
-
 MIXTURE = MOE | {"moe_intermediate_size": 6}
+MAMBA = NEMOTRON_H | {"n_groups": 2, "num_attention_heads": 8, "hybrid_override_pattern": "M*-E"}
 ADAPTED_EXPERTS = {"lora_rank": 4, "target_modules": ("gate_proj", "up_proj", "down_proj")}
 
 
 @pytest.mark.parametrize(
     ("config", "layout", "world_size", "message"),
     [
+        (QWEN3, {"tensor_model_parallel_size": 2}, 3, "3 trainer ranks"),
+        (QWEN3, {"context_parallel_size": 2}, 3, "--context-parallel-size 2"),
+        (QWEN3, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, 2, "does not divide"),
+        (QWEN3, {"pipeline_model_parallel_size": 4}, 4, "num_hidden_layers 2"),
+        (QWEN3, {"tensor_model_parallel_size": 0}, 1, "--tensor-model-parallel-size 0"),
         (QWEN3, {"expert_model_parallel_size": 2}, 2, "model_type 'qwen3'.* has no experts"),
         (QWEN3, {"expert_tensor_parallel_size": 2}, 2, "has no experts"),
+        (QWEN3, {"freeze_vision_tower": True}, 1, "--freeze-vision-tower: model_type 'qwen3' has none"),
         (MIXTURE, {"expert_model_parallel_size": 3}, 3, "--expert-model-parallel-size 3 does not divide 4 experts"),
         (MIXTURE, {"expert_tensor_parallel_size": 4}, 4, "does not divide moe_intermediate_size 6"),
         (MIXTURE, {"expert_model_parallel_size": 2}, 3, "3 trainer ranks"),
@@ -253,9 +245,34 @@ ADAPTED_EXPERTS = {"lora_rank": 4, "target_modules": ("gate_proj", "up_proj", "d
             2,
             "with adapters on experts alone",
         ),
+        (MAMBA, {"tensor_model_parallel_size": 4}, 16, "tensor-model-parallel-size 4 .* does not split n_groups 2"),
+        (MAMBA, {"context_parallel_size": 16}, 16, "parallel-size 16 does not divide mamba_num_heads 8"),
+        (MAMBA, {"share_prefixes": True}, 1, "--share-prefixes: not there for layers of Mamba-2"),
+        (
+            MAMBA,
+            {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+            2,
+            "virtual-.*: not there",
+        ),
+        (MAMBA, {"enable_mtp_training": True}, 1, "--enable-mtp-training: .* of model_type .nemotron_h. were not"),
+        (
+            QWEN3_NEXT,
+            {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+            4,
+            "size 4 does not divide linear_num_key_heads 2",
+        ),
+        (QWEN3_NEXT, {"share_prefixes": True}, 1, "--share-prefixes: .* reads a sample's tokens one after the other"),
+        (QWEN3_NEXT, {"enable_mtp_training": True}, 1, "--enable-mtp-training: .* 'qwen3_next' were not compared"),
+        (
+            QWEN3_NEXT,
+            {"megatron_extra": ("--deterministic-mode",)},
+            1,
+            "--deterministic-mode: .* no deterministic linear attention",
+        ),
+        (QWEN3_NEXT, {"lora_rank": 4}, 1, "--lora-rank: adapters of model_type 'qwen3_next'"),
     ],
 )
-def test_impossible_layouts_of_experts_are_refused(
+def test_impossible_layouts_are_refused(
     config: dict[str, object], layout: dict[str, object], world_size: int, message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -269,56 +286,17 @@ def test_adapters_of_experts_are_trained_beside_others() -> None:
     check_layout(MIXTURE | {"n_shared_experts": 1}, ModelArguments(**split, **ADAPTED_EXPERTS), 2)
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"tensor_model_parallel_size": 4}, "tensor-model-parallel-size 4 .* does not split n_groups 2"),
-        ({"context_parallel_size": 16}, "parallel-size 16 does not divide mamba_num_heads 8"),
-        ({"share_prefixes": True}, "--share-prefixes: not there for layers of Mamba-2"),
-        ({"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, "virtual-.*: not there"),
-        ({"enable_mtp_training": True}, "--enable-mtp-training: .* of model_type .nemotron_h. were not compared"),
-    ],
-)
-def test_what_mamba_can_not_is_refused(layout: dict[str, int], message: str) -> None:
-    config = NEMOTRON_H | {"n_groups": 2, "num_attention_heads": 8, "hybrid_override_pattern": "M*-E"}
-    check_layout(config, ModelArguments(tensor_model_parallel_size=2, context_parallel_size=4), 8)
-    with pytest.raises(ConfigurationError, match=message):
-        check_layout(config, ModelArguments(**layout), 16)
-
-
-def test_only_a_gemma_with_mixtures_has_experts() -> None:
-    assert hf_config.num_experts(GEMMA4 | {"num_experts": 4}) == 0
-    assert hf_config.num_experts(GEMMA4 | {"num_experts": 4, "enable_moe_block": True}) == 4
+def test_only_models_with_mixtures_have_experts() -> None:
+    assert num_experts(GEMMA4 | {"num_experts": 4}) == 0
+    assert num_experts(GEMMA4 | {"num_experts": 4, "enable_moe_block": True}) == 4
+    assert num_experts(NEMOTRON_H) == 4
+    assert num_experts(NEMOTRON_H | {"hybrid_override_pattern": "M*-"}) == 0
 
 
 def test_heads_of_every_kind_of_layer_are_split() -> None:
     check_layout(GEMMA4 | {"num_key_value_heads": 4}, ModelArguments(tensor_model_parallel_size=4), 4)
     with pytest.raises(ConfigurationError, match="num_key_value_heads 3 nor is a multiple"):
         check_layout(GEMMA4 | {"num_global_key_value_heads": 3}, ModelArguments(tensor_model_parallel_size=2), 2)
-
-
-def test_only_a_pattern_with_mixtures_has_experts() -> None:
-    assert hf_config.num_experts(NEMOTRON_H) == 4
-    assert hf_config.num_experts(NEMOTRON_H | {"hybrid_override_pattern": "M*-"}) == 0
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        (
-            {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
-            "size 4 does not divide linear_num_key_heads 2",
-        ),
-        ({"share_prefixes": True}, "--share-prefixes: .*'qwen3_next' reads a sample's tokens one after the other"),
-        ({"enable_mtp_training": True}, "--enable-mtp-training: .* of model_type 'qwen3_next' were not compared"),
-        ({"megatron_extra": ("--deterministic-mode",)}, "--deterministic-mode: .* no deterministic linear attention"),
-        ({"lora_rank": 4}, "--lora-rank: adapters of model_type 'qwen3_next'"),
-    ],
-)
-def test_what_linear_attention_can_not_is_refused(layout: dict[str, object], message: str) -> None:
-    check_layout(QWEN3_NEXT, ModelArguments(tensor_model_parallel_size=2), 2)
-    with pytest.raises(ConfigurationError, match=message):
-        check_layout(QWEN3_NEXT, ModelArguments(**layout), 4)
 
 
 def test_layers_for_multi_token_prediction_are_trained_where_they_are_known() -> None:
@@ -360,6 +338,8 @@ def test_possible_layouts_pass() -> None:
     check_layout(MIXTURE, split, 8)
     both = ModelArguments(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     check_layout(QWEN3, both, 8)
+    check_layout(MAMBA, ModelArguments(tensor_model_parallel_size=2, context_parallel_size=4), 8)
+    check_layout(QWEN3_NEXT, ModelArguments(tensor_model_parallel_size=2), 2)
 
 
 def test_missing_or_broken_config_files(tmp_path: Path) -> None:
@@ -491,8 +471,3 @@ def test_features_of_the_vision_tower_are_needed_on_the_first_stage_alone():
             with pytest.raises(ConfigurationError, match=r"first \(virtual\) stage has 2 layers; expected 3 or more"):
                 check_layout(config | layers, model, 4)
     check_layout(QWEN25_VL | {"num_hidden_layers": 8}, virtual, 4)
-
-
-def test_a_text_model_has_no_vision_tower_to_freeze():
-    with pytest.raises(ConfigurationError, match=r"--freeze-vision-tower: model_type 'qwen3' has none"):
-        check_layout(QWEN3, ModelArguments(freeze_vision_tower=True), 1)

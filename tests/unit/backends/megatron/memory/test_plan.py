@@ -38,6 +38,17 @@ def test_keys_and_values_of_other_context_parallel_ranks_are_there_once() -> Non
     assert found.activations == stage.activations == 100 + 11 + 2 * 70
 
 
+def test_a_frozen_vision_tower_has_weights_alone() -> None:
+    stage = dataclasses.replace(STAGE, tower=400)
+    model = dataclasses.replace(MODEL, freeze_vision_tower=True)
+    found = rank_bytes(stage, model, 64, reference=False, critic=False, bucket=0, copies_saves=True, kept_versions=1)
+    assert found.weights == 2 * 9000
+    assert found.gradients == 4 * 8600
+    assert found.optimizer == 12 * (600 // 8 + 8000 // 4)
+    assert found.kept_weights == 2 * 2 * 8600
+    assert found.saved_copy == 2 * 9000 + 12 * 8600
+
+
 def test_fp32_keeps_no_second_copy_of_the_weights() -> None:
     found = rank_bytes(STAGE, ModelArguments(), 1, reference=False, critic=False, bucket=0, copies_saves=False)
     assert (found.weights, found.optimizer, found.reference) == (4 * 9000, 8 * 9000, 0)

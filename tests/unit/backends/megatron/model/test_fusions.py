@@ -25,7 +25,7 @@ from miles_async.backends.megatron.platform import Platform
 
 CONFIGS = Path(__file__).parents[4] / "recipes/configs"
 FUSED = ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")
-WITH_ENGINE = Platform(device="cuda", communication_backend="nccl", transformer_engine=True)
+WITH_ENGINE = Platform(device="cuda", transformer_engine=True)
 
 
 def stand_in(*_: object, **__: object) -> None:
