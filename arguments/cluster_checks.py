@@ -7,7 +7,7 @@ from math import ceil
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.problems import refusal
-from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
+from miles_async.arguments.server_groups import ServerGroup, has_attention_groups, of_role, server_groups
 from miles_async.errors import ConfigurationError
 
 
@@ -143,7 +143,11 @@ def _taken_by_rollouts(arguments: Arguments, groups: Sequence[ServerGroup]) -> d
     ]
     taken = {
         "routers": sum(routers),
-        "engines": 2 * sum(group.engines for group in groups if not group.external),
+        "engines": sum(
+            group.engines * (9 if has_attention_groups(group.all_extra(arguments)) else 2)
+            for group in groups
+            if not group.external
+        ),
         "the session server": arguments.sessions.session_server_workers if arguments.sessions.runs_agent else 0,
     }
     return {purpose: count for purpose, count in taken.items() if count}

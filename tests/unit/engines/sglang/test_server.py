@@ -107,10 +107,13 @@ def test_parts_of_an_engine_on_several_nodes_meet_at_one_address() -> None:
     parts = [server_command(spec, f"10.0.0.{node + 6}", 1, RENDEZVOUS, 0, node) for node in range(2)]
     for node, part in enumerate(parts):
         assert {"--tp-size=16", "--nnodes=2", f"--node-rank={node}", "--dist-init-addr=10.0.0.6:2"} <= set(part)
-    assert "--nccl-port=2" in server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+    alone = server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, 0, 0)
+    assert "--dist-init-addr=10.0.0.6:2" in alone
+    assert not any(word.startswith("--nnodes") for word in alone)
 
 
-async def test_engines_with_attention_groups_over_nodes_share_no_port(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_engines_with_attention_groups_share_no_port(nodes: int, tmp_path: Path) -> None:
     """SGLang takes six ports after the one where ranks meet, and the 13th, and gives up where one is taken."""
     with HeldPort(LOOPBACK, above=range(1, 80)) as free:
         among = range(free.number, free.number + 80)
@@ -118,7 +121,7 @@ async def test_engines_with_attention_groups_over_nodes_share_no_port(tmp_path: 
         model_path="m",
         device="cuda",
         dtype="bfloat16",
-        nodes=2,
+        nodes=nodes,
         extra=("--attn-dp-size", "2"),
         network=Network(ports=among),
         log_dir=str(tmp_path),
@@ -131,7 +134,6 @@ async def test_engines_with_attention_groups_over_nodes_share_no_port(tmp_path: 
     assert len(taken) == len({*taken} & {*among})
     for engine in engines:
         await engine.stop()
-    assert above_rendezvous(msgspec.structs.replace(spec, nodes=1)) == ()
     assert above_rendezvous(msgspec.structs.replace(spec, extra=())) == ()
 
 
