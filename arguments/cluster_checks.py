@@ -57,6 +57,8 @@ def check_network(arguments: Arguments) -> Iterator[str]:
     for flag, given in labels.items():
         if given and cluster.ray_address is None:
             yield f"{flag} without --ray-address: this machine alone has no labels; name a cluster, or leave it out"
+    if cluster.host is not None and ":" in cluster.host:
+        yield f"--host {cluster.host}: expected an IPv4 address or a name: this run's servers speak no IPv6"
     certified = (cluster.tls_certificate is not None, cluster.tls_key is not None)
     if any(certified) != all(certified) or (cluster.tls_ca is not None and not any(certified)):
         yield "--tls-certificate and --tls-key need each other, and --tls-ca both: give them, or none of the three"
