@@ -180,11 +180,11 @@ class FrozenEngines(EngineStack):
                 await self._admit_one(record)
 
     async def _admit_one(self, record: EngineRecord) -> None:
-        if record.state is not EngineState.JOINING or record.url is None:  # lost while another was admitted
+        if record.state is not EngineState.JOINING:  # lost while another was admitted
             return
         incarnation, record.verified = record.incarnation, True
         try:
-            await self.supervisor.routing.admit(record, record.url)
+            await self.supervisor.routing.admit(record)
         except EngineError as error:
             if record.incarnation == incarnation:
                 await self.supervisor.routing.fence(record, str(error))
