@@ -62,7 +62,16 @@ class ServerProcess:
         address in the certificate.
         """
         url = await self._prepare(rendezvous)
-        await self._until_up_or_stopped(url)
+        try:
+            async with asyncio.timeout(self._spec.start_timeout):
+                await self._until_up(url)
+        except TimeoutError:
+            message = self._report(f"did not come up within {self._spec.start_timeout:g} s (--engine-start-timeout)")
+            await self.stop()
+            raise EngineStartError(message) from None
+        except BaseException:
+            await quietly(self.stop())
+            raise
         self._release_ports()
         return url
 
@@ -138,18 +147,6 @@ class ServerProcess:
         for directory in (self._temporary, self._directory):
             if directory is not None:
                 directory.remove()
-
-    async def _until_up_or_stopped(self, url: str) -> None:
-        try:
-            async with asyncio.timeout(self._spec.start_timeout):
-                await self._until_up(url)
-        except TimeoutError:
-            message = self._report(f"did not come up within {self._spec.start_timeout:g} s (--engine-start-timeout)")
-            await self.stop()
-            raise EngineStartError(message) from None
-        except BaseException:
-            await quietly(self.stop())
-            raise
 
     async def _until_up(self, url: str) -> None:
         assert self._process is not None

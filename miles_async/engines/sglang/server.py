@@ -149,22 +149,17 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
 
 
 async def is_up(http: Http, url: str) -> bool:
-    """True once the server answers; it is settled then."""
+    """True once the server answers. Everything loaded so far is exempt from garbage collection then, as after the
+    warm-up that we skip: every flush of the cache collects garbage, which with all of torch in the heap is most of a
+    publication's pause.
+    """
     try:
         async with http.session.get(f"{url}/model_info", headers=http.as_client) as response:
             answers = response.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
     if answers:
-        await _freeze_garbage_collector(http, url)
+        with suppress(aiohttp.ClientError, TimeoutError):  # only speed is lost
+            async with http.session.post(f"{url}/freeze_gc", headers=http.as_admin):
+                pass
     return answers
-
-
-async def _freeze_garbage_collector(http: Http, url: str) -> None:
-    """Exempt everything loaded so far from garbage collection, as SGLang does after the warm-up that we skip.
-
-    Every flush of its cache collects garbage, which with all of torch in the heap is most of a publication's pause.
-    """
-    with suppress(aiohttp.ClientError, TimeoutError):  # only speed is lost
-        async with http.session.post(f"{url}/freeze_gc", headers=http.as_admin):
-            pass
