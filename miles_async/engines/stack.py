@@ -45,43 +45,38 @@ class EngineParts:
         weights: WeightsArguments,
         *,
         http: Http,
-        calls: Callable[[Http], InferenceServer],
-        router: Callable[[EngineRegistry], Router],
+        server: InferenceServer,
+        registry: EngineRegistry,
+        router: Router,
         traffic: Traffic,
         routers: RouterShape | None = None,
         vocabulary: int | None = None,
         needed: bool = True,
     ) -> None:
-        """``calls``: makes the calls that the engines understand. ``router``: makes the router.
-        ``routers``, ``vocabulary``: see :class:`RouterClient`. ``needed``: see :class:`EngineSupervisor`.
+        """``server``: the calls that the engines understand. ``routers``, ``vocabulary``: see :class:`RouterClient`.
+        ``needed``: see :class:`EngineSupervisor`.
         """
         self.http = http
-        self.registry = EngineRegistry()
+        self.registry = registry
         self.traffic = traffic
-        self.server = server = calls(http)
-        self.loads = Loads(self.registry, server)
-        self.router = router(self.registry)
+        self.server = server
+        self.loads = Loads(registry, server)
+        self.router = router
         self.supervisor = EngineSupervisor(
-            self.registry,
-            self.router,
+            registry,
+            router,
             server,
             groups,
             max_restarts=arguments.engine_max_restarts,
             restart_window=arguments.engine_restart_window,
             needed=needed,
         )
-        self.fleet = Fleet(
-            self.registry,
-            self.supervisor,
-            server,
-            self.traffic,
-            step_timeout=weights.step_timeout,
-        )
+        self.fleet = Fleet(registry, self.supervisor, server, traffic, step_timeout=weights.step_timeout)
         self.client = RouterClient(
             server,
             http,
-            self.registry,
-            self.traffic,
+            registry,
+            traffic,
             router_url=lambda: self.router.url,
             routers=routers,
             vocabulary=vocabulary,
@@ -129,28 +124,26 @@ class EngineStack(EngineParts):
         ``name``: name of the router and its log. ``port``: the router's, None for a free one. ``keys``: of engines and
         router, None on loopback only.
         """
-        http = Http(keys, network.tls)
-
-        def make_router(registry: EngineRegistry) -> Router:
-            return Router(
-                registry,
-                http,
-                name=name,
-                log_dir=log_dir,
-                policy=arguments.sglang_router_policy,
-                network=network,
-                port=port,
-                extra=arguments.router_extra,
-                keys=keys,
-            )
-
+        http, registry = Http(keys, network.tls), EngineRegistry()
+        router = Router(
+            registry,
+            http,
+            name=name,
+            log_dir=log_dir,
+            policy=arguments.sglang_router_policy,
+            network=network,
+            port=port,
+            extra=arguments.router_extra,
+            keys=keys,
+        )
         super().__init__(
             groups,
             arguments,
             weights,
             http=http,
-            calls=calls,
-            router=make_router,
+            server=calls(http),
+            registry=registry,
+            router=router,
             traffic=Traffic(),
             routers=routers,
             vocabulary=vocabulary,

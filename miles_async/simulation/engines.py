@@ -41,13 +41,15 @@ class SimulatedEngines(EngineParts):
         self._pending_crashes = list(settings.faults.crashes)
         self._calls: Counter[tuple[int, str]] = Counter()
         group = EngineGroup(engines=settings.num_engines, streams=True, launch=self._launch)
+        http, registry = self._session(), EngineRegistry()
         super().__init__(
             [group],
             settings.engines,
             settings.weights,
-            http=self._session(),
-            calls=SGLangServer,
-            router=self._make_router,
+            http=http,
+            server=SGLangServer(http),
+            registry=registry,
+            router=self._make_router(registry),
             traffic=Traffic(asyncio.get_running_loop().time),
         )
 
