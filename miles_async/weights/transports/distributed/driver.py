@@ -16,10 +16,10 @@ there are, and a third one if another engine died.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -108,11 +108,9 @@ class DistributedTransport:
                 stream = not any(engine.engine in bucketwise for engine in part.engines)
                 async with asyncio.TaskGroup() as scope:
                     sent = scope.create_task(self._broadcast(staged, names, part.engines, announce=stream))
-                    if stream:
-                        receive_stream = InferenceServer.receive_stream
-                        found = await self._fleet.call(part.engines, receive_stream, names, staged.version)
-                    else:
-                        found = await self._receive_buckets(staged, names, part.engines)
+                    for operation, arguments in _receiving(staged, names, stream=stream):
+                        if not _failed(found):
+                            found = await self._fleet.call(part.engines, operation, *arguments)
                 if (problem := sent.result()) and not _failed(found):
                     found = dict.fromkeys(part.engines, EngineError(problem))
                 if _failed(found):
@@ -222,16 +220,16 @@ class DistributedTransport:
         await self._fleet.stream_sent(engines, broken=problem is not None)
         return problem
 
-    async def _receive_buckets(
-        self, staged: StagedWeights, names: Sequence[str], engines: Sequence[Incarnation]
-    ) -> EngineErrors:
-        """Tell the engines to receive one bucket after another, until one of them fails."""
-        errors = await self._fleet.call(engines, InferenceServer.begin_update)
-        for index, tensors in staged.buckets.items():
-            if not _failed(errors):
-                arguments = (names[index % staged.senders], tensors, staged.version)
-                errors = await self._fleet.call(engines, InferenceServer.receive_bucket, *arguments)
-        return errors if _failed(errors) else await self._fleet.call(engines, InferenceServer.end_update)
+
+def _receiving(staged: StagedWeights, names: Sequence[str], *, stream: bool) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Operations by which engines receive everything, and their arguments: one for all buckets, or one for each."""
+    if stream:
+        yield InferenceServer.receive_stream, (names, staged.version)
+        return
+    yield InferenceServer.begin_update, ()
+    for index, tensors in staged.buckets.items():
+        yield InferenceServer.receive_bucket, (names[index % staged.senders], tensors, staged.version)
+    yield InferenceServer.end_update, ()
 
 
 def process_group_backend(device: Device) -> GroupBackend:
