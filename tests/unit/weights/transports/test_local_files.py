@@ -245,18 +245,17 @@ async def test_a_version_that_was_skipped_is_sent_whole(make: Make) -> None:
     assert await setup.publish(6) < 0.5
 
 
-async def test_a_server_that_does_not_hold_what_its_host_has_gets_everything(make: Make) -> None:
-    """Its host was made ready for a publication that never reached it."""
+@pytest.mark.parametrize("why", ["its server missed a publication", "its host lost the files", "other tensors"])
+async def test_an_engine_that_can_make_nothing_of_changes_gets_everything(make: Make, why: str) -> None:
     setup = make(weight_transport="disk", weight_delta="xor")
     await setup.publish(0)
-    setup.fleet.versions["engine-0"] = -1
-    assert await setup.publish(1) == 1
-
-
-async def test_a_host_that_lost_its_copy_gets_everything(make: Make) -> None:
-    setup = make(weight_transport="disk", weight_delta="xor")
-    await setup.publish(0)
-    host_files.discard(setup.fleet.hosts["engine-0"])
+    if why == "its server missed a publication":  # for which its host was made ready
+        setup.fleet.versions["engine-0"] = -1
+    elif why == "its host lost the files":
+        host_files.discard(setup.fleet.hosts["engine-0"])
+    else:
+        weights = setup.trainer.weights(1) | {"c": torch.ones(50, 8)}
+        setup.trainer.weights = lambda version: weights  # type: ignore[method-assign]
     assert await setup.publish(1) == 1
 
 
@@ -266,14 +265,6 @@ async def test_weights_that_did_not_change_are_a_version_too(make: Make) -> None
     await setup.publish(0)
     assert await setup.publish(1) == 0
     assert setup.fleet.versions == {"engine-0": 1}
-
-
-async def test_other_tensors_are_sent_whole(make: Make) -> None:
-    setup = make(weight_transport="disk", weight_delta="xor")
-    await setup.publish(0)
-    weights = setup.trainer.weights(1) | {"c": torch.ones(50, 8)}
-    setup.trainer.weights = lambda version: weights  # type: ignore[method-assign]
-    assert await setup.publish(1) == 1
 
 
 async def test_a_base_that_was_changed_costs_that_engine(make: Make, delta: str) -> None:
