@@ -10,9 +10,9 @@ assert _PACKAGE is not None
 assert _PACKAGE.origin is not None
 
 SRT = Path(_PACKAGE.origin).parent / "srt"
-"""Folder of ``sglang.srt``."""
+"""Folder of its modules."""
 
 
 def module_source(name: str) -> str:
-    """Text of the module ``name``, such as "sglang.srt.environ"."""
+    """Text of a module, named as it is imported."""
     return (SRT.parents[1] / name.replace(".", "/")).with_suffix(".py").read_text()
