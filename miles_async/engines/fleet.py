@@ -101,7 +101,7 @@ class Fleet:
             self._streams[frozenset(engines)] = stream
         try:
             with suppress(TimeoutError):
-                async with stream.limit:
+                async with stream.limit:  # gather ends them all, and waits for that, if it is cancelled
                     await asyncio.gather(*tasks.values(), return_exceptions=True)
         finally:
             self._streams.pop(frozenset(engines), None)
