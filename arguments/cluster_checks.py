@@ -7,7 +7,7 @@ from math import ceil
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.problems import given, refusal
-from miles_async.arguments.server_groups import ServerGroup, of_role, server_groups
+from miles_async.arguments.server_groups import ServerGroup, has_attention_groups, of_role, server_groups
 from miles_async.errors import ConfigurationError
 
 
@@ -56,6 +56,8 @@ def check_network(arguments: Arguments) -> Iterator[str]:
     labels = {"--actor-node-labels": cluster.actor_node_labels, "--rollout-node-labels": cluster.rollout_node_labels}
     for flag in given(labels) if cluster.ray_address is None else ():
         yield f"{flag} without --ray-address: this machine alone has no labels; name a cluster, or leave it out"
+    if cluster.host is not None and ":" in cluster.host:
+        yield f"--host {cluster.host}: expected an IPv4 address or a name: this run's servers speak no IPv6"
     certified = (cluster.tls_certificate is not None, cluster.tls_key is not None)
     if any(certified) != all(certified) or (cluster.tls_ca is not None and not any(certified)):
         yield "--tls-certificate and --tls-key need each other, and --tls-ca both: give them, or none of the three"
@@ -140,7 +142,11 @@ def _taken_by_rollouts(arguments: Arguments, groups: Sequence[ServerGroup]) -> d
     ]
     taken = {
         "routers": sum(routers),
-        "engines": 2 * sum(group.engines for group in groups if not group.external),
+        "engines": sum(
+            group.engines * (9 if has_attention_groups(group.all_extra(arguments)) else 2)
+            for group in groups
+            if not group.external
+        ),
         "the session server": arguments.sessions.session_server_workers if arguments.sessions.runs_agent else 0,
     }
     return {purpose: count for purpose, count in taken.items() if count}

@@ -113,6 +113,11 @@ def read_server_groups(path: Path) -> tuple[ServerGroup, ...]:
     return tuple(groups)
 
 
+def has_attention_groups(words: Sequence[str]) -> bool:
+    """True if these arguments of SGLang's ask for data-parallel attention."""
+    return any(word.partition("=")[0] in ("--attn-dp-size", "--enable-dp-attention") for word in words)
+
+
 def of_role(groups: Sequence[ServerGroup], role: Role) -> tuple[ServerGroup, ...]:
     """Groups with this role."""
     return tuple(group for group in groups if group.role == role)

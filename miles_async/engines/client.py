@@ -110,13 +110,10 @@ class RouterClient:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See ``api.EngineClient``. Raises StalledError when no engine serves within the gate's deadline."""
-        return await self._generate(request, None)
+        return await self.stream(request, None)
 
-    async def stream(self, request: GenerateRequest, on_tokens: OnTokens) -> Generation:
+    async def stream(self, request: GenerateRequest, on_tokens: OnTokens | None) -> Generation:
         """See ``seams.streams.StreamingClient``. Servers of a kind that cannot stream pass on no tokens."""
-        return await self._generate(request, on_tokens)
-
-    async def _generate(self, request: GenerateRequest, on_tokens: OnTokens | None) -> Generation:
         tried, backoff = 0, self._backoff_seconds
         while True:
             try:

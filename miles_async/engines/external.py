@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +13,7 @@ from miles_async.engines.kind import Arguments, ServerHandle
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.network.addresses import LOCAL, Network
 from miles_async.runtime.network.keys import EngineKeys
+from miles_async.runtime.tasks import afterwards
 from miles_async.seams import InferenceServer
 
 _PROBE_SECONDS = 5.0
@@ -35,29 +35,32 @@ class ExternalServers:
         ``calls``: makes their client. ``keys``: their keys. ``network``: whether they use TLS.
         """
         self._addresses = addresses
-        self._start_timeout = start_timeout
+        self.start_timeout = start_timeout
         self._calls = calls
-        self._http = partial(Http, keys, network.tls)
+        self._keys = keys
         self._network = network
 
     def __call__(self, engine_index: int, incarnation: int) -> ServerHandle:
         host, _, port = self._addresses[engine_index].rpartition(":")
-        return _ExternalServer(self._network.url(host, int(port)), self._start_timeout, self._calls, self._http)
+        return _ExternalServer(self, self._network.url(host, int(port)))
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[InferenceServer]:
+        http = Http(self._keys, self._network.tls)
+        async with afterwards(http.close):
+            yield self._calls(http)
 
 
 class _ExternalServer:
-    def __init__(
-        self, url: str, start_timeout: float, calls: Callable[[Http], InferenceServer], http: Callable[[], Http]
-    ) -> None:
+    def __init__(self, servers: ExternalServers, url: str) -> None:
+        self._servers = servers
         self._url = url
-        self._start_timeout = start_timeout
-        self._calls = calls
-        self._http = http
 
     async def start(self) -> str:
         error: EngineError | None = None
+        start_timeout = self._servers.start_timeout
         try:
-            async with asyncio.timeout(self._start_timeout), self._server() as server:
+            async with asyncio.timeout(start_timeout), self._servers.client() as server:
                 while True:
                     try:
                         await server.weight_version(self._url, _PROBE_SECONDS)
@@ -67,7 +70,7 @@ class _ExternalServer:
                     await asyncio.sleep(_POLL_SECONDS)
         except TimeoutError:
             raise EngineStartError(
-                f"the external engine at {self._url} did not answer for {self._start_timeout:g} s "
+                f"the external engine at {self._url} did not answer for {start_timeout:g} s "
                 f"(--engine-start-timeout): does it run, is it reachable from here, and the kind of server that this "
                 f"run talks to? Last: {error}"
             ) from None
@@ -84,14 +87,6 @@ class _ExternalServer:
 
     async def stop(self) -> None:
         """Leave it running, and resume it if it was fenced in a pause, or its requests would wait forever."""
-        async with self._server() as server:
+        async with self._servers.client() as server:
             with suppress(EngineError):  # it may be gone
                 await server.resume(self._url, _PROBE_SECONDS)
-
-    @asynccontextmanager
-    async def _server(self) -> AsyncIterator[InferenceServer]:
-        http = self._http()
-        try:
-            yield self._calls(http)
-        finally:
-            await http.close()

@@ -9,8 +9,9 @@ the middle of an update has received nothing of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, cast
 
@@ -20,7 +21,6 @@ from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineSta
 from miles_async.engines.supervisor import EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineError, EngineTimeoutError
-from miles_async.runtime.loop_turns import LoopTurns
 from miles_async.seams import EngineErrors, InferenceServer, arguments_of
 from miles_async.types import FleetMembers, Incarnation
 
@@ -32,7 +32,6 @@ Result = TypeVar("Result")
 _ABORT_DRAIN_SECONDS = 5.0  # wait for aborted requests before the engine is paused anyway
 _ABORT_POLL_SECONDS = 0.05
 _BRIEF_SECONDS = 10.0
-_CALLS_AT_ONCE = 8  # begun per turn of the event loop, 0.2 ms each
 # In steps. A stream may take all of a publication; files hold all weights, and there is no second try.
 _DEADLINES: Mapping[Callable[..., object], int] = {InferenceServer.receive_stream: 6, InferenceServer.load_files: 3}
 _REPLACE_WEIGHTS: Collection[Callable[..., object]] = {
@@ -41,6 +40,14 @@ _REPLACE_WEIGHTS: Collection[Callable[..., object]] = {
     InferenceServer.load_files,
     InferenceServer.release_memory,
 }
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Deadline of engines that receive a stream of weights, known only when its senders have finished."""
+
+    limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    granted: float = 0.0  # seconds after the senders had finished
 
 
 class Fleet:
@@ -62,8 +69,7 @@ class Fleet:
         self._traffic = traffic
         self._step_timeout = step_timeout
         self._brief_timeout = min(step_timeout / 3, _BRIEF_SECONDS)
-        self._turns = LoopTurns(_CALLS_AT_ONCE)
-        self._streams: dict[frozenset[Incarnation], StreamDeadline] = {}  # being received, by engines
+        self._streams: dict[frozenset[Incarnation], _Stream] = {}  # being received, by engines
 
     async def members(self) -> FleetMembers:
         records = [r for r in self._registry.engines.values() if r.state is not EngineState.GONE]
@@ -85,28 +91,29 @@ class Fleet:
     ) -> Mapping[Incarnation, Result | Exception]:
         await self._prepare(engines, operation, arguments)
         timeout = self._brief_timeout if brief else _DEADLINES.get(operation, 1) * self._step_timeout
-        stream = StreamDeadline() if operation is InferenceServer.receive_stream else None
-        if stream is not None:
+        method: Callable[..., Coroutine[Any, Any, Result]] = getattr(self._server, operation.__name__)
+        tasks = {
+            engine: asyncio.create_task(method(record.url, *arguments_of(engine, arguments), timeout))
+            for engine, record in self._up(engines).items()
+        }
+        stream = _Stream()
+        if operation is InferenceServer.receive_stream:
             self._streams[frozenset(engines)] = stream
-
-        method: Callable[..., Awaitable[Result]] = getattr(self._server, operation.__name__)
-
-        def ask(record: EngineRecord, url: str) -> Awaitable[Result]:
-            return method(url, *arguments_of(record.current, arguments), timeout)
-
         try:
-            async with asyncio.TaskGroup() as scope:
-                tasks = {engine: scope.create_task(self._one(engine, ask, stream)) for engine in engines}
+            with suppress(TimeoutError):
+                async with stream.limit:  # gather ends them all, and waits for that, if it is cancelled
+                    await asyncio.gather(*tasks.values(), return_exceptions=True)
         finally:
             self._streams.pop(frozenset(engines), None)
-        results = self._results(tasks)
+        results = self._results(engines, tasks, stream.granted)
         self._note(operation, results)
         return results
 
     async def stream_sent(self, engines: Sequence[Incarnation], *, broken: bool) -> None:
         """Grant less time after an error: members of a process group notice it at the same time."""
         if stream := self._streams.get(frozenset(engines)):
-            stream.expire_in(self._brief_timeout if broken else self._step_timeout)
+            stream.granted = self._brief_timeout if broken else self._step_timeout
+            stream.limit.reschedule(asyncio.get_running_loop().time() + stream.granted)
 
     async def on_host(
         self,
@@ -115,7 +122,7 @@ class Fleet:
         *arguments: *Ts,
         room: int = 0,
     ) -> Mapping[Incarnation, Result | Exception]:
-        async def run(record: EngineRecord, _: str) -> Result:
+        async def run(record: EngineRecord) -> Result:
             handle = self._supervisor.handle(record.engine_id)
             try:
                 async with asyncio.timeout(self._step_timeout):
@@ -126,12 +133,12 @@ class Fleet:
                     f"its host did not {function.__name__} within {self._step_timeout:g} s"
                 ) from None
 
-        async with asyncio.TaskGroup() as scope:
-            tasks = {engine: scope.create_task(self._one(engine, run)) for engine in engines}
-        return self._results(tasks)
+        tasks = {engine: asyncio.create_task(run(record)) for engine, record in self._up(engines).items()}
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        return self._results(engines, tasks)
 
     async def begin_trial(self, engines: Sequence[Incarnation], version: int) -> None:
-        for record in self._records(engines):
+        for record in self._up(engines).values():
             if record.state is EngineState.SERVING:
                 record.on_trial, record.version = True, version
         self._registry.notify()
@@ -142,19 +149,19 @@ class Fleet:
         for engine, claimed in (await self.call(engines, InferenceServer.weight_version)).items():
             wrong = EngineError(f"{engine}: expected weight version {version}, found {claimed!r}")
             errors[engine] = claimed if isinstance(claimed, Exception) else None if claimed == str(version) else wrong
-        present = self._records(engine for engine, error in errors.items() if error is None)
-        for record in present:
+        present = self._up(engine for engine, error in errors.items() if error is None)
+        for record in present.values():
             record.verified, record.on_trial, record.version = True, False, version
         self._registry.notify()  # engines that served before continue now; the router takes seconds to learn of others
         admit = self._supervisor.routing.admit
-        async with asyncio.TaskGroup() as scope:
-            joining = [record.current for record in present if record.state is EngineState.JOINING]
-            tasks = {engine: scope.create_task(self._one(engine, admit)) for engine in joining}
-        return errors | self._results(tasks)
+        joining = {engine: record for engine, record in present.items() if record.state is EngineState.JOINING}
+        tasks = {engine: asyncio.create_task(admit(record)) for engine, record in joining.items()}
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        return errors | self._results(joining, tasks)
 
     async def fence(self, engines: Sequence[Incarnation], reason: str) -> None:
         for engine in engines:
-            for record in self._records([engine]):
+            for record in self._up([engine]).values():  # as of now: fencing the one before took time
                 await self._supervisor.routing.fence(record, reason)
 
     async def _prepare(
@@ -162,26 +169,26 @@ class Fleet:
     ) -> None:
         """Update the registry before engines are called."""
         if operation is InferenceServer.pause:
-            for record in self._records(engines):
+            for record in self._up(engines).values():
                 record.pause()  # requests wait on the client from now on
             self._registry.notify()
             if arguments == ("abort",):
                 await self._drain_by_abort(engines)
         if operation in _REPLACE_WEIGHTS:
-            for record in self._records(engines):
+            for record in self._up(engines).values():
                 record.verified = record.on_trial = False  # no answer counts until the new weights are verified
             self._registry.notify()
 
     def _note(self, operation: Callable[..., object], results: Mapping[Incarnation, object]) -> None:
         """Update the registry after engines have answered."""
-        succeeded = self._records(engine for engine, found in results.items() if not isinstance(found, Exception))
+        succeeded = self._up(engine for engine, found in results.items() if not isinstance(found, Exception))
         if operation is InferenceServer.resume:
-            for record in succeeded:
+            for record in succeeded.values():
                 record.resume()  # requests still wait if weights were replaced
             self._registry.notify()
         elif operation is InferenceServer.probe:
-            for record in succeeded:
-                record.tokens_in_flight = cast(int, results[record.current])
+            for engine, record in succeeded.items():
+                record.tokens_in_flight = cast(int, results[engine])
 
     async def _drain_by_abort(self, engines: Sequence[Incarnation]) -> None:
         """End requests in flight before pausing: a server's own pause may notice their end a second late."""
@@ -197,9 +204,9 @@ class Fleet:
         except TimeoutError:
             log.warning("requests did not end by abort", in_flight=self._traffic.in_flight)
 
-    def _records(self, engines: Iterable[Incarnation]) -> list[EngineRecord]:
+    def _up(self, engines: Iterable[Incarnation]) -> dict[Incarnation, EngineRecord]:
         """Records of the engines that are up and have been neither restarted nor removed."""
-        return [self._registry.engines[engine.engine] for engine in engines if self._end_of(engine) is None]
+        return {engine: self._registry.engines[engine.engine] for engine in engines if self._end_of(engine) is None}
 
     def _end_of(self, engine: Incarnation) -> EngineError | None:
         """Why that start of the engine has ended; None while it is up."""
@@ -210,56 +217,21 @@ class Fleet:
             return EngineError(f"{engine} was lost and is {record.state.value}: {record.reason}")
         return None
 
-    async def _one(
-        self,
-        engine: Incarnation,
-        ask: Callable[[EngineRecord, str], Awaitable[Result]],
-        stream: StreamDeadline | None = None,
-    ) -> Result | EngineError:
-        """Answer of one engine, or its error."""
-        await self._turns.turn()
-        try:
-            if end := self._end_of(engine):
-                raise end
-            record = self._registry.engines[engine.engine]
-            assert record.url is not None
-            async with stream.of(record.url) if stream else nullcontext():
-                return await ask(record, record.url)
-        except EngineError as error:
-            return error
-
     def _results(
-        self, tasks: Mapping[Incarnation, asyncio.Task[Result | EngineError]]
+        self, engines: Iterable[Incarnation], tasks: Mapping[Incarnation, asyncio.Task[Result]], granted: float = 0.0
     ) -> dict[Incarnation, Result | Exception]:
-        """Results of tasks that have ended; the loss of an engine before all others had answered."""
-        return {engine: self._end_of(engine) or task.result() for engine, task in tasks.items()}
-
-
-class StreamDeadline:
-    """Deadline of engines that receive a stream of weights, known only when its senders have finished."""
-
-    def __init__(self) -> None:
-        self._granted: float | None = None  # seconds after the senders had finished
-        self._limits: set[asyncio.Timeout] = set()  # of the engines that have not answered
-
-    @asynccontextmanager
-    async def of(self, url: str) -> AsyncIterator[None]:
-        """Wait for the answer of the engine at ``url``. Raises EngineTimeoutError past the deadline."""
-        try:
-            async with asyncio.timeout(self._granted) as limit:
-                self._limits.add(limit)
-                try:
-                    yield
-                finally:
-                    self._limits.discard(limit)
-        except TimeoutError:
-            raise EngineTimeoutError(
-                f"{url} waits for weights: no answer within {self._granted:g} s after the senders had finished"
-            ) from None
-
-    def expire_in(self, seconds: float) -> None:
-        """Grant the engines that have not answered ``seconds`` from now on."""
-        self._granted = seconds
-        when = asyncio.get_running_loop().time() + seconds
-        for limit in self._limits:
-            limit.reschedule(when)
+        """Results of tasks that have ended, EngineErrors among them; the loss of an engine before all others had
+        answered. ``granted``: seconds that cancelled ones had.
+        """
+        results: dict[Incarnation, Result | Exception] = {}
+        for engine in engines:
+            if end := self._end_of(engine):
+                results[engine] = end
+            elif (task := tasks[engine]).cancelled():
+                late = f"waited for weights: no answer within {granted:g} s after the senders had finished"
+                results[engine] = EngineTimeoutError(late)
+            elif isinstance(error := task.exception(), EngineError):
+                results[engine] = error
+            else:
+                results[engine] = task.result()
+        return results

@@ -8,11 +8,9 @@ from contextlib import suppress
 
 from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.errors import EngineError
-from miles_async.runtime.loop_turns import LoopTurns
 from miles_async.seams import InferenceServer
 from miles_async.types import EngineLoad
 
-ASKED_AT_ONCE = 8  # per turn of the event loop, 0.2 ms each
 LOAD_SECONDS = 2.0  # servers answer at once; a later answer would be out of date
 
 
@@ -22,7 +20,6 @@ class Loads:
     def __init__(self, registry: EngineRegistry, server: InferenceServer) -> None:
         self.registry = registry
         self._server = server
-        self._turns = LoopTurns(ASKED_AT_ONCE)
 
     async def serving(self, other_than: int) -> int:
         await self.registry.wait_until(lambda: self._serving() != other_than)
@@ -33,7 +30,6 @@ class Loads:
         loads: dict[str, EngineLoad] = {}
 
         async def ask(engine: str, url: str) -> None:
-            await self._turns.turn()
             with suppress(EngineError):  # the supervisor takes care of engines that do not answer
                 loads[engine] = await self._server.load(url, LOAD_SECONDS)
 

@@ -45,15 +45,14 @@ class RayServers:
         """``labels``: of the nodes that may have engines. ``interpreter``: command that Ray starts the actors'
         processes with; None: this process's. ``places``: nodes of the first engines, if already chosen.
         """
-        self._kind = kind
-        self._spec = spec
-        self._nodes = _EngineNodes(labels, spec.start_timeout)
-        self._interpreter = interpreter
-        self._places = places
+        self.kind = kind
+        self.spec = spec
+        self.nodes = _EngineNodes(labels, spec.start_timeout)
+        self.process = {} if interpreter is None else {"runtime_env": {"py_executable": interpreter}}
+        self.places = places
 
     def __call__(self, engine_index: int, incarnation: int) -> ServerHandle:
-        place = self._places[engine_index] if engine_index < len(self._places) else EnginePlace()
-        return _RayServer(self._kind, self._spec, self._nodes, self._interpreter, place, engine_index, incarnation)
+        return _RayServer(self, engine_index, incarnation)
 
 
 class _EngineNodes:
@@ -130,26 +129,17 @@ class _RemoteServer:
 class _RayServer:
     """Implements ServerHandle. The parts of a server on several nodes start, and end, together."""
 
-    def __init__(
-        self,
-        kind: EngineKind,
-        spec: ServerSpec,
-        nodes: _EngineNodes,
-        interpreter: str | None,
-        place: EnginePlace,
-        engine_index: int,
-        incarnation: int,
-    ) -> None:
-        self._spec = msgspec.structs.replace(spec, gpus=place.gpus)
-        self._arguments = (kind, self._spec, engine_index, incarnation)
-        self._place = place
+    def __init__(self, servers: RayServers, engine_index: int, incarnation: int) -> None:
+        self._servers = servers
+        self._place = place = servers.places[engine_index] if engine_index < len(servers.places) else EnginePlace()
+        self._spec = spec = msgspec.structs.replace(servers.spec, gpus=place.gpus)
+        self._arguments = (servers.kind, spec, engine_index, incarnation)
         self._engine_index = engine_index
-        self._nodes = nodes
-        self._process = {} if interpreter is None else {"runtime_env": {"py_executable": interpreter}}
         self._name = f"{spec.group}-{engine_index}"
         owns = spec.device == "cuda" and not place.gpus
         self._gpus = spec.tensor_parallel_size // spec.nodes if owns else 0  # on each node
-        self._reservation = Reservation({"GPU": self._gpus}, spec.nodes, nodes.labels, place.node_ids) if owns else None
+        bundle, labels = {"GPU": self._gpus}, servers.nodes.labels
+        self._reservation = Reservation(bundle, spec.nodes, labels, place.node_ids) if owns else None
         self._parts: list[_RemoteServer] = []  # by node
 
     async def start(self) -> str:
@@ -179,7 +169,7 @@ class _RayServer:
     def _part(self, node: int, place: object) -> _RemoteServer:
         import ray
 
-        options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": place, **self._process}
+        options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": place, **self._servers.process}
         actor = ray.remote(EngineActor).options(**options).remote(*self._arguments, node)
         return _RemoteServer(actor, ActorLink(f"the actor of {self._name}" + (f" on node {node}" if node else "")))
 
@@ -193,14 +183,14 @@ class _RayServer:
         if self._reservation is not None:
             if not await self._reservation.reserve(self._spec.start_timeout):
                 raise EngineStartError(
-                    f"{self._name}: Ray did not find {count} node(s){self._nodes.labelled} with {self._gpus} free GPUs "
-                    f"each within {self._spec.start_timeout:g} s (--engine-start-timeout); the cluster has "
-                    f"{describe_nodes()} (--rollout-num-gpus, --rollout-num-gpus-per-engine)"
+                    f"{self._name}: Ray did not find {count} node(s){self._servers.nodes.labelled} with {self._gpus} "
+                    f"free GPUs each within {self._spec.start_timeout:g} s (--engine-start-timeout); the cluster has "
+                    f"{await asyncio.to_thread(describe_nodes)} (--rollout-num-gpus, --rollout-num-gpus-per-engine)"
                 )
             return [self._reservation.on(node) for node in range(count)]
         if self._place.gpus:
             return [NodeAffinitySchedulingStrategy(self._place.node_ids[0], soft=False)]
-        nodes = await self._nodes.choose(self._engine_index, count)
+        nodes = await self._servers.nodes.choose(self._engine_index, count)
         return [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in nodes]
 
     async def wait_exit(self) -> str:

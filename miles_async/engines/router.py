@@ -217,9 +217,10 @@ class Routing:
         self._registry = registry
         self._router = router
 
-    async def admit(self, record: EngineRecord, url: str) -> None:
+    async def admit(self, record: EngineRecord) -> None:
         """Make a joining engine serve. Raises EngineError if the router does not accept it."""
-        incarnation = record.incarnation
+        incarnation, url = record.incarnation, record.url
+        assert url is not None, "it is up"
         await self._router.add(url)
         if record.incarnation == incarnation and record.state is EngineState.JOINING:
             record.state = EngineState.SERVING

@@ -18,6 +18,7 @@ from miles_async.engines.kind import Arguments, EngineKind, Result, ServerSpec
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.files.owned_directory import OwnedDirectory, temporary_parent
 from miles_async.runtime.files.scratch import scratch_directory
+from miles_async.runtime.network.addresses import LOOPBACK
 from miles_async.runtime.network.keys import require_keys
 from miles_async.runtime.network.ports import HeldPort
 from miles_async.runtime.processes.child_process import ChildProcess
@@ -50,7 +51,7 @@ class ServerProcess:
 
     async def open_rendezvous(self) -> tuple[str, int]:
         """Choose an address and a port of this node, where the server's ranks on all its nodes meet."""
-        address = self._spec.network.address()
+        address = self._spec.network.address() if self._spec.nodes > 1 else LOOPBACK
         return address, self._hold_port(address, self._kind.above_rendezvous(self._spec))
 
     async def start(self, rendezvous: tuple[str, int] | None = None) -> str:
@@ -61,7 +62,16 @@ class ServerProcess:
         address in the certificate.
         """
         url = await self._prepare(rendezvous)
-        await self._until_up_or_stopped(url)
+        try:
+            async with asyncio.timeout(self._spec.start_timeout):
+                await self._until_up(url)
+        except TimeoutError:
+            message = self._report(f"did not come up within {self._spec.start_timeout:g} s (--engine-start-timeout)")
+            await self.stop()
+            raise EngineStartError(message) from None
+        except BaseException:
+            await quietly(self.stop())
+            raise
         self._release_ports()
         return url
 
@@ -137,18 +147,6 @@ class ServerProcess:
         for directory in (self._temporary, self._directory):
             if directory is not None:
                 directory.remove()
-
-    async def _until_up_or_stopped(self, url: str) -> None:
-        try:
-            async with asyncio.timeout(self._spec.start_timeout):
-                await self._until_up(url)
-        except TimeoutError:
-            message = self._report(f"did not come up within {self._spec.start_timeout:g} s (--engine-start-timeout)")
-            await self.stop()
-            raise EngineStartError(message) from None
-        except BaseException:
-            await quietly(self.stop())
-            raise
 
     async def _until_up(self, url: str) -> None:
         assert self._process is not None

@@ -9,9 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
+
+import msgspec
 
 from miles_async.arguments.engines import EnginesArguments
 from miles_async.arguments.routing import RouterShape
@@ -20,7 +22,7 @@ from miles_async.engines.client import RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.load import Loads
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.engines.router import Router
 from miles_async.engines.router_metrics import RouterMetrics
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
@@ -43,43 +45,38 @@ class EngineParts:
         weights: WeightsArguments,
         *,
         http: Http,
-        calls: Callable[[Http], InferenceServer],
-        router: Callable[[EngineRegistry], Router],
+        server: InferenceServer,
+        registry: EngineRegistry,
+        router: Router,
         traffic: Traffic,
         routers: RouterShape | None = None,
         vocabulary: int | None = None,
         needed: bool = True,
     ) -> None:
-        """``calls``: makes the calls that the engines understand. ``router``: makes the router.
-        ``routers``, ``vocabulary``: see :class:`RouterClient`. ``needed``: see :class:`EngineSupervisor`.
+        """``server``: the calls that the engines understand. ``routers``, ``vocabulary``: see :class:`RouterClient`.
+        ``needed``: see :class:`EngineSupervisor`.
         """
         self.http = http
-        self.registry = EngineRegistry()
+        self.registry = registry
         self.traffic = traffic
-        self.server = server = calls(http)
-        self.loads = Loads(self.registry, server)
-        self.router = router(self.registry)
+        self.server = server
+        self.loads = Loads(registry, server)
+        self.router = router
         self.supervisor = EngineSupervisor(
-            self.registry,
-            self.router,
+            registry,
+            router,
             server,
             groups,
             max_restarts=arguments.engine_max_restarts,
             restart_window=arguments.engine_restart_window,
             needed=needed,
         )
-        self.fleet = Fleet(
-            self.registry,
-            self.supervisor,
-            server,
-            self.traffic,
-            step_timeout=weights.step_timeout,
-        )
+        self.fleet = Fleet(registry, self.supervisor, server, traffic, step_timeout=weights.step_timeout)
         self.client = RouterClient(
             server,
             http,
-            self.registry,
-            self.traffic,
+            registry,
+            traffic,
             router_url=lambda: self.router.url,
             routers=routers,
             vocabulary=vocabulary,
@@ -88,6 +85,18 @@ class EngineParts:
             retries=arguments.request_retries,
             # The longest legitimate wait: every engine restarts, then weights are published to it.
             gate_timeout=arguments.engine_start_timeout + weights.publication_timeout + 60,
+        )
+
+    def stats(self) -> EngineStats:
+        """Cheap, for logs and messages."""
+        return EngineStats(
+            in_flight=self.traffic.in_flight,
+            oldest_request_seconds=self.traffic.oldest_seconds(),
+            busy_seconds=self.traffic.busy_seconds(),
+            failed_tries=self.traffic.failed,
+            engines=self.registry.describe(),
+            router={},
+            restarts={record.engine_id: record.restarts for record in self.registry.engines.values()},
         )
 
 
@@ -115,28 +124,26 @@ class EngineStack(EngineParts):
         ``name``: name of the router and its log. ``port``: the router's, None for a free one. ``keys``: of engines and
         router, None on loopback only.
         """
-        http = Http(keys, network.tls)
-
-        def make_router(registry: EngineRegistry) -> Router:
-            return Router(
-                registry,
-                http,
-                name=name,
-                log_dir=log_dir,
-                policy=arguments.sglang_router_policy,
-                network=network,
-                port=port,
-                extra=arguments.router_extra,
-                keys=keys,
-            )
-
+        http, registry = Http(keys, network.tls), EngineRegistry()
+        router = Router(
+            registry,
+            http,
+            name=name,
+            log_dir=log_dir,
+            policy=arguments.sglang_router_policy,
+            network=network,
+            port=port,
+            extra=arguments.router_extra,
+            keys=keys,
+        )
         super().__init__(
             groups,
             arguments,
             weights,
             http=http,
-            calls=calls,
-            router=make_router,
+            server=calls(http),
+            registry=registry,
+            router=router,
             traffic=Traffic(),
             routers=routers,
             vocabulary=vocabulary,
@@ -162,8 +169,7 @@ class EngineStack(EngineParts):
             await self.supervisor.stop()
 
     def stats(self) -> EngineStats:
-        """Cheap, for logs and messages."""
-        return engine_stats(self.registry, self.traffic, self._router_metrics.latest)
+        return msgspec.structs.replace(super().stats(), router=dict(self._router_metrics.latest))
 
 
 class FrozenEngines(EngineStack):
@@ -176,27 +182,10 @@ class FrozenEngines(EngineStack):
     async def _admit(self) -> NoReturn:
         while True:
             await self.supervisor.wait_for_joining()
-            for record in self.registry.in_state(EngineState.JOINING):
-                await self._admit_one(record)
-
-    async def _admit_one(self, record: EngineRecord) -> None:
-        if record.state is not EngineState.JOINING or record.url is None:  # lost while another was admitted
-            return
-        incarnation, record.verified = record.incarnation, True
-        try:
-            await self.supervisor.routing.admit(record, record.url)
-        except EngineError as error:
-            if record.incarnation == incarnation:
-                await self.supervisor.routing.fence(record, str(error))
-
-
-def engine_stats(registry: EngineRegistry, traffic: Traffic, router: Mapping[str, float]) -> EngineStats:
-    return EngineStats(
-        in_flight=traffic.in_flight,
-        oldest_request_seconds=traffic.oldest_seconds(),
-        busy_seconds=traffic.busy_seconds(),
-        failed_tries=traffic.failed,
-        engines=registry.describe(),
-        router=dict(router),
-        restarts={record.engine_id: record.restarts for record in registry.engines.values()},
-    )
+            record = self.registry.in_state(EngineState.JOINING)[0]
+            incarnation, record.verified = record.incarnation, True
+            try:
+                await self.supervisor.routing.admit(record)
+            except EngineError as error:
+                if record.incarnation == incarnation:
+                    await self.supervisor.routing.fence(record, str(error))

@@ -91,7 +91,7 @@ class SingleTurnGenerate:
             image_token=self._image_token,
             decoder_id=decoder.decoder_id,
         )
-        turn = await take_turn(client, request, kept=partial(self._began, key))
+        turn = await take_turn(client, request, kept=partial(self._began, key), decode=decoder.decode)
         return build_sample(prompt, turn, await response_text(turn, decoder))
 
 

@@ -237,7 +237,9 @@ def device_problems(arguments: Arguments) -> Iterator[str]:
     backend = str(settings.provider.get("attention_backend", "auto"))
     yield from attention_problems(usable_backend(backend), os.environ)
     if arguments.weights.weight_transport == "distributed":
-        yield from nccl_problems(arguments.engines.sglang_extra, os.environ)
+        published = (group for group in server_groups(arguments) if group.role != "frozen" and not group.external)
+        flags = {word for group in published for word in group.all_extra(arguments)}
+        yield from nccl_problems(flags, os.environ)
     if cluster.colocate:
         yield from memory_saver_problems(os.environ)
     if cluster.ray_address is not None:

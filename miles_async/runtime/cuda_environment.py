@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 SHARED: Mapping[str, str] = {
@@ -93,19 +93,19 @@ def _installed(package: str, pattern: str) -> Path | None:
     return next((path for place in places for path in sorted(Path(place).glob(pattern))), None)
 
 
-def nccl_problems(sglang_flags: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+def nccl_problems(sglang_flags: Collection[str], environment: Mapping[str, str]) -> Iterator[str]:
     """Yield flags with which SGLang 0.5.23 overrides NCCL's variables, where trainer ranks would keep others."""
     overridden = {
-        "--enable-symm-mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"),
-        "--enable-nccl-nvls": ("NCCL_NVLS_ENABLE",),
+        "enable-symm-mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"),
+        "enable-nccl-nvls": ("NCCL_NVLS_ENABLE",),
     }
     for flag, names in overridden.items():
         missing = [name for name in names if environment.get(name) != "1"]
-        if flag in sglang_flags and missing:
+        if f"--{flag}" in sglang_flags and missing:
             yield (
-                f"--sglang-{flag.removeprefix('--')}: engines then run with {'=1 '.join(names)}=1, and trainer ranks "
-                f"that send them weights have to agree: export {'=1 '.join(missing)}=1, or use --weight-transport "
-                "disk or object_store"
+                f"--sglang-{flag}, or {flag} in --server-groups: engines then run with {'=1 '.join(names)}=1, and "
+                f"trainer ranks that send them weights have to agree: export {'=1 '.join(missing)}=1, or use "
+                "--weight-transport disk or object_store"
             )
 
 

@@ -16,7 +16,7 @@ from miles_async.engines.kind import Arguments, Result, ServerHandle
 from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.stack import EngineParts, engine_stats
+from miles_async.engines.stack import EngineParts
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import EngineStartError
@@ -24,7 +24,6 @@ from miles_async.simulation.engine import Meter, SimulatedEngine
 from miles_async.simulation.network import Host, Network, Response, SimulatedHttp
 from miles_async.simulation.recording import EventLog
 from miles_async.simulation.settings import CallFault, FaultAction, SimulationSettings
-from miles_async.types import EngineStats
 
 ROUTER_URL = "sim://router"
 
@@ -42,13 +41,15 @@ class SimulatedEngines(EngineParts):
         self._pending_crashes = list(settings.faults.crashes)
         self._calls: Counter[tuple[int, str]] = Counter()
         group = EngineGroup(engines=settings.num_engines, streams=True, launch=self._launch)
+        http, registry = self._session(), EngineRegistry()
         super().__init__(
             [group],
             settings.engines,
             settings.weights,
-            http=self._session(),
-            calls=SGLangServer,
-            router=self._make_router,
+            http=http,
+            server=SGLangServer(http),
+            registry=registry,
+            router=self._make_router(registry),
             traffic=Traffic(asyncio.get_running_loop().time),
         )
 
@@ -69,9 +70,6 @@ class SimulatedEngines(EngineParts):
 
     async def wait_for_joining(self) -> None:
         await self.supervisor.wait_for_joining()
-
-    def stats(self) -> EngineStats:
-        return engine_stats(self.registry, self.traffic, router={})
 
     async def scale(self, group: str, engines: int) -> None:
         await self.supervisor.scale(group, engines)

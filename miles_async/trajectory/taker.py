@@ -112,7 +112,7 @@ class TurnTaker:
             experts_from=context.routed,
             decoder_id=parser.chat.decoder_id,
         )
-        sampled = await take_turn(self.client, call, on_tokens=streamed)
+        sampled = await take_turn(self.client, call, on_tokens=streamed, decode=parser.chat.decode)
         shown = None if streamed is None else streamed.end()
         add = partial(self.trajectory.add, context, sampled, stops=stopped, parallel_calls=parallel, shown=shown)
         turn: Turn = add() if len(sampled.output_ids) <= _FEW_TOKENS else await self.in_thread(add)

@@ -26,12 +26,15 @@ async def take_turn(
     *,
     kept: Callable[[int], None] = lambda version: None,
     on_tokens: OnTokens | None = None,
+    decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Generation:
     """Sample until the model stops or ``max_new_tokens`` of the request are there.
 
     The text, if the request asks for it, covers the whole turn. A token keeps the experts of the first pass that read
     it, since the log-probs of later tokens come from that pass. ``kept`` receives the version of every chunk's first
     token. ``on_tokens`` gets the turn's tokens while they are sampled, if the client streams, and after each call.
+    ``decode``: finds stop texts (``stop`` of the sampling parameters) that begin before an abort and end after it;
+    engines miss these.
 
     A turn under a grammar starts again instead of continuing: a grammar applies from the first token of a request.
     Raises what the client raises, and TransientEngineError for an engine that only aborts.
@@ -43,6 +46,8 @@ async def take_turn(
     while True:
         at = len(request.input_ids) - begin
         chunk = await _generate(client, request, at, on_tokens)
+        if at and decode is not None and (stops := request.sampling.get("stop")):
+            chunk = _until_stop(chunk, request.input_ids[begin:].tolist(), stops, decode)
         aborted = chunk.finish_reason == "abort"
         thrown_away = aborted and constrained
         keeps = 0 if thrown_away else len(chunk.output_ids)
@@ -72,6 +77,28 @@ async def _generate(client: EngineClient, request: GenerateRequest, at: int, on_
     if on_tokens is None or not isinstance(client, StreamingClient):
         return await client.generate(request)
     return await client.stream(request, lambda first, token_ids: on_tokens(at + first, token_ids))
+
+
+def _until_stop(
+    chunk: Generation, before: list[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> Generation:
+    """End ``chunk`` with the first token that completes a stop text begun in ``before``, the turn's earlier tokens."""
+    longest = max(len(stop.encode()) for stop in stops)  # a token is a byte at least
+    ids = chunk.output_ids.tolist()
+    for count in range(1, min(longest, len(ids)) + 1):
+        text = decode([*before[-longest:], *ids[:count]])
+        if any(stop in text for stop in stops):
+            cut, experts = len(ids) - count, chunk.routed_experts
+            return replace(
+                chunk,
+                output_ids=chunk.output_ids[:count],
+                logprobs=chunk.logprobs[:count],
+                weight_versions=chunk.weight_versions[:count],
+                routed_experts=None if experts is None else experts[: len(experts) - cut],
+                finish_reason="stop",
+                text=None if cut else chunk.text,
+            )
+    return chunk
 
 
 def _joined(chunks: Sequence[Generation], constrained: bool) -> Generation:

@@ -45,7 +45,7 @@ class Slab:
 
     def copied(self) -> Callable[[], None]:
         """A function for any thread that waits until all copies made so far are complete."""
-        return _no_wait if self._gpu is None else self._gpu.made_so_far()
+        return (lambda: None) if self._gpu is None else self._gpu.made_so_far()
 
     def _place(self, size: int, *, pinned: bool) -> Tensor:
         start = _ALIGNMENT * -(-self._used // _ALIGNMENT)
@@ -93,6 +93,3 @@ class _GpuCopies:
 def _memory(size: int, *, pinned: bool) -> Tensor:
     """Pinned memory takes copies from a GPU in a fraction of the time."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-
-
-def _no_wait() -> None: ...

@@ -164,7 +164,8 @@ class Staging:
             path = partial / bucket_file(index)
             save_file(bucket, path)
             path.chmod(0o644)  # safetensors makes it private, and engines may run under another user
-            buckets[index] = tuple(self._describe(name, bucket[name]) for name in _file_order(path))
+            in_file = safe_open(path, "pt").offset_keys()  # by their bytes: wide dtypes come first, to align all
+            buckets[index] = tuple(self._describe(name, bucket[name]) for name in in_file)
             total_bytes += sum(tensor.nbytes for tensor in bucket.values())
             if delta is not None:
                 delta.write(index, partial / delta_file(index), bucket)
@@ -269,11 +270,6 @@ class _DeltaWriter:
             self._open_index = index
         assert self._file is not None
         return self._file.get_tensor(name)
-
-
-def _file_order(path: Path) -> list[str]:
-    """Names of the tensors in the order of their bytes: safetensors puts wide dtypes first, to align all."""
-    return safe_open(path, "pt").offset_keys()
 
 
 def _joined(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

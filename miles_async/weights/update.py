@@ -87,13 +87,19 @@ class FleetUpdater:
         Raises PublicationError past ``--publication-timeout``, which does not count waiting for engines to come up.
         """
         updates: list[EngineUpdate] = []
+        seconds = self.arguments.publication_timeout
         try:
             while not any(update.left for update in updates):
                 for engines in self._batches(await self._wait_for_engines(apart)):
                     updates.append(update := EngineUpdate(self, staged, engines))
-                    async with self._deadline(version):
+                    async with asyncio.timeout(seconds):
                         await update.run()
                         await update.admit()
+        except TimeoutError as error:
+            raise PublicationError(
+                f"version {version} was not published within {seconds:g} s (--publication-timeout); last state: "
+                f"{self.state.value}; {self.last_loss or 'no engine was lost'}"
+            ) from error
         finally:
             self.state = PublicationState.IDLE
         return _summarize(version, staged, updates)
@@ -148,18 +154,6 @@ class FleetUpdater:
         at_once = self.arguments.rolling_engines
         for first in range(0, len(members.serving), at_once):
             yield members.serving[first : first + at_once]
-
-    @asynccontextmanager
-    async def _deadline(self, version: int) -> AsyncIterator[None]:
-        """Allow ``--publication-timeout`` for the block."""
-        try:
-            async with asyncio.timeout(self.arguments.publication_timeout):
-                yield
-        except TimeoutError as error:
-            raise PublicationError(
-                f"version {version} was not published within {self.arguments.publication_timeout:g} s "
-                f"(--publication-timeout); last state: {self.state.value}; {self.last_loss or 'no engine was lost'}"
-            ) from error
 
     async def _wait_for_engines(self, apart: Callable[[], Collection[Incarnation]]) -> FleetMembers:
         self.state = PublicationState.WAITING_FOR_ENGINES

@@ -85,8 +85,8 @@ def test_ranks_and_engines_on_both_machines(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_nothing_is_shared_but_the_checkpoints_and_the_export(tmp_path: Path) -> None:
-    """The run on one machine, ranks on another and engines on a third; every server at its machine's address only, and
-    the router on loopback.
+    """The run on one machine, ranks on another and engines on a third; every server at its machine's address only; the
+    router and the ranks of an engine on loopback.
     """
     # covers: A6, A7
     shared = tmp_path / "shared"
@@ -97,9 +97,10 @@ def test_nothing_is_shared_but_the_checkpoints_and_the_export(tmp_path: Path) ->
         cluster.start_ray({1: "pool=train", 2: "pool=generate"})
         with cluster_run(cluster, *SMALL, *TRAIN, *GENERATE, *outputs, *ports) as run:
             run.wait_for_steps(1, RUN_SECONDS)
-            expected = ["127.0.0.1", cluster[1].address, cluster[2].address]
-            for machine, address in zip(cluster.all, expected, strict=True):  # router; rendezvous; engine and its ranks
-                assert {found for found, port in listening(machine) if port in PORTS} == {address}
+            # Router; rendezvous; engine and its ranks.
+            expected = [{"127.0.0.1"}, {cluster[1].address}, {cluster[2].address, "127.0.0.1"}]
+            for machine, addresses in zip(cluster.all, expected, strict=True):
+                assert {found for found, port in listening(machine) if port in PORTS} == addresses
             assert_ends(run)
         assert_trained(run, 4)
         assert logs_on(cluster, 1) == {"trainer-0.log"}

@@ -5,8 +5,10 @@ and a hang costs two deadlines at most.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from types import CodeType, CoroutineType
 from typing import Any
 
 import numpy as np
@@ -292,3 +294,55 @@ def test_a_repair_that_is_overtaken_is_done_again_and_not_overtaken_for_ever(sec
         await asyncio.gather(repairs, return_exceptions=True)
 
     play(3, scenario)
+
+
+# --------------------------------------------------------------------------------------------------- the walk
+def awaiting(task: asyncio.Task[Any]) -> list[str]:
+    """The coroutine functions of engines and weights in which a task that is suspended waits, the outermost first."""
+    found, coroutine = [], task.get_coro()
+    while isinstance(coroutine, CoroutineType):
+        found += [coroutine.cr_code.co_qualname] if is_of_the_walk(coroutine.cr_code) else []
+        coroutine = coroutine.cr_await
+    return found
+
+
+def is_of_the_walk(code: CodeType) -> bool:
+    return any(f"miles_async/{room}/" in code.co_filename for room in ("engines", "weights"))
+
+
+@pytest.mark.parametrize("bucketwise", [False, True])
+def test_from_the_controller_to_an_engine_a_version_takes_eight_calls(bucketwise: bool) -> None:
+    walks: list[list[str]] = []
+
+    async def scenario(world: World, publisher: WeightPublisher) -> None:
+        await publisher.copy(0)
+        await publisher.stage(0)
+        delivery = asyncio.ensure_future(publisher.deliver(0))
+        server = world.servers["engine-0"]
+        answer = server.answer
+
+        async def looking(path: str, body: bytes, headers: Mapping[str, str]) -> Any:
+            if path == "/update_weights_from_distributed":
+                frame, here = sys._getframe(1), []
+                while frame is not None:
+                    here += [frame.f_code.co_qualname] if is_of_the_walk(frame.f_code) else []
+                    frame = frame.f_back  # type: ignore[assignment]
+                walks.append([*awaiting(delivery), *reversed(here)])
+            return await answer(path, body, headers)
+
+        server.answer = looking  # type: ignore[method-assign]
+        await delivery
+
+    play(1, scenario, bucketwise=bucketwise)
+    assert walks
+    for walk in walks:
+        receive = "receive_bucket" if bucketwise else "receive_stream"
+        assert walk == [  # of Controller._deliver
+            "WeightPublisher.deliver",
+            "FleetUpdater.publish",
+            "EngineUpdate.run",
+            "DistributedTransport.deliver",
+            "Fleet.call",
+            f"SGLangServer.{receive}",
+            "SGLangServer._call",
+        ]

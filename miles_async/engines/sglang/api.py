@@ -25,6 +25,7 @@ from miles_async.engines.sglang.held_report import (
 )
 from miles_async.engines.sglang.scores import PACK_SCORES, read_scores
 from miles_async.errors import EngineError, EngineTimeoutError, RequestRejectedError
+from miles_async.runtime.loop_turns import LoopTurns
 from miles_async.seams import InferenceServer, TokenVersions
 from miles_async.seams.streams import StreamEvent
 from miles_async.types import (
@@ -55,6 +56,8 @@ MEMORY_TAGS = ["kv_cache", "weights", "cuda_graph"]
 # Servers close connections that were idle for some seconds, maybe just as the next call goes out, which would look like
 # an engine that died.
 _HEADERS = {"Content-Type": "application/json", "Connection": "close"}
+
+_CALLS_AT_ONCE = 8  # begun per turn of the event loop, 0.2 ms each: requests wait for the loop meanwhile
 
 
 class _ModelInfo(msgspec.Struct):
@@ -159,6 +162,7 @@ class SGLangServer:
 
     def __init__(self, http: Http) -> None:
         self._http = http
+        self._turns = LoopTurns(_CALLS_AT_ONCE)
 
     def encode(self, request: GenerateRequest, *, request_id: str, version: int, experts: bool) -> bytes:
         """``extra_key`` is part of SGLang's prefix-cache key: after an in-place update, which flushes nothing, new
@@ -344,6 +348,7 @@ class SGLangServer:
         method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
         if key is None:
             key = self._http.as_client if body is None else self._http.as_admin
+        await self._turns.turn()
         try:
             async with (
                 asyncio.timeout(timeout),

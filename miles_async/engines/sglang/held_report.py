@@ -25,21 +25,9 @@ def write_report(held: HeldWeights) -> str:
     return msgspec.json.encode(held, order="deterministic").decode()
 
 
-def read_reports(ranks: Sequence[str]) -> HeldWeights:
+def read_reports(reports: Sequence[str]) -> HeldWeights:
     """Join the reports of all ranks of an engine. Raises msgspec.DecodeError."""
-    return _over_ranks([msgspec.json.decode(report, type=HeldWeights) for report in ranks])
-
-
-def fingerprint(report: str) -> str:
-    return hashlib.blake2b(report.encode(), digest_size=_DIGEST_BYTES).hexdigest()
-
-
-def join_fingerprints(ranks: Iterable[str]) -> str:
-    """Fingerprint of an engine from the fingerprints of its ranks, in order."""
-    return " ".join(ranks)
-
-
-def _over_ranks(ranks: Sequence[HeldWeights]) -> HeldWeights:
+    ranks = [msgspec.json.decode(report, type=HeldWeights) for report in reports]
     parts: dict[str, tuple[HeldPart, ...]] = {}
     for rank in ranks:
         for name, some in rank.parts.items():
@@ -49,3 +37,12 @@ def _over_ranks(ranks: Sequence[HeldWeights]) -> HeldWeights:
         other_form=tuple(dict.fromkeys(name for rank in ranks for name in rank.other_form)),
         unfilled=ChainMap(*(dict(rank.unfilled) for rank in ranks)),
     )
+
+
+def fingerprint(report: str) -> str:
+    return hashlib.blake2b(report.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def join_fingerprints(ranks: Iterable[str]) -> str:
+    """Fingerprint of an engine from the fingerprints of its ranks, in order."""
+    return " ".join(ranks)

@@ -48,7 +48,11 @@ def read_scores(body: bytes, count: int, source: str) -> CanaryScore:
     try:
         if body.startswith(_JSON_BEGINS):
             plain = _plain_decoder.decode(body)
-            _check_nothing_generated(plain.output_ids, source)
+            if plain.output_ids:
+                raise EngineError(
+                    f"{source}: expected no output tokens where none were asked for, found {len(plain.output_ids)}: "
+                    "the engine puts something in front of its answers, such as the prompt"
+                )
             version, logprobs = plain.meta_info.weight_version, _of_entries(plain.meta_info.input_token_logprobs)
         else:
             packed = _packed_decoder.decode(body)
@@ -79,11 +83,3 @@ def pack_scores(reply: object) -> bytes | None:
 
 def _of_entries(entries: Sequence[Sequence[object]]) -> Float32:
     return np.array([entry[0] for entry in entries], _LOGPROBS)  # NaN for None
-
-
-def _check_nothing_generated(output_ids: Sequence[int], source: str) -> None:
-    if output_ids:
-        raise EngineError(
-            f"{source}: expected no output tokens where none were asked for, found {len(output_ids)}: "
-            "the engine puts something in front of its answers, such as the prompt"
-        )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 
+from miles_async.arguments.server_groups import has_attention_groups
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.sglang import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
@@ -26,9 +27,6 @@ _BATCH_SECONDS = 300
 
 SHARED_GPU_FRACTION = 0.7
 """Share of a GPU for weights and cache where trainer ranks are on it, too (``--colocate``), as in slime's recipes."""
-
-# With data-parallel attention a request to all schedulers wakes the first one only, and waits a second for the others.
-_ATTENTION_GROUPS = {"--attn-dp-size", "--enable-dp-attention"}
 
 _GROUPS_PORTS = (*range(1, 7), 13)
 
@@ -65,15 +63,16 @@ def server_command(
         "--skip-server-warmup",  # the canary of the first publication is its warm-up
         "--log-level=warning",
     ]
-    if not _has_attention_groups(spec):
-        command.append("--sleep-on-idle")  # else each scheduler spins on a core
+    if not has_attention_groups(spec.extra):
+        # Else each scheduler spins on a core. With attention groups a request to all schedulers would wake the first
+        # one only, and wait a second for the others.
+        command.append("--sleep-on-idle")
     if spec.trust_remote_code:
         command.append("--trust-remote-code")
     address, rendezvous_port = rendezvous
+    command.append(f"--dist-init-addr={address}:{rendezvous_port}")
     if spec.nodes > 1:
-        command += [f"--nnodes={spec.nodes}", f"--node-rank={node}", f"--dist-init-addr={address}:{rendezvous_port}"]
-    else:
-        command.append(f"--nccl-port={rendezvous_port}")
+        command += [f"--nnodes={spec.nodes}", f"--node-rank={node}"]
     if (tls := spec.network.tls) is not None:
         command += [f"--ssl-certfile={tls.certificate}", f"--ssl-keyfile={tls.key}"]
         command += [f"--ssl-ca-certs={tls.ca}"] if tls.ca else []  # its calls of itself verify, too
@@ -99,15 +98,11 @@ def server_command(
     return [*command, *spec.extra]
 
 
-def _has_attention_groups(spec: ServerSpec) -> bool:
-    return any(word.split("=")[0] in _ATTENTION_GROUPS for word in spec.extra)
-
-
 def above_rendezvous(spec: ServerSpec) -> Sequence[int]:
-    """Distances from the port of ``--dist-init-addr`` to those by which SGLang's processes on all nodes reach the
-    scheduler of each attention group (0.5.23: ``PortArgs.init_new``, DP_ATTENTION_HANDSHAKE_PORT_DELTA).
+    """Distances from the port of ``--dist-init-addr`` to those by which SGLang's processes reach the scheduler of each
+    attention group (0.5.23: ``PortArgs.init_new``, DP_ATTENTION_HANDSHAKE_PORT_DELTA).
     """
-    return _GROUPS_PORTS if spec.nodes > 1 and _has_attention_groups(spec) else ()
+    return _GROUPS_PORTS if has_attention_groups(spec.extra) else ()
 
 
 def _compiled_kernels() -> str:
@@ -154,22 +149,17 @@ def server_environment(spec: ServerSpec) -> dict[str, str]:
 
 
 async def is_up(http: Http, url: str) -> bool:
-    """True once the server answers; it is settled then."""
+    """True once the server answers. Everything loaded so far is exempt from garbage collection then, as after the
+    warm-up that we skip: every flush of the cache collects garbage, which with all of torch in the heap is most of a
+    publication's pause.
+    """
     try:
         async with http.session.get(f"{url}/model_info", headers=http.as_client) as response:
             answers = response.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
     if answers:
-        await _freeze_garbage_collector(http, url)
+        with suppress(aiohttp.ClientError, TimeoutError):  # only speed is lost
+            async with http.session.post(f"{url}/freeze_gc", headers=http.as_admin):
+                pass
     return answers
-
-
-async def _freeze_garbage_collector(http: Http, url: str) -> None:
-    """Exempt everything loaded so far from garbage collection, as SGLang does after the warm-up that we skip.
-
-    Every flush of its cache collects garbage, which with all of torch in the heap is most of a publication's pause.
-    """
-    with suppress(aiohttp.ClientError, TimeoutError):  # only speed is lost
-        async with http.session.post(f"{url}/freeze_gc", headers=http.as_admin):
-            pass

@@ -81,7 +81,14 @@ LOCAL = Network()
 
 
 def _find_interface(address: str) -> str:
-    number = socket.gethostbyname(address)  # `ray start --node-ip-address` takes names, too
+    """Return the name of this node's interface that has ``address``."""
+    try:
+        number = socket.gethostbyname(address)  # `ray start --node-ip-address` takes names, too
+    except OSError as error:
+        raise ConfigurationError(
+            f"Ray knows this node as {address}: expected an IPv4 address, or a name of one ({error}): start Ray on it "
+            "with --node-ip-address=<its IPv4 address>"
+        ) from None
     for interface, addresses in psutil.net_if_addrs().items():
         if any(number == each.address for each in addresses):
             return interface

@@ -37,7 +37,11 @@ def held_version(directory: Path) -> int | None:
 
 def store_bucket(directory: Path, version: int, index: int, source: Source) -> None:
     """Store a bucket's file as it was staged."""
-    _write(_partial(directory, version) / bucket_file(index), source)
+    path = _partial(directory, version) / bucket_file(index)
+    if isinstance(source, str):
+        shutil.copyfile(source, path)
+    else:
+        source.tofile(path)
 
 
 def change_bucket(
@@ -125,13 +129,6 @@ def _partial(directory: Path, version: int) -> Path:
     partial = directory / f"{version_directory(version)}.partial"
     partial.mkdir(exist_ok=True)
     return partial
-
-
-def _write(path: Path, source: Source) -> None:
-    if isinstance(source, str):
-        shutil.copyfile(source, path)
-    else:
-        source.tofile(path)
 
 
 def _tensors(path: Path) -> dict[str, Bytes]:

@@ -77,7 +77,8 @@ class LocalFilesTransport:
             storing = [engine for engine in first if engine not in with_base]
             passing = [*holders] if self._pass_on and self._may_take(staged, storing) == storing else []
             await self._fill(staged, hosts, storing, changing, passing)
-            sent += len(storing) * staged.total_bytes + len(changing) * _delta_bytes(staged)
+            sent += len(storing) * staged.total_bytes
+            sent += len(changing) * sum(staged.delta.bucket_bytes.values()) if staged.delta else 0
             self._directories |= await hosts.run(first, host_files.complete, staged.version)
             linking = []
             for source, *others in groups.values():
@@ -216,7 +217,3 @@ def _files(staged: StagedWeights, *, changes: bool) -> list[str]:
     if changes and staged.delta is not None:
         files += [f"{CHANGED}/{bucket_file(index)}" for index, size in staged.delta.bucket_bytes.items() if size]
     return files
-
-
-def _delta_bytes(staged: StagedWeights) -> int:
-    return sum(staged.delta.bucket_bytes.values()) if staged.delta else 0

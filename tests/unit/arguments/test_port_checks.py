@@ -78,6 +78,13 @@ def test_on_one_machine_everything_takes_its_ports_there(tmp_path: Path) -> None
     assert_needs(by_ranks, {"ray_address": "auto"}, engines=fleet, sessions=agent)
 
 
+@pytest.mark.parametrize("flags", [("--attn-dp-size", "2"), ("--enable-dp-attention", "--dp-size=2")])
+def test_engines_with_attention_groups_take_nine_ports(flags: tuple[str, ...]) -> None:
+    # covers: C10
+    grouped = EnginesArguments(sglang_extra=flags)
+    assert "18 for engines" in assert_needs(4 + 2 * 9, {"rollout_num_gpus": 2}, engines=grouped)
+
+
 def test_nothing_is_refused_without_a_range_of_two_sides() -> None:
     assert list(check_ports(Arguments())) == []
     assert list(check_ports(with_ports(1, debug=DebugArguments(debug_rollout_only=True)))) == []

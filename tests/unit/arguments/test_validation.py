@@ -92,6 +92,7 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             {"debug_rollout_only": True, "rollout_external": ("10.0.0.1:30000",), "verify_weights": "canary"},
             "--rollout-external with --debug-rollout-only",
         ),
+        case("a host by IPv6", {"host": "::1"}, "--host ::1: expected an IPv4 address or a name"),
         case("no ports", {"port_range": "20000"}, "--port-range 20000: expected LOW-HIGH"),
         case("ports the wrong way round", {"port_range": "20009-20000"}, "--port-range 20009-20000"),
         case("ports that there are not", {"port_range": "65000-66000"}, "--port-range 65000-66000"),

@@ -25,6 +25,7 @@ from miles_async.errors import ConfigurationError, EngineError
 from miles_async.runtime.network.addresses import Network
 from miles_async.types import JsonObject
 from tests.fakes.keys import KEYS
+from tests.sglang_source import SRT
 
 # covers: C13
 
@@ -99,11 +100,7 @@ def test_no_router_without_keys_where_others_reach_it(tmp_path: Path) -> None:
 @pytest.fixture
 def sglangs() -> Any:
     """SGLang's own module of decisions, which imports nothing; its package takes 10 s."""
-    package = importlib.util.find_spec("sglang")
-    assert package is not None
-    assert package.origin is not None
-    path = Path(package.origin).parent / "srt" / "utils" / "auth.py"
-    spec = importlib.util.spec_from_file_location("sglangs_auth", path)
+    spec = importlib.util.spec_from_file_location("sglangs_auth", SRT / "utils" / "auth.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

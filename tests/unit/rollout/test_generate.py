@@ -55,6 +55,21 @@ async def test_a_turn_that_ends_aborted_at_its_limit_is_decoded_here() -> None:
     assert (sample.text, sample.finish_reason) == ("2 tokens", "length")
 
 
+@pytest.mark.parametrize(
+    ("stop", "found"),
+    [(["|2|3|0|"], 5), (["no", "|3|0|1|2|"], 7), (["|2|3|1|"], 12), ([], 12)],
+)
+async def test_a_stop_text_that_a_publication_splits_ends_the_turn(stop: list[str], found: int) -> None:
+    """The engine looks for it in what it samples for one request: 0 1 2 3, then 0 1 2 3 4 5 6 7."""
+    # covers: R2
+    decoder = TextOfTokens(lambda ids: "|" + "".join(f"{token}|" for token in ids), decoder_id=7)
+    sampling = {"max_new_tokens": 90, "stop": stop}
+    sample = await SingleTurnGenerate(sampling, decoder)(Engine(8, "all of it.", aborts=True), ATTEMPT, 0)
+    assert (sample.response_length, sample.finish_reason) == (found, "stop")
+    assert sample.text == ("all of it" if found == 12 else decoder.decode(sample.tokens[2:].tolist()))
+    assert len(sample.rollout_logprobs) == len(sample.weight_versions) == 2 + found
+
+
 @pytest.mark.parametrize(("length", "in_thread"), [(8, False), (8192, True)])
 async def test_without_it_the_tokens_are_decoded_and_many_in_a_thread(length: int, in_thread: bool) -> None:
     threads: list[threading.Thread] = []

@@ -155,6 +155,25 @@ def test_a_run_on_gpus_is_checked_with_the_environment_of_its_command(monkeypatc
     assert not any("PYTORCH_ALLOC_CONF" in problem for problem in device_problems(Arguments()))
 
 
+@pytest.mark.parametrize(
+    ("shared", "group", "found"),
+    [
+        ((), "sglang = { enable-symm-mem = true }", True),
+        (("--enable-symm-mem",), "sglang = { enable-symm-mem = false }", False),
+        ((), 'role = "frozen"\nsglang = { enable-symm-mem = true }', False),
+    ],
+)
+def test_flags_of_a_group_override_nccl_too(
+    shared: tuple[str, ...], group: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "choose_device", lambda _: "cuda")
+    monkeypatch.setattr(device, "count_gpus", lambda: 8)
+    (tmp_path / "fleet.toml").write_text(f"[groups.big]\n{group}\n")
+    engines = EnginesArguments(server_groups=tmp_path / "fleet.toml", sglang_extra=shared)
+    problems = device_problems(Arguments(engines=engines))
+    assert found == any("enable-symm-mem in --server-groups" in problem for problem in problems)
+
+
 def test_sglang_still_sets_what_the_values_were_chosen_by() -> None:
     import importlib.util
 

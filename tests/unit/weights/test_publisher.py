@@ -615,13 +615,6 @@ async def test_engine_that_fails_alone_is_fenced_alone(step: str) -> None:
 
 
 # --------------------------------------------------------------------------------------- --verify-weights full
-async def test_digests_are_compared_before_anybody_goes_on() -> None:
-    # covers: C8
-    fleet = FakeFleet([])
-    await publish(make(fleet, verify_weights="full"), 0)
-    assert fleet.events[-5:] == ["digests", "resume", "trial 0", "score", "admit 0"]
-
-
 @pytest.mark.parametrize("transport", ["distributed", "disk"])
 async def test_engine_that_holds_something_else_is_fenced_and_nothing_is_committed_for_it(transport: str) -> None:
     # covers: C8

@@ -56,8 +56,8 @@ def test_engines_check_their_model_and_what_they_share_with_the_ranks(tmp_path: 
     maker = maker_of(tmp_path, marks)
     for model, present in ((str(tmp_path), [tmp_path]), ("Qwen/Qwen3-0.6B", [])):
         launch: Any = maker._group(ServerGroup(name="group", role="train", model=model)).launch
-        assert list(launch._spec.files.present.values()) == present
-        assert launch._spec.files.shared == marks
+        assert list(launch.spec.files.present.values()) == present
+        assert launch.spec.files.shared == marks
 
 
 def test_with_files_to_load_staging_is_shared_with_engines(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ there are, and a third one if another engine died.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -66,14 +66,6 @@ class _Part:
     patient: bool = True  # excuse once that no engine answers
 
 
-@dataclass(frozen=True, slots=True)
-class _ProcessGroups:
-    """The process groups of some engines, one with each sender."""
-
-    names: tuple[str, ...]
-    engines: tuple[Incarnation, ...]
-
-
 class DistributedTransport:
     """Implements WeightTransport.
 
@@ -88,7 +80,7 @@ class DistributedTransport:
         self._sender = side.sender
         self._fleet = side.fleet
         self._backend = process_group_backend(side.device)
-        self._kept: list[_ProcessGroups] = []
+        self._kept: dict[frozenset[Incarnation], tuple[str, ...]] = {}  # engines → names, one for each sender
         self._times_joined = 0
 
     async def prepare(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
@@ -96,7 +88,9 @@ class DistributedTransport:
 
         Errors are of engines that are to blame if that fails; if none is, delivery finds out.
         """
-        await self._leave_lost()
+        members = await self._fleet.members()
+        joined = frozenset[Incarnation]().union(*self._kept)
+        await self._leave(joined.difference(members.serving, members.joining))  # which were restarted or removed
         errors = await self._connect(staged, engines)
         blamed = await self._to_blame(errors) if _failed(errors) else {}
         return {engine: blamed.get(engine) for engine in engines}
@@ -105,9 +99,22 @@ class DistributedTransport:
         """Send all buckets; an engine that breaks the delivery gets an error, and the others get everything again."""
         errors: dict[Incarnation, Exception | None] = {}
         parts = [_Part(tuple(engines))]
+        bucketwise = (await self._fleet.members()).bucketwise
         while parts:
             part, *parts = parts
-            found = await self._send(staged, part.engines)
+            found = await self._connect(staged, part.engines)
+            if not _failed(found):
+                names = self._kept[frozenset(part.engines)]
+                stream = not any(engine.engine in bucketwise for engine in part.engines)
+                async with asyncio.TaskGroup() as scope:
+                    sent = scope.create_task(self._broadcast(staged, names, part.engines, announce=stream))
+                    for operation, arguments in _receiving(staged, names, stream=stream):
+                        if not _failed(found):
+                            found = await self._fleet.call(part.engines, operation, *arguments)
+                if (problem := sent.result()) and not _failed(found):
+                    found = dict.fromkeys(part.engines, EngineError(problem))
+                if _failed(found):
+                    await self._abandon(part.engines, begun=not stream)
             if _failed(found) and len(part.engines) > 1:
                 blamed, divided = await self._divide(part, found)
                 errors |= blamed
@@ -117,8 +124,8 @@ class DistributedTransport:
         return errors
 
     async def close(self) -> None:
-        for groups in list(self._kept):
-            await self._leave(groups.engines)
+        for engines in list(self._kept):
+            await self._leave(engines)
 
     async def _divide(
         self, part: _Part, errors: EngineErrors
@@ -156,12 +163,12 @@ class DistributedTransport:
         return {engine: answer for engine, answer in probed.items() if isinstance(answer, Exception)} or silent
 
     async def _connect(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        if any(set(groups.engines) == set(engines) for groups in self._kept):
+        if frozenset(engines) in self._kept:
             return dict.fromkeys(engines)
         await self._leave(engines)
         self._times_joined += 1
         names = tuple(f"{self._name}-{self._times_joined}.{sender}" for sender in range(staged.senders))
-        self._kept.append(_ProcessGroups(names, tuple(engines)))
+        self._kept[frozenset(engines)] = names
         ranks = (await self._fleet.members()).ranks
         *first_ranks, world_size = accumulate((ranks.get(engine.engine, 1) for engine in engines), initial=1)
         errors: EngineErrors = dict.fromkeys(engines)
@@ -172,30 +179,12 @@ class DistributedTransport:
             await self._leave(engines)
         return errors
 
-    async def _send(self, staged: StagedWeights, engines: Sequence[Incarnation]) -> EngineErrors:
-        """Send all buckets to all engines; an engine that fails breaks this for all of them."""
-        errors = await self._connect(staged, engines)
-        if _failed(errors):
-            return errors
-        [groups] = [groups for groups in self._kept if set(groups.engines) == set(engines)]
-        bucketwise = (await self._fleet.members()).bucketwise
-        by_themselves = not any(engine.engine in bucketwise for engine in engines)
-        async with asyncio.TaskGroup() as scope:
-            received = scope.create_task(
-                self._fleet.call(engines, InferenceServer.receive_stream, groups.names, staged.version)
-                if by_themselves
-                else self._receive_buckets(staged, engines, groups)
-            )
-            sent = scope.create_task(self._broadcast(staged, groups, engines, announce=by_themselves))
-        errors = received.result()
-        if (problem := sent.result()) and not _failed(errors):
-            errors = dict.fromkeys(engines, EngineError(problem))
-        if _failed(errors):
-            async with asyncio.TaskGroup() as scope:  # each takes a deadline of an engine that hangs
-                scope.create_task(self._leave(engines))
-                if not by_themselves:
-                    scope.create_task(self._fleet.call(engines, InferenceServer.end_update, brief=True))  # if begun
-        return errors
+    async def _abandon(self, engines: Sequence[Incarnation], *, begun: bool) -> None:
+        """Clean up after a broken delivery. ``begun``: engines may have begun an update."""
+        async with asyncio.TaskGroup() as scope:  # each takes a deadline of an engine that hangs
+            scope.create_task(self._leave(engines))
+            if begun:
+                scope.create_task(self._fleet.call(engines, InferenceServer.end_update, brief=True))
 
     async def _join(
         self, sender: int, name: str, first_ranks: Mapping[Incarnation, int], world_size: int
@@ -209,46 +198,38 @@ class DistributedTransport:
             joined = scope.create_task(self._fleet.call([*first_ranks], InferenceServer.join_group, *arguments))
         return joined.result()
 
-    async def _leave_lost(self) -> None:
-        """Leave the process groups that include an engine which was restarted or removed."""
-        members = await self._fleet.members()
-        joined = {engine for groups in self._kept for engine in groups.engines}
-        await self._leave(joined.difference(members.serving, members.joining))
-
     async def _leave(self, engines: Collection[Incarnation]) -> None:
         """Leave all process groups of any of ``engines``."""
-        for groups in [groups for groups in self._kept if set(groups.engines) & set(engines)]:
-            self._kept.remove(groups)
+        for members in [members for members in self._kept if not members.isdisjoint(engines)]:
             async with asyncio.TaskGroup() as scope:
-                for sender, name in enumerate(groups.names):
+                for sender, name in enumerate(self._kept.pop(members)):
                     scope.create_task(self._sender(sender).call(Broadcasts.leave_group, name))
                     # Errors don't matter: lost engines have left, and one that can't leave fails the next join.
-                    scope.create_task(self._fleet.call(groups.engines, InferenceServer.leave_group, name, brief=True))
+                    scope.create_task(self._fleet.call(sorted(members), InferenceServer.leave_group, name, brief=True))
 
     async def _broadcast(
-        self, staged: StagedWeights, groups: _ProcessGroups, engines: Sequence[Incarnation], *, announce: bool
+        self, staged: StagedWeights, names: Sequence[str], engines: Sequence[Incarnation], *, announce: bool
     ) -> str | None:
         """Send everything from all senders. Returns the reason of a failure, or None."""
         async with asyncio.TaskGroup() as scope:
             sending = [
                 scope.create_task(self._sender(sender).call(Broadcasts.send, name, staged.version, announce))
-                for sender, name in enumerate(groups.names)
+                for sender, name in enumerate(names)
             ]
         problem = next(filter(None, (sent.result() for sent in sending)), None)
         await self._fleet.stream_sent(engines, broken=problem is not None)
         return problem
 
-    async def _receive_buckets(
-        self, staged: StagedWeights, engines: Sequence[Incarnation], groups: _ProcessGroups
-    ) -> EngineErrors:
-        """Tell the engines to receive one bucket after another, until one of them fails."""
-        errors = await self._fleet.call(engines, InferenceServer.begin_update)
-        for index, tensors in staged.buckets.items():
-            if not _failed(errors):
-                name = groups.names[index % staged.senders]
-                arguments = (name, tensors, staged.version)
-                errors = await self._fleet.call(engines, InferenceServer.receive_bucket, *arguments)
-        return errors if _failed(errors) else await self._fleet.call(engines, InferenceServer.end_update)
+
+def _receiving(staged: StagedWeights, names: Sequence[str], *, stream: bool) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Operations by which engines receive everything, and their arguments: one for all buckets, or one for each."""
+    if stream:
+        yield InferenceServer.receive_stream, (names, staged.version)
+        return
+    yield InferenceServer.begin_update, ()
+    for index, tensors in staged.buckets.items():
+        yield InferenceServer.receive_bucket, (names[index % staged.senders], tensors, staged.version)
+    yield InferenceServer.end_update, ()
 
 
 def process_group_backend(device: Device) -> GroupBackend:

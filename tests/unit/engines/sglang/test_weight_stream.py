@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.distributed.rank import DistributedSender
 from miles_async.weights.transports.spec import RankSide
 from tests.integration.weight_receiver import init_custom_process_group, stream_manager
+from tests.sglang_source import module_source
 
 Stream = Callable[..., list[Any]]  # what each rank answered
 
@@ -206,12 +206,8 @@ def test_requests_for_one_bucket_are_sglangs_as_before() -> None:
 
 
 def test_sglang_still_has_what_a_stream_uses() -> None:
-    """Read, not imported: that takes 10 s."""
-    found = importlib.util.find_spec("sglang")
-    assert found is not None
-    assert found.origin is not None
     module, _, name = weight_stream._UPDATER.rpartition(".")
-    source = (Path(found.origin).parent.parent / module.replace(".", "/")).with_suffix(".py").read_text()
+    source = module_source(module)
     assert f"class {name}:" in source
     for used in (
         "def update_weights_from_distributed(", "def begin_weight_update(", "def end_weight_update(",
@@ -223,16 +219,12 @@ def test_sglang_still_has_what_a_stream_uses() -> None:
 
 
 def test_sglang_still_derives_from_weights_where_its_cuda_graphs_read() -> None:
-    """docs/cuda.md says so of 0.5.23. Read, as above."""
-    found = importlib.util.find_spec("sglang")
-    assert found is not None
-    assert found.origin is not None
-    package = Path(found.origin).parent / "srt"
-    updater = (package / "model_executor/model_runner_components/weight_updater.py").read_text()
+    """docs/cuda.md says so of 0.5.23."""
+    updater = module_source("sglang.srt.model_executor.model_runner_components.weight_updater")
     assert "DefaultModelLoader.restore_weights_before_loading(" in updater.partition("def begin_weight_update(")[2]
     assert "DefaultModelLoader.postprocess_weights(" in updater.partition("def end_weight_update(")[2]
-    absorbed = (package / "models/deepseek_common/deepseek_weight_loader.py").read_text()
+    absorbed = module_source("sglang.srt.models.deepseek_common.deepseek_weight_loader")
     for name in ("w_kc", "w_vc"):
         assert absorbed.count(f"self_attn.{name} = bind_or_assign(") == 2
-    assert "target.copy_(source)" in (package / "utils/common.py").read_text().partition("def bind_or_assign(")[2][:200]
-    assert "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED = EnvBool(False)" in (package / "environ.py").read_text()
+    assert "target.copy_(source)" in module_source("sglang.srt.utils.common").partition("def bind_or_assign(")[2][:200]
+    assert "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED = EnvBool(False)" in module_source("sglang.srt.environ")

@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
 
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.placement import EnginePlace, _EngineNodes, _RayServer, _RemoteServer
+from miles_async.engines.placement import RayServers, _RayServer, _RemoteServer
 from miles_async.engines.sglang.kind import SGLANG
 from miles_async.errors import EngineError, EngineStartError, ProcessLostError
 from miles_async.rollout.actor import _result
@@ -50,7 +50,7 @@ async def test_everyone_who_calls_an_actor_tells_it(error: RayError) -> None:
     assert str(trainer).startswith("trainer rank 1 died: ")
     assert "\n" not in str(trainer)
     spec = ServerSpec(model_path="m", device="cpu", dtype="float32")
-    server = _RayServer(SGLANG, spec, _EngineNodes({}, 0.0), None, EnginePlace(), 0, 0)
+    server = _RayServer(RayServers(SGLANG, spec), 0, 0)
 
     class Method:
         def remote(self, *arguments: object) -> Any:
@@ -81,6 +81,6 @@ async def test_an_engine_that_ray_kills_while_it_starts(monkeypatch: pytest.Monk
     node = {"Alive": True, "NodeID": "0" * 56, "NodeManagerAddress": "10.0.0.1", "Labels": {}, "Resources": {}}
     monkeypatch.setattr("ray.nodes", lambda: [node])
     spec = ServerSpec(model_path="m", device="cpu", dtype="float32")
-    server = _RayServer(SGLANG, spec, _EngineNodes({}, 0.0), None, EnginePlace(), 0, 0)
+    server = _RayServer(RayServers(SGLANG, spec), 0, 0)
     with pytest.raises(EngineStartError, match="ran out of memory"):
         await server.start()

@@ -43,6 +43,12 @@ def test_an_address_that_the_node_does_not_have_is_a_clear_error(known_by_ray: l
         Network(single_node=False).address()
 
 
+def test_an_address_other_than_ipv4_is_a_clear_error(known_by_ray: list[str]) -> None:
+    known_by_ray[0] = "2001:db8::9"
+    with pytest.raises(ConfigurationError, match=r"node as 2001:db8::9: expected an IPv4 address.* --node-ip-address"):
+        Network(single_node=False).address()
+
+
 def test_flags_name_entrance_interface_and_ports(known_by_ray: list[str]) -> None:
     cluster = ClusterArguments(
         ray_address="10.1.2.1:6379", host="192.0.2.1", network_interface="lo", port_range="20000-20001"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import base64
-import importlib.util
 import io
 import pickle
 from functools import cache
@@ -20,6 +19,7 @@ from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.transports.ipc_rank import IpcSender, handles
 from miles_async.weights.transports.spec import RankSide
 from tests.fakes.fake_sides import FakeFleet, FakeTrainer, InProcess
+from tests.sglang_source import module_source
 
 WEIGHTS = {"wide": torch.arange(6.0).reshape(2, 3), "narrow": torch.arange(5).to(torch.bfloat16)}
 
@@ -80,10 +80,7 @@ def test_an_engine_finds_the_tensors(tmp_path: Path, device_memory: dict[str, to
 @cache
 def allowed_by_sglang() -> set[tuple[str, str]]:
     """SafeUnpickler.ALLOWED_GLOBALS, from the source: importing it takes a server's environment."""
-    package = importlib.util.find_spec("sglang")
-    assert package is not None
-    assert package.origin is not None
-    tree = ast.parse((Path(package.origin).parent / "srt" / "utils" / "common.py").read_text())
+    tree = ast.parse(module_source("sglang.srt.utils.common"))
     [unpickler] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "SafeUnpickler"]
     [allowed] = [n for n in unpickler.body if isinstance(n, ast.Assign) and n.targets[0].id == "ALLOWED_GLOBALS"]  # type: ignore[attr-defined]
     return ast.literal_eval(allowed.value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,23 @@ class Setup:
             assert all(torch.equal(found[name], expected[name]) for name in expected), engine
 
 
+Make = Callable[..., Setup]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes a Setup, which is closed at the end of the test."""
+    made: list[Setup] = []
+
+    def one(**options: Any) -> Setup:
+        made.append(Setup(tmp_path, **options))
+        return made[-1]
+
+    yield one
+    for setup in made:
+        setup.sender.close()
+
+
 @pytest.fixture(params=["disk", "object_store"])
 def transport(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -167,19 +184,16 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> None:
 BUCKETS = [f"bucket-0000{index}.safetensors" for index in range(3)]
 
 
-async def test_copies_are_gone_once_loaded(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, engines=2, weight_transport="object_store")
+async def test_copies_are_gone_once_loaded(make: Make) -> None:
+    setup = make(engines=2, weight_transport="object_store")
     for version in range(3):
         assert await setup.publish(version) == 1
         assert sorted(setup.trainer.sent_bytes) == BUCKETS
     assert [list(host.iterdir()) for host in setup.fleet.hosts.values()] == [[], []]
-    setup.sender.close()
 
 
-async def test_engines_that_have_the_previous_version_get_the_changes(
-    tmp_path: Path, transport: str, delta: str
-) -> None:
-    setup = Setup(tmp_path, engines=2, weight_transport=transport, weight_delta=delta)
+async def test_engines_that_have_the_previous_version_get_the_changes(make: Make, transport: str, delta: str) -> None:
+    setup = make(engines=2, weight_transport=transport, weight_delta=delta)
     assert await setup.publish(0) == 1
     for version in (1, 2, 3):
         fraction = await setup.publish(version)
@@ -188,13 +202,10 @@ async def test_engines_that_have_the_previous_version_get_the_changes(
         if transport == "object_store":
             assert sum(setup.trainer.sent_bytes.values()) == pytest.approx(fraction * 8960)
     assert [path.name for path in setup.fleet.hosts["engine-0"].iterdir()] == ["v0000003"]
-    setup.sender.close()
 
 
-async def test_an_engine_that_restarted_gets_everything_and_the_others_get_changes(
-    tmp_path: Path, transport: str
-) -> None:
-    setup = Setup(tmp_path, engines=2, weight_transport=transport, weight_delta="xor")
+async def test_an_engine_that_restarted_gets_everything_and_the_others_get_changes(make: Make, transport: str) -> None:
+    setup = make(engines=2, weight_transport=transport, weight_delta="xor")
     await setup.publish(0)
     await setup.publish(1)
     setup.fleet.restart("engine-1")
@@ -204,12 +215,11 @@ async def test_an_engine_that_restarted_gets_everything_and_the_others_get_chang
     assert await setup.publish(2) < 0.5
     setup.fleet.restart("engine-0")
     assert 0.5 < await setup.publish(3) < 0.75
-    setup.sender.close()
 
 
-async def test_an_engine_that_restarts_after_its_host_got_changes_is_not_given_changes_alone(tmp_path: Path) -> None:
+async def test_an_engine_that_restarts_after_its_host_got_changes_is_not_given_changes_alone(make: Make) -> None:
     # covers: C8
-    setup = Setup(tmp_path, engines=2, weight_transport="disk", weight_delta="xor")
+    setup = make(engines=2, weight_transport="disk", weight_delta="xor")
     await setup.publish(0)
     plain = setup.fleet.pause
 
@@ -225,89 +235,71 @@ async def test_an_engine_that_restarts_after_its_host_got_changes_is_not_given_c
     assert setup.fleet.fenced == [], "the new start has done nothing wrong"
     assert await setup.publisher.repair() == ("engine-0",)
     setup.check(1)
-    setup.sender.close()
 
 
-async def test_a_version_that_was_skipped_is_sent_whole(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
+async def test_a_version_that_was_skipped_is_sent_whole(make: Make) -> None:
+    setup = make(weight_transport="disk", weight_delta="xor")
     await setup.publish(0)
     await setup.publish(1)
     assert await setup.publish(5) == 1
     assert await setup.publish(6) < 0.5
-    setup.sender.close()
 
 
-async def test_a_server_that_does_not_hold_what_its_host_has_gets_everything(tmp_path: Path) -> None:
-    """Its host was made ready for a publication that never reached it."""
-    setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
+@pytest.mark.parametrize("why", ["its server missed a publication", "its host lost the files", "other tensors"])
+async def test_an_engine_that_can_make_nothing_of_changes_gets_everything(make: Make, why: str) -> None:
+    setup = make(weight_transport="disk", weight_delta="xor")
     await setup.publish(0)
-    setup.fleet.versions["engine-0"] = -1
+    if why == "its server missed a publication":  # for which its host was made ready
+        setup.fleet.versions["engine-0"] = -1
+    elif why == "its host lost the files":
+        host_files.discard(setup.fleet.hosts["engine-0"])
+    else:
+        weights = setup.trainer.weights(1) | {"c": torch.ones(50, 8)}
+        setup.trainer.weights = lambda version: weights  # type: ignore[method-assign]
     assert await setup.publish(1) == 1
-    setup.sender.close()
 
 
-async def test_a_host_that_lost_its_copy_gets_everything(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
-    await setup.publish(0)
-    host_files.discard(setup.fleet.hosts["engine-0"])
-    assert await setup.publish(1) == 1
-    setup.sender.close()
-
-
-async def test_weights_that_did_not_change_are_a_version_too(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
+async def test_weights_that_did_not_change_are_a_version_too(make: Make) -> None:
+    setup = make(weight_transport="disk", weight_delta="xor")
     setup.trainer.weights = lambda version: FileTrainer.weights(setup.trainer, 0)  # type: ignore[method-assign]
     await setup.publish(0)
     assert await setup.publish(1) == 0
     assert setup.fleet.versions == {"engine-0": 1}
-    setup.sender.close()
 
 
-async def test_other_tensors_are_sent_whole(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, weight_transport="disk", weight_delta="xor")
-    await setup.publish(0)
-    weights = setup.trainer.weights(1) | {"c": torch.ones(50, 8)}
-    setup.trainer.weights = lambda version: weights  # type: ignore[method-assign]
-    assert await setup.publish(1) == 1
-    setup.sender.close()
-
-
-async def test_a_base_that_was_changed_costs_that_engine(tmp_path: Path, delta: str) -> None:
+async def test_a_base_that_was_changed_costs_that_engine(make: Make, delta: str) -> None:
     # covers: C8
-    setup = Setup(tmp_path, engines=2, weight_transport="disk", weight_delta=delta)
+    setup = make(engines=2, weight_transport="disk", weight_delta=delta)
     await setup.publish(0)
     _spoil_base(setup.fleet.hosts["engine-1"])
     publication = await publish(setup.publisher, 1)
     assert (publication.engines, publication.fenced) == (("engine-0",), ("engine-1",))
     assert "made from version 0 and what changed: expected digest" in setup.updater.last_loss
     setup.check(1)
-    setup.sender.close()
 
 
 # ----------------------------------------------------------------------------------- engines of one node
-async def test_engines_of_a_node_share_one_copy(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, engines=4, one_node=True, weight_transport="object_store")
+async def test_engines_of_a_node_share_one_copy(make: Make) -> None:
+    setup = make(engines=4, one_node=True, weight_transport="object_store")
     for version in range(2):
         assert await setup.publish(version) == 0.25
         assert len(set(map(tuple, setup.fleet.inodes.values()))) == 1
         assert setup.fleet.loaded == dict.fromkeys(setup.fleet.hosts, BUCKETS)
     assert [list(host.iterdir()) for host in setup.fleet.hosts.values()] == [[]] * 4
-    setup.sender.close()
 
 
-async def test_changes_are_applied_once_per_node(tmp_path: Path, transport: str) -> None:
-    setup = Setup(tmp_path, engines=2, one_node=True, weight_transport=transport, weight_delta="xor")
+async def test_changes_are_applied_once_per_node(make: Make, transport: str) -> None:
+    setup = make(engines=2, one_node=True, weight_transport=transport, weight_delta="xor")
     assert await setup.publish(0) == 0.5
     for version in (1, 2):
         assert 0 < await setup.publish(version) < 0.25
         assert setup.fleet.loaded == dict.fromkeys(setup.fleet.hosts, BUCKETS[1:]), FROZEN
         assert len(set(map(tuple, setup.fleet.inodes.values()))) == 1
-    setup.sender.close()
 
 
 @pytest.mark.parametrize("how", ["restarted", "missed it"])
-async def test_an_engine_without_the_version_before_gets_all_files_from_its_neighbour(tmp_path: Path, how: str) -> None:
-    setup = Setup(tmp_path, engines=2, one_node=True, weight_transport="object_store", weight_delta="xor")
+async def test_an_engine_without_the_version_before_gets_all_files_from_its_neighbour(make: Make, how: str) -> None:
+    setup = make(engines=2, one_node=True, weight_transport="object_store", weight_delta="xor")
     await setup.publish(0)
     if how == "restarted":
         setup.fleet.restart("engine-0")
@@ -316,15 +308,12 @@ async def test_an_engine_without_the_version_before_gets_all_files_from_its_neig
     assert 0 < await setup.publish(1) < 0.25, "the trainer sent changes only"
     assert setup.fleet.loaded == {"engine-0": BUCKETS, "engine-1": BUCKETS[1:]}
     assert sorted(setup.fleet.serving) == ["engine-0", "engine-1"]
-    setup.sender.close()
 
 
 @pytest.mark.parametrize("delta", ["off", "xor"])
-async def test_an_engine_that_is_lost_before_its_neighbours_have_its_files_costs_itself(
-    tmp_path: Path, delta: str
-) -> None:
+async def test_an_engine_that_is_lost_before_its_neighbours_have_its_files_costs_itself(make: Make, delta: str) -> None:
     # covers: C8
-    setup = Setup(tmp_path, engines=3, one_node=True, weight_transport="object_store", weight_delta=delta)
+    setup = make(engines=3, one_node=True, weight_transport="object_store", weight_delta=delta)
     await setup.publish(0)
     on_host = setup.fleet.on_host
 
@@ -342,27 +331,25 @@ async def test_an_engine_that_is_lost_before_its_neighbours_have_its_files_costs
     assert setup.fleet.inodes["engine-1"] == setup.fleet.inodes["engine-2"]
     assert await setup.publisher.repair() == ("engine-0",)
     setup.check(1)
-    setup.sender.close()
 
 
 async def test_a_base_that_was_changed_costs_the_engine_that_notices_and_its_neighbours_get_everything(
-    tmp_path: Path, delta: str
+    make: Make, delta: str
 ) -> None:
     # covers: C8
-    setup = Setup(tmp_path, engines=3, one_node=True, weight_transport="disk", weight_delta=delta)
+    setup = make(engines=3, one_node=True, weight_transport="disk", weight_delta=delta)
     await setup.publish(0)
     _spoil_base(setup.fleet.hosts["engine-1"])
     publication = await publish(setup.publisher, 1)
     assert (publication.engines, publication.fenced) == (("engine-1", "engine-2"), ("engine-0",))
     setup.check(1)
     assert setup.fleet.loaded["engine-2"] == BUCKETS
-    setup.sender.close()
 
 
 # -------------------------------------------------------------------------- from engines that serve the version
-async def test_an_engine_that_restarted_links_the_files_that_its_node_has(tmp_path: Path, transport: str) -> None:
+async def test_an_engine_that_restarted_links_the_files_that_its_node_has(make: Make, transport: str) -> None:
     # covers: C8
-    setup = Setup(tmp_path, engines=2, one_node=True, weight_transport=transport, weight_delta="xor")
+    setup = make(engines=2, one_node=True, weight_transport=transport, weight_delta="xor")
     await setup.publish(0)
     await setup.publish(1)
     setup.fleet.restart("engine-1")
@@ -374,12 +361,11 @@ async def test_an_engine_that_restarted_links_the_files_that_its_node_has(tmp_pa
     setup.check(1)
     staged.with_name("gone").rename(staged)
     assert await setup.publish(2) < 0.25
-    setup.sender.close()
 
 
 @pytest.mark.parametrize("fails_at", [None, "bucket-00001.safetensors"])
 async def test_an_engine_on_another_node_passes_files_on_and_the_trainer_sends_the_rest_if_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str | None
+    make: Make, monkeypatch: pytest.MonkeyPatch, fails_at: str | None
 ) -> None:
     # covers: C8
     def put(data: Any) -> object:
@@ -388,7 +374,7 @@ async def test_an_engine_on_another_node_passes_files_on_and_the_trainer_sends_t
         return np.array(data)
 
     monkeypatch.setattr(ray, "put", put)
-    setup = Setup(tmp_path, engines=2, weight_transport="object_store", weight_delta="xor")
+    setup = make(engines=2, weight_transport="object_store", weight_delta="xor")
     await setup.publish(0)
     await setup.publish(1)
     setup.fleet.restart("engine-1")
@@ -397,16 +383,15 @@ async def test_an_engine_on_another_node_passes_files_on_and_the_trainer_sends_t
     assert sorted(setup.trainer.sent_bytes) == (BUCKETS[1:] if fails_at else [])
     setup.check(1)
     assert setup.fleet.fenced == []
-    setup.sender.close()
 
 
 @pytest.mark.parametrize("holders_that_fail", [1, 2])
 async def test_when_one_engine_fails_to_pass_files_on_the_next_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holders_that_fail: int
+    make: Make, monkeypatch: pytest.MonkeyPatch, holders_that_fail: int
 ) -> None:
     """From the bucket on at which it failed; the trainer sends what no engine passes on."""
     # covers: C8
-    setup = Setup(tmp_path, engines=3, weight_transport="object_store", weight_delta="xor")
+    setup = make(engines=3, weight_transport="object_store", weight_delta="xor")
     failing = [f"engine-{index}" for index in range(holders_that_fail)]
     passed: list[tuple[str, str]] = []
 
@@ -428,15 +413,14 @@ async def test_when_one_engine_fails_to_pass_files_on_the_next_one_does(
     assert sorted(setup.trainer.sent_bytes) == ([] if holders_that_fail == 1 else BUCKETS[1:])
     setup.check(1)
     assert setup.fleet.fenced == []
-    setup.sender.close()
 
 
 @pytest.mark.parametrize("one_node", [True, False])
 async def test_an_engine_that_got_wrong_files_from_another_gets_them_from_the_trainer(
-    tmp_path: Path, one_node: bool
+    make: Make, one_node: bool
 ) -> None:
     # covers: C8
-    setup = Setup(tmp_path, engines=2, one_node=one_node, weight_transport="object_store", weight_delta="xor")
+    setup = make(engines=2, one_node=one_node, weight_transport="object_store", weight_delta="xor")
     await setup.publish(0)
     _spoil_base(setup.fleet.hosts["engine-0"])
     right = setup.trainer.weights(0)["a"]
@@ -454,7 +438,6 @@ async def test_an_engine_that_got_wrong_files_from_another_gets_them_from_the_tr
     assert await setup.publisher.repair() == ("engine-1",)
     assert sorted(setup.trainer.sent_bytes) == BUCKETS
     assert torch.equal(setup.fleet.tensors["engine-1"]["a"], right)
-    setup.sender.close()
 
 
 def _spoil_base(host: Path) -> None:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import datetime
 import gc
-import importlib.util
 import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -27,6 +25,7 @@ from miles_async.runtime.network.process_group_errors import BLOCKING_WAIT, erro
 from miles_async.weights.transports.distributed import weight_group
 from miles_async.weights.transports.distributed.weight_group import GroupBrokenError, WeightGroup
 from tests.integration.weight_receiver import init_custom_process_group
+from tests.sglang_source import module_source
 
 SECONDS = 1.0
 JOIN_SECONDS = 120.0  # importing torch included
@@ -199,13 +198,7 @@ def test_an_engine_waits_for_other_members_no_longer_than_told_and_survives_them
 
 
 def test_sglang_still_makes_groups_without_a_deadline_where_we_add_one() -> None:
-    """Read, not imported: that takes 10 s."""
     module, _, name = patches.GROUP_MAKER.rpartition(".")
-    found = importlib.util.find_spec("sglang")
-    assert found is not None
-    assert found.origin is not None
-    root = Path(found.origin).parent.parent
-    source = (root / module.replace(".", "/")).with_suffix(".py").read_text()
-    call = source.partition(f"= {name}(")[2].partition("\n            )")[0]
+    call = module_source(module).partition(f"= {name}(")[2].partition("\n            )")[0]
     assert "group_name=group_name" in call
     assert "timeout" not in call
