@@ -51,7 +51,7 @@ ENGINES: tuple[ForeignFlag, ...] = (
     *_refused("addresses of engines are chosen by the run: remove it", one="sglang-host sglang-dist-init-addr"),
     *_refused("--colocate switches it on", switches="sglang-enable-memory-saver"),
     *_refused("use --rollout-num-nodes-per-engine", one="sglang-nnodes sglang-node-rank"),
-    *_refused("ports of engines are chosen by the run: remove it", one="sglang-port"),
+    *_refused("ports of engines are chosen by the run: remove it", one="sglang-port sglang-nccl-port"),
     *_refused("the trainer's log-probs assume the run's own sampling parameters: use --rollout-temperature",
             one="sglang-preferred-sampling-params"),
     *_refused("versions are counted by the run: remove it", one="sglang-weight-version"),
