@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.problems import refuse
-from miles_async.arguments.validation import check_counts
 from miles_async.errors import ConfigurationError
 
 
 def with_counts(arguments: Arguments) -> Arguments:
-    """The arguments with ``--num-rollout`` in place of ``--num-epoch``, and with iterations in place of fractions of
-    warm-ups. Raises ConfigurationError, DataError.
+    """The arguments, which are valid, with ``--num-rollout`` in place of ``--num-epoch``, and with iterations in place
+    of fractions of warm-ups. Raises ConfigurationError, DataError.
     """
-    refuse([*check_counts(arguments)])
     rollout = arguments.rollout
-    if rollout.num_epoch is not None and arguments.data.prompt_data is not None:
+    if arguments.evaluation.eval_only:
+        return arguments
+    if rollout.num_epoch is not None:
         steps = _steps(arguments, rollout.num_epoch)
         arguments = replace(arguments, rollout=replace(rollout, num_rollout=steps, num_epoch=None))
     optimizer, critic, total = arguments.optimizer, arguments.critic, arguments.optimizer_steps
@@ -30,7 +29,7 @@ def with_counts(arguments: Arguments) -> Arguments:
 def _steps(arguments: Arguments, epochs: int) -> int:
     from miles_async.prompts.rows import PromptRows
 
-    rows, batch = len(PromptRows(arguments.data)), max(1, arguments.rollout.rollout_batch_size)
+    rows, batch = len(PromptRows(arguments.data)), arguments.rollout.rollout_batch_size
     if epochs * rows < batch:
         raise ConfigurationError(
             f"--num-epoch {epochs}: {epochs} × {rows} prompts do not fill one --rollout-batch-size {batch}: lower "

@@ -83,10 +83,13 @@ def _complete(config: Config) -> tuple[Arguments, list[str]]:
     arguments, notes = with_kept(arguments, kept_settings(load))
     if load != checkpoint.load:
         notes.append(f"--load {checkpoint.load}: no checkpoint there yet, the run begins")
-    arguments = with_counts(with_generated_prompts(arguments))
+    arguments = with_generated_prompts(arguments)
+    validate(arguments, config.parsed.checks)
+    if (counted := with_counts(arguments)) != arguments:
+        arguments = counted
+        validate(arguments)
     if load is not None and not arguments.evaluation.eval_only:
         notes += resumption_notes(load, arguments.rollout.num_rollout)
-    validate(arguments, config.parsed.checks)
     return replace(arguments, model=with_precision(arguments.model, cluster)), notes  # may load torch
 
 

@@ -23,7 +23,7 @@ from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.arguments.validation import flag_problems
 from miles_async.commands.migrate.defaults import DEFAULTS, missing_defaults
-from miles_async.commands.migrate.shell_script import ARRAY, ShellCommand, find_command
+from miles_async.commands.migrate.shell_script import HOME, ShellCommand, find_command
 from miles_async.commands.migrate.verl import PROGRAMS as VERL_PROGRAMS
 from miles_async.commands.migrate.verl import Migrated, from_verl
 from miles_async.commands.migrate.verl_keys import KEYS
@@ -72,6 +72,7 @@ CLUSTER = """\
 """
 CORRECTION = "--use-rollout-logprobs\n"
 CORRECTIONS = {"--use-rollout-logprobs", "--use-tis"}
+PROMPTS = {"--prompt-data", "--eval-prompt-data"}  # whose values are paths, too
 CONVERTED = "_torch_dist"  # ends the name of a checkpoint that slime's and miles' tools converted
 BOUNDS = {"--max-weight-staleness", "--on-policy"}
 
@@ -106,7 +107,7 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
     _sort_out(translation, migrated)
     migrated.checked += command.described
     flags = list(_flags(command, migrated, scripted))
-    command.unknown = [name for name in command.unknown if _is_wanted(name, migrated.words)]
+    command.unknown = [*_unknown(command, migrated, is_verl=is_verl)]
     refused = refusals("".join(flags), translation.checks)
     title = f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
     remarks = [*_remarks(command, migrated), *_section("`train` would refuse this", refused)]
@@ -114,10 +115,23 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
     return 1 if migrated.unmapped or command.missing or command.unknown or refused else 0
 
 
-def _is_wanted(unknown: str, words: Sequence[str]) -> bool:
-    """True if words of an array are missing, or one of those that remain has the variable or substitution."""
-    pattern = rf"\$\{{?{unknown}\b" if unknown.isidentifier() or unknown.isdigit() else re.escape(unknown)
-    return unknown.endswith(ARRAY) or any(re.search(pattern, word) for word in words)
+def _unknown(command: ShellCommand, migrated: Migrated, *, is_verl: bool) -> Iterator[str]:
+    """What of the script only the shell knows, less what makes no difference."""
+    expanding = {flag.flag for flag in flag_specifications().values() if flag.kind is Path} | PROMPTS
+    literal = [flag for flag, values in mentions(migrated.words) if flag not in expanding and "~" in "".join(values)]
+    for name in command.unknown:
+        if name == HOME:
+            yield from [f"{HOME}, for which {flag} has a ~" for flag in literal]
+        elif is_verl or not _is_left_out(name, command.words):
+            yield name
+
+
+def _is_left_out(unknown: str, words: Sequence[str]) -> bool:
+    """True if the variable or substitution is only the value of flags that are left out, whatever it is."""
+    pattern = re.compile(rf"\$\{{?{unknown}\b" if unknown.isalnum() or unknown.isidentifier() else re.escape(unknown))
+    found = [(flag, values) for flag, values in mentions(words) if any(map(pattern.search, (flag, *values)))]
+    rows = [FOREIGN_FLAGS.get(flag) if len(values) == 1 else None for flag, values in found]
+    return bool(rows) and all(row is not None and row.takes == "one" and row.verdict != "works" for row in rows)
 
 
 def values_by_flag(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -165,7 +179,7 @@ def _command(script: Path) -> ShellCommand:
 def _forgive(translation: Translation, scripted: Mapping[str, Sequence[str]]) -> None:
     """Make notes of flags that the script's others leave without effect, or say by themselves."""
     remarks = dict[str, str]()
-    (model,), (reference,) = scripted.get("--hf-checkpoint") or ("",), scripted.get("--ref-load") or ("",)
+    model, reference = ((*scripted.get(flag, ()), "")[0] for flag in ("--hf-checkpoint", "--ref-load"))
     if "--use-kl-loss" not in scripted and same(" ".join(scripted.get("--kl-coef", ("0",))), "0"):
         remarks["--ref-load"] = remarks["--ref-ckpt-step"] = (
             "changes nothing: without a KL there is no reference, and the run starts from --hf-checkpoint"
@@ -246,9 +260,7 @@ def _remarks(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
         title = "Left out, since config.json of --hf-checkpoint or another flag says it"
         yield from _section(title, [", ".join(migrated.checked)])
     yield from _section("Could not be mapped", migrated.unmapped)
-    yield from _section(
-        "Only the shell knows these: write their values", [name.removesuffix(ARRAY) for name in command.unknown]
-    )
+    yield from _section("Only the shell knows these: write their values", command.unknown)
     yield from _section("Assigned more than once, the last one was taken: look at them", command.repeated)
     title = "Set or extended under a condition or in a loop, taken once as if it held: look at them"
     yield from _section(title, command.conditional)

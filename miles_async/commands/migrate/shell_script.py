@@ -30,7 +30,7 @@ _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
 _SEQUENCE = re.compile(r"\$\(seq\s+([^()]*)\)")
 # Brackets in it may be nested three deep, as in $(f $(g $((1)))).
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)|`[^`]*`")
-ARRAY = "[@]"  # behind a name: an array's
+HOME, _TILDE = "HOME", ["~"]
 _BLANK = "\x1f"  # stands for a blank that separates no words
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
 _ENDS_COMMAND = re.compile(r"\s(?:\d?>|[|&;])")  # a pipe, a redirection, or another command
@@ -49,7 +49,8 @@ class ShellCommand:
 
     program: str  # the last part of its path
     words: list[str]
-    # Variables and substitutions that stand in words as they are, and arrays, whose words are missing.
+    # Variables and substitutions that stand in words as they are; HOME, for which they have a ~; arrays, whose words
+    # are missing.
     unknown: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)  # variables with several assignments, of which the last was taken
     conditional: list[str] = field(default_factory=list)  # variables that were set, or added to, under a condition
@@ -78,8 +79,8 @@ class _Script:
         self.missing: list[str] = []
         # Only what follows is split into words: before it may be the end of a quoted text of several lines.
         self._call = re.compile(rf"(?:^|[\s/])({'|'.join(map(re.escape, programs))})(?:\s+(.*))?$")
-        # Variable → its words; None: only the shell knows. Paths may begin with ~ in our flags.
-        self._values: dict[str, list[str] | None] = {"HOME": ["~"]}
+        # Variable → its words; None: only the shell knows.
+        self._values: dict[str, list[str] | None] = {HOME: _TILDE}
         self._times: dict[str, int] = {}  # variable → assignments
         self._blocks = 0  # conditions and loops that are open
         self._conditional: set[str] = set()  # variables whose words depend on one
@@ -177,7 +178,7 @@ class _Script:
             if whole is None:
                 yield _VARIABLE.sub(lambda found: self._value(found, command), word)
                 continue
-            self._note(whole[1], command, ARRAY if array else "")
+            self._note(whole[1], command)
             values = None if whole[1] in self._open else self._values.get(whole[1])
             if values is not None:
                 yield from self._expanded(whole[1], values, command)
@@ -222,9 +223,9 @@ class _Script:
             command.unknown.append(word)
         return [word]
 
-    def _note(self, name: str, command: ShellCommand, mark: str = "") -> None:
-        if self._values.get(name) is None and name + mark not in command.unknown:
-            command.unknown.append(name + mark)
+    def _note(self, name: str, command: ShellCommand) -> None:
+        if self._values.get(name) in (None, _TILDE) and name not in command.unknown:
+            command.unknown.append(name)
         if self._times.get(name, 0) > 1 and name not in command.repeated:
             command.repeated.append(name)
         if name in self._conditional and name not in command.conditional:

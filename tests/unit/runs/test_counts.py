@@ -38,23 +38,14 @@ def test_epochs_may_fill_one_batch(prompts: Path) -> None:
     assert with_counts(given(prompts, "--num-epoch 2 --rollout-batch-size 20")).rollout.num_rollout == 1
 
 
-def test_a_dry_run_counts(prompts: Path, tmp_path: Path) -> None:
-    config = Config.from_args(
-        [
-            "@examples/quickstart/reverse.args",
-            "--prompt-data",
-            str(prompts),
-            "--num-rollout",
-            "1",
-            "--num-epoch",
-            "8",
-            "--eval-prompt-data",
-            "e",
-            str(prompts),
-        ],
-        run_dir=tmp_path / "run",
-    )
-    assert "rollout        5 steps of 16 prompts" in check(config)
+def config_of(prompts: Path, words: str) -> Config:
+    """Of the quick start with these prompts, without its number of steps and warm-up."""
+    flags = f"--prompt-data {prompts} --eval-prompt-data e {prompts} --num-rollout 1 --lr-warmup-iters 0 {words}"
+    return Config.from_args(["@examples/quickstart/reverse.args", *flags.split()], run_dir=prompts.parent / "run")
+
+
+def test_a_dry_run_counts(prompts: Path) -> None:
+    assert "rollout        5 steps of 16 prompts" in check(config_of(prompts, "--num-epoch 8"))
 
 
 @pytest.mark.parametrize(
@@ -95,13 +86,26 @@ def test_a_warm_up_is_a_share_of_the_optimizer_steps(prompts: Path) -> None:
     [
         ("--num-epoch 2 --num-rollout 5", "--num-epoch 2 with --num-rollout 5: both say the same thing"),
         ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "--lr-warmup-fraction 0.1 with --lr-warmup-iters 5: both say"),
-        ("--num-epoch 2 --rollout-batch-size 32", "--num-epoch 2: 2 × 10 prompts do not fill one --rollout-batch-size"),
         ("--num-epoch 2 --prompt-data-weights 1", "--num-epoch 2 with --prompt-data-weights, which draw rows"),
+        ("--num-epoch 0", "--num-epoch: expected at least 1, or none, found 0"),
+        ("--lr-warmup-fraction 10", "--lr-warmup-fraction: expected at least 0 and at most 1, or none, found 10"),
+        ("--critic-lr-warmup-fraction 0.1", "--critic-lr-warmup-fraction 0.1 has no effect without --token-advantages"),
     ],
 )
-def test_a_length_that_is_said_twice_or_not_at_all_is_refused(words: str, message: str, prompts: Path) -> None:
+def test_the_flags_themselves_are_compared_first(words: str, message: str, prompts: Path) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
-        with_counts(given(prompts, words))
+        check(config_of(prompts, words))
+
+
+def test_an_epoch_that_fills_no_batch_is_refused(prompts: Path) -> None:
+    message = "--num-epoch 2: 2 × 10 prompts do not fill one --rollout-batch-size 32"
+    with pytest.raises(ConfigurationError, match=message):
+        with_counts(given(prompts, "--num-epoch 2 --rollout-batch-size 32"))
+
+
+def test_an_evaluation_alone_counts_nothing(prompts: Path) -> None:
+    arguments = given(prompts, "--num-epoch 1 --rollout-batch-size 32 --eval-only")
+    assert with_counts(arguments) == arguments
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

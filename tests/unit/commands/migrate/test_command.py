@@ -417,3 +417,37 @@ def test_a_variable_of_a_flag_that_is_left_out_need_not_be_known(migrated: Migra
     status, text = migrated(script=f"python3 train.py {FINE} --rotary-base $BASE --seq-length ${{LENGTH}}\n")
     assert status == 0, text
     assert "Only the shell knows" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "unknown"),
+    [
+        (f"{FINE} --hf-checkpoint m $EXTRA", "EXTRA"),
+        (f"{FINE} --spec a b $EXTRA", "EXTRA"),
+        (f"{FINE} --swiglu $EXTRA", "EXTRA"),
+        (f"{FINE} --rotary-base 1 $EXTRA", "EXTRA"),
+        (f"{FINE} --rotary-base $A --wandb-group $A", "A"),
+        (
+            f"{FINE} --sglang-speculative-draft-model-path $HOME/d",
+            "HOME, for which --sglang-speculative-draft-model-path has",
+        ),
+    ],
+)
+def test_what_may_make_a_difference_has_to_be_known(words: str, unknown: str, migrated: Migrate) -> None:
+    status, text = migrated(script=f"python3 train.py {words}\n")
+    assert status == 1
+    assert f"\n#   {unknown}" in text.partition("# Only the shell knows these")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "unknown"),
+    [
+        ("trainer.experiment_name=run_$(date +%m%d)", "trainer.experiment_name=run_$(date +%m%d)"),
+        ("$EXTRA", "EXTRA"),
+        ("actor_rollout_ref.actor.use_kl_loss=$1", "1"),
+    ],
+)
+def test_what_only_the_shell_knows_of_a_recipe_of_verl(words: str, unknown: str, migrated: Migrate) -> None:
+    status, text = migrated(script=f"python3 -m verl.trainer.main_ppo data.train_files=a.parquet {words}\n")
+    assert status == 1
+    assert f"\n#   {unknown}\n" in text.partition("# Only the shell knows these")[2]
