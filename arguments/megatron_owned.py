@@ -48,6 +48,7 @@ _BY_REASON: Mapping[str, str] = {
     "use --decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
     "use --decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
     "use --enable-mtp-training": "mtp_enabled mtp_standalone",
+    "use --grad-norm-limit": "grad_norm_skip_threshold",
     "use --recompute-granularity selective --recompute-modules moe": "moe_layer_recompute",
     "use --use-rollout-routing-replay or --use-routing-replay": "moe_enable_routing_replay",
     "all micro-batches are recomputed alike: use --recompute-granularity":
@@ -65,7 +66,7 @@ _BY_REASON: Mapping[str, str] = {
     _PRECISION: "params_dtype pipeline_dtype autocast_dtype enable_autocast initial_loss_scale min_loss_scale "
         "hysteresis",
     _EIGHT_BITS: "moe_router_padding_for_fp8",
-    _ALWAYS: "use_distributed_optimizer grad_reduce_in_fp32 parallel_output",
+    _ALWAYS: "use_distributed_optimizer grad_reduce_in_fp32 parallel_output mtp_detach_heads",
     _FSDP: "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy "
         "preserve_fp32_weights keep_fp8_transpose_cache suggested_communication_unit_size",
     _START: "perform_initialization use_cpu_initialization init_model_with_meta_device hf_model_id "

@@ -18,7 +18,7 @@ from miles_async.engines.kind import Arguments, EngineKind, Result, ServerSpec
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.files.owned_directory import OwnedDirectory, temporary_parent
 from miles_async.runtime.files.scratch import scratch_directory
-from miles_async.runtime.network.addresses import LOOPBACK
+from miles_async.runtime.network.addresses import ANY, LOOPBACK
 from miles_async.runtime.network.keys import require_keys
 from miles_async.runtime.network.ports import HeldPort
 from miles_async.runtime.processes.child_process import ChildProcess
@@ -51,8 +51,11 @@ class ServerProcess:
 
     async def open_rendezvous(self) -> tuple[str, int]:
         """Choose an address and a port of this node, where the server's ranks on all its nodes meet."""
-        address = self._spec.network.address() if self._spec.nodes > 1 else LOOPBACK
-        return address, self._hold_port(address, self._kind.above_rendezvous(self._spec))
+        above = self._kind.above_rendezvous(self._spec)
+        if self._spec.nodes > 1:
+            address = self._spec.network.address()
+            return address, self._hold_port(address, above)
+        return LOOPBACK, self._hold_port(ANY, above)  # else the node's address may have a server at the same port
 
     async def start(self, rendezvous: tuple[str, int] | None = None) -> str:
         """Start the server, wait until it answers and return its URL.

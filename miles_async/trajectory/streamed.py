@@ -78,7 +78,8 @@ class StreamedTurn:
             self._token_ids += token_ids[len(known) :]
         else:
             whole = [*self._token_ids[:at], *token_ids]
-            if whole[: self._seen] != self._token_ids[: self._seen]:
+            kept = whole[: self._seen] == self._token_ids[: self._seen]
+            if not kept and not extends(self._read(self._trim(self._decode(whole))), self.shown):
                 raise TransientEngineError(
                     f"an engine threw away what it had sampled after {at} tokens, of which the agent had been streamed "
                     f"the text of {self._seen}"

@@ -100,7 +100,7 @@ class TurnTaker:
         if request.constraint is not None:
             style, tags = parser.call_style, parser.reasoning_tags
             sampling[GRAMMAR] = grammar(request.constraint, context.text, call_style=style, reasoning_tags=tags)
-        stopped, parallel = request.stops, request.parallel_calls
+        stopped, parallel = (*self.sampling.get("stop", ()), *request.stops), request.parallel_calls
         if streamed is not None:
             streamed.begin(parser, context, stops=stopped, parallel_calls=parallel)
         call = GenerateRequest(

@@ -345,10 +345,10 @@ class SGLangServer:
         """GET ``path``, or POST ``body`` to it. Something that changes the server takes the admin key, which is the
         default for a POST.
         """
+        await self._turns.turn()
         method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
         if key is None:
             key = self._http.as_client if body is None else self._http.as_admin
-        await self._turns.turn()
         try:
             async with (
                 asyncio.timeout(timeout),

@@ -18,7 +18,7 @@ from miles_async.arguments.cluster import ClusterArguments
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.network.tls import Tls
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, ANY = "127.0.0.1", "0.0.0.0"
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 

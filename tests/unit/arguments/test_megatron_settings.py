@@ -57,6 +57,8 @@ def test_kernels_of_sparse_attention_can_be_chosen_and_its_shape_cannot() -> Non
     ("words", "says"),
     [
         (["--megatron-moe-permute-fusin"], "no field moe_permute_fusin; did you mean --megatron-moe-permute-fusion?"),
+        (["--grad-norm-skip-threshold", "5"], "use --grad-norm-limit"),
+        (["--mtp-detach-heads"], "it always is on"),
         (["--megatron-zzz", "1"], "no field zzz; `miles-async train --help-megatron` lists them"),
         (["--megatron-bucket-size", "big"], "--megatron-bucket-size: expected int|none, found 'big'"),
         (["--megatron-bucket-size", "1", "2"], "expected int|none, found 1 2"),

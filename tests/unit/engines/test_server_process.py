@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from miles_async.engines.server_process import ServerProcess, fork_server_of
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.errors import ConfigurationError, EngineStartError
 from miles_async.runtime.cluster.node_files import NodeFiles
+from miles_async.runtime.network.addresses import Network
+from miles_async.runtime.network.ports import HeldPort
 from miles_async.runtime.processes.fork_server_process import running as process_running
 from miles_async.weights.files import bucket_file
 from miles_async.weights.transports import host_files
@@ -72,6 +75,19 @@ async def test_any_server_is_started_watched_and_ended(spec: ServerSpec) -> None
     assert re.search(r"engine-1 \(file server, model .* ended with status -9(.|\n)*GET /made", report)
     await server.stop()
     assert not await asyncio.to_thread(temporary.exists)
+
+
+async def test_the_ranks_port_is_not_the_nodes_either(spec: ServerSpec) -> None:
+    """The store of ranks that meet on loopback listens at every address of the node."""
+    with HeldPort("127.0.0.1") as free:
+        port = free.number
+    ports = range(port, port + 1)
+    server = ServerProcess(FILES, msgspec.structs.replace(spec, network=Network(ports=ports)), 0, 0)
+    assert await server.open_rendezvous() == ("127.0.0.1", port)
+    with pytest.raises(ConfigurationError, match="free"):
+        HeldPort("127.0.0.2", ports=ports)
+    with socket.create_server(("127.0.0.1", port)):
+        await server.stop()
 
 
 async def test_engines_of_a_host_share_files_that_stay_when_one_of_them_goes(spec: ServerSpec) -> None:

@@ -146,6 +146,24 @@ async def test_a_publication_that_aborts_goes_unnoticed(protocol: str) -> None:
 
 
 @each_protocol
+async def test_a_stop_of_the_run_may_be_split_by_a_publication(protocol: str) -> None:
+    ids = CHAT.tokenize("It is 68.\n### Next question: what are 18 times 4, and 19 times 4, and 20 times 4?")
+    begun = next(count for count in range(len(ids)) if CHAT.decode_all(ids[:count]).endswith("Ne"))
+    model = ScriptedModel(lambda call, input_ids: ids if call == 0 else ids[begun:])
+    model.aborts = {0: begun}
+    model.holds = {at: asyncio.Event() for at in range(begun + 1, len(ids))}  # after the publication
+    async with asyncio.timeout(60), agent_of(model, sampling={"temperature": 1.0, "stop": ["### Next"]}) as agent:
+        async with events_of(agent, protocol) as events:
+            going = asyncio.create_task(_let_go(model))
+            came = [event async for event in events]
+            await going
+        sample = (await agent.collect()).sample
+    assert "question" not in joined(came)["content"]
+    assert sample is not None
+    assert CHAT.decode_all(sample.tokens[sample.loss_mask == 1].tolist()) == "It is 68.\n### Next"
+
+
+@each_protocol
 @pytest.mark.parametrize("asks_again", [False, True])
 async def test_a_stream_ends_with_an_error_when_what_it_showed_is_thrown_away(protocol: str, asks_again: bool) -> None:
     model = ScriptedModel(says(LONG))
