@@ -107,7 +107,7 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
     _sort_out(translation, migrated)
     migrated.checked += command.described
     flags = list(_flags(command, migrated, scripted))
-    command.unknown = [*_unknown(command, migrated, is_verl=is_verl)]
+    command.unknown = [*_unknown(command, migrated)]
     refused = refusals("".join(flags), translation.checks)
     title = f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
     remarks = [*_remarks(command, migrated), *_section("`train` would refuse this", refused)]
@@ -115,19 +115,21 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
     return 1 if migrated.unmapped or command.missing or command.unknown or refused else 0
 
 
-def _unknown(command: ShellCommand, migrated: Migrated, *, is_verl: bool) -> Iterator[str]:
+def _unknown(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
     """What of the script only the shell knows, less what makes no difference."""
     expanding = {flag.flag for flag in flag_specifications().values() if flag.kind is Path} | PROMPTS
     literal = [flag for flag, values in mentions(migrated.words) if flag not in expanding and "~" in "".join(values)]
     for name in command.unknown:
         if name == HOME:
             yield from [f"{HOME}, for which {flag} has a ~" for flag in literal]
-        elif is_verl or not _is_left_out(name, command.words):
+        elif not _is_left_out(name, command.words):
             yield name
 
 
 def _is_left_out(unknown: str, words: Sequence[str]) -> bool:
-    """True if the variable or substitution is only the value of flags that are left out, whatever it is."""
+    """True if the variable or substitution is only the value of flags that are left out, whatever it is. verl's keys
+    are no flags, so that none is left out.
+    """
     pattern = re.compile(rf"\$\{{?{unknown}\b" if unknown.isalnum() or unknown.isidentifier() else re.escape(unknown))
     found = [(flag, values) for flag, values in mentions(words) if any(map(pattern.search, (flag, *values)))]
     rows = [FOREIGN_FLAGS.get(flag) if len(values) == 1 else None for flag, values in found]
