@@ -161,8 +161,8 @@ class _Script:
     def _source(self, path: str, directory: Path) -> None:
         known = "".join(self.expand([path], ShellCommand(program="", words=[])))
         rest = re.sub(r"^.*(?:\$\w+|[})])/", "", known)  # a variable at its beginning is the script's own directory
-        file = directory / rest
-        if file.is_file():
+        file = next(filter(Path.is_file, _places(rest, directory)), None)
+        if file is not None:
             self.read(file.read_text(encoding="utf-8"), file.parent)
         else:
             self.missing.append(rest)
@@ -230,6 +230,15 @@ class _Script:
             command.repeated.append(name)
         if name in self._conditional and name not in command.conditional:
             command.conditional.append(name)
+
+
+def _places(path: str, directory: Path) -> Iterator[Path]:
+    """Where a sourced file may be: as written, or elsewhere in the checkout that ``directory`` is a part of."""
+    yield directory / path
+    parts = Path(path).parts
+    for parent in (directory, *directory.absolute().parents):
+        yield from (parent.joinpath(*parts[first:]) for first in range(1, len(parts) - 1))
+        yield parent / path
 
 
 def _array(first: str, lines: deque[str]) -> Iterator[str]:

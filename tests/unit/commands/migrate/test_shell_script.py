@@ -132,6 +132,20 @@ def test_words_that_are_read_from_a_variable() -> None:
     assert read('read -ra ARGS <<< "$(tr a b < c)"').unknown == ["ARGS"]
 
 
+@pytest.mark.parametrize(
+    "path", ["/root/slime/scripts/models/tiny.sh", "scripts/models/tiny.sh", "../scripts/models/tiny.sh"]
+)
+def test_a_file_elsewhere_in_the_checkout(path: str, tmp_path: Path) -> None:
+    (tmp_path / "scripts" / "models").mkdir(parents=True)
+    (tmp_path / "scripts" / "models" / "tiny.sh").write_text("ARGS=(--a)\n")
+    (tmp_path / "tiny.sh").write_text("ARGS=(--b)\n")  # the name alone is not enough
+    folder = tmp_path / "examples" / "one"
+    folder.mkdir(parents=True)
+    command = find_command(f"source {path}\npython3 train.py ${{ARGS[@]}}\n", ["train.py"], folder)
+    assert (command.words, command.missing) == (["--a"], [])
+    assert find_command("source /x/tiny.sh\npython3 train.py\n", ["train.py"], folder).missing == ["/x/tiny.sh"]
+
+
 @pytest.mark.parametrize("path", ['"$(dirname "$0")/models/tiny.sh"', '"${HERE}/models/tiny.sh" || exit 1'])
 def test_a_file_next_to_the_script(path: str, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
