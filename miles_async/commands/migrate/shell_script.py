@@ -178,6 +178,8 @@ class _Script:
             if whole is None:
                 yield _VARIABLE.sub(lambda found: self._value(found, command), word)
                 continue
+            if array and whole[1] not in self._values and not self.missing:
+                continue  # nobody fills it, and the environment has no arrays
             self._note(whole[1], command)
             values = None if whole[1] in self._open else self._values.get(whole[1])
             if values is not None:

@@ -152,3 +152,8 @@ def test_a_file_next_to_the_script(path: str, tmp_path: Path) -> None:
     (tmp_path / "models" / "tiny.sh").write_text("ARGS=(--a)\n")
     command = find_command(f"source {path}\npython3 train.py ${{ARGS[@]}}\n", ["train.py"], tmp_path)
     assert (command.words, command.missing) == (["--a"], [])
+
+
+def test_an_array_that_nothing_fills_is_empty() -> None:
+    assert (read("OTHER=1").words, read("OTHER=1").unknown) == ([], [])
+    assert read("source gone.sh").unknown == ["ARGS"]
