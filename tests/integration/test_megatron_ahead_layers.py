@@ -36,7 +36,7 @@ CASES = {
         "glm4-moe", 2, Layout(2, model={**AHEAD, "recompute_granularity": "full"}),
     ),
 }  # fmt: skip
-AT_ONCE = ("glm4-moe", "glm4-moe-pp2")
+AT_ONCE = ("glm4-moe-lite", "glm4-moe-pp2")
 
 
 class Observed(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 _LOCK_DIRECTORY = "MEGATRON_CONFIG_LOCK_DIR"
 COPIES = {"model.embed_tokens.weight": ".embed_tokens.weight", "lm_head.weight": ".shared_head.head.weight"}
 """Tensor of the model → ending of its copies in layers for multi-token prediction."""
+COPY = re.compile(r"\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$")
+"""Name of such a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +116,15 @@ class LoadedModel:
         tasks = self.bridge.get_conversion_tasks(self.modules)
         if self.ahead and not to_save:
             tasks = [task for task in tasks if not task.global_param_name.startswith("mtp.")]
-        return self.bridge.export_hf_weights(
+        tensors: Iterator[tuple[str, Tensor]] = self.bridge.export_hf_weights(
             self.modules,
             cpu=to_save,
             show_progress=False,
             conversion_tasks=merged(tasks, self.modules) if self.adapted else tasks,
             merge_adapter_weights=False,  # the bridge (0.6) knows neither DoRA nor adapters of single experts
         )
+        # For GLM-4.7-Flash the bridge repeats two tensors for these layers.
+        return tensors if to_save else ((name, tensor) for name, tensor in tensors if not COPY.search(name))
 
     def saved(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the exported tensors, then tensors of the checkpoint that the model does not hold, unchanged: layers
