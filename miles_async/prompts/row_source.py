@@ -1,4 +1,4 @@
-"""An endless, shuffled stream of what is made of the rows of ``--prompt-data``, with a cursor that resumes exactly.
+"""An endless, shuffled stream over the rows of ``--prompt-data``, with a cursor that resumes exactly.
 
 All rows are checked once when the source is opened. A row that is too long, or that the chat template refuses under
 ``--bad-rows skip``, is skipped and counted. In which order rows come is decided in ``prompts.order``.
@@ -38,7 +38,7 @@ Made = TypeVar("Made")
 
 
 class RowSource(ABC, Generic[Made]):
-    """What subclasses make of the rows, in their order. Raises DataError when a file cannot be used."""
+    """Yields what a subclass makes of each row, in order. Raises DataError when a file cannot be used."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RowSource(ABC, Generic[Made]):
 
     @abstractmethod
     def _made(self, row: PromptRow, index: int) -> Made | str:
-        """What the row gives, or why it is skipped. Raises DataError."""
+        """Convert a row, or return why it is skipped. Raises DataError."""
 
     def _opened_streams(self) -> list[Stream]:
         seed = self._arguments.rollout_seed
@@ -97,7 +97,7 @@ class RowSource(ABC, Generic[Made]):
         return len(self._skipped)
 
     def _next(self) -> tuple[int, Made]:
-        """(epoch, what its next usable row gives). Raises DataError when whole epochs hold none."""
+        """Return the epoch and the next usable row, converted. Raises DataError when whole epochs hold none."""
         number = next_stream([stream.given for stream in self._streams], self._weights)
         stream = self._streams[number]
         while True:
@@ -110,7 +110,7 @@ class RowSource(ABC, Generic[Made]):
                 return epoch, made
 
     def _usable(self, index: int) -> Made | None:
-        """What a row gives; None if it is skipped, which is counted."""
+        """Convert a row; return None, and count it, if it is skipped."""
         row = self._rows.read(index)
         made = self._made(row, index)
         if not isinstance(made, str):

@@ -116,7 +116,7 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
 
 
 def _unknown(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
-    """What of the script only the shell knows, less what makes no difference."""
+    """Yield the unknown values of the script that may make a difference."""
     expanding = {flag.flag for flag in flag_specifications().values() if flag.kind is Path} | PROMPTS
     literal = [flag for flag, values in mentions(migrated.words) if flag not in expanding and "~" in "".join(values)]
     for name in command.unknown:

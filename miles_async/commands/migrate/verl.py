@@ -10,7 +10,8 @@ from pathlib import Path
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS
 from miles_async.arguments.foreign.translate import same
-from miles_async.commands.migrate.verl_keys import DEFAULTS, FULLY_ASYNC_DEFAULTS, WARM_UPS, older_name, row_of
+from miles_async.commands.migrate.verl_defaults import DEFAULTS, FULLY_ASYNC_DEFAULTS
+from miles_async.commands.migrate.verl_keys import WARM_UPS, older_name, row_of
 from miles_async.commands.migrate.verl_row import VerlKey
 
 FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"

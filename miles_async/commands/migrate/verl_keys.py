@@ -355,35 +355,6 @@ KEYS: tuple[VerlKey, ...] = (
 )  # fmt: skip
 """The first row that fits a key counts."""
 
-DEFAULTS = {
-    "data.train_batch_size": "1024",
-    "data.max_prompt_length": "512",
-    "data.max_response_length": "512",
-    f"{_ACTOR}.ppo_mini_batch_size": "256",
-    f"{_ROLLOUT}.n": "1",
-    f"{_ROLLOUT}.tensor_model_parallel_size": "2",
-    f"{_ROLLOUT}.gpu_memory_utilization": "0.5",
-    f"{_OPTIM}.weight_decay": "0.01",
-    f"{_OPTIM}.betas": "[0.9,0.999]",
-    _ESTIMATOR: "gae",
-    "critic.optim.lr": "1e-5",
-    "critic.cliprange_value": "0.5",
-    f"{_ACTOR}.policy_loss.ppo_kl_coef": "0.1",
-    "trainer.nnodes": "1",
-    "trainer.n_gpus_per_node": "8",
-    "trainer.total_epochs": "30",
-}
-"""verl's defaults (trainer/config/ppo_megatron_trainer.yaml) that differ from ours."""
-
-FULLY_ASYNC_DEFAULTS = {
-    "rollout.nnodes": "1",
-    "rollout.n_gpus_per_node": "8",
-    "rollout.total_rollout_steps": "100",
-    "async_training.trigger_parameter_sync_step": "4",
-    "async_training.require_batches": "1",
-}
-"""Further defaults, of its fully asynchronous trainer."""
-
 
 def older_name(key: str) -> str:
     """The key that has a row in the table.

@@ -83,7 +83,7 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """What a session keeps of its answers for later requests."""
+    """A session's earlier answers, which later requests refer to."""
 
     conversations: dict[str, Kept] = field(default_factory=dict)  # by the id of the answer at their end
     odd_inputs: set[tuple[str, str]] = field(default_factory=set)

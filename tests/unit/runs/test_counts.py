@@ -39,7 +39,7 @@ def test_epochs_may_fill_one_batch(prompts: Path) -> None:
 
 
 def config_of(prompts: Path, words: str) -> Config:
-    """Of the quick start with these prompts, without its number of steps and warm-up."""
+    """The quick start's config with these prompts, and without its number of steps and its warm-up."""
     flags = f"--prompt-data {prompts} --eval-prompt-data e {prompts} --num-rollout 1 --lr-warmup-iters 0 {words}"
     return Config.from_args(["@examples/quickstart/reverse.args", *flags.split()], run_dir=prompts.parent / "run")
 

@@ -1,4 +1,4 @@
-"""What an export copies from its source, with files that families publish."""
+"""An export copies its source's other files, tried with the files that families publish."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEPT = (
     "nemotron_toolcall_parser_no_streaming.py encoding/encoding_dsv32.py inference/model.py "
     "inference/configs/config_671B.json figures/benchmark.png"
 )
-"""What the published models of the families in ``known.py`` have next to their weights."""
+"""Files next to the weights of published models, by family of ``known.py``."""
 
 LEFT = (
     "model-00001-of-00002.safetensors model.safetensors.index.json pytorch_model.bin pytorch_model.bin.index.json "

@@ -15,7 +15,8 @@ from miles_async.arguments.parser import build_parser, parse_arguments
 from miles_async.arguments.pass_through import is_pass_through
 from miles_async.commands.migrate.command import VERL, refusals
 from miles_async.commands.migrate.verl import FULLY_ASYNC, from_verl
-from miles_async.commands.migrate.verl_keys import DEFAULTS, KEYS, row_of
+from miles_async.commands.migrate.verl_defaults import DEFAULTS
+from miles_async.commands.migrate.verl_keys import KEYS, row_of
 
 OURS = list(build_parser("miles-async train")._option_string_actions)
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
