@@ -46,11 +46,13 @@ class FileWriter:
         """Bytes written so far."""
         return self._partial.stat().st_size
 
-    def close(self, note: FileNote) -> None:
-        """Complete the file, with its note. Raises OSError."""
+    def close(self, note: FileNote) -> int:
+        """Complete the file, with its note, and return its bytes. Raises OSError."""
         self._writer.add_key_value_metadata({METADATA_KEY: msgspec.json.encode(note)})
         self._writer.close()
+        size = self._partial.stat().st_size
         self._partial.replace(self._path)
+        return size
 
     def discard(self) -> None:
         """Remove the unfinished file; raises nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ class SampleStore:
         self._state = SamplesState(limit_bytes=limit_bytes)
         for file in files_in(directory):
             self._index(file.kind, file.step)
+        self._bytes = sum(self._sizes().values())  # more, if files were removed since; counted again at the limit
 
     def wants(self, kind: Kind, step: int) -> bool:
         """Whether this step's samples are kept."""
@@ -54,13 +56,15 @@ class SampleStore:
     def complete(self, file: FileWriter, note: FileNote) -> None:
         """Give a file its name, and make room if the limit is passed. Raises OSError."""
         try:
-            file.close(note)
+            self._bytes += file.close(note)
         except BaseException:
             file.discard()
             raise
-        while sum((sizes := self._sizes()).values()) > self._state.limit_bytes:
-            self._thin_out(sizes)
-        self._save(bytes=sum(sizes.values()))
+        if self._bytes > self._state.limit_bytes:
+            while (total := sum((sizes := self._sizes()).values())) > self._state.limit_bytes:
+                self._thin_out(sizes)
+            self._bytes = total
+        self._save(bytes=self._bytes)
 
     def drop(self) -> bool:
         """Count items dropped because the disk is too slow; True for the first."""
@@ -81,8 +85,12 @@ class SampleStore:
         return order.setdefault(step, len(order))
 
     def _sizes(self) -> dict[SamplesFile, int]:
-        """Bytes of the files that are there: people remove some."""
-        return {file: file.path.stat().st_size for file in files_in(self._directory)}
+        """Bytes of the files that are there: people remove some, perhaps now."""
+        sizes = {}
+        for file in files_in(self._directory):
+            with suppress(FileNotFoundError):
+                sizes[file] = file.path.stat().st_size
+        return sizes
 
     def _thin_out(self, sizes: Mapping[SamplesFile, int]) -> None:
         totals = {kind: sum(size for file, size in sizes.items() if file.kind == kind) for kind in self._every}

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from miles_async.arguments import ObservabilityArguments
 from miles_async.errors import DataError
 from miles_async.samples import recorder as recorder_module
-from miles_async.samples.files import PARTIAL
+from miles_async.samples.files import PARTIAL, SamplesFile, files_in
 from miles_async.samples.reader import read_note, read_rows, read_state, samples_files
 from miles_async.samples.recorder import SampleRecorder, sample_recorder
 from miles_async.staleness.events import Ended, Finished
@@ -184,6 +184,19 @@ def test_files_that_people_remove_make_room_for_others(tmp_path: Path) -> None:
     assert state is not None
     assert [file.step for file in samples_files(tmp_path)] == [2]
     assert state.train_every == 1
+
+
+def test_a_file_that_is_removed_while_files_are_counted_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_one_that_goes(directory: Path) -> list[SamplesFile]:
+        return [*files_in(directory), SamplesFile(9, "train", directory / "train_0000009.parquet")]
+
+    monkeypatch.setattr("miles_async.samples.store.files_in", with_one_that_goes)
+    recorder = start(tmp_path)
+    batch(recorder, 1, (group(1),))
+    recorder.finish()
+    assert [file.step for file in samples_files(tmp_path)] == [1]
 
 
 def test_a_disk_that_cannot_be_written_is_one_warning_and_nothing_else(tmp_path: Path) -> None:
