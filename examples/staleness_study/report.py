@@ -23,30 +23,29 @@ PAGE = """\
 
 Real Megatron and SGLang on CPU teach a model of 78 K parameters to sort four digits: {steps} steps of 8 prompts × 8
 samples, learning rate 5e-4, one optimizer step per batch. Engines get the weights of 0, 2, 4, 8 or 16 versions ago
-(`--debug-publication-lag`), so that all training data has exactly that age once so many versions exist. Each row is one
-[correction](../examples/staleness_study/README.md#corrections), with its published settings where there are any. At age
-0 none of them changes the gradient, so one run stands for all.
+(`--debug-publication-lag`). Each row is one [correction](../examples/staleness_study/README.md#corrections), with its
+published settings where there are any. At age 0 none changes the gradient, so one run stands for all.
 
 **A column is not a clean dose of age.** At age N the first N + 1 of the {steps} steps train on samples of version 0,
 whose ages grow from 0 to N: {share} % of the run at age {oldest}.
 
-The second row is a control: no correction, and a learning rate of 1e-4 instead of 5e-4. Where it does as well as a
-correction, the steps were too large for data of that age.
+The second row is a control with a fifth of the learning rate. Where it does as well as a correction, the steps were too
+large for data of that age.
 
 {finished}
 
-Made by `make study` from [staleness_study.json](staleness_study.json), which has every step of every run. What
-follows for a run: [which correction](staleness.md#which-correction).
+Made by `make study` from [staleness_study.json](staleness_study.json), which has every step of every run. [Which
+correction](staleness.md#which-correction) to take follows from it.
 
 ![Accuracy, reward, spikes and effective sample size by correction and age](staleness_study.png)
 
-- Accuracy: share of right answers to 256 held-out prompts, by the final weights and taking the likeliest tokens; 0.14
-  before training.
-- Reward at the end: mean reward of the samples of the last {reward_steps} steps, at temperature 1. Where training
-  swings, it says more than the final weights.
+- Accuracy: share of right answers to 256 held-out prompts, by the final weights and the likeliest tokens; 0.14 before
+  training.
+- Reward at the end: mean reward of the last {reward_steps} steps, at temperature 1. Where training swings, it says more
+  than the final weights.
 - Spikes: steps whose gradient norm (before clipping to 1) is more than {spike:g} times the median of the run.
 - Effective sample size: (Σw)² / (n Σw²) over the n sequences of a step, w = π / π_rollout of a sequence, mean over the
-  last {last} steps: how far the policy is from the one that sampled; 1 if it has stopped moving.
+  last {last} steps; 1 if the policy has stopped moving.
 
 ## Accuracy
 
@@ -59,18 +58,16 @@ told apart, `?` too few seeds.
 
 ## What this does not show
 
-- One task, one model of 78 K parameters, answers of five tokens: corrections by sequence have it easier than with
-  products of ratios over thousands of tokens.
+- One task, one model, answers of five tokens: corrections by sequence have it easier than over thousands of tokens.
 - One learning rate for the corrections (none ran at the control's), one batch size, one optimizer step per batch.
-- Settings were not tuned, neither per correction nor per age.
-- Age is constant. A weight by age, such as 0.9^age, then scales every gradient alike, which Adam undoes; real runs mix
-  ages within a batch.
+- Settings were tuned neither per correction nor per age.
+- Age is constant. A weight by age then scales every gradient alike, which Adam undoes; real runs mix ages in a batch.
 - Engine and trainer compute the same log-probs here (fp32, dense, difference 2e-7), so corrections for numerical
   mismatch, such as IcePop, are judged by staleness alone, and "Missing Old Logits" would be the PPO ratio.
-- Orders of batches (`--batch-order`) have no row: with exact ages no groups wait. SAO's clip has one, SAO not: its
-  critic and its single samples would change age 0, too.
-- Accuracy after a fixed number of steps, not after convergence, and not per second: what old data buys in speed is in
-  [benchmarks.md](benchmarks.md).
+- With exact ages no groups wait, so `--batch-order` has no row. SAO's critic and single samples would change age 0, so
+  only its clip has one.
+- Accuracy after a fixed number of steps, not after convergence, and not per second: [benchmarks.md](benchmarks.md) has
+  what old data buys in speed.
 - Three seeds tell large differences from none; they don't rank corrections that are close.
 """
 
