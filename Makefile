@@ -8,9 +8,8 @@ EXTRAS ?=
 FAST := -n $(shell echo $$(($$(nproc) + 1))) -m "not long" tests/simulation tests/property tests/unit
 # Of these, the rooms that import torch.
 COMPUTES := $(addprefix tests/unit/,algorithms backends trainer weights)
-# Files of tests with processes, in the order of tests/integration/conftest.py; two workers take 10 GB together, and a
-# third one 5 GB more, by which two cores save 30 s of 15 minutes.
-IN_PARALLEL := -n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder
+# Files of tests with processes, in the order of tests/integration/conftest.py: these wait, too. Three workers take 10 GB.
+IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # What `test` skips for want of them.
 OF_EXTRAS := tests/unit/observability tests/integration/test_trackers_in_trouble.py tests/unit/rewards/test_answers.py \
 	tests/unit/wiring/test_generated_prompts.py tests/unit/examples/test_environments.py \

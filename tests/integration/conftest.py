@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +31,12 @@ from tests.integration.served_models import declare_plugins
 LATE = (
     rf"{READ_LATE}|(?i:\w+_proxy)|PYTEST_.*|NVTE_.*|{BLOCKING_WAIT}"
     r"|TOKENIZERS_PARALLELISM|TORCHINDUCTOR_CACHE_DIR|SGLANG_CPU_OMP_THREADS_BIND|SGLANG_MAMBA_CONV_DTYPE|WANDB_SERVICE"
+    r"|COLUMNS|LINES"
 )
+
+Imported = tuple[RunForkServers, ForkServer]
+SHARED = pytest.StashKey[bytes]()
+FORK_SERVERS = "fork servers"  # pickled, in the input of pytest-xdist's workers
 
 # Files that take half a minute or more: the workers of `make test` end together if these come first.
 LONGEST = (
@@ -43,26 +51,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
-@pytest.fixture(scope="session")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunForkServers, ForkServer]]:
-    """The fork servers of a run of the quick start, and one with what they have in common, for whoever asks. Their
-    SGLang finds the plugins of tests.
+@contextmanager
+def running_fork_servers() -> Iterator[Imported]:
+    """The fork servers of a run of the quick start, and one with what they have in common. Their SGLang finds the
+    plugins of tests.
     """
-    plugins, run_dir = tmp_path_factory.mktemp("plugins"), tmp_path_factory.mktemp("imported")
-    declare_plugins(plugins, ("tests.integration.deaf_engine", "tests.integration.rounded_engine"))
-    environment = worker_environment((), cpu=True)
-    environment["PYTHONPATH"] = os.pathsep.join([str(plugins), environment["PYTHONPATH"]])
-    processes = ForkServers(COMMON, environment | ROOM_FOR_MARKS)
-    processes.start()
-    with tempfile.TemporaryDirectory() as sockets:  # which have short paths
+    with tempfile.TemporaryDirectory() as name:  # sockets have short paths
+        directory = Path(name)
+        declare_plugins(directory, ("tests.integration.deaf_engine", "tests.integration.rounded_engine"))
+        environment = worker_environment((), cpu=True)
+        environment["PYTHONPATH"] = os.pathsep.join([name, environment["PYTHONPATH"]])
+        processes = ForkServers(COMMON, environment | ROOM_FOR_MARKS)
+        processes.start()
         arguments = parse_arguments([f"@{QUICKSTART}/reverse.args"]).arguments
-        described = fork_servers(arguments, run_dir, "cpu", Path(sockets), environment)
+        described = fork_servers(arguments, directory, "cpu", directory, environment)
         servers = RunForkServers(**{server.path.name: replace(server, late=LATE) for server in described})
         common = ForkServer(
-            path=Path(sockets, "common"),
+            path=directory / "common",
             modules=(),
             environment=environment,
-            log_path=run_dir / "logs" / "common_imports.log",
+            log_path=directory / "logs" / "common_imports.log",
             late=LATE,
         )
         processes.fork((*servers, common))
@@ -70,20 +78,39 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunFork
             yield servers, common
         finally:
             asyncio.run(processes.stop())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of pytest-xdist, in the process that starts workers: they share fork servers."""
+    if SHARED not in node.config.stash:
+        servers = ExitStack()
+        node.config.stash[SHARED] = pickle.dumps(servers.enter_context(running_fork_servers()))
+        node.config.add_cleanup(servers.close)
+    node.workerinput[FORK_SERVERS] = node.config.stash[SHARED]
+
+
+@pytest.fixture(scope="session")
+def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Imported]:
+    """Fork servers, for whoever asks."""
+    shared = getattr(request.config, "workerinput", {}).get(FORK_SERVERS)
+    with nullcontext(pickle.loads(shared)) if shared else running_fork_servers() as (servers, common):
+        yield servers, common
     logs = (log for log in tmp_path_factory.getbasetemp().rglob("*.log") if log.is_file())
     lines = ((log.name, line) for log in logs for line in log.read_text(errors="replace").splitlines())
-    refused = [(log, line) for log, line in lines if f"the fork server at {sockets}/" in line and "it refuses" in line]
+    place = f"the fork server at {common.path.parent}/"
+    refused = [(log, line) for log, line in lines if place in line and "it refuses" in line]
     assert not refused, f"these had to import everything themselves, which takes 10 s: {refused}"
 
 
 @pytest.fixture(scope="session")
-def common_imports(imported: tuple[RunForkServers, ForkServer]) -> ForkServer:
+def common_imports(imported: Imported) -> ForkServer:
     """A process that has imported torch and transformers."""
     return imported[1]
 
 
 @pytest.fixture(scope="session")
-def sglang_imports(imported: tuple[RunForkServers, ForkServer]) -> ForkServer:
+def sglang_imports(imported: Imported) -> ForkServer:
     """A process that has imported SGLang."""
     assert imported[0].engines is not None
     return imported[0].engines
@@ -96,7 +123,7 @@ def engine_imports(sglang_imports: ForkServer) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rank_imports(imported: tuple[RunForkServers, ForkServer]) -> ForkServer:
+def rank_imports(imported: Imported) -> ForkServer:
     """A process that has imported Megatron, to fork a trainer's Ray workers from."""
     assert imported[0].ranks is not None
     return imported[0].ranks

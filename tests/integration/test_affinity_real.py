@@ -99,7 +99,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
     supervision.cancel()
     await asyncio.gather(supervision, return_exceptions=True)
     await stack.stop()
-    assert not [p for p in psutil.Process().children(recursive=True) if str(model) in " ".join(command_line(p))]
+    assert not [each for each in psutil.process_iter() if str(model) in " ".join(command_line(each))]
 
 
 async def until_serving(stack: FrozenEngines, count: int) -> None:

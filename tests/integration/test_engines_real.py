@@ -657,5 +657,4 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path: Path, engine_impor
     with pytest.raises(EngineStartError, match=r"ended with status 1(.|\n)*nothing-here"):
         async with asyncio.timeout(120):
             await stack.start()
-    children = psutil.Process().children(recursive=True)
-    assert not [child for child in children if str(tmp_path) in " ".join(command_line(child))]
+    assert not [each for each in psutil.process_iter() if str(tmp_path) in " ".join(command_line(each))]
