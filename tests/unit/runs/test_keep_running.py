@@ -116,7 +116,12 @@ class Lives:
         """In a process of its own, for signals, which has said ``until``."""
         words = [str(restarts), str(self.save), str(self.run_dir), *self.command]
         source = KEEPER.replace("...", patch)
-        keeper = subprocess.Popen([sys.executable, "-c", source, *words], stdout=subprocess.PIPE, text=True)
+        keeper = subprocess.Popen(
+            [sys.executable, "-c", source, *words],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also in tests under nohup
+        )
         assert keeper.stdout is not None
         assert keeper.stdout.readline() == f"{until}\n"
         return keeper

@@ -61,8 +61,14 @@ def drivers() -> Iterator[list[subprocess.Popen[str]]]:
         process.communicate(timeout=10)
 
 
+def hear_sighup() -> None:
+    """Also in tests that run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def driver(drivers: list[subprocess.Popen[str]], *manners: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", DRIVER, *manners], stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, "-c", DRIVER, *manners]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=hear_sighup)
     drivers.append(process)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -91,7 +97,13 @@ def test_a_run_whose_terminal_closes_ends_in_order(drivers: list[subprocess.Pope
     adopt = "import fcntl, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0)"
     words = [sys.executable, "-c", f"{adopt}\n{DRIVER}"]
     process = subprocess.Popen(
-        words, stdin=terminal, stdout=terminal, stderr=terminal, text=True, start_new_session=True
+        words,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        text=True,
+        start_new_session=True,
+        preexec_fn=hear_sighup,
     )
     drivers.append(process)
     os.close(terminal)
