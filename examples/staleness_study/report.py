@@ -29,8 +29,8 @@ published settings where there are any. At age 0 none changes the gradient, so o
 **A column is not a clean dose of age.** At age N the first N + 1 of the {steps} steps train on samples of version 0,
 whose ages grow from 0 to N: {share} % of the run at age {oldest}.
 
-The second row is a control with a fifth of the learning rate. Where it does as well as a correction, the steps were too
-large for data of that age.
+The second row is a control: no correction, and a fifth of the learning rate. Where it does as well as a correction, the
+steps were too large for data of that age.
 
 {finished}
 

@@ -82,7 +82,7 @@ def running_fork_servers() -> Iterator[Imported]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Of pytest-xdist, in the process that starts workers: they share fork servers."""
+    """pytest-xdist calls this before it starts a worker: all workers share the fork servers of this process."""
     if SHARED not in node.config.stash:
         servers = ExitStack()
         node.config.stash[SHARED] = pickle.dumps(servers.enter_context(running_fork_servers()))
@@ -92,7 +92,7 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.fixture(scope="session")
 def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Imported]:
-    """Fork servers, for whoever asks."""
+    """The fork servers that all workers share; without workers, those of this process."""
     shared = getattr(request.config, "workerinput", {}).get(FORK_SERVERS)
     with nullcontext(pickle.loads(shared)) if shared else running_fork_servers() as (servers, common):
         yield servers, common
