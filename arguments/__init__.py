@@ -59,6 +59,14 @@ class Arguments:
         return self.optimizer.max_tokens_per_gpu * self.model.context_parallel_size
 
     @property
+    def most_tokens_per_rank(self) -> int:
+        """Tokens of the largest micro-batch on one rank, as far as flags say: a longer sample gets its own."""
+        packed = self.optimizer.max_tokens_per_gpu
+        if self.algorithm.supervised or self.sessions.is_multi_turn:  # longer examples are skipped, trajectories end
+            return packed
+        return max(packed, -(-self.longest_sample // self.model.context_parallel_size))
+
+    @property
     def sides(self) -> Sides:
         """Sides that run."""
         if self.evaluation.eval_only:

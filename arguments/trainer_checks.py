@@ -75,9 +75,9 @@ def check_batches(arguments: Arguments) -> Iterator[str]:
             "ranks: raise --global-batch-size (or --rollout-batch-size), or train with fewer ranks "
             "(--actor-num-gpus-per-node)"
         )
-    prompt = arguments.data.rollout_max_prompt_len
     longest = arguments.longest_sample
-    if arguments.micro_batch_tokens < longest and not arguments.algorithm.supervised:  # which skips longer examples
+    if arguments.micro_batch_tokens < longest and arguments.sessions.is_multi_turn:  # which end at what a batch holds
+        prompt = arguments.data.rollout_max_prompt_len
         known = f"--rollout-max-prompt-len {prompt} + " if prompt else "a prompt and "
         ranks = arguments.model.context_parallel_size
         on_each = f" on each of {ranks} context-parallel ranks" if ranks > 1 else ""

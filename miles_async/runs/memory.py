@@ -46,7 +46,7 @@ def memory_report(arguments: Arguments) -> str:
             directory=model.directory,
             model=model,
             world_size=world_size,
-            tokens=arguments.optimizer.max_tokens_per_gpu,
+            tokens=arguments.most_tokens_per_rank,
             logprob_chunk=arguments.optimizer.logprob_chunk,
             temperature=arguments.rollout.rollout_temperature,
             entropy="entropy" in needs,
@@ -114,8 +114,8 @@ def _problems(arguments: Arguments, ranks: Sequence[RankBytes], engines: Sequenc
             f"optimizer {_gib(fullest.optimizer)}, reference {_gib(fullest.reference)}, critic "
             f"{_gib(fullest.critic)}, activations {_gib(fullest.activations)}; raise "
             "--tensor-model-parallel-size, --pipeline-model-parallel-size or --actor-num-nodes, lower "
-            "--max-tokens-per-gpu, or give --recompute-granularity full, or --optimizer-cpu-offload "
-            "--use-precision-aware-optimizer"
+            "--max-tokens-per-gpu (a longer sample gets its own micro-batch), or give --recompute-granularity full, or "
+            "--optimizer-cpu-offload --use-precision-aware-optimizer"
         )
     context = engine_context(arguments)
     longest = arguments.longest_sample if context is None else min(arguments.longest_sample, context.tokens)
@@ -132,7 +132,7 @@ def _trainer_table(arguments: Arguments, ranks: Sequence[RankBytes]) -> Table:
     trainer = Table(
         "stage", "weights", "gradients", "optimizer", "reference", "critic", "activations", "staging", "sum",
         "host copy", "kept weights",
-        title=f"Trainer, GiB per rank, micro-batches of {arguments.optimizer.max_tokens_per_gpu} tokens",
+        title=f"Trainer, GiB per rank, micro-batches of {arguments.most_tokens_per_rank} tokens",
     )  # fmt: skip
     for rank in ranks:
         numbers = (
@@ -150,7 +150,7 @@ def _activation_table(
 ) -> Table:
     """Activations by recomputation, and what of them is logits."""
     chosen, optimizer = arguments.model.recompute_granularity, arguments.optimizer
-    tokens = min(optimizer.logprob_chunk, optimizer.max_tokens_per_gpu)
+    tokens = min(optimizer.logprob_chunk, arguments.most_tokens_per_rank)
     names = {each: f"{each or 'none'}{' (chosen)' if each == chosen else ''}" for each in RECOMPUTED}
     table = Table("stage", *names.values(), f"of which logits of {tokens} tokens", title=(
         "Activations by --recompute-granularity, GiB per rank"

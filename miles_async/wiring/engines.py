@@ -230,6 +230,7 @@ def longest_sample(arguments: Arguments) -> int:
     prompt, held_out = arguments.data.rollout_max_prompt_len, evaluation_sets(arguments.evaluation)
     response = max(response_length(arguments, which)[1] for which in (None, *held_out))
     if prompt is None or arguments.sessions.is_multi_turn:
-        return max(arguments.micro_batch_tokens, response)
+        packed = arguments.micro_batch_tokens
+        return packed if response < packed else packed + response
     prompt = max(prompt, *(each.max_prompt_len or 0 for each in held_out)) if held_out else prompt
     return prompt + response

@@ -135,3 +135,16 @@ def test_long_prompts_are_tokenized_once_and_none_where_any_sample_may_outgrow_a
     assert "1 of 3 prompts are skipped" in skipped
     assert long.startswith("with --rollout-max-response-len 1024 samples of any prompt may exceed")
     assert sorted(tokenized) == [10, 1500]
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ({"max_tokens_per_gpu": 2000}, 2000),
+        ({"max_tokens_per_gpu": 100}, 1025),
+        ({"max_tokens_per_gpu": 100, "context_parallel_size": 2}, 513),
+        ({"max_tokens_per_gpu": 100, "agent_command": "agent"}, 100),
+    ],
+)
+def test_memory_is_planned_for_a_sample_that_outgrows_a_micro_batch(flags: dict[str, object], tokens: int) -> None:
+    assert assemble({"rollout_max_response_len": 1024} | flags, {}).most_tokens_per_rank == tokens
