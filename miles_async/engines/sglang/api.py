@@ -57,6 +57,8 @@ MEMORY_TAGS = ["kv_cache", "weights", "cuda_graph"]
 # an engine that died.
 _HEADERS = {"Content-Type": "application/json", "Connection": "close"}
 
+_LEAVING_SECONDS = 5.0  # for a server that answered just now to leave a process group
+
 _CALLS_AT_ONCE = 8  # begun per turn of the event loop, 0.2 ms each: requests wait for the loop meanwhile
 
 
@@ -258,7 +260,7 @@ class SGLangServer:
             "load_format": STREAM,
             **_taken_as(version),
         }
-        await self._call(url, "/update_weights_from_distributed", timeout, body)
+        await self._receive(url, group_names, body, timeout)
 
     async def receive_bucket(
         self,
@@ -278,7 +280,18 @@ class SGLangServer:
             **_TARGET,
             **_taken_as(version),
         }
-        await self._call(url, "/update_weights_from_distributed", timeout, body)
+        await self._receive(url, [group_name], body, timeout)
+
+    async def _receive(self, url: str, group_names: Sequence[str], body: Mapping[str, object], timeout: float) -> None:
+        """A server that refuses is still a member, for whom all others would wait, so it leaves the groups."""
+        try:
+            await self._call(url, "/update_weights_from_distributed", timeout, body)
+        except EngineTimeoutError:
+            raise
+        except EngineError:
+            leaving = (self.leave_group(url, name, min(timeout, _LEAVING_SECONDS)) for name in group_names)
+            await asyncio.gather(*leaving, return_exceptions=True)
+            raise
 
     async def receive_handles(self, url: str, handles: str, ranks: int, version: int, timeout: float) -> None:
         """Every rank opens the same device memory."""
