@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar, cast
 
 import aiohttp
@@ -260,7 +261,8 @@ class SGLangServer:
             "load_format": STREAM,
             **_taken_as(version),
         }
-        await self._receive(url, group_names, body, timeout)
+        async with self._leaving(url, group_names, timeout):
+            await self._call(url, "/update_weights_from_distributed", timeout, body)
 
     async def receive_bucket(
         self,
@@ -280,12 +282,14 @@ class SGLangServer:
             **_TARGET,
             **_taken_as(version),
         }
-        await self._receive(url, [group_name], body, timeout)
+        async with self._leaving(url, [group_name], timeout):
+            await self._call(url, "/update_weights_from_distributed", timeout, body)
 
-    async def _receive(self, url: str, group_names: Sequence[str], body: Mapping[str, object], timeout: float) -> None:
+    @asynccontextmanager
+    async def _leaving(self, url: str, group_names: Sequence[str], timeout: float) -> AsyncIterator[None]:
         """A server that refuses is still a member, for whom all others would wait, so it leaves the groups."""
         try:
-            await self._call(url, "/update_weights_from_distributed", timeout, body)
+            yield
         except EngineTimeoutError:
             raise
         except EngineError:

@@ -9,6 +9,7 @@ import pytest
 
 from miles_async.engines.http import Http
 from miles_async.engines.sglang.api import UNKNOWN_TOKENS_IN_FLIGHT, SGLangServer
+from miles_async.errors import EngineError, EngineTimeoutError
 from tests.fakes.fake_engine import FakeEngine
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n%s\r\n{}"
@@ -48,6 +49,27 @@ async def test_an_engine_that_others_started_is_told_to_keep_its_draft_model(mon
     await SGLangServer(http).receive_bucket("http://engine", "group", [], 3, 5.0)
     await http.close()
     assert sent == ["target", "target"]
+
+
+@pytest.mark.parametrize(("error", "left"), [(EngineError("no"), ["a", "b"]), (EngineTimeoutError("late"), [])])
+async def test_an_engine_that_refuses_weights_leaves_the_groups_in_which_others_wait_for_it(
+    error: EngineError, left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # covers: C8
+    leaving = []
+
+    async def call(server: SGLangServer, url: str, path: str, timeout: float, body: Mapping[str, object]) -> None:
+        if path == "/update_weights_from_distributed":
+            raise error
+        leaving.append((path, body["group_name"]))
+        raise EngineError("there is no such group")  # as of one whose scheduler failed
+
+    monkeypatch.setattr(SGLangServer, "_call", call)
+    http = Http()
+    with pytest.raises(type(error), match=str(error)):
+        await SGLangServer(http).receive_stream("http://engine", ["a", "b"], 3, 5.0)
+    await http.close()
+    assert leaving == [("/destroy_weights_update_group", name) for name in left]
 
 
 @pytest.mark.parametrize(
