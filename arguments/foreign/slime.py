@@ -52,6 +52,8 @@ FULLY_ASYNC_LOOPS = (
     "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn",
 )
 """Values of --rollout-function-path that do what every run does here."""
+ENVIRONMENT = {"wandb-key": "WANDB_API_KEY", "wandb-host": "WANDB_BASE_URL", "wandb-team": "WANDB_ENTITY"}
+"""Flag → the variable that says the same here."""
 _EVALUATION = 'for separate engines, use a group with role = "evaluation" in --server-groups'
 
 SLIME: tuple[ForeignFlag, ...] = (
@@ -121,7 +123,9 @@ SLIME: tuple[ForeignFlag, ...] = (
             one="update-weight-mode", only=("full",)),
     *_noted("for files use --weight-transport disk", one="update-weight-transport", only=("nccl",)),
     *_noted("for files use --weight-transport disk, for changes alone --weight-delta, too",
-            one="update-weight-transfer-mode", only=("broadcast",)),
+            one="update-weight-transfer-mode", only=("broadcast", "p2p")),
+    *_noted("weights come by --weight-transport", one="sglang-remote-instance-weight-loader-ib-device",
+            switches="sglang-remote-instance-weight-loader-start-seed-via-transfer-engine"),
     *_refused("use --weight-delta", one="update-weight-delta-encoding"),
     *_noted("digests of all tensors are compared: --verify-weights", one="update-weight-delta-checksum"),
     *_refused("engines hold no files of weights: remove it", one="update-weight-local-checkpoint-dir"),
@@ -262,7 +266,7 @@ SLIME: tuple[ForeignFlag, ...] = (
             one="multi-lora-idle-poll-s multi-lora-http-server-path multi-lora-backend-path multi-lora-api-port "
             "multi-lora-max-adapter-global-batch-size multi-lora-max-coalesce-wait-s multi-lora-max-empty-wait-s"),
     # Around a run.
-    *_refused("set WANDB_API_KEY in the environment", one="wandb-key"),
+    *(row for flag, name in ENVIRONMENT.items() for row in _refused(f"set {name} in the environment", one=flag)),
     *_refused("use --save-debug-rollout-data to write batches, --record for all decisions", one="dump-details"),
     *_refused("it belongs to a script that prepares files, not to training: remove it",
             one="model-dir save-dir local-dir strategy block-size max-workers"),
@@ -273,8 +277,6 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_noted("files are in --run-dir, whose name is the run's", one="wandb-dir", switches="disable-wandb-random-suffix"),
     *_noted("event files are in --tensorboard-dir, by default in --run-dir, whose name is the run's",
             one="tb-project-name tb-experiment-name"),
-    *_refused("set WANDB_BASE_URL in the environment", one="wandb-host"),
-    *_refused("set WANDB_ENTITY in the environment", one="wandb-team"),
     *_refused("use --custom-tracker-path module:attr; metrics.jsonl has every metric",
             one="custom-rollout-log-function-path custom-eval-rollout-log-function-path"),
     *_refused("use --load-debug-rollout-data", one="load-forge-rollout-data load-debug-rollout-data-subsample"),
@@ -295,7 +297,7 @@ SLIME: tuple[ForeignFlag, ...] = (
             switches="ci-test ci-disable-kl-checker ci-disable-logprobs-checker ci-disable-weight-update-checker "
             "ci-save-model-hash ci-check-model-hash"),
     # Megatron's, which their scripts give.
-    *_refused("gradients that are not finite are always rejected: use --bad-step-action to choose what follows",
+    *_noted("no step is taken with gradients that are not finite; --bad-step-action decides what follows",
             switches="no-check-for-nan-in-loss-and-grad"),
     _works("--sglang-server-concurrency", "--rollout-concurrency-per-engine"),
     _works("--disable-grpo-std-normalization", "--no-grpo-std-normalization", takes="nothing"),

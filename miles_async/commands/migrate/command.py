@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from miles_async.arguments.argument_files import split_line
 from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
 from miles_async.arguments.foreign.checks import check_foreign
-from miles_async.arguments.foreign.slime import FULLY_ASYNC_LOOPS
+from miles_async.arguments.foreign.slime import ENVIRONMENT, FULLY_ASYNC_LOOPS
 from miles_async.arguments.foreign.translate import Translation, mentions, same, translate
 from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.parser import parse_arguments
@@ -104,13 +104,15 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
     translation = translate(migrated.words)
     scripted = {} if is_verl else values_by_flag(command.words)
     _forgive(translation, scripted)
+    environment = [name for flag, name in ENVIRONMENT.items() if translation.problems.pop(f"--{flag}", None)]
     _sort_out(translation, migrated)
     migrated.checked += command.described
     flags = list(_flags(command, migrated, scripted))
     command.unknown = [*_unknown(command, migrated)]
     refused = refusals("".join(flags), translation.checks)
     title = f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
-    remarks = [*_remarks(command, migrated), *_section("`train` would refuse this", refused)]
+    remarks = [*_section("Set in the environment", environment), *_remarks(command, migrated)]
+    remarks += _section("`train` would refuse this", refused)
     show("".join([title, *flags, *remarks]))
     return 1 if migrated.unmapped or command.missing or command.unknown or refused else 0
 

@@ -21,11 +21,12 @@ from miles_async.errors import ConfigurationError
 
 _ASSIGNMENT = re.compile(r"\s*(?:(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(\(?)(.*)")
 _BEFORE = re.compile(r"""\s*(?:export\s+)?(\w+)=((?:[^\s"'(]|"[^"]*"|'[^']*')*)\s+(?:&&\s+)?""")  # A=1 command
+_SEVERAL = re.compile(r"""(\s*\w+=[^\s;"'()]*);\s*(?=\w+=)""")  # A=1; B=2
 _READ = re.compile(r"\s*read\s+(?:-\w+\s+)+(\w+)\s*<<<\s*(.*)")
 _SOURCE = re.compile(r"\s*(?:source|\.)\s+(\S.*)")
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _PLAIN = re.compile(r"\$\{?(\w+)\}?")
-_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?:(:?)-((?:[^{}]|\$\{\w+\})*))?\}")
+_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?:(:?)-((?:[^{}]|\$\{(?:[^{}]|\$\{[^{}]*\})*\})*))?\}")
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
 _SEQUENCE = re.compile(r"\$\(seq\s+([^()]*)\)")
 # Brackets in it may be nested three deep, as in $(f $(g $((1)))).
@@ -92,6 +93,9 @@ class _Script:
         lines = deque(text.split("\n"))
         while lines:
             line = lines.popleft()
+            if first := _SEVERAL.match(line):
+                lines.appendleft(line[first.end() :])
+                line = first[1]
             if self._call_after_assignments(line) or self._assignment(line, lines, under=self._blocks > 0):
                 continue
             if (sourced := _SOURCE.match(line)) and (path := _split(sourced[1])):

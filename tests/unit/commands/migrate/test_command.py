@@ -451,3 +451,11 @@ def test_what_only_the_shell_knows_of_a_recipe_of_verl(words: str, unknown: str,
     status, text = migrated(script=f"python3 -m verl.trainer.main_ppo data.train_files=a.parquet {words}\n")
     assert status == 1
     assert f"\n#   {unknown}\n" in text.partition("# Only the shell knows these")[2]
+
+
+def test_what_the_environment_holds_here_is_named_and_a_key_is_not_shown(migrated: Migrate) -> None:
+    given = "--hf-checkpoint m --prompt-data p.jsonl --label-key label --rm-type math --n-samples-per-prompt 8"
+    status, shown = migrated(f"{given} --num-rollout 3 --wandb-key secret --wandb-host https://w --save s")
+    assert "# Set in the environment:\n#   WANDB_API_KEY\n#   WANDB_BASE_URL\n" in shown
+    assert "secret" not in shown
+    assert (status, "Could not be mapped" in shown) == (0, False), shown
