@@ -585,20 +585,25 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         case("choice", {"lr_decay_style": "cubic"}, "--lr-decay-style: expected one of constant, linear, cosine"),
         case(
             "micro-batch too small",
-            {"max_tokens_per_gpu": 1000},
+            {"agent_command": "agent", "max_tokens_per_gpu": 1000},
             "--max-tokens-per-gpu 1000",
             "--rollout-max-response-len 1024",
             "at least 1025",
         ),
         case(
             "micro-batch too small for both",
-            {"max_tokens_per_gpu": 1100, "rollout_max_prompt_len": 128},
+            {"agent_command": "agent", "max_tokens_per_gpu": 1100, "rollout_max_prompt_len": 128},
             "--rollout-max-prompt-len 128 + --rollout-max-response-len 1024",
             "at least 1152",
         ),
         case(
             "context-parallel micro-batch too small",
-            {"max_tokens_per_gpu": 500, "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            {
+                "agent_command": "agent",
+                "max_tokens_per_gpu": 500,
+                "context_parallel_size": 2,
+                "actor_num_gpus_per_node": 2,
+            },
             "--max-tokens-per-gpu 500 on each of 2 context-parallel ranks",
             "at least 513",
         ),
