@@ -13,14 +13,13 @@ from miles_async import __version__
 from miles_async.arguments.cluster import ClusterArguments, Device, parse_port_range
 from miles_async.commands.parser import CommandParser
 from miles_async.errors import EXIT_FAILED, ConfigurationError
-from miles_async.machine.checks import Intent, machine_findings, model_findings
+from miles_async.machine.checks import Intent, device_found, machine_findings, model_findings
 from miles_async.machine.finding import Finding, Verdict
 from miles_async.machine.gpus import cudnn_findings, rank_libraries
 from miles_async.machine.limits import connection_findings
 from miles_async.machine.network import HUB, WANDB, service_findings
 from miles_async.machine.sandbox import sandbox_findings
 from miles_async.runtime.cluster.ray_address import VARIABLE, check_ray_address, with_ray_address
-from miles_async.runtime.device import choose_device
 
 _EPILOG = (
     "Exit status: 0 if a run can work (there may be warnings), 1 if something is in its way, 2 if the command line is "
@@ -80,7 +79,7 @@ class Report:
 
 def _here(intent: Intent, model: Path | None) -> Iterator[Finding]:
     yield from machine_findings(intent)
-    if intent.own_gpus and choose_device(intent.device) == "cuda":
+    if intent.own_gpus and device_found(intent.device)[0] == "cuda":
         yield from cudnn_findings(rank_libraries())  # not before every run: it imports for half a minute
     yield from connection_findings()
     yield from sandbox_findings()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_async.arguments.cluster import DeviceChoice
+from miles_async.arguments.cluster import Device, DeviceChoice
 from miles_async.arguments.model_files import directory_problems, read_config
 from miles_async.backends.megatron.families.hf_config import check_model
 from miles_async.errors import ConfigurationError
@@ -21,7 +21,7 @@ from miles_async.machine.limits import (
     shared_memory_findings,
 )
 from miles_async.machine.network import interface_findings, port_findings
-from miles_async.machine.packages import installed_for, package_findings, versions_tested
+from miles_async.machine.packages import installed_for, package_findings, set_up, versions_tested
 from miles_async.runtime.device import choose_device
 
 
@@ -33,12 +33,22 @@ class Intent:
     directories: Mapping[str, Path] = field(default_factory=dict)  # that it writes to, by what they are for
 
 
+def device_found(choice: DeviceChoice) -> tuple[Device, str]:
+    """Return the device that ``--device`` means here, and why torch cannot say so, or an empty string."""
+    try:
+        return choose_device(choice), ""
+    except (ImportError, OSError) as error:  # one of CUDA's libraries is not there, say
+        return "cpu", f"cannot be imported: {error}"
+
+
 def machine_findings(intent: Intent) -> Iterator[Finding]:
     """Check this machine, contacting no other. Takes milliseconds, and unless for cpu the import of torch."""
-    device = choose_device(intent.device)
+    device, unusable = device_found(intent.device)
     packages = installed_for(device)
     yield from package_findings(versions_tested(packages), packages)
-    if intent.own_gpus:
+    if unusable:
+        yield Finding(check="torch", verdict="failure", found=unusable, mend=set_up(packages))
+    elif intent.own_gpus:
         yield from gpu_findings(None if intent.device == "cpu" else gpu_facts(), intent.device)
     yield from shared_memory_findings(device if intent.own_gpus else "cpu")
     yield from disk_findings({**intent.directories, "TMPDIR": Path(tempfile.gettempdir())})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from miles_async.arguments.cluster import DeviceChoice
 from miles_async.machine.finding import Finding, Verdict
-from miles_async.machine.packages import platform_version
+from miles_async.machine.packages import platform_version, set_up
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _LOADS_CUDNN = """
@@ -57,7 +57,7 @@ def gpu_findings(facts: GpuFacts | None, device: DeviceChoice) -> Iterator[Findi
     built, oldest = f"torch is built for CUDA {facts.cuda}", platform_version("DRIVER_VERSION")
     if facts.cuda is None:
         found = "torch is a CPU build" + (f", next to driver {facts.driver}" if facts.driver else "")
-        mend = "make setup EXTRAS=gpu"
+        mend = set_up("cuda")
     elif facts.gpus:  # also with an older driver, if NVIDIA's compatibility package stands in
         names = ", ".join(f"{facts.gpus.count(name)} × {name}" for name in dict.fromkeys(facts.gpus))
         found = f"{names}; driver {facts.driver or 'unknown'}, CUDA {facts.cuda}, NCCL {facts.nccl}"

@@ -16,8 +16,17 @@ _SOURCES: Mapping[Device, tuple[str, ...]] = {
     "cpu": ("base.in", "nodeps.in", "cpu.in"),
     "cuda": ("base.in", "nodeps.in", "gpu.in"),
 }
-_SET_UP: Mapping[Device, str] = {"cpu": "make setup", "cuda": "make setup EXTRAS=gpu"}
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?(?:==([\w.]+))?")
+
+
+def set_up(device: Device) -> str:
+    """Return the command that installs the tested versions: in a clone, or next to an installed wheel."""
+    if REQUIREMENTS.is_symlink():
+        return "make setup" if device == "cpu" else "make setup EXTRAS=gpu"
+    if device == "cuda":
+        return "in a clone of the sources: make setup EXTRAS=gpu"
+    files = {name: REQUIREMENTS / name for name in _SOURCES["cpu"]}
+    return f"pip install -r {files['base.in']} -r {files['cpu.in']} && pip install --no-deps -r {files['nodeps.in']}"
 
 
 def installed_for(device: Device) -> Device:
@@ -53,7 +62,7 @@ def package_findings(tested: Mapping[str, str | None], device: Device) -> Iterat
             same.append(f"{name} {found}")
         elif version is not None:
             others.append(f"{name} {found} ({version})")
-    mend = _SET_UP[device]
+    mend = set_up(device)
     if missing:
         yield Finding(check="packages", verdict="failure", found=f"not installed: {', '.join(missing)}", mend=mend)
     if others:

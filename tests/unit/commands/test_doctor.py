@@ -17,6 +17,7 @@ from miles_async.machine.finding import Finding
 from miles_async.observability import wandb_tracker
 from miles_async.runs import checks
 from miles_async.runs.checks import check_surroundings, machine_state
+from miles_async.runtime import device
 from miles_async.runtime.device import count_gpus
 from tests.unit.commands.command_line import printed
 
@@ -53,6 +54,20 @@ def test_a_failure_is_told_with_its_remedy_and_exit_status_1(
     shown = capsys.readouterr().out
     assert f"  failure  model          --hf-checkpoint {model}: " in shown
     assert f" mend: hf download <model> --local-dir {model}" in shown
+
+
+def test_a_torch_that_cannot_be_imported_is_told_with_the_other_findings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def count() -> int:
+        raise ImportError("libcudnn.so.9: cannot open shared object file")
+
+    monkeypatch.setattr(device, "count_gpus", count)
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "  failure  torch          cannot be imported: libcudnn.so.9: cannot open shared object file\n" in shown
+    assert " mend: make setup\n" in shown
+    assert " sandbox " in shown
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.machine import packages
-from miles_async.machine.packages import installed_for, package_findings, platform_version, versions_tested
+from miles_async.machine.packages import installed_for, package_findings, platform_version, set_up, versions_tested
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,6 +45,15 @@ def test_missing_and_other_versions_are_named_with_the_command() -> None:
     assert missing.found == "not installed: no-such-package"
     assert other.found.endswith(f": numpy {installed} (0.1)")
     assert missing.mend == other.mend == "make setup EXTRAS=gpu"
+
+
+def test_a_wheel_names_its_own_files_since_it_has_no_makefile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "REQUIREMENTS", ROOT / "requirements")  # a folder, as in a wheel
+    folder = ROOT / "requirements"
+    assert set_up("cpu") == (
+        f"pip install -r {folder}/base.in -r {folder}/cpu.in && pip install --no-deps -r {folder}/nodeps.in"
+    )
+    assert set_up("cuda") == "in a clone of the sources: make setup EXTRAS=gpu"
 
 
 def test_a_local_version_is_the_tested_one(monkeypatch: pytest.MonkeyPatch) -> None:
