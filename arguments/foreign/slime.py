@@ -81,7 +81,7 @@ SLIME: tuple[ForeignFlag, ...] = (
             one="session-server-ip"),
     *_refused("the address of the router is chosen by the run: remove it", one="sglang-router-ip"),
     *_refused("use --request-timeout", one="sglang-router-request-timeout-secs"),
-    *_refused("use --port-range", many="session-server-port"),
+    *_noted("the run chooses ports, by --port-range", many="session-server-port"),
     *_refused("set http_proxy and no_proxy in the environment, which reach every process", one="http-proxy"),
     *_noted("batches go through Ray's object store", one="rollout-data-transport", only=("object-store",)),
     *_noted("batches go through Ray's object store", one="object-store-backend", only=("ray",)),
@@ -93,8 +93,8 @@ SLIME: tuple[ForeignFlag, ...] = (
     # Model.
     *_noted("Megatron-Bridge converts weights, both ways", one="megatron-to-hf-mode", only=("bridge",)),
     *_refused("hooks find their settings by themselves, in a file or the environment", one="custom-config-path"),
-    *_refused("it is for transformers' models. Megatron trains here: remove it", one="attn-implementation"),
-    *_refused("use --recompute-granularity full", switches="gradient-checkpointing"),
+    *_noted("it is for transformers' models, and Megatron trains here", one="attn-implementation"),
+    _works("--gradient-checkpointing", "--recompute-granularity", "full", takes="nothing"),
     *_refused(f"Megatron trains here: use {_CPU_OFFLOAD}", switches="fsdp-cpu-offload"),
     *_noted("Megatron-Bridge pads the vocabulary of config.json", one="padded-vocab-size"),
     *_noted("model_type of config.json names the family", one="model-name"),
@@ -193,6 +193,13 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("use --rollout-concurrency-per-engine (samples in flight) and --max-rollout-lead (batches ahead)",
             one="rollout-submission-granularity async-max-concurrent-samples async-data-buffer-capacity-factor"),
     *_refused("use --stale-group-action: recycle is retry, drop is drop", one="async-unused-samples-handler"),
+    _works("--generate-max-turns", "--max-turns"),
+    _works("--generate-tool-call-parser", "--tool-call-parser"),
+    *_refused("tools come from --environment-path or --mcp-server",
+            one="generate-tool-specs-path generate-execute-tool-function-path"),
+    *_refused("use --agent-path module:attr", one="custom-agent-function-path"),
+    *_refused("trajectories end at --max-tokens-per-gpu: use --sglang-context-length to end them earlier",
+            one="max-seq-len"),
     *_refused("trajectories come from --environment-path, --agent-path or --agent-command",
             one="rollout-buffer-url fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type"),
     *_refused("each engine does prefill and decoding: remove it", one="prefill-num-servers"),
@@ -267,7 +274,8 @@ SLIME: tuple[ForeignFlag, ...] = (
             "multi-lora-max-adapter-global-batch-size multi-lora-max-coalesce-wait-s multi-lora-max-empty-wait-s"),
     # Around a run.
     *(row for flag, name in ENVIRONMENT.items() for row in _refused(f"set {name} in the environment", one=flag)),
-    *_refused("use --save-debug-rollout-data to write batches, --record for all decisions", one="dump-details"),
+    *_noted("--save-debug-rollout-data writes batches, --record all decisions", one="dump-details"),
+    *_noted("`miles-async watch` shows a run", switches="use-miles-dashboard"),
     *_refused("it belongs to a script that prepares files, not to training: remove it",
             one="model-dir save-dir local-dir strategy block-size max-workers"),
     *_refused("it belongs to `ray stop`, not to training: remove it", switches="force"),
@@ -326,6 +334,9 @@ VALUES: tuple[ForeignValue, ...] = (
         flag="--rm-type", value="deepscaler", ours=("--rm-type", "math"),
         note="`math` compares the answer after the last </think>, and of a response without one the whole",
     ),
+    ForeignValue(
+        flag="--rm-type", value="dapo", ours=("--rm-type", "math"), note="a wrong answer has 0, not -1",
+    ),
     *(
         ForeignValue(
             flag="--advantage-estimator", value=loss, ours=("--advantage-estimator", "grpo", "--policy-loss", loss),
@@ -358,6 +369,6 @@ VALUES: tuple[ForeignValue, ...] = (
         note="projections that Megatron computes as one layer have one adapter: give --lora-type lora",
     ),
     ForeignValue(
-        flag="--train-backend", value="fsdp", ours=(), note="it trains with FSDP: Megatron trains here, remove it"
+        flag="--train-backend", value="fsdp", ours=("--train-backend", "megatron"), note="FSDP does not exist here"
     ),
 )  # fmt: skip
