@@ -45,6 +45,7 @@ _TESTS = "it belongs to the tests of another system: remove it"
 _CHANGES_METRICS = "metrics do not depend on it: docs/metrics.md says where they are listed"
 _ONE_ADAPTER = "a run trains one adapter per layer: remove it"
 _NONZERO_STD = "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+_NOT_ABORTED = "miles.rollout.filter_hub.dynamic_sampling_filters.check_no_aborted"
 _NEVER_WAITS = "generation never waits for the trainer, but with --on-policy"
 FULLY_ASYNC_LOOPS = (
     "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
@@ -99,8 +100,8 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_noted("Megatron-Bridge pads the vocabulary of config.json", one="padded-vocab-size"),
     *_noted("model_type of config.json names the family", one="model-name"),
     *_refused("layers come from Megatron-Bridge, by the model_type of config.json: remove it",
-            one="custom-model-provider-path qwen-gdn-backend linear-attention-backend",
-            switches="allgather-cp"),
+            one="custom-model-provider-path qwen-gdn-backend linear-attention-backend"),
+    *_noted("layers come from Megatron-Bridge, with the same result", switches="allgather-cp"),
     *_refused("use --megatron-dsa-kernel-backend", one="dsa-attention-backend"),
     *_noted("the indexer of sparse attention is never trained", switches="freeze-indexer"),
     *_noted("the trainer's is torch.topk; for engines use --sglang-dsa-topk-backend", one="miles-dsa-topk-backend",
@@ -116,7 +117,7 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("use --ref-hf-checkpoint, a Hugging Face directory", one="ref-ckpt-step"),
     *_refused("put the template into chat_template.jinja of --hf-checkpoint, which engines and trainer share",
             one="chat-template-path"),
-    *_noted("samples are packed", one="qkv-format", only=("thd",)),
+    *_noted("samples are packed", one="qkv-format", only=("thd", "bshd")),
     *_noted("samples are packed", one="data-pad-size-multiplier"),
     # Publication.
     *_noted("for changes alone use --weight-delta with --weight-transport disk or object_store",
@@ -159,6 +160,7 @@ SLIME: tuple[ForeignFlag, ...] = (
         origin="slime, miles",
         ours=("--group-filter", "zero_variance"),
         only=(f"slime.{_NONZERO_STD}", f"miles.{_NONZERO_STD}"),
+        idle={_NOT_ABORTED: "what was aborted is continued or tried again before it is trained"},
     ),
     ForeignFlag(
         "--rollout-stop-token-ids",
@@ -244,7 +246,10 @@ SLIME: tuple[ForeignFlag, ...] = (
             one="log-probs-max-tokens-per-gpu log-probs-chunk-size", switches="recompute-loss-function"),
     *_refused("batches are always full: choose --global-batch-size that divides them",
             switches="allow-partial-train-step use-dynamic-global-batch-size disable-rollout-trim-samples"),
-    *_noted("checkpoints hold all that a run resumes with; --save-hf exports weights alone", switches="no-save-optim"),
+    *_noted("checkpoints hold all that a run resumes with; --save-hf exports weights alone",
+            switches="no-save-optim no-save-rng"),
+    *_refused("--load resumes all of a run: leave it out to start from the weights of --hf-checkpoint",
+            switches="finetune no-load-optim no-load-rng"),
     *_refused("use --save-interval", one="save-trigger-sentinel"),
     *_refused("use --kl-loss-type module:attr", switches="use-unbiased-kl"),
     *_refused("use --advantage-estimator reinforce: its advantage is the reward",
