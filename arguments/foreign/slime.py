@@ -45,6 +45,7 @@ _TESTS = "it belongs to the tests of another system: remove it"
 _CHANGES_METRICS = "metrics do not depend on it: docs/metrics.md says where they are listed"
 _ONE_ADAPTER = "a run trains one adapter per layer: remove it"
 _NONZERO_STD = "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+_NOT_ABORTED = "miles.rollout.filter_hub.dynamic_sampling_filters.check_no_aborted"
 _NEVER_WAITS = "generation never waits for the trainer, but with --on-policy"
 FULLY_ASYNC_LOOPS = (
     "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
@@ -81,7 +82,7 @@ SLIME: tuple[ForeignFlag, ...] = (
             one="session-server-ip"),
     *_refused("the address of the router is chosen by the run: remove it", one="sglang-router-ip"),
     *_refused("use --request-timeout", one="sglang-router-request-timeout-secs"),
-    *_refused("use --port-range", many="session-server-port"),
+    *_noted("the run chooses ports, by --port-range", many="session-server-port"),
     *_refused("set http_proxy and no_proxy in the environment, which reach every process", one="http-proxy"),
     *_noted("batches go through Ray's object store", one="rollout-data-transport", only=("object-store",)),
     *_noted("batches go through Ray's object store", one="object-store-backend", only=("ray",)),
@@ -93,14 +94,14 @@ SLIME: tuple[ForeignFlag, ...] = (
     # Model.
     *_noted("Megatron-Bridge converts weights, both ways", one="megatron-to-hf-mode", only=("bridge",)),
     *_refused("hooks find their settings by themselves, in a file or the environment", one="custom-config-path"),
-    *_refused("it is for transformers' models. Megatron trains here: remove it", one="attn-implementation"),
-    *_refused("use --recompute-granularity full", switches="gradient-checkpointing"),
+    *_noted("it is for transformers' models, and Megatron trains here", one="attn-implementation"),
+    _works("--gradient-checkpointing", "--recompute-granularity", "full", takes="nothing"),
     *_refused(f"Megatron trains here: use {_CPU_OFFLOAD}", switches="fsdp-cpu-offload"),
     *_noted("Megatron-Bridge pads the vocabulary of config.json", one="padded-vocab-size"),
     *_noted("model_type of config.json names the family", one="model-name"),
     *_refused("layers come from Megatron-Bridge, by the model_type of config.json: remove it",
-            one="custom-model-provider-path qwen-gdn-backend linear-attention-backend",
-            switches="allgather-cp"),
+            one="custom-model-provider-path qwen-gdn-backend linear-attention-backend"),
+    *_noted("layers come from Megatron-Bridge, with the same result", switches="allgather-cp"),
     *_refused("use --megatron-dsa-kernel-backend", one="dsa-attention-backend"),
     *_noted("the indexer of sparse attention is never trained", switches="freeze-indexer"),
     *_noted("the trainer's is torch.topk; for engines use --sglang-dsa-topk-backend", one="miles-dsa-topk-backend",
@@ -116,7 +117,7 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("use --ref-hf-checkpoint, a Hugging Face directory", one="ref-ckpt-step"),
     *_refused("put the template into chat_template.jinja of --hf-checkpoint, which engines and trainer share",
             one="chat-template-path"),
-    *_noted("samples are packed", one="qkv-format", only=("thd",)),
+    *_noted("samples are packed", one="qkv-format", only=("thd", "bshd")),
     *_noted("samples are packed", one="data-pad-size-multiplier"),
     # Publication.
     *_noted("for changes alone use --weight-delta with --weight-transport disk or object_store",
@@ -159,6 +160,7 @@ SLIME: tuple[ForeignFlag, ...] = (
         origin="slime, miles",
         ours=("--group-filter", "zero_variance"),
         only=(f"slime.{_NONZERO_STD}", f"miles.{_NONZERO_STD}"),
+        idle={_NOT_ABORTED: "what was aborted is continued or tried again before it is trained"},
     ),
     ForeignFlag(
         "--rollout-stop-token-ids",
@@ -193,6 +195,13 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("use --rollout-concurrency-per-engine (samples in flight) and --max-rollout-lead (batches ahead)",
             one="rollout-submission-granularity async-max-concurrent-samples async-data-buffer-capacity-factor"),
     *_refused("use --stale-group-action: recycle is retry, drop is drop", one="async-unused-samples-handler"),
+    _works("--generate-max-turns", "--max-turns"),
+    _works("--generate-tool-call-parser", "--tool-call-parser"),
+    *_refused("tools come from --environment-path or --mcp-server",
+            one="generate-tool-specs-path generate-execute-tool-function-path"),
+    *_refused("use --agent-path module:attr", one="custom-agent-function-path"),
+    *_refused("trajectories end at --max-tokens-per-gpu: use --sglang-context-length to end them earlier",
+            one="max-seq-len"),
     *_refused("trajectories come from --environment-path, --agent-path or --agent-command",
             one="rollout-buffer-url fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type"),
     *_refused("each engine does prefill and decoding: remove it", one="prefill-num-servers"),
@@ -237,7 +246,10 @@ SLIME: tuple[ForeignFlag, ...] = (
             one="log-probs-max-tokens-per-gpu log-probs-chunk-size", switches="recompute-loss-function"),
     *_refused("batches are always full: choose --global-batch-size that divides them",
             switches="allow-partial-train-step use-dynamic-global-batch-size disable-rollout-trim-samples"),
-    *_noted("checkpoints hold all that a run resumes with; --save-hf exports weights alone", switches="no-save-optim"),
+    *_noted("checkpoints hold all that a run resumes with; --save-hf exports weights alone",
+            switches="no-save-optim no-save-rng"),
+    *_refused("--load resumes all of a run: leave it out to start from the weights of --hf-checkpoint",
+            switches="finetune no-load-optim no-load-rng"),
     *_refused("use --save-interval", one="save-trigger-sentinel"),
     *_refused("use --kl-loss-type module:attr", switches="use-unbiased-kl"),
     *_refused("use --advantage-estimator reinforce: its advantage is the reward",
@@ -267,7 +279,8 @@ SLIME: tuple[ForeignFlag, ...] = (
             "multi-lora-max-adapter-global-batch-size multi-lora-max-coalesce-wait-s multi-lora-max-empty-wait-s"),
     # Around a run.
     *(row for flag, name in ENVIRONMENT.items() for row in _refused(f"set {name} in the environment", one=flag)),
-    *_refused("use --save-debug-rollout-data to write batches, --record for all decisions", one="dump-details"),
+    *_noted("--save-debug-rollout-data writes batches, --record all decisions", one="dump-details"),
+    *_noted("`miles-async watch` shows a run", switches="use-miles-dashboard"),
     *_refused("it belongs to a script that prepares files, not to training: remove it",
             one="model-dir save-dir local-dir strategy block-size max-workers"),
     *_refused("it belongs to `ray stop`, not to training: remove it", switches="force"),
@@ -326,6 +339,9 @@ VALUES: tuple[ForeignValue, ...] = (
         flag="--rm-type", value="deepscaler", ours=("--rm-type", "math"),
         note="`math` compares the answer after the last </think>, and of a response without one the whole",
     ),
+    ForeignValue(
+        flag="--rm-type", value="dapo", ours=("--rm-type", "math"), note="a wrong answer has 0, not -1",
+    ),
     *(
         ForeignValue(
             flag="--advantage-estimator", value=loss, ours=("--advantage-estimator", "grpo", "--policy-loss", loss),
@@ -358,6 +374,6 @@ VALUES: tuple[ForeignValue, ...] = (
         note="projections that Megatron computes as one layer have one adapter: give --lora-type lora",
     ),
     ForeignValue(
-        flag="--train-backend", value="fsdp", ours=(), note="it trains with FSDP: Megatron trains here, remove it"
+        flag="--train-backend", value="fsdp", ours=("--train-backend", "megatron"), note="FSDP does not exist here"
     ),
 )  # fmt: skip

@@ -171,8 +171,8 @@ def _command(script: Path) -> ShellCommand:
         raise ConfigurationError(f"{script}: {error}") from None
     if script.suffix == ".py":
         raise ConfigurationError(
-            f"{script}: a script in Python decides its flags as it runs: give the command that it prints, "
-            "miles-async migrate - < FILE"
+            f"{script}: a script in Python decides its flags as it runs: examples/migrate/miles_command.py prints the "
+            "command, for miles-async migrate -"
         )
     try:
         return find_command(text, PROGRAMS, script.parent)
@@ -191,6 +191,8 @@ def _forgive(translation: Translation, scripted: Mapping[str, Sequence[str]]) ->
     elif model and Path(reference).name.removesuffix(CONVERTED) == Path(model).name:
         remarks["--ref-load"] = f"is taken as --ref-hf-checkpoint {model}: by its name, it is the same model, converted"
         translation.words += ["--ref-hf-checkpoint", model]
+    if scripted.get("--rm-type") == ("dapo",):
+        remarks |= dict.fromkeys(("--reward-key", "--eval-reward-key"), "changes nothing: a reward is a number")
     for flag, remark in remarks.items():
         if translation.problems.pop(flag, None) is not None:
             translation.notes[flag] = f"{' '.join((flag, *scripted[flag]))} {remark}"

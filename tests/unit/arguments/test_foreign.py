@@ -183,7 +183,8 @@ class TestTranslation:
         assert "--rm-type deepscaler is taken as --rm-type math" in parsed.notes[0]
 
     def test_refused_values_say_what_to_do(self):
-        assert "--train-backend fsdp does not exist here: it trains with FSDP" in refusal("--train-backend", "fsdp")
+        wanted = "--lora-type canonical_lora does not exist here: projections that Megatron computes as one layer"
+        assert wanted in refusal("--lora-type", "canonical_lora")
 
 
 DENSE = {

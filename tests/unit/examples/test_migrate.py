@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +46,23 @@ def test_ours_is_in_order(
     here = f"--load {tmp_path}/save --ray-address local --actor-num-gpus-per-node {gpus}"
     status = dry_run(EXAMPLES / f"{name}.args", CONFIGS / f"{config}.json", tmp_path, here)
     assert status == 0, capsys.readouterr().err
+
+
+def test_a_launch_script_in_python_prints_its_command_and_does_nothing(tmp_path: Path) -> None:
+    utilities = tmp_path / "miles" / "utils" / "external_utils" / "command_utils.py"
+    utilities.parent.mkdir(parents=True)
+    utilities.write_text(
+        "def exec_command_cpu(command): raise SystemExit('it ran')\n"
+        "def hf_download_dataset(name): exec_command_cpu(name)\n"
+        "def execute_train(train_args, num_gpus_per_node, train_script='train.py'): exec_command_cpu('ray')\n"
+    )
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, miles.utils.external_utils.command_utils as U\n"
+        "U.hf_download_dataset('gsm8k')\n"
+        "U.execute_train(f'--lr 1e-6 \\n--num-rollout {sys.argv[1]}', 8, train_script='train_async.py')\n"
+    )
+    words = [sys.executable, str(EXAMPLES / "miles_command.py"), str(script), "7"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("python3 train_async.py --lr 1e-6  --num-rollout 7\n", "")
