@@ -6,6 +6,8 @@ and in the syntax of Python 3.6, so that an interpreter that is too old can say 
 
 import argparse
 import collections
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import typing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -330,6 +333,28 @@ def read_stamp() -> list:
     return STAMP.read_text().splitlines() if STAMP.exists() else ["", ""]
 
 
+def is_current(asked: str) -> bool:
+    had_extras, had_fingerprint = read_stamp()
+    return had_fingerprint == fingerprint(asked or had_extras) and VENV_PYTHON.exists()
+
+
+@contextlib.contextmanager
+def alone() -> "typing.Iterator[None]":
+    """Two set-ups of one environment would break each other: wait for the other one."""
+    directory = os.open(str(VENV.parent), os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("another one works on %s: waiting for it" % VENV)
+        fcntl.flock(directory, fcntl.LOCK_EX)
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(directory)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--extras", default="", help="'gpu' on a GPU machine; kept until .venv is removed")
@@ -343,12 +368,16 @@ def main() -> None:
     if asked not in LOCKS:
         fail(f"there are no extras named '{asked}': EXTRAS can be gpu.")
 
-    had_extras, had_fingerprint = read_stamp()
-    extras = asked or had_extras
-    wanted = fingerprint(extras)
-    if had_fingerprint == wanted and VENV_PYTHON.exists():
-        return
+    if not is_current(asked):
+        with alone():
+            set_up(asked)
 
+
+def set_up(asked: str) -> None:
+    if is_current(asked):  # another one made it
+        return
+    extras = asked or read_stamp()[0]
+    wanted = fingerprint(extras)
     started = time.monotonic()
     check_machine(extras)
     if not environment_is_usable():

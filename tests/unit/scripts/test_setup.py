@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -253,6 +254,24 @@ def test_changed_sources_start_a_set_up(setup_env: ModuleType, monkeypatch: pyte
     monkeypatch.setattr(setup_env, "check_machine", lambda extras: sys.exit("a set-up was started"))
     with pytest.raises(SystemExit, match="a set-up was started"):
         setup_env.main()
+
+
+def test_a_set_up_waits_for_another_one_of_the_same_environment(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = os.open(setup_env.VENV.parent, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+
+    def say(message: str) -> None:
+        assert message == f"another one works on {setup_env.VENV}: waiting for it"
+        make_venv_python(setup_env, "")
+        setup_env.STAMP.write_text("\n" + setup_env.fingerprint("") + "\n")
+        os.close(other)
+
+    monkeypatch.setattr(setup_env, "say", say)
+    monkeypatch.setattr(setup_env, "check_machine", lambda extras: pytest.fail("a set-up was started"))
+    setup_env.main()
+    assert not setup_env.is_current("gpu")
 
 
 def test_interrupted_set_up_is_not_taken_for_a_finished_one(
