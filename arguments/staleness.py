@@ -72,7 +72,8 @@ class StalenessArguments:
 
     def min_samples(self, group_size: int) -> int:
         """Fewest samples that a group of ``group_size`` is trained with."""
-        return max(1, math.ceil(round(self.min_group_fraction * group_size, 9)))
+        fraction = self.min_group_fraction if 0 < self.min_group_fraction <= 1 else 1.0  # which is refused elsewhere
+        return max(1, math.ceil(round(fraction * group_size, 9)))
 
     @property
     def lead(self) -> int:

@@ -121,6 +121,16 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "at least 0.25",
         ),
         case(
+            "a group of more than any number of samples",
+            {"min_group_fraction": 1e308},
+            "--min-group-fraction: expected more than 0 and at most 1, found 1e+308",
+        ),
+        case(
+            "a group of less than no sample",
+            {"min_group_fraction": -1e308},
+            "--min-group-fraction: expected more than 0 and at most 1, found -1e+308",
+        ),
+        case(
             "group of one, rloo",
             {"n_samples_per_prompt": 1, "advantage_estimator": "rloo"},
             "--advantage-estimator rloo",
