@@ -52,13 +52,19 @@ class ClusterArguments:
         600.0, "seconds trainer ranks may take to start and load the model", metavar="SECONDS", above=0
     )
     rollout_num_gpus: int = flag(
-        1, "GPUs that generate (on CPU: engine processes)", replaced_by="server_groups", at_least=1
+        1,
+        "GPUs that generate (on CPU: engine processes)",
+        replaced_by=("server_groups", "rollout_external"),
+        at_least=1,
     )
     rollout_num_gpus_per_engine: int = flag(
-        1, "GPUs per engine, its tensor-parallel size", replaced_by="server_groups", at_least=1
+        1, "GPUs per engine, its tensor-parallel size", replaced_by=("server_groups",), at_least=1
     )
     rollout_num_nodes_per_engine: int = flag(
-        1, "nodes over which the GPUs of one engine are spread evenly", replaced_by="server_groups", at_least=1
+        1,
+        "nodes over which the GPUs of one engine are spread evenly",
+        replaced_by=("server_groups",),
+        at_least=1,
     )
     colocate: bool = flag(
         False,

@@ -21,7 +21,7 @@ def flag(
     *,
     metavar: str | None = None,
     needs: tuple[str, ...] = (),
-    replaced_by: str | None = None,
+    replaced_by: tuple[str, ...] = (),
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -35,7 +35,8 @@ def flag(
 
     ``needs``: fields without which the flag has no effect; one of them is enough. ``use_tis`` has to be given,
     ``policy_loss=gspo`` has to have this value, ``policy_loss=own`` to name a user's object.
-    ``replaced_by``: field that makes it ineffective. ``at_least``, ``above``, ``at_most`` and ``below`` bound a number.
+    ``replaced_by``: fields of which each makes it ineffective. ``at_least``, ``above``, ``at_most`` and ``below`` bound
+    a number.
     """
     bounds = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
     metadata = {"default": default, "help": help, "metavar": metavar, "needs": needs, "replaced_by": replaced_by}

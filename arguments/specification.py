@@ -58,7 +58,7 @@ class FlagSpecification:
     or_path: bool  # takes module:attr besides its choices
     metavar: str | None
     needs: tuple[str, ...]  # see flag()
-    replaced_by: str | None
+    replaced_by: tuple[str, ...]
     bounds: Mapping[str, float | None]  # words of BOUNDS → number; None: there is no such bound
 
     def value_in(self, arguments: Arguments) -> FlagValue:

@@ -17,10 +17,11 @@ from miles_async.arguments.distillation_checks import has_vocabulary, vocabulary
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import TRANSFORMER_ENGINE_MODULES
 from miles_async.arguments.model_files import read_config
-from miles_async.arguments.needs import need_notes
+from miles_async.arguments.needs import need_notes, value_notes
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.problems import refusal, refuse
 from miles_async.arguments.server_groups import of_role, server_groups
+from miles_async.arguments.words import looks_like_flag
 from miles_async.backends.megatron.attention_kernels import (
     FLASH_NOTE,
     FP32_NOTE,
@@ -303,6 +304,8 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
             "pass and that model's memory, and does not move the weights; leave both out to save that"
         )
     yield from need_notes(arguments)
+    yield from value_notes(arguments)
+    yield from _engine_notes(arguments)
     yield from _warm_up_notes(arguments)
     steps, bound = arguments.optimizer_steps_per_rollout, arguments.staleness.bound
     if bound is not None and steps - 1 > bound:
@@ -365,6 +368,22 @@ def check_hooks(arguments: Arguments) -> None:
     if ":" in (arguments.algorithm.token_advantages or ""):
         needed = registry.own_need_critic(arguments.algorithm)
         refuse([*(check_trained_critic if needed else check_absent_critic)(arguments)])
+
+
+def _engine_notes(arguments: Arguments) -> Iterator[str]:
+    """Yield notes on flags about engines that these engines make ineffective."""
+    if arguments.sides == "trainer":
+        return
+    groups, engines, weights = server_groups(arguments), arguments.engines, arguments.weights
+    if engines.sglang_extra and all(group.external for group in groups):
+        flags = ", ".join(f"--sglang-{word[2:]}" for word in engines.sglang_extra if looks_like_flag(word))
+        yield f"{flags}: no effect on external engines, which are up already"
+    updated = max(sum(group.num_engines for group in of_role(groups, role)) for role in ("train", "evaluation"))
+    if weights.publish_order == "rolling" and updated <= weights.rolling_engines:
+        yield (
+            f"--publish-order rolling --rolling-engines {weights.rolling_engines} with {updated} engine(s) has no "
+            "effect: all of them are updated at once"
+        )
 
 
 def _warm_up_notes(arguments: Arguments) -> Iterator[str]:

@@ -383,6 +383,11 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         case("second moment of 0", {"m2_threshold": 0.04}, "--m2-threshold compares the trainer's log-probs"),
         case("rejection of nothing", {"use_rs": True}, "--use-rs rejects nothing: give --rs-lower-bound"),
         case(
+            "a statistic of a veto alone",
+            {"use_rs": True, "rs_veto_threshold": 0.1, "rs_statistic": "k1"},
+            "--rs-statistic k1 has no effect without --rs-lower-bound or --rs-upper-bound",
+        ),
+        case(
             "rejection of everything",
             {"use_rs": True, "rs_lower_bound": 2.0, "rs_upper_bound": 1.0},
             "--rs-lower-bound 2.0 is more than --rs-upper-bound 1.0",
