@@ -22,6 +22,7 @@ from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.problems import refusal, refuse
 from miles_async.arguments.server_groups import of_role, server_groups
 from miles_async.arguments.words import looks_like_flag
+from miles_async.backends import find_backend
 from miles_async.backends.megatron.attention_kernels import (
     FLASH_NOTE,
     FP32_NOTE,
@@ -209,8 +210,13 @@ def passed_on_problems(arguments: Arguments) -> Iterator[str]:
 
 
 def place_problems(arguments: Arguments) -> Iterator[str]:
-    """Yield problems with the run directory (in use, or not a run's), the Ray cluster and the module path."""
+    """Yield problems with the run directory (in use, or not a run's), the Ray cluster, this machine's network, the
+    training backend and the module path.
+    """
     yield from refusal(lambda: check_run_directory(arguments.observability.run_dir))
+    yield from refusal(lambda: find_backend(arguments.model.train_backend))
+    if arguments.cluster.ray_address is None and arguments.cluster.network_interface is not None:
+        yield from refusal(Network.of_run(arguments.cluster).variables)
     yield from refusal(lambda: check_ray_address(arguments.cluster.ray_address))
     yield from hidden_modules()
 
