@@ -47,6 +47,7 @@ from miles_async.arguments.trainer_checks import (
     check_shared_prefixes,
     check_supervised,
 )
+from miles_async.arguments.words import did_you_mean
 
 Check = Callable[[Arguments], Iterator[str]]
 
@@ -161,7 +162,8 @@ def check_hooks(arguments: Arguments) -> Iterator[str]:
     for flag, path in hooks.items():
         if path is not None and not re.fullmatch(MODULE_ATTR, path):
             named = f"one of {', '.join((AUTO, *TOOL_CALL_PARSERS))}, or " if flag == "--tool-call-parser" else ""
-            yield f"{flag} {path}: expected {named}module:attr, such as my_package.my_module:my_function"
+            hint = did_you_mean(path, TOOL_CALL_PARSERS) if flag == "--tool-call-parser" else ""
+            yield f"{flag} {path}: expected {named}module:attr, such as my_package.my_module:my_function{hint}"
 
 
 def check_evaluation(arguments: Arguments) -> Iterator[str]:

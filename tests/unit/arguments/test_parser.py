@@ -66,6 +66,7 @@ class TestTypes:
             (["--wandb-mode", "ofline"], "offline, disabled, none; found 'ofline'; did you mean offline?"),
             (["--pause-generation-mode", "in-place"], "retract, in_place; found 'in-place'; did you mean in_place?"),
             (["--lr"], "--lr: expected one argument"),
+            (["--lr", "-inf"], "--lr: expected a number, found '-inf'"),
             (["--lr", "-1x"], "--lr: expected a number, found '-1x'"),
             (["reverse.args"], "unexpected argument 'reverse.args'"),
             (["--run-dir", "~no-such-user/runs"], "expected a path, found '~no-such-user/runs': there is no such user"),

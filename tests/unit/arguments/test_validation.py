@@ -500,9 +500,17 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         ),
         case("malformed environment", {"environment_path": "a.b"}, "--environment-path a.b: expected module:attr"),
         case(
-            "unknown calls", {"tool_call_parser": "quen"}, "--tool-call-parser quen: expected one of auto, apertus2509"
+            "unknown calls",
+            {"tool_call_parser": "quen"},
+            "--tool-call-parser quen: expected one of auto, apertus2509",
+            "did you mean qwen?",
         ),
-        case("unknown reasoning", {"reasoning_parser": "quen3"}, "--reasoning-parser quen3: expected one of auto"),
+        case(
+            "unknown reasoning",
+            {"reasoning_parser": "quen3"},
+            "--reasoning-parser quen3: expected one of auto",
+            "did you mean qwen3?",
+        ),
         case("impatient watchdog of agents", {"agent_path": "a:b", "agent_timeout": 5000}, "--agent-timeout 5000"),
         case("two rewards", {"custom_rm_path": "a:b"}, "--rm-type exact_match and --custom-rm-path a:b"),
         case(
@@ -553,6 +561,12 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             {"lora_rank": 8, "target_modules": ("linear_qkv,lm_head",)},
             "--target-modules: expected all-linear or some of linear_qkv, ",
             "found lm_head",
+        ),
+        case("misspelt layer", {"lora_rank": 8, "target_modules": ("qproj",)}, "found qproj; did you mean q_proj?"),
+        case(
+            "misspelt recomputation",
+            {"recompute_granularity": "selective", "recompute_modules": ("cor_attn",)},
+            "found cor_attn; did you mean core_attn?",
         ),
         case(
             "adapts part of a layer",
