@@ -12,6 +12,9 @@ FlagValue = bool | int | float | str | Path | tuple[str, ...] | None
 ModuleAttr = NewType("ModuleAttr", str)
 """``module:attr``, which names a user's object."""
 
+LONGEST_WAIT = 1e9
+"""Largest number of seconds or minutes, which means without end: clocks of threads and collectives end later."""
+
 T = TypeVar("T", bound=FlagValue)
 
 
@@ -38,6 +41,8 @@ def flag(
     ``replaced_by``: fields of which each makes it ineffective. ``at_least``, ``above``, ``at_most`` and ``below`` bound
     a number.
     """
+    if metavar in ("SECONDS", "MINUTES"):
+        at_most = LONGEST_WAIT
     bounds = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
     metadata = {"default": default, "help": help, "metavar": metavar, "needs": needs, "replaced_by": replaced_by}
     return dataclasses.field(default=default, metadata={**metadata, "bounds": bounds})

@@ -112,6 +112,16 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "--advantage-estimator grpo",
             "at least 2",
         ),
+        case(
+            "GPUs without end",
+            {"rollout_num_gpus": 10**12},
+            "--rollout-num-gpus: expected at least 1 and at most 1000000",
+        ),
+        case(
+            "a time that no clock has",
+            {"distributed_timeout_minutes": 1e308},
+            "--distributed-timeout-minutes: expected more than 0 and at most 1000000000.0",
+        ),
         case("no samples", {"n_samples_per_prompt": 0}, "--n-samples-per-prompt: expected at least 1"),
         case(
             "rest of a group may be one, grpo",
