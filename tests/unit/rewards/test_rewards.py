@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import psutil
 import pytest
 import torch
 from msgspec import structs
@@ -38,6 +37,7 @@ from miles_async.runtime.hooks import load_object
 from miles_async.runtime.services import Services
 from miles_async.seams import PromptSource
 from miles_async.types import Prompt, RewardParts, Sample, TokenRewards
+from tests.unit.runtime.processes.waiting import children_with
 
 PROMPT = Prompt(prompt_id="t:1", token_ids=(1, 2), text="rev 12", label="21")
 
@@ -212,7 +212,7 @@ class TestHub:
         reward = resolve_reward(RewardArguments(rm_type="math"), Services())
         assert await reward(PROMPT, sample("21")) == 1.0
         await reward.close()
-        assert not [child for child in psutil.Process().children() if "miles_async.rewards.worker" in child.cmdline()]
+        assert not children_with("miles_async.rewards.worker")
 
         own = resolve_reward(RewardArguments(custom_rm_path="own_hooks:Closable"), Services())
         await own.close()
