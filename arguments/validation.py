@@ -32,6 +32,7 @@ from miles_async.arguments.specification import MODULE_ATTR, flag_specifications
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
 from miles_async.arguments.surroundings import (
     check_data_sets,
+    check_machine,
     check_model,
     check_model_fits,
     check_outputs,
@@ -228,6 +229,7 @@ COMMON_CHECKS: tuple[Check, ...] = (
     check_pass_rates,
     check_bad_steps,
     check_outputs,
+    check_machine,
     check_network,
     check_profiling,
 )
@@ -274,6 +276,7 @@ SURROUNDING_CHECKS: tuple[Check, ...] = (
     check_prompt_files,
     check_pass_rates,
     check_outputs,
+    check_machine,
     check_router_port,
 )
 """Checks that look at the machine; the others read at most config.json, and do without where it is missing."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from miles_async.arguments import Arguments
+from miles_async.arguments import Arguments, EnginesArguments
 from miles_async.arguments.algorithm_checks import check_absent_critic, check_trained_critic
 from miles_async.arguments.distillation_checks import has_vocabulary, vocabulary_difference
 from miles_async.arguments.megatron_settings import megatron_settings
@@ -21,7 +21,7 @@ from miles_async.arguments.needs import need_notes, value_notes
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.problems import refusal, refuse
 from miles_async.arguments.server_groups import of_role, server_groups
-from miles_async.arguments.words import looks_like_flag
+from miles_async.arguments.words import did_you_mean, looks_like_flag
 from miles_async.backends import find_backend
 from miles_async.backends.megatron.attention_kernels import (
     FLASH_NOTE,
@@ -34,7 +34,7 @@ from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.backends.megatron.host import ignored_on_cpu
 from miles_async.checkpoints import start
 from miles_async.checkpoints.manifest import SHAPING, fingerprint, least_bytes
-from miles_async.engines.sglang.known_flags import refused_flags, sglang_flags, smg_flags, unknown_flags
+from miles_async.engines.sglang.known_flags import refused_flags, sglang_flags, smg_flags, smg_policies, unknown_flags
 from miles_async.errors import ConfigurationError
 from miles_async.machine.checks import Intent, machine_findings
 from miles_async.machine.finding import Finding
@@ -207,6 +207,10 @@ def passed_on_problems(arguments: Arguments) -> Iterator[str]:
         yield from dict.fromkeys(problems)
     if engines.router_extra:
         yield from unknown_flags(engines.router_extra, smg_flags(), "--router-")
+    policy = engines.sglang_router_policy
+    if policy != EnginesArguments().sglang_router_policy and (policies := smg_policies()) and policy not in policies:
+        hint = did_you_mean(policy, policies)
+        yield f"--sglang-router-policy {policy}: expected one of {', '.join(policies)}{hint}"
 
 
 def place_problems(arguments: Arguments) -> Iterator[str]:

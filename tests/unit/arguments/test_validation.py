@@ -522,6 +522,11 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "did you mean qwen3?",
         ),
         case("impatient watchdog of agents", {"agent_path": "a:b", "agent_timeout": 5000}, "--agent-timeout 5000"),
+        case(
+            "a reward server without address",
+            {"rm_type": "remote_rm", "rm_url": "a:80"},
+            "--rm-url a:80: expected a URL",
+        ),
         case("two rewards", {"custom_rm_path": "a:b"}, "--rm-type exact_match and --custom-rm-path a:b"),
         case(
             "malformed hook",
