@@ -87,7 +87,9 @@ def check_prompt_files(arguments: Arguments) -> Iterator[str]:
             continue
         if not os.path.exists(file):
             makers = [each for folder in Path(file).parents if os.path.exists(each := folder / "prepare.py")]
-            yield f"{flag} {place}: there is no such file" + (f" ({makers[0]} makes it)" if makers else "")
+            hint = f" ({makers[0]} makes it)" if makers else ""
+            literal = ": variables are not expanded here, a ~ is" if file.startswith("$") else ""
+            yield f"{flag} {place}: there is no such file{hint}{literal}"
         elif os.path.isdir(file) is file.endswith(SUFFIXES):
             yield f"{flag} {place}: expected {EXPECTED}"
 

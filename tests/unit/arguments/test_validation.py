@@ -64,6 +64,9 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         case("no prompts", {"prompt_data": None}, "--prompt-data is required"),
         case("model missing", {"hf_checkpoint": Path("absent")}, "--hf-checkpoint absent", "no such directory"),
         case("prompts missing", {"prompt_data": ("absent.jsonl",)}, "--prompt-data absent.jsonl", "no such file"),
+        case(
+            "prompts of a shell", {"prompt_data": ("$HOME/a.jsonl",)}, "no such file: variables are not expanded here"
+        ),
         case("eval prompts missing", {"eval_prompt_data": ("aime", "absent.jsonl")}, "--eval-prompt-data absent.jsonl"),
         case("evaluation of nothing", {"eval_interval": 5}, "--eval-interval 5 has no effect without --eval-"),
         case("name without a file", {"eval_prompt_data": ("aime",)}, "--eval-prompt-data", "after the name 'aime'"),
