@@ -307,6 +307,8 @@ def transport_problems(arguments: Arguments) -> Iterator[str]:
 
 def run_notes(arguments: Arguments) -> Iterator[str]:
     """Yield notes on flags that work, though perhaps not as expected."""
+    from miles_async.observability.wandb_tracker import wandb_mode
+
     algorithm = arguments.algorithm
     if algorithm.use_kl_loss and algorithm.kl_loss_coef == 0:
         yield (
@@ -315,6 +317,8 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
         )
     yield from need_notes(arguments)
     yield from value_notes(arguments)
+    if arguments.observability.wandb_shared and wandb_mode(arguments.observability) == "offline":
+        yield "--wandb-shared has no effect offline: leave it out"
     yield from _engine_notes(arguments)
     yield from _warm_up_notes(arguments)
     steps, bound = arguments.optimizer_steps_per_rollout, arguments.staleness.bound

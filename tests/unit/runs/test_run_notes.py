@@ -52,6 +52,12 @@ def test_a_flash_attn_that_is_not_installed(device: str, backend: str, said: boo
     assert any("flash-attn-3 is installed, so Transformer Engine chooses (auto)" in note for note in found) == said
 
 
+def test_wandb_is_not_shared_offline() -> None:
+    (note,) = notes(use_wandb=True, wandb_mode="offline", wandb_shared=True)
+    assert note.startswith("--wandb-shared has no effect offline")
+    assert notes(use_wandb=True, wandb_mode="online", wandb_shared=True) == []
+
+
 def test_flags_about_engines_that_these_engines_make_ineffective() -> None:
     external = {"rollout_external": ("a:1", "b:2")}
     passed = {"--sglang-mem-fraction-static": ("0.5",)}
