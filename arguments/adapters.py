@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from miles_async.arguments import Arguments, ModelArguments
 from miles_async.arguments.model import ALL_LINEAR
 from miles_async.arguments.problems import refusal
+from miles_async.arguments.words import did_you_mean
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
 
@@ -43,7 +44,7 @@ def target_layers(words: Sequence[str]) -> tuple[str, ...]:
     if unknown := [name for name in names if name not in projections and name not in TARGETS]:
         raise ConfigurationError(
             f"--target-modules: expected {ALL_LINEAR} or some of {', '.join((*TARGETS, *sorted(projections)))}, "
-            f"found {', '.join(unknown)}"
+            f"found {', '.join(unknown)}{did_you_mean(unknown[0], (*TARGETS, *projections))}"
         )
     chosen = []
     for layer, parts in TARGETS.items():

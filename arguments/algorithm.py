@@ -236,6 +236,7 @@ class AlgorithmArguments:
         "k3",
         "estimator of the KL loss. k3: exp(d) − 1 − d with d = log π_ref − log π; low_var_kl: that, at most 10; k2: "
         "d² / 2; abs: |d|; k1: −d, whose gradient is 0 on average",
+        needs=("use_kl_loss",),
     )
     kl_target: float | None = flag(
         None,

@@ -188,6 +188,11 @@ def _check_corrections(algorithm: AlgorithmArguments) -> Iterator[str]:
     low, high = algorithm.rs_lower_bound, algorithm.rs_upper_bound
     if algorithm.use_rs and low is high is algorithm.rs_veto_threshold is None:
         yield "--use-rs rejects nothing: give --rs-lower-bound, --rs-upper-bound or --rs-veto-threshold"
+    if algorithm.use_rs and low is high is None:
+        for name in ("rs_statistic", "rs_level"):
+            flag, value = flag_specifications()[name], getattr(algorithm, name)
+            if value != flag.default:
+                yield f"{flag.flag} {value} has no effect without --rs-lower-bound or --rs-upper-bound"
     if low is not None and high is not None and low > high:
         yield f"--rs-lower-bound {low} is more than --rs-upper-bound {high}"
     method = algorithm.prox_logp_method

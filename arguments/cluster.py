@@ -38,27 +38,37 @@ FORWARDED = {
 LD_LIBRARY_PATH and HOME, which are each node's own.
 """
 
+MOST_GPUS = 1_000_000
+"""Most of a run; more is a slip of the pen."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterArguments:
     """Cluster"""
 
     device: DeviceChoice = flag("auto", "where models run; auto: on CUDA if it is available")
-    actor_num_nodes: int = flag(1, "nodes that train", at_least=1)
+    actor_num_nodes: int = flag(1, "nodes that train", at_least=1, at_most=MOST_GPUS)
     actor_num_gpus_per_node: int = flag(
-        1, "trainer ranks per node (on CPU: processes); DP = ranks / (TP × PP × CP)", at_least=1
+        1, "trainer ranks per node (on CPU: processes); DP = ranks / (TP × PP × CP)", at_least=1, at_most=MOST_GPUS
     )
     trainer_start_timeout: float = flag(
         600.0, "seconds trainer ranks may take to start and load the model", metavar="SECONDS", above=0
     )
     rollout_num_gpus: int = flag(
-        1, "GPUs that generate (on CPU: engine processes)", replaced_by="server_groups", at_least=1
+        1,
+        "GPUs that generate (on CPU: engine processes)",
+        replaced_by=("server_groups", "rollout_external"),
+        at_least=1,
+        at_most=MOST_GPUS,
     )
     rollout_num_gpus_per_engine: int = flag(
-        1, "GPUs per engine, its tensor-parallel size", replaced_by="server_groups", at_least=1
+        1, "GPUs per engine, its tensor-parallel size", replaced_by=("server_groups",), at_least=1
     )
     rollout_num_nodes_per_engine: int = flag(
-        1, "nodes over which the GPUs of one engine are spread evenly", replaced_by="server_groups", at_least=1
+        1,
+        "nodes over which the GPUs of one engine are spread evenly",
+        replaced_by=("server_groups",),
+        at_least=1,
     )
     colocate: bool = flag(
         False,

@@ -36,7 +36,8 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
             f"--expert-model-parallel-size {model.expert_model_parallel_size} × "
             f"--pipeline-model-parallel-size {model.pipeline_model_parallel_size}): change one of them"
         )
-    if cluster.rollout_num_gpus % cluster.rollout_num_gpus_per_engine:
+    counted = arguments.engines.server_groups is None and not arguments.engines.rollout_external
+    if counted and cluster.rollout_num_gpus % cluster.rollout_num_gpus_per_engine:
         yield (
             f"--rollout-num-gpus {cluster.rollout_num_gpus} is not a multiple of "
             f"--rollout-num-gpus-per-engine {cluster.rollout_num_gpus_per_engine}"

@@ -12,6 +12,9 @@ FlagValue = bool | int | float | str | Path | tuple[str, ...] | None
 ModuleAttr = NewType("ModuleAttr", str)
 """``module:attr``, which names a user's object."""
 
+LONGEST_WAIT = 1e9
+"""Largest number of seconds or minutes, which means without end: clocks of threads and collectives end later."""
+
 T = TypeVar("T", bound=FlagValue)
 
 
@@ -21,7 +24,7 @@ def flag(
     *,
     metavar: str | None = None,
     needs: tuple[str, ...] = (),
-    replaced_by: str | None = None,
+    replaced_by: tuple[str, ...] = (),
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -35,8 +38,11 @@ def flag(
 
     ``needs``: fields without which the flag has no effect; one of them is enough. ``use_tis`` has to be given,
     ``policy_loss=gspo`` has to have this value, ``policy_loss=own`` to name a user's object.
-    ``replaced_by``: field that makes it ineffective. ``at_least``, ``above``, ``at_most`` and ``below`` bound a number.
+    ``replaced_by``: fields of which each makes it ineffective. ``at_least``, ``above``, ``at_most`` and ``below`` bound
+    a number.
     """
+    if metavar in ("SECONDS", "MINUTES"):
+        at_most = LONGEST_WAIT
     bounds = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
     metadata = {"default": default, "help": help, "metavar": metavar, "needs": needs, "replaced_by": replaced_by}
     return dataclasses.field(default=default, metadata={**metadata, "bounds": bounds})

@@ -34,6 +34,7 @@ class ObservabilityArguments:
         "most that --save-samples may take on disk; at the limit every second step is removed, then every fourth is "
         "kept, and so on",
         metavar="GIB",
+        needs=("save_samples",),
         above=0,
     )
     use_wandb: bool = flag(False, "log to Weights & Biases; the run has the name of the run directory")

@@ -15,6 +15,7 @@ from miles_async.arguments.rewards import (
     parse_judge_scale,
     parse_rm_type,
 )
+from miles_async.arguments.sessions import is_url
 from miles_async.errors import ConfigurationError
 
 
@@ -40,6 +41,9 @@ def check_rewards(arguments: Arguments) -> Iterator[str]:
         where = f"--eval-config {arguments.evaluation.eval_config}: {each.name}: "
         problems = _named_problems(each.rewards(rewards), each.data(arguments.data))
         yield from (where + problem for problem in problems)
+    for flag, url in {"--rm-url": rewards.rm_url, "--judge-url": rewards.judge_url}.items():
+        if url is not None and not is_url(url):
+            yield f"{flag} {url}: expected a URL, such as http://127.0.0.1:8000/v1"
     if (scale := rewards.judge_scale) is not None:
         yield from refusal(lambda: parse_judge_scale(scale))
     try:

@@ -48,7 +48,13 @@ class RewardArguments:
     reward_timeout: float = flag(
         60.0, "timeout of one reward in seconds, excluding queueing", metavar="SECONDS", above=0
     )
-    rm_workers: int = flag(8, "maximum number of processes that verify answers or run code", at_least=1)
+    rm_workers: int = flag(
+        8,
+        "maximum number of processes that verify answers or run code",
+        needs=("rm_type=math", "rm_type=format", "rm_type=code", "rm_type=reasoning_gym", "metadata_key"),
+        at_least=1,
+        at_most=10_000,
+    )
     rm_url: str | None = flag(
         None,
         "URL to which remote_rm posts prompt, response, label and metadata as JSON for the reward",

@@ -84,7 +84,7 @@ def server_groups(arguments: Arguments) -> tuple[ServerGroup, ...]:
     return (
         ServerGroup(
             name=DEFAULT_GROUP,
-            engines=cluster.num_engines,
+            engines=1 if arguments.engines.rollout_external else cluster.num_engines,
             gpus_per_engine=cluster.rollout_num_gpus_per_engine,
             nodes_per_engine=cluster.rollout_num_nodes_per_engine,
             external=arguments.engines.rollout_external,

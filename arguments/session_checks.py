@@ -14,6 +14,7 @@ from miles_async.arguments.sessions import (
     parse_environment,
     parse_environment_config,
 )
+from miles_async.arguments.words import did_you_mean
 
 
 def check_trajectories(arguments: Arguments) -> Iterator[str]:
@@ -21,7 +22,7 @@ def check_trajectories(arguments: Arguments) -> Iterator[str]:
     sessions = arguments.sessions
     parser, known = sessions.reasoning_parser, (AUTO, "think", *REASONING_PARSERS)
     if parser is not None and parser not in known:
-        yield f"--reasoning-parser {parser}: expected one of {', '.join(known)}"
+        yield f"--reasoning-parser {parser}: expected one of {', '.join(known)}{did_you_mean(parser, known)}"
     if sessions.environment is not None:
         environment, config = sessions.environment, sessions.environment_config
         yield from refusal(lambda: parse_environment(environment))

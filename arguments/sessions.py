@@ -112,6 +112,7 @@ class SessionsArguments:
         "processes of the session server; one takes 1,500 to 2,000 short turns per second of its core",
         needs=_AGENTS,
         at_least=1,
+        at_most=1000,
     )
     max_turns: int = flag(
         16,

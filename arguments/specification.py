@@ -25,6 +25,9 @@ from miles_async.arguments.words import did_you_mean
 MODULE_ATTR = r"[\w.]+:\w+"
 """Pattern of a ModuleAttr."""
 
+LARGEST_WHOLE = 2**53
+"""Largest whole number: every process, file and library holds it exactly."""
+
 Kind = type[bool | int | float | str | Path]
 
 KIND_NAMES: Mapping[Kind, str] = {
@@ -58,7 +61,7 @@ class FlagSpecification:
     or_path: bool  # takes module:attr besides its choices
     metavar: str | None
     needs: tuple[str, ...]  # see flag()
-    replaced_by: str | None
+    replaced_by: tuple[str, ...]
     bounds: Mapping[str, float | None]  # words of BOUNDS → number; None: there is no such bound
 
     def value_in(self, arguments: Arguments) -> FlagValue:
@@ -126,6 +129,8 @@ class FlagSpecification:
     def _checked(self, value: bool | int | float | str, found: object) -> FlagValue:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(self._expected(found))
+        if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+            raise ValueError(f"expected a whole number of at most {LARGEST_WHOLE}, found {found!s:.40}")
         if self.kind is Path and isinstance(value, str):
             if not value:
                 raise ValueError("expected a path, found an empty text")

@@ -24,7 +24,7 @@ class StalenessArguments:
         "largest age, in weight versions, that is trained: version the optimizer steps from − oldest version among "
         "the sample's tokens that carry loss. Equal to the bound is fresh. none: ages are measured, not bounded",
         metavar="K",
-        replaced_by="on_policy",
+        replaced_by=("on_policy",),
         at_least=0,
     )
     max_rollout_lead: int | None = flag(
@@ -32,13 +32,15 @@ class StalenessArguments:
         "batches that may be admitted and not yet trained. Default and maximum: K + 1 (if K is none: 3, and no "
         "maximum)",
         metavar="BATCHES",
-        replaced_by="on_policy",
+        replaced_by=("on_policy",),
         at_least=1,
     )
     stale_group_action: StaleGroupAction = flag(
         "recycle",
         "action for a group that is too old at the cut. recycle: give its prompt another attempt; drop: take a fresh "
         "prompt; wait: prevent it, by delaying publications until the groups that they would make too old are trained",
+        needs=("max_weight_staleness",),
+        replaced_by=("on_policy",),
     )
     min_group_fraction: float = flag(
         1.0,
@@ -72,7 +74,8 @@ class StalenessArguments:
 
     def min_samples(self, group_size: int) -> int:
         """Fewest samples that a group of ``group_size`` is trained with."""
-        return max(1, math.ceil(round(self.min_group_fraction * group_size, 9)))
+        fraction = self.min_group_fraction if 0 < self.min_group_fraction <= 1 else 1.0  # which is refused elsewhere
+        return max(1, math.ceil(round(fraction * group_size, 9)))
 
     @property
     def lead(self) -> int:

@@ -19,6 +19,7 @@ from miles_async.arguments.model import EXPERT_COUNTS
 from miles_async.arguments.model_files import directory_problems, read_config
 from miles_async.arguments.problems import refusal
 from miles_async.arguments.prompt_files import EXPECTED, HUB, SUFFIXES, split_slice
+from miles_async.arguments.server_groups import server_groups
 from miles_async.errors import ConfigurationError
 
 
@@ -86,7 +87,9 @@ def check_prompt_files(arguments: Arguments) -> Iterator[str]:
             continue
         if not os.path.exists(file):
             makers = [each for folder in Path(file).parents if os.path.exists(each := folder / "prepare.py")]
-            yield f"{flag} {place}: there is no such file" + (f" ({makers[0]} makes it)" if makers else "")
+            hint = f" ({makers[0]} makes it)" if makers else ""
+            literal = ": variables are not expanded here, a ~ is" if file.startswith("$") else ""
+            yield f"{flag} {place}: there is no such file{hint}{literal}"
         elif os.path.isdir(file) is file.endswith(SUFFIXES):
             yield f"{flag} {place}: expected {EXPECTED}"
 
@@ -134,9 +137,12 @@ def check_outputs(arguments: Arguments) -> Iterator[str]:
         "--save": checkpoint.save,
         "--save-hf": checkpoint.save_hf,
         "--weight-staging-dir": arguments.weights.weight_staging_dir,
+        "--tensorboard-dir": arguments.observability.tensorboard_dir,
+        "--save-debug-rollout-data": arguments.debug.save_debug_rollout_data,
     }
     for flag, path in outputs.items():
-        problem = path and _output_problem(path)
+        directory = path.parent if path is not None and flag == "--save-debug-rollout-data" else path
+        problem = directory and _output_problem(directory)
         if problem:
             yield f"{flag} {path}: {problem}"
 
@@ -152,6 +158,26 @@ def _output_problem(path: Path) -> str | None:
     except OSError as error:
         return f"{nearest} cannot be written to ({error.strerror}): choose another directory"
     return None
+
+
+def check_machine(arguments: Arguments) -> Iterator[str]:
+    """Check that folders and addresses of a run without a cluster are this machine's."""
+    cluster, images = arguments.cluster, arguments.data.image_root
+    if cluster.ray_address is not None:
+        return
+    if images is not None and not os.path.isdir(images):
+        yield f"--image-root {images}: there is no such directory"
+    with suppress(ConfigurationError):  # reported by check_server_groups
+        for group in server_groups(arguments):
+            if group.model is not None and not os.path.isdir(group.model):
+                where = f"--server-groups {arguments.engines.server_groups}: [groups.{group.name}]"
+                yield f"{where}: model {group.model}: there is no such directory (nothing is downloaded)"
+    if cluster.host is not None and ":" not in cluster.host:  # reported by check_network
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            try:
+                listener.bind((cluster.host, 0))
+            except OSError as error:
+                yield f"--host {cluster.host}: expected an address or a name of this machine ({error.strerror})"
 
 
 def check_router_port(arguments: Arguments) -> Iterator[str]:

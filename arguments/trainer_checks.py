@@ -8,6 +8,7 @@ from miles_async.arguments import Arguments
 from miles_async.arguments.model import RECOMPUTE_MODULES
 from miles_async.arguments.problems import given
 from miles_async.arguments.specification import group_flags
+from miles_async.arguments.words import did_you_mean
 
 USED = frozenset({"loss_type", "loss_aggregation", "loss_length_normalizer", "log_entropy"})
 """Fields of AlgorithmArguments that have an effect without samples."""
@@ -20,7 +21,9 @@ def check_recomputation(arguments: Arguments) -> Iterator[str]:
     """Check the flags of recomputation against --recompute-granularity."""
     model = arguments.model
     if unknown := [name for name in model.recompute_modules if name not in RECOMPUTE_MODULES]:
-        yield f"--recompute-modules: expected some of {', '.join(RECOMPUTE_MODULES)}, found {' '.join(unknown)}"
+        yield f"--recompute-modules: expected some of {', '.join(RECOMPUTE_MODULES)}, found {' '.join(unknown)}" + (
+            did_you_mean(unknown[0], RECOMPUTE_MODULES)
+        )
 
 
 def check_shared_prefixes(arguments: Arguments) -> Iterator[str]:

@@ -32,6 +32,7 @@ from miles_async.arguments.specification import MODULE_ATTR, flag_specifications
 from miles_async.arguments.staleness_checks import check_batch_order, check_staleness
 from miles_async.arguments.surroundings import (
     check_data_sets,
+    check_machine,
     check_model,
     check_model_fits,
     check_outputs,
@@ -47,6 +48,7 @@ from miles_async.arguments.trainer_checks import (
     check_shared_prefixes,
     check_supervised,
 )
+from miles_async.arguments.words import did_you_mean
 
 Check = Callable[[Arguments], Iterator[str]]
 
@@ -161,7 +163,8 @@ def check_hooks(arguments: Arguments) -> Iterator[str]:
     for flag, path in hooks.items():
         if path is not None and not re.fullmatch(MODULE_ATTR, path):
             named = f"one of {', '.join((AUTO, *TOOL_CALL_PARSERS))}, or " if flag == "--tool-call-parser" else ""
-            yield f"{flag} {path}: expected {named}module:attr, such as my_package.my_module:my_function"
+            hint = did_you_mean(path, TOOL_CALL_PARSERS) if flag == "--tool-call-parser" else ""
+            yield f"{flag} {path}: expected {named}module:attr, such as my_package.my_module:my_function{hint}"
 
 
 def check_evaluation(arguments: Arguments) -> Iterator[str]:
@@ -226,6 +229,7 @@ COMMON_CHECKS: tuple[Check, ...] = (
     check_pass_rates,
     check_bad_steps,
     check_outputs,
+    check_machine,
     check_network,
     check_profiling,
 )
@@ -272,6 +276,7 @@ SURROUNDING_CHECKS: tuple[Check, ...] = (
     check_prompt_files,
     check_pass_rates,
     check_outputs,
+    check_machine,
     check_router_port,
 )
 """Checks that look at the machine; the others read at most config.json, and do without where it is missing."""

@@ -8,8 +8,10 @@ from collections.abc import Collection
 
 _CLOSE = 0.7  # similarity of a misspelt choice; "gpu" and "cpu" have 0.67
 
-NEGATIVE_NUMBER = re.compile(r"-[\d.]")
-"""Beginning of a value that starts with a dash; argparse's own pattern lacks ``-1e-4`` and the range ``-1:0.5``."""
+NEGATIVE_NUMBER = re.compile(r"-([\d.]|(inf|infinity|nan)$)", re.IGNORECASE)
+"""Beginning of a value that starts with a dash; argparse's own pattern lacks ``-1e-4``, ``-inf`` and the range
+``-1:0.5``.
+"""
 
 
 def looks_like_flag(word: str) -> bool:

@@ -26,13 +26,15 @@ from miles_async.commands.parser import CommandParser, at_least_one
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.device import with_precision
 from miles_async.runtime.files.run_directory import CONFIG_FILE, check_directory
-from miles_async.simulation.distributions import Fixed, median, parse_distribution
+from miles_async.simulation.distributions import Fixed, longest, median, parse_distribution
 from miles_async.simulation.estimates import GB, GPUS, Assumptions
 from miles_async.simulation.plan import Refusal, Row, candidates, predict, recommend
 from miles_async.simulation.plan_view import plan_table, plan_text, plot_plan
 from miles_async.simulation.settings import SimulationSettings
 
 TOKENS_PER_RESPONSE = 32  # of the median one: how finely time is divided
+LONGEST_STEP = 86_400.0
+"""Seconds that the trainer may take for a step: watchdogs look several times per second, so years would take hours."""
 
 DESCRIPTION = """\
 Predict step time, idle time, ages and waste for a sweep of settings, by simulating the real control loop, and
@@ -120,6 +122,11 @@ def _settings(
             f"--rollout-num-gpus {arguments.cluster.rollout_num_gpus} is less than --rollout-num-gpus-per-engine "
             f"{arguments.cluster.rollout_num_gpus_per_engine}: there would be no engine"
         )
+    train = timing.train.scaled(base.trainer_world_size / arguments.cluster.trainer_world_size)
+    if (step := longest(train)) > LONGEST_STEP:
+        raise ConfigurationError(
+            f"--train-seconds: expected steps of at most {LONGEST_STEP:g} s (a day), found one of {step:g} s"
+        )
     return SimulationSettings(
         # The latencies alone determine response lengths; the unit of a token does not matter.
         rollout=replace(arguments.rollout, num_rollout=own.steps, rollout_max_response_len=1 << 40),
@@ -132,7 +139,7 @@ def _settings(
         environment_seconds=timing.environment,
         reward_seconds=timing.reward,
         token_seconds=max(1e-6, median(timing.response) / TOKENS_PER_RESPONSE),
-        train_seconds=timing.train.scaled(base.trainer_world_size / arguments.cluster.trainer_world_size),
+        train_seconds=train,
         publish_seconds=timing.publish,
         copy_seconds=timing.copy_seconds,
         start_seconds=0.0,

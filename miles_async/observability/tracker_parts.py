@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from miles_async.arguments.observability import ObservabilityArguments
+from miles_async.arguments.words import did_you_mean
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.network.addresses import LOCAL, Network
 from miles_async.runtime.processes.restarts import own_restarts
@@ -72,5 +73,6 @@ def mode_of(given: Mode | None, variable: str, environment: Mapping[str, str], a
     named = environment.get(variable) or "online"
     mode = aliases.get(named, named)
     if mode not in get_args(Mode):
-        raise ConfigurationError(f"{variable}={named}: expected one of {', '.join(get_args(Mode))}")
+        hint = did_you_mean(named, get_args(Mode))
+        raise ConfigurationError(f"{variable}={named}: expected one of {', '.join(get_args(Mode))}{hint}")
     return cast(Mode, mode)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any, TypeVar
 
@@ -112,6 +112,10 @@ class GuardedGroupReward(_Guarded):
 def _checked(sample: Sample, given: Rewarded) -> Rewarded:
     if not isinstance(given, TokenRewards | RewardParts):
         return check_reward(_number(given))
+    if isinstance(given, RewardParts) and not isinstance(given.parts, Mapping):
+        raise wrong_value(given, "RewardParts with a mapping of parts")
+    if isinstance(given, TokenRewards) and not isinstance(given.tokens, Sized):
+        raise wrong_value(given, "TokenRewards with an array for each branch")
     with_reward(sample, given)
     return given
 

@@ -7,11 +7,12 @@ the environment answers is tokenized and appended, and carries no loss.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+import numpy as np
 import structlog
 
 from miles_async.algorithms.advantages.rewards import check_reward
@@ -20,7 +21,7 @@ from miles_async.errors import NoRoomError, RewardError
 from miles_async.rollout.generate import Began, routing_key
 from miles_async.rollout.prompt_messages import conversation
 from miles_async.runtime.services import Circuit
-from miles_async.runtime.user_code import expect, run_user_code
+from miles_async.runtime.user_code import expect, run_user_code, wrong_value
 from miles_async.trajectory.context import Turn
 from miles_async.trajectory.messages import as_sent, canonical, with_kept_images
 from miles_async.trajectory.taker import Limits, TurnRequest, TurnTaker
@@ -101,7 +102,12 @@ class MultiTurnGenerate:
             overdue=f"a step of the environment took longer than --environment-timeout {self.step_timeout:g} s",
         )
         self.service.works()
-        return expect(returned, Observation, "an Observation of a step of the environment")
+        observation = expect(returned, Observation, "an Observation of a step of the environment")
+        if not isinstance(observation.messages, tuple | list):
+            raise wrong_value(observation, "an Observation with a tuple of messages")
+        if not isinstance(observation.metrics, Mapping) or not all(map(_is_number, observation.metrics.values())):
+            raise wrong_value(observation, "an Observation with a mapping of metrics to numbers")
+        return observation
 
     async def _close(self, environment: Environment) -> None:
         overdue = f"took longer than --environment-timeout {self.step_timeout:g} s"
@@ -109,6 +115,10 @@ class MultiTurnGenerate:
             await run_user_code(environment.close(), seconds=self.step_timeout, overdue=overdue)
         except Exception as error:  # supervision point: the episode is over, and its sample is valid
             log.warning("environment could not be closed", error=repr(error))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.number | np.bool_)
 
 
 class GivenReward:

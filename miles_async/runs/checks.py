@@ -11,16 +11,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from miles_async.arguments import Arguments
+from miles_async.arguments import Arguments, EnginesArguments
 from miles_async.arguments.algorithm_checks import check_absent_critic, check_trained_critic
 from miles_async.arguments.distillation_checks import has_vocabulary, vocabulary_difference
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import TRANSFORMER_ENGINE_MODULES
 from miles_async.arguments.model_files import read_config
-from miles_async.arguments.needs import need_notes
+from miles_async.arguments.needs import need_notes, value_notes
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.problems import refusal, refuse
 from miles_async.arguments.server_groups import of_role, server_groups
+from miles_async.arguments.words import did_you_mean, looks_like_flag
+from miles_async.backends import find_backend
 from miles_async.backends.megatron.attention_kernels import (
     FLASH_NOTE,
     FP32_NOTE,
@@ -32,7 +34,7 @@ from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.backends.megatron.host import ignored_on_cpu
 from miles_async.checkpoints import start
 from miles_async.checkpoints.manifest import SHAPING, fingerprint, least_bytes
-from miles_async.engines.sglang.known_flags import refused_flags, sglang_flags, smg_flags, unknown_flags
+from miles_async.engines.sglang.known_flags import refused_flags, sglang_flags, smg_flags, smg_policies, unknown_flags
 from miles_async.errors import ConfigurationError
 from miles_async.machine.checks import Intent, machine_findings
 from miles_async.machine.finding import Finding
@@ -205,11 +207,20 @@ def passed_on_problems(arguments: Arguments) -> Iterator[str]:
         yield from dict.fromkeys(problems)
     if engines.router_extra:
         yield from unknown_flags(engines.router_extra, smg_flags(), "--router-")
+    policy = engines.sglang_router_policy
+    if policy != EnginesArguments().sglang_router_policy and (policies := smg_policies()) and policy not in policies:
+        hint = did_you_mean(policy, policies)
+        yield f"--sglang-router-policy {policy}: expected one of {', '.join(policies)}{hint}"
 
 
 def place_problems(arguments: Arguments) -> Iterator[str]:
-    """Yield problems with the run directory (in use, or not a run's), the Ray cluster and the module path."""
+    """Yield problems with the run directory (in use, or not a run's), the Ray cluster, this machine's network, the
+    training backend and the module path.
+    """
     yield from refusal(lambda: check_run_directory(arguments.observability.run_dir))
+    yield from refusal(lambda: find_backend(arguments.model.train_backend))
+    if arguments.cluster.ray_address is None and arguments.cluster.network_interface is not None:
+        yield from refusal(Network.of_run(arguments.cluster).variables)
     yield from refusal(lambda: check_ray_address(arguments.cluster.ray_address))
     yield from hidden_modules()
 
@@ -296,6 +307,8 @@ def transport_problems(arguments: Arguments) -> Iterator[str]:
 
 def run_notes(arguments: Arguments) -> Iterator[str]:
     """Yield notes on flags that work, though perhaps not as expected."""
+    from miles_async.observability.wandb_tracker import wandb_mode
+
     algorithm = arguments.algorithm
     if algorithm.use_kl_loss and algorithm.kl_loss_coef == 0:
         yield (
@@ -303,6 +316,10 @@ def run_notes(arguments: Arguments) -> Iterator[str]:
             "pass and that model's memory, and does not move the weights; leave both out to save that"
         )
     yield from need_notes(arguments)
+    yield from value_notes(arguments)
+    if arguments.observability.wandb_shared and wandb_mode(arguments.observability) == "offline":
+        yield "--wandb-shared has no effect offline: leave it out"
+    yield from _engine_notes(arguments)
     yield from _warm_up_notes(arguments)
     steps, bound = arguments.optimizer_steps_per_rollout, arguments.staleness.bound
     if bound is not None and steps - 1 > bound:
@@ -365,6 +382,22 @@ def check_hooks(arguments: Arguments) -> None:
     if ":" in (arguments.algorithm.token_advantages or ""):
         needed = registry.own_need_critic(arguments.algorithm)
         refuse([*(check_trained_critic if needed else check_absent_critic)(arguments)])
+
+
+def _engine_notes(arguments: Arguments) -> Iterator[str]:
+    """Yield notes on flags about engines that these engines make ineffective."""
+    if arguments.sides == "trainer":
+        return
+    groups, engines, weights = server_groups(arguments), arguments.engines, arguments.weights
+    if engines.sglang_extra and all(group.external for group in groups):
+        flags = ", ".join(f"--sglang-{word[2:]}" for word in engines.sglang_extra if looks_like_flag(word))
+        yield f"{flags}: no effect on external engines, which are up already"
+    updated = max(sum(group.num_engines for group in of_role(groups, role)) for role in ("train", "evaluation"))
+    if weights.publish_order == "rolling" and updated <= weights.rolling_engines:
+        yield (
+            f"--publish-order rolling --rolling-engines {weights.rolling_engines} with {updated} engine(s) has no "
+            "effect: all of them are updated at once"
+        )
 
 
 def _warm_up_notes(arguments: Arguments) -> Iterator[str]:

@@ -24,6 +24,7 @@ from miles_async.runs.prompt_checks import check_prompts, check_tokenizer
 from miles_async.runtime.cluster.ray_address import VARIABLE, with_ray_address
 from miles_async.runtime.device import choose_device, with_precision
 from miles_async.wiring.early_imports import early_imports
+from miles_async.wiring.environments import try_environment
 from miles_async.wiring.generated_prompts import with_generated_prompts
 
 Show = Callable[[str], None]
@@ -40,6 +41,7 @@ def check(config: Config) -> str:
     with chdir(config.directory):
         arguments, beginning = _complete(config)
         prompts, notes = _check(arguments)
+        try_environment(arguments.sessions)
         notes += [*beginning, *check_tokenizer(arguments)]
         memory = "" if arguments.evaluation.eval_only else _memory(arguments)
         notes += [*run_notes(arguments), *config.parsed.notes]

@@ -10,6 +10,12 @@ from typing import Protocol
 
 from miles_async.errors import ConfigurationError
 
+MOST = 1e12
+"""Largest number of seconds, or tokens."""
+
+WIDEST = 10.0
+"""Largest σ of a lognormal distribution: a thousandth of its draws are 10¹³ times the median."""
+
 
 class Distribution(Protocol):
     """Seconds, one draw at a time."""
@@ -62,8 +68,17 @@ class Trace:
 
 def median(distribution: Distribution) -> float:
     """Median of 1,001 draws with a fixed seed."""
+    return _sorted_draws(distribution)[500]
+
+
+def longest(distribution: Distribution) -> float:
+    """Longest of 1,001 draws with a fixed seed."""
+    return _sorted_draws(distribution)[-1]
+
+
+def _sorted_draws(distribution: Distribution) -> list[float]:
     chance = random.Random(0)
-    return sorted(distribution.draw(chance) for _ in range(1001))[500]
+    return sorted(distribution.draw(chance) for _ in range(1001))
 
 
 def parse_distribution(text: str, flag: str) -> Distribution:
@@ -83,13 +98,14 @@ def parse_distribution(text: str, flag: str) -> Distribution:
         numbers = [float(word) for word in words]
     except ValueError:
         numbers = []
-    finite = bool(numbers) and all(math.isfinite(number) and number >= 0 for number in numbers)
-    if finite and kind == "lognormal" and len(numbers) in (2, 3) and numbers[0] > 0:
+    finite = bool(numbers) and all(0 <= number <= MOST for number in numbers)
+    if finite and kind == "lognormal" and len(numbers) in (2, 3) and numbers[0] > 0 and numbers[1] <= WIDEST:
         return LogNormal(*numbers)
     if finite and len(numbers) == 1 and (kind == "fixed" or not rest):
         return Fixed(numbers[0])
     raise ConfigurationError(
-        f"{flag} {text}: expected SECONDS, fixed:SECONDS, lognormal:MEDIAN:SIGMA[:LONGEST] or trace:FILE"
+        f"{flag} {text}: expected SECONDS, fixed:SECONDS, lognormal:MEDIAN:SIGMA[:LONGEST] or trace:FILE; SIGMA at "
+        f"most {WIDEST:g}, the others {MOST:g}"
     )
 
 

@@ -64,6 +64,15 @@ def check_environments(sessions: SessionsArguments) -> None:
         _check_mcp(sessions)
 
 
+def try_environment(sessions: SessionsArguments) -> None:
+    """Make the environment of Gymnasium once, which imports it: for the dry run. Raises ConfigurationError."""
+    if sessions.environment is not None and _parsed(sessions)[0] == "gymnasium":
+        try:
+            _own_environment(sessions)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--environment {sessions.environment}: {error}") from error
+
+
 def environment_rows(sessions: SessionsArguments, seed: int) -> list[JsonObject]:
     """Generate prompts of ``--environment``, held-out ones last. Raises ConfigurationError."""
     kind, name, config = _parsed(sessions)

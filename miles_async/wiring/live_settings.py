@@ -133,7 +133,7 @@ class LiveSettings:
         return problems
 
 
-ON_POLICY = tuple(name for name, flag in flag_specifications().items() if flag.replaced_by == "on_policy")
+ON_POLICY = tuple(name for name, flag in flag_specifications().items() if "on_policy" in flag.replaced_by)
 
 
 def _line(name: str, before: SettingValue, after: SettingValue) -> str:

@@ -128,7 +128,10 @@ class RealRun:
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
-            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self._mark
+            # Both are empty for a moment while the kernel replaces its program, and always in the kernel's threads.
+            while not (environment := process.environ()) and not process.cmdline() and process.exe():
+                time.sleep(0.01)
+            return process.status() != psutil.STATUS_ZOMBIE and environment.get(MARK) == self._mark
         except (psutil.Error, OSError):
             return False
 

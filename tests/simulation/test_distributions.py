@@ -21,7 +21,21 @@ def test_distributions_that_can_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "soon", "fixed:", "-1", "nan", "lognormal:20", "lognormal:0:1", "lognormal:1:-1", "normal:1:2"]
+    "text",
+    [
+        "",
+        "soon",
+        "fixed:",
+        "-1",
+        "nan",
+        "lognormal:20",
+        "lognormal:0:1",
+        "lognormal:1:-1",
+        "1e308",
+        "lognormal:1:1e308",
+        "lognormal:1e308:5",
+        "normal:1:2",
+    ],
 )
 def test_anything_else_is_refused_with_the_flag(text: str) -> None:
     with pytest.raises(ConfigurationError, match="--latency"):

@@ -49,6 +49,12 @@ def test_it_recommends_the_smallest_age_that_is_fast_enough(capsys: pytest.Captu
     assert printed.count("max-weight-staleness") == 6
 
 
+@pytest.mark.parametrize("seconds", ["1e9", "lognormal:60:9", "9e4"])
+def test_a_step_of_more_than_a_day_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--train-seconds", seconds, "--sweep", "max-weight-staleness=1"]) == 2
+    assert "--train-seconds: expected steps of at most 86400 s (a day), found one of" in capsys.readouterr().err
+
+
 def row(bound: int, lead: int, **result: float) -> Prediction:
     """A candidate as far as it is looked at."""
     staleness = StalenessArguments(max_weight_staleness=bound, max_rollout_lead=lead)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 
 import msgspec
@@ -19,11 +20,15 @@ LARGEST_REWARD = 1e12  # float32 ends at 3e38, and a gradient norm squares the p
 
 def check_reward(reward: float) -> float:
     """Return the reward if it can be trained on. Raises RewardError, which fails the attempt alone."""
-    if not abs(reward) <= LARGEST_REWARD:  # nor is NaN
+    try:
+        number = float(reward)  # a boolean, or NumPy's number, which checkpoints would give back as something else
+    except Exception as error:  # a field that user code filled with anything
+        raise RewardError(f"reward {reprlib.repr(reward)}: expected a number") from error
+    if not abs(number) <= LARGEST_REWARD:  # nor is NaN
         raise RewardError(
-            f"reward {reward:g}: expected a finite number of at most {LARGEST_REWARD:g} in size; advantages are float32"
+            f"reward {number:g}: expected a finite number of at most {LARGEST_REWARD:g} in size; advantages are float32"
         )
-    return float(reward)  # a boolean, or NumPy's number, which checkpoints would give back as something else
+    return number
 
 
 def with_reward(sample: Sample, given: Rewarded) -> Sample:
@@ -31,9 +36,9 @@ def with_reward(sample: Sample, given: Rewarded) -> Sample:
     unusable numbers.
     """
     if isinstance(given, RewardParts):
-        parts = {name: check_reward(float(part)) for name, part in given.parts.items()}
+        parts = {name: check_reward(part) for name, part in given.parts.items()}
         metadata = {**sample.metadata, "metrics": {**sample.metadata.get("metrics", {}), **parts}}
-        return msgspec.structs.replace(sample, reward=check_reward(float(given.reward)), metadata=metadata)
+        return msgspec.structs.replace(sample, reward=check_reward(given.reward), metadata=metadata)
     if not isinstance(given, TokenRewards):
         return msgspec.structs.replace(sample, reward=check_reward(given))
     if len(given.tokens) != len(sample.branches):

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 
@@ -97,6 +98,17 @@ def _flags_in(tree: ast.Module) -> Iterator[str]:
 
 def smg_flags() -> frozenset[str]:
     """Return the flags of ``smg launch``; empty if it isn't installed."""
+    return frozenset(_FLAG.findall(_smg_help()))
+
+
+def smg_policies() -> tuple[str, ...]:
+    """Return the policies of ``smg launch``; empty if it isn't installed."""
+    found = re.search(r" --policy \{([a-z_,]+)\}", _smg_help())
+    return tuple(found[1].split(",")) if found else ()
+
+
+@cache
+def _smg_help() -> str:
     try:
         shown = subprocess.run(
             [sys.executable, "-m", "smg", "launch", "--help"],
@@ -104,5 +116,5 @@ def smg_flags() -> frozenset[str]:
             env={**os.environ, "COLUMNS": "10000"},  # no flag is broken at the end of a line
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return frozenset()
-    return frozenset(_FLAG.findall(shown.stdout))
+        return ""
+    return shown.stdout

@@ -60,6 +60,7 @@ def note_run_process(run_dir: Path, control: Path) -> None:
 
 
 _RUNS_NAMED = 5
+_REPLACING_SECONDS = 2.0
 
 
 def read_run_process(run_dir: Path) -> RunProcess:
@@ -160,6 +161,18 @@ def start_ticks(pid: int) -> int:
 
 def _is_marked(process: psutil.Process, run: RunProcess) -> bool:
     try:
-        return is_alive(process) and process.environ().get(MARK) == run.mark
+        return is_alive(process) and _environment(process).get(MARK) == run.mark
     except (psutil.Error, OSError):  # gone, or another user's
         return False
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """Return the environment. It is empty for a moment, as the command is, while the kernel replaces the program; in
+    the kernel's threads, which have no file, it always is.
+    """
+    deadline = time.monotonic() + _REPLACING_SECONDS
+    while not (environment := process.environ()) and not process.cmdline() and process.exe():
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return environment

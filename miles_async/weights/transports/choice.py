@@ -8,6 +8,7 @@ from typing import Any
 
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.weights import WeightsArguments
+from miles_async.arguments.words import did_you_mean
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.hooks import load_instance
 from miles_async.seams import EngineFleet, WeightSender, WeightSenders, WeightTransport
@@ -27,6 +28,7 @@ def find_transport(name: str) -> TransportSpec[Any]:
     if ":" not in name:
         raise ConfigurationError(
             f"--weight-transport {name}: expected {', '.join(TRANSPORTS)}, or module:attr naming a TransportSpec"
+            + did_you_mean(name, TRANSPORTS)
         )
     return load_instance(name, TransportSpec, "--weight-transport")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments.flag import FlagValue
-from miles_async.arguments.needs import check_needs, need_notes
+from miles_async.arguments.needs import check_needs, need_notes, value_notes
 from miles_async.arguments.parser import assemble
 from miles_async.arguments.sessions import ENVIRONMENTS
 from miles_async.arguments.specification import FlagSpecification, flag_specifications
@@ -55,8 +55,8 @@ def without(flag: FlagSpecification) -> dict[str, object]:
         needed = flag_specifications()[name]
         if wanted and needed.default in (need.partition("=")[2] for need in flag.needs):
             values[name] = next(choice for choice in needed.choices if f"{name}={choice}" not in flag.needs)
-        elif not wanted and needed.default:
-            values[name] = 0
+        elif not wanted and (needed.default or name == "max_weight_staleness"):  # which FINE gives
+            values[name] = needed.default and 0
     return values
 
 
@@ -123,3 +123,51 @@ def test_a_flag_that_another_takes_the_place_of_is_noted() -> None:
     assert list(need_notes(groups)) == [
         "--rollout-num-gpus 2 has no effect with --server-groups, which takes its place"
     ]
+    external = assemble({"rollout_external": ("a:1",), "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 4}, {})
+    assert list(need_notes(external)) == [
+        "--rollout-num-gpus 2 has no effect with --rollout-external, which takes its place"
+    ]
+
+
+def test_what_recipes_give_and_a_bound_may_still_use_is_only_noted() -> None:
+    arguments = assemble({"kl_loss_type": "k2", "stale_group_action": "drop", "rm_workers": 3}, {})
+    assert not list(check_needs(arguments, []))
+    assert [note.split(" has no effect without ") for note in need_notes(arguments)] == [
+        ["--rm-workers 3", "--rm-type math or format or code or reasoning_gym or --metadata-key"],
+        ["--stale-group-action drop", "--max-weight-staleness"],
+        ["--kl-loss-type k2", "--use-kl-loss"],
+    ]
+    assert not list(need_notes(assemble({"stale_group_action": "drop", "max_weight_staleness": 0}, {})))
+
+
+def test_a_reward_of_a_held_out_set_counts(tmp_path: Path) -> None:
+    config = tmp_path / "sets.yaml"
+    config.write_text("eval: {datasets: [{name: a, path: a.jsonl, rm_type: math:1.0+remote_rm:0.5}]}")
+    assert not problems(rm_type="exact_match", rm_url="http://a", rm_workers=3, eval_config=config)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {"max_token_age": 2, "max_weight_staleness": 2},
+            "--max-token-age 2 has no effect with --max-weight-staleness",
+        ),
+        ({"max_token_age": 1, "max_weight_staleness": 2}, None),
+        ({"max_token_age": 1}, None),
+        ({"token_age_decay": 0.5, "on_policy": True}, "--token-age-decay 0.5 has no effect with --on-policy"),
+        ({"token_age_decay": 0.5, "max_weight_staleness": 1}, None),
+        (
+            {"allow_uncorrected_off_policy": True, "use_tis": True},
+            "--allow-uncorrected-off-policy has no effect with --use-tis",
+        ),
+        ({"allow_uncorrected_off_policy": True}, None),
+        ({"eval_prompt_data": ("a.jsonl",), "eval_top_p": 0.9}, "--eval-top-p 0.9 has no effect with greedy"),
+        ({"eval_prompt_data": ("a.jsonl",), "eval_top_k": 5}, "--eval-top-k 5 has no effect with greedy"),
+        ({"eval_prompt_data": ("a.jsonl",), "eval_top_p": 0.9, "n_samples_per_eval_prompt": 4}, None),
+        ({"use_wandb": True, "wandb_sample_steps": 3, "save_samples": 0}, "--wandb-sample-steps has no effect"),
+    ],
+)
+def test_a_value_without_effect_next_to_others_is_noted(values: dict[str, object], expected: str | None) -> None:
+    notes = list(value_notes(assemble(values, {})))
+    assert not notes if expected is None else notes[0].startswith(expected)

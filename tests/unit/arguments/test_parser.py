@@ -66,6 +66,8 @@ class TestTypes:
             (["--wandb-mode", "ofline"], "offline, disabled, none; found 'ofline'; did you mean offline?"),
             (["--pause-generation-mode", "in-place"], "retract, in_place; found 'in-place'; did you mean in_place?"),
             (["--lr"], "--lr: expected one argument"),
+            (["--seed", "9" * 99], f"--seed: expected a whole number of at most {2**53}, found {'9' * 40}"),
+            (["--lr", "-inf"], "--lr: expected a number, found '-inf'"),
             (["--lr", "-1x"], "--lr: expected a number, found '-1x'"),
             (["reverse.args"], "unexpected argument 'reverse.args'"),
             (["--run-dir", "~no-such-user/runs"], "expected a path, found '~no-such-user/runs': there is no such user"),

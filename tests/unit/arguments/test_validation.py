@@ -64,6 +64,9 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         case("no prompts", {"prompt_data": None}, "--prompt-data is required"),
         case("model missing", {"hf_checkpoint": Path("absent")}, "--hf-checkpoint absent", "no such directory"),
         case("prompts missing", {"prompt_data": ("absent.jsonl",)}, "--prompt-data absent.jsonl", "no such file"),
+        case(
+            "prompts of a shell", {"prompt_data": ("$HOME/a.jsonl",)}, "no such file: variables are not expanded here"
+        ),
         case("eval prompts missing", {"eval_prompt_data": ("aime", "absent.jsonl")}, "--eval-prompt-data absent.jsonl"),
         case("evaluation of nothing", {"eval_interval": 5}, "--eval-interval 5 has no effect without --eval-"),
         case("name without a file", {"eval_prompt_data": ("aime",)}, "--eval-prompt-data", "after the name 'aime'"),
@@ -112,6 +115,16 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "--advantage-estimator grpo",
             "at least 2",
         ),
+        case(
+            "GPUs without end",
+            {"rollout_num_gpus": 10**12},
+            "--rollout-num-gpus: expected at least 1 and at most 1000000",
+        ),
+        case(
+            "a time that no clock has",
+            {"distributed_timeout_minutes": 1e308},
+            "--distributed-timeout-minutes: expected more than 0 and at most 1000000000.0",
+        ),
         case("no samples", {"n_samples_per_prompt": 0}, "--n-samples-per-prompt: expected at least 1"),
         case(
             "rest of a group may be one, grpo",
@@ -119,6 +132,16 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "--min-group-fraction 0.1",
             "--n-samples-per-prompt 8",
             "at least 0.25",
+        ),
+        case(
+            "a group of more than any number of samples",
+            {"min_group_fraction": 1e308},
+            "--min-group-fraction: expected more than 0 and at most 1, found 1e+308",
+        ),
+        case(
+            "a group of less than no sample",
+            {"min_group_fraction": -1e308},
+            "--min-group-fraction: expected more than 0 and at most 1, found -1e+308",
         ),
         case(
             "group of one, rloo",
@@ -373,6 +396,11 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         case("second moment of 0", {"m2_threshold": 0.04}, "--m2-threshold compares the trainer's log-probs"),
         case("rejection of nothing", {"use_rs": True}, "--use-rs rejects nothing: give --rs-lower-bound"),
         case(
+            "a statistic of a veto alone",
+            {"use_rs": True, "rs_veto_threshold": 0.1, "rs_statistic": "k1"},
+            "--rs-statistic k1 has no effect without --rs-lower-bound or --rs-upper-bound",
+        ),
+        case(
             "rejection of everything",
             {"use_rs": True, "rs_lower_bound": 2.0, "rs_upper_bound": 1.0},
             "--rs-lower-bound 2.0 is more than --rs-upper-bound 1.0",
@@ -485,10 +513,23 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         ),
         case("malformed environment", {"environment_path": "a.b"}, "--environment-path a.b: expected module:attr"),
         case(
-            "unknown calls", {"tool_call_parser": "quen"}, "--tool-call-parser quen: expected one of auto, apertus2509"
+            "unknown calls",
+            {"tool_call_parser": "quen"},
+            "--tool-call-parser quen: expected one of auto, apertus2509",
+            "did you mean qwen?",
         ),
-        case("unknown reasoning", {"reasoning_parser": "quen3"}, "--reasoning-parser quen3: expected one of auto"),
+        case(
+            "unknown reasoning",
+            {"reasoning_parser": "quen3"},
+            "--reasoning-parser quen3: expected one of auto",
+            "did you mean qwen3?",
+        ),
         case("impatient watchdog of agents", {"agent_path": "a:b", "agent_timeout": 5000}, "--agent-timeout 5000"),
+        case(
+            "a reward server without address",
+            {"rm_type": "remote_rm", "rm_url": "a:80"},
+            "--rm-url a:80: expected a URL",
+        ),
         case("two rewards", {"custom_rm_path": "a:b"}, "--rm-type exact_match and --custom-rm-path a:b"),
         case(
             "malformed hook",
@@ -538,6 +579,12 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             {"lora_rank": 8, "target_modules": ("linear_qkv,lm_head",)},
             "--target-modules: expected all-linear or some of linear_qkv, ",
             "found lm_head",
+        ),
+        case("misspelt layer", {"lora_rank": 8, "target_modules": ("qproj",)}, "found qproj; did you mean q_proj?"),
+        case(
+            "misspelt recomputation",
+            {"recompute_granularity": "selective", "recompute_modules": ("cor_attn",)},
+            "found cor_attn; did you mean core_attn?",
         ),
         case(
             "adapts part of a layer",

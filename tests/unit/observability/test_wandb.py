@@ -152,7 +152,9 @@ def test_wandb_is_online_unless_flag_or_variable_says_otherwise(
 
 
 def test_a_mode_that_wandb_does_not_know_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="WANDB_MODE=ofline: expected one of online, offline, disabled"):
+    with pytest.raises(
+        ConfigurationError, match="WANDB_MODE=ofline: expected one of online, offline, disabled; did you mean offline"
+    ):
         wandb_mode(ObservabilityArguments(use_wandb=True), {"WANDB_MODE": "ofline"})
 
 

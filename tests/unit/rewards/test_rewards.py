@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import psutil
 import pytest
 import torch
 from msgspec import structs
@@ -38,6 +37,7 @@ from miles_async.runtime.hooks import load_object
 from miles_async.runtime.services import Services
 from miles_async.seams import PromptSource
 from miles_async.types import Prompt, RewardParts, Sample, TokenRewards
+from tests.unit.runtime.processes.waiting import children_with
 
 PROMPT = Prompt(prompt_id="t:1", token_ids=(1, 2), text="rev 12", label="21")
 
@@ -212,7 +212,7 @@ class TestHub:
         reward = resolve_reward(RewardArguments(rm_type="math"), Services())
         assert await reward(PROMPT, sample("21")) == 1.0
         await reward.close()
-        assert not [child for child in psutil.Process().children() if "miles_async.rewards.worker" in child.cmdline()]
+        assert not children_with("miles_async.rewards.worker")
 
         own = resolve_reward(RewardArguments(custom_rm_path="own_hooks:Closable"), Services())
         await own.close()
@@ -232,11 +232,29 @@ class TestGuardedReward:
             await GuardedReward(gives(short), timeout=1.0)(PROMPT, sample("21"))
 
     @pytest.mark.parametrize(
-        ("parts", "problem"), [({"fluent": "very"}, "could not convert"), ({"fluent": float("nan")}, "reward nan")]
+        ("parts", "problem"),
+        [
+            ({"fluent": "very"}, "^reward 'very': expected a number$"),
+            ({"fluent": None}, "^reward None: expected a number$"),
+            ({"fluent": float("nan")}, "reward nan"),
+            (None, "^reward returned RewardParts.*, expected RewardParts with a mapping of parts$"),
+        ],
     )
     async def test_parts_that_are_no_numbers_are_an_error(self, parts: dict[str, float], problem: str):
         with pytest.raises(RewardError, match=problem):
             await GuardedReward(gives(RewardParts(reward=1.0, parts=parts)), timeout=1.0)(PROMPT, sample("21"))
+
+    @pytest.mark.parametrize(
+        ("given", "problem"),
+        [
+            (RewardParts(reward=None, parts={}), "^reward None: expected a number$"),  # type: ignore[arg-type]
+            (TokenRewards(reward="x", tokens=(np.zeros(3, np.float32),)), "^reward 'x': expected a number$"),  # type: ignore[arg-type]
+            (TokenRewards(reward=1.0, tokens=None), "^reward returned Token.* with an array for each branch$"),  # type: ignore[arg-type]
+        ],
+    )
+    async def test_a_field_that_is_no_number_is_not_blamed_on_code(self, given: object, problem: str):
+        with pytest.raises(RewardError, match=problem):
+            await GuardedReward(gives(given), timeout=1.0)(PROMPT, sample("21"))
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, -1e39, 1e13, "no number", None])
     async def test_a_reward_that_is_no_finite_number_is_an_error(self, value: object):

@@ -19,6 +19,7 @@ from miles_async.errors import RewardError, ServiceUnavailableError
 from miles_async.rewards import workers as workers_module
 from miles_async.rewards.workers import WorkerPool
 from tests.fakes.worker_functions import die, double, explode, fail, fail_at_length, hang, hang_in_c, pid, shout, sleep
+from tests.unit.runtime.processes.waiting import children_with
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,7 +34,7 @@ async def pool(size: int = 1, timeout: float = 20.0) -> AsyncIterator[WorkerPool
 
 
 def workers_of(parent: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(parent).children() if "miles_async.rewards.worker" in child.cmdline()]
+    return children_with("miles_async.rewards.worker", parent)
 
 
 async def test_results_come_back_and_the_worker_is_used_again():

@@ -241,6 +241,23 @@ async def test_a_turn_is_rewarded_at_its_last_token() -> None:
         await generate_with(Broken)(ScriptedModel(says("68")), ATTEMPT, 0)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"metrics": {"errors": None}}, "a mapping of metrics to numbers"),
+        ({"metrics": None}, "a mapping of metrics to numbers"),
+        ({"messages": "Go on."}, "a tuple of messages"),
+    ],
+)
+async def test_an_observation_that_cannot_be_used_is_shown(wrong: dict[str, Any], expected: str) -> None:
+    class Wrong(Lookup):
+        async def step(self, turn: AssistantTurn) -> Observation:
+            return Observation(**wrong)
+
+    with pytest.raises(UserCodeError, match=f"^returned Observation.*, expected an Observation with {expected}$"):
+        await generate_with(Wrong)(ScriptedModel(says("68")), ATTEMPT, 0)
+
+
 async def test_an_episode_without_end_is_cut_after_so_many_turns() -> None:
     model = ScriptedModel(says(CALL))
     sample = await generate_with(max_turns=3)(model, ATTEMPT, 0)

@@ -52,6 +52,25 @@ def test_a_flash_attn_that_is_not_installed(device: str, backend: str, said: boo
     assert any("flash-attn-3 is installed, so Transformer Engine chooses (auto)" in note for note in found) == said
 
 
+def test_wandb_is_not_shared_offline() -> None:
+    (note,) = notes(use_wandb=True, wandb_mode="offline", wandb_shared=True)
+    assert note.startswith("--wandb-shared has no effect offline")
+    assert notes(use_wandb=True, wandb_mode="online", wandb_shared=True) == []
+
+
+def test_flags_about_engines_that_these_engines_make_ineffective() -> None:
+    external = {"rollout_external": ("a:1", "b:2")}
+    passed = {"--sglang-mem-fraction-static": ("0.5",)}
+    assert list(run_notes(assemble({"device": "cpu", **external}, passed))) == [
+        "--sglang-mem-fraction-static: no effect on external engines, which are up already"
+    ]
+    assert list(run_notes(assemble({"device": "cpu"}, passed))) == []
+    rolling = {"publish_order": "rolling", "pause_generation_mode": "retract"}
+    (note,) = notes(**rolling)
+    assert note.startswith("--publish-order rolling --rolling-engines 1 with 1 engine(s) has no effect")
+    assert notes(**rolling, rollout_num_gpus=2) == []
+
+
 def test_a_warm_up_that_is_longer_than_the_run_is_told() -> None:
     (note,) = notes(lr_warmup_iters=5, num_rollout=3)
     assert note.startswith("--lr-warmup-iters 5 is longer than the run's 3 optimizer steps: the warm-up takes 3")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from miles_async.arguments import Arguments
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.processes.run_process import MARK
 from miles_async.wiring import early_imports as early
+from tests.unit.runtime.processes.waiting import environment_of
 
 CPU = Arguments(cluster=replace(Arguments().cluster, device="cpu"))
 
@@ -31,13 +31,6 @@ def test_a_run_that_is_refused_leaves_no_process() -> None:
         assert process.is_running()
         raise ConfigurationError("the model is of another family")
     assert not process.is_running()
-
-
-def environment_of(process: psutil.Process) -> dict[str, str]:
-    """Its environment, which is empty for a moment while the kernel replaces its program."""
-    while not (environment := process.environ()):
-        time.sleep(0.01)
-    return environment
 
 
 def test_what_it_starts_is_marked_as_the_runs() -> None:

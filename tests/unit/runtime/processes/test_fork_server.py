@@ -19,7 +19,7 @@ from miles_async.runtime.processes import forking
 from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.runtime.processes.fork_server_process import ForkServer, running
 from miles_async.runtime.processes.forking import ForkedProcess
-from tests.unit.runtime.processes.waiting import number_in, until_gone
+from tests.unit.runtime.processes.waiting import environment_of, number_in, until_gone
 
 LATE = "LATE|PYTEST_CURRENT_TEST"
 HEAVY = """
@@ -117,7 +117,7 @@ async def test_a_child_is_found_by_command_and_environment(server: ForkServer, m
     grandchild = await number_in(one)
     process = psutil.Process(one.pid)
     assert process.cmdline()[0].rstrip().endswith("-m wait --an-option=x")
-    assert process.environ()["PYTHONPATH"] == psutil.Process(grandchild).environ()["PYTHONPATH"]
+    assert process.environ()["PYTHONPATH"] == environment_of(psutil.Process(grandchild))["PYTHONPATH"]
     await one.stop(grace_seconds=0)
     assert one.returncode == -signal.SIGKILL
     await until_gone(grandchild)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 
 import psutil
@@ -16,6 +17,26 @@ async def number_in(child: ChildProcess) -> int:
         while not child.tail(1).isdigit():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     return int(child.tail(1))
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Its environment, which is empty for a moment while the kernel replaces its program."""
+    while not (environment := process.environ()):
+        time.sleep(0.01)
+    return environment
+
+
+def children_with(word: str, parent: int | None = None) -> list[psutil.Process]:
+    """Children that have this word in their command, which is empty while the kernel replaces their program. One that
+    ends meanwhile is none of them.
+    """
+    found = []
+    for child in psutil.Process(parent).children():
+        with suppress(psutil.NoSuchProcess):  # or a zombie
+            while not (command := child.cmdline()):
+                time.sleep(0.01)
+            found += [child] if word in command else []
+    return found
 
 
 async def until_gone(pid: int) -> None:

@@ -62,6 +62,8 @@ def test_an_unknown_transport_is_told_apart_from_one_of_the_users() -> None:
     # covers: C3
     (problem,) = problems(weight_transport="rsync")
     assert problem.startswith("--weight-transport rsync: expected distributed, disk, object_store, ipc, or module:attr")
+    (problem,) = problems(weight_transport="Disk")
+    assert problem.endswith("; did you mean disk?")
     (problem,) = problems(weight_transport="no_such_module:SPEC")
     assert "there is no module 'no_such_module'" in problem
 
