@@ -9,6 +9,7 @@ import difflib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
@@ -74,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, EXIT_CONFIGURATION)
     except MilesAsyncError as error:
         return _report(error, EXIT_FAILED)
+    except ImportError as error:  # torch without one of CUDA's libraries, say
+        traceback.print_exc()
+        problem = f"a package does not load: {error}; `miles-async doctor` says how to mend it"
+        return _report(MilesAsyncError(problem), EXIT_FAILED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

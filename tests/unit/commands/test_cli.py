@@ -86,6 +86,17 @@ def test_a_broken_contract_is_reported_as_a_bug(monkeypatch: pytest.MonkeyPatch,
     ]
 
 
+def test_a_package_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def train(words: Sequence[str]) -> int:
+        raise ImportError("libcudnn.so.9: cannot open shared object file")
+
+    monkeypatch.setitem(COMMANDS, "train", train)  # type: ignore[arg-type]
+    assert main(["train"]) == 1
+    *_, last = capsys.readouterr().err.splitlines()
+    problem = "a package does not load: libcudnn.so.9: cannot open shared object file"
+    assert last == f"error: {problem}; `miles-async doctor` says how to mend it"
+
+
 def test_unknown_command_suggests(capsys: pytest.CaptureFixture[str]):
     assert "error: unknown command trian; did you mean train?" in refused(capsys, "trian")
 
