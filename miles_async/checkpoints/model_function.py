@@ -73,7 +73,7 @@ def model_function(directory: Path) -> JsonObject:
     found["eos_token_id"] = sorted({*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))})
     found |= {"tokenizer": _tokenizer(directory), "chat_template": _chat_template(directory)}
     nulls = {name: None for name, value in config.items() if value is None and name in found}
-    return _present(found) | nulls
+    return {**_present(found), **nulls}
 
 
 def critic_function(directory: Path) -> JsonObject:
@@ -166,7 +166,7 @@ def _tokenizer(directory: Path) -> str:
 
 def _tokenizer_settings(directory: Path, settings: JsonObject, whole: JsonObject) -> JsonObject:
     """What other files than tokenizer.json say, as transformers 5 reads them: special_tokens_map.json comes last."""
-    fields = settings | read_json(directory / "special_tokens_map.json")
+    fields = {**settings, **read_json(directory / "special_tokens_map.json")}
     found = {name: fields.get(name) for name in _TOKENIZER_SETTINGS}
     found |= {name: _text(fields.get(name)) for name in _SPECIAL_TOKENS}
     found |= {name: bool(fields.get(name)) for name in _TOKENIZER_SWITCHES}
