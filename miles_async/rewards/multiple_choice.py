@@ -9,6 +9,7 @@ from miles_async.rewards.answers import answer_part, find_answer, labels_of
 from miles_async.types import Prompt, Sample
 
 _STYLE = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathbb)(?=\{)|[{}$*_]")
+_NAMED = re.compile(r"\A(?:answer|choice|option)\b\W{0,3}", re.IGNORECASE)  # Option B
 _ALONE = re.compile(r"\(?([A-Za-z])[\W]*")
 _WITH_ITS_TEXT = re.compile(r"\(?([A-Za-z])(?:[).:](?:\s|~|\\)|\)(?=\w))")  # also (B)~12 and (B)\ 12
 _IN_PROSE = (  # clearest first; the last match of the first pattern that matches counts
@@ -53,7 +54,7 @@ def chosen_letter(response: str) -> str | None:
     """
     answer = find_answer(response)
     if answer.mark in ("box", "tags", "hashes"):
-        plain = _STYLE.sub("", answer.text).strip()
+        plain = _NAMED.sub("", _STYLE.sub("", answer.text).strip())
         found = _ALONE.fullmatch(plain) or _WITH_ITS_TEXT.match(plain)
         if found is not None:
             return found[1].upper()
