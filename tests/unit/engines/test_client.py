@@ -318,6 +318,18 @@ async def test_an_answer_has_no_more_tokens_than_were_asked_for(setup: Setup) ->
         await setup.generate()
 
 
+async def test_an_answer_without_tokens_is_none(setup: Setup) -> None:  # covers: A3
+    def empty(reply: JsonDict) -> JsonDict:
+        reply["output_ids"] = []
+        reply["meta_info"] |= {"completion_tokens": 0, "output_token_logprobs": [], "weight_versions": []}
+        return reply
+
+    setup.engine.transform = empty
+    with pytest.raises(TransientEngineError, match=r"expected a token, found none \(finish reason length\)"):
+        await setup.generate()
+    assert setup.record.reason.startswith("gave 3 wrong answers")
+
+
 PROMPT = (11, 12, 13)
 
 
