@@ -154,8 +154,8 @@ def labels(path: Path) -> list[Label | None]:
 
 def test_whole_numbers_are_labels_without_a_point(write: Write) -> None:
     """A column of whole numbers becomes one of floats where a table once had gaps."""
-    floats = write([{"prompt": "a", "label": label} for label in (42.0, -7.0, 0.5, 1e300)])
-    assert labels(floats) == ["42", "-7", "0.5", "1e+300"]
+    floats = write([{"prompt": "a", "label": label} for label in (42.0, -7.0, 0.5, 0.00001, 1e300)])
+    assert labels(floats) == ["42", "-7", "0.5", "0.00001", "1e+300"]
     assert labels(write([{"prompt": "a", "label": label} for label in (42, 2**60 + 1)])) == ["42", str(2**60 + 1)]
 
 
@@ -165,6 +165,7 @@ def test_whole_numbers_are_labels_without_a_point(write: Write) -> None:
         (pyarrow.array(np.float16([0.1, 42, 1 / 3])), ["0.1", "42", "0.3333"]),
         (pyarrow.array([0.1, 42, 1 / 3], pyarrow.float32()), ["0.1", "42", "0.33333334"]),
         (pyarrow.array([0.1, 42, 1 / 3], pyarrow.float64()), ["0.1", "42", "0.3333333333333333"]),
+        (pyarrow.array([1e-5, -2.5e-7, 0], pyarrow.float32()), ["0.00001", "-0.00000025", "0"]),
         (pyarrow.array([1, 255, 7], pyarrow.uint8()), ["1", "255", "7"]),
         (pyarrow.array([decimal.Decimal(text) for text in ("1.50", "42.00", "0.00")]), ["1.5", "42", "0"]),
         (pyarrow.array([decimal.Decimal(text) for text in ("400", "1E+2", "-7")]), ["400", "100", "-7"]),
