@@ -136,6 +136,19 @@ def test_a_prompt_that_ends_with_the_assistants_words_is_continued(write: Write,
     assert prompt.messages == (QUESTION, begun)
 
 
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_answer_that_did_not_begin_is_refused(content: str) -> None:
+    """Llama's template would end at the header, without the empty line that its own generation prompt has."""
+    message = {"role": "assistant", "content": content}
+    with pytest.raises(TrajectoryError, match="is the assistant's and is empty: leave that message out"):
+        chat_format("llama3").encode([QUESTION, message])
+    thinking = message | {"reasoning_content": "hm"}
+    with pytest.raises(TrajectoryError, match="nothing but thoughts, which the chat template leaves out"):
+        chat_format("llama3").encode([QUESTION, thinking])
+    template = chat_format("qwen3")
+    assert "<think>\nhm\n</think>" in template.decode_all(template.encode([QUESTION, thinking]))
+
+
 def test_a_prompt_that_nothing_can_continue_is_refused() -> None:
     template = chat_format("qwen3")
     for refused in (template.check, template.encode):
