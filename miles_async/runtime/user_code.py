@@ -18,7 +18,9 @@ import structlog
 from xxhash import xxh3_64_intdigest
 
 from miles_async.errors import OverdueError, UserCodeError
+from miles_async.runtime.nesting import DEEPEST, too_deep
 from miles_async.runtime.own_place import own_place
+from miles_async.runtime.serialization import encode
 from miles_async.runtime.texts import shortened
 from miles_async.types import Sample
 
@@ -94,13 +96,25 @@ def unchanged(samples: Sequence[Sample]) -> Iterator[None]:
     """Check that code in the context changes no array of the samples. That they are read-only does not prevent it: a
     tensor of ``torch.from_numpy`` is written to all the same.
 
-    Raises UserCodeError naming the array.
+    Nor may it leave metadata in them that a checkpoint cannot hold. Raises UserCodeError naming the array or that.
     """
     before = _digests(samples)
     yield
+    for sample in samples:
+        check_metadata(sample, "left")
     for (name, found), (_, expected) in zip(_digests(samples), before, strict=True):
         if found != expected:
             raise UserCodeError(f"changed {name} of a sample in place, which is trained on: change a copy")
+
+
+def check_metadata(sample: Sample, how: str) -> None:
+    """Raise UserCodeError unless the metadata of a sample that user code ``returned`` or ``left`` can be saved."""
+    if too_deep(sample.metadata):
+        raise UserCodeError(f"{how} a Sample whose metadata has more than {DEEPEST} nested levels")
+    try:
+        encode(sample.metadata)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserCodeError(f"{how} a Sample whose metadata cannot be saved: {error}") from error
 
 
 def _digests(samples: Sequence[Sample]) -> list[tuple[str, int]]:

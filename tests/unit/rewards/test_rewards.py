@@ -264,6 +264,18 @@ class TestGuardedReward:
         with pytest.raises(RewardError, match=r"reward raised ValueError.*read-only"):
             await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
 
+    @pytest.mark.parametrize("value", [object(), 2**70, float], ids=["object", "int", "type"])
+    async def test_metadata_that_it_leaves_can_be_saved(self, value: object):
+        """Else a checkpoint could not be written, long after."""
+
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            sample.metadata["parsed"] = value  # type: ignore[index]
+            return 1.0
+
+        written = structs.replace(sample("21"), metadata={})
+        with pytest.raises(RewardError, match=r"^reward left a Sample whose metadata cannot be saved: "):
+            await GuardedReward(reward, timeout=1.0)(PROMPT, written)
+
     @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
     @pytest.mark.parametrize("name", ["tokens", "rollout_logprobs", "loss_mask", "weight_versions"])
     async def test_what_it_changes_all_the_same_is_named(self, name: str):
