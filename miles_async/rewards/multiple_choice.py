@@ -17,6 +17,10 @@ _IN_PROSE = (  # clearest first; the last match of the first pattern that matche
         r"(?i:\banswer|\bchoice|\boption)\W{0,5}(?i:is\b)?\W{0,5}([A-Z])\b(?![ ]+(?!because\b|since\b|as\b)[a-z])"
     ),
     re.compile(r"\(?\b([A-Z])\)? (?i:is) (?i:the )?(?i:correct|right|best)\b"),
+    re.compile(
+        r"(?i:\banswer|\bchoice|\boption)\W{0,5}(?i:is\b)?\W{0,5}\(([a-z])\)"
+        r"(?!\W{0,3}(?:or\b|and\b|/)|[ ]+(?!because\b|since\b|as\b)[a-z])"
+    ),
     re.compile(r"\A\W*([A-Z])[).:](?!(?s:.*)^[ \t*(]*[A-Z][).:])", re.MULTILINE),  # and no list of them
     re.compile(r"(?i:\banswer|\bchoice|\boption)[^.\n]*?\b(?!I\b|A\b)([A-Z])\b"),
     re.compile(r"^\W*([A-Z])(?:[).:]|\W*$)", re.MULTILINE),
@@ -66,7 +70,7 @@ def chosen_letter(response: str) -> str | None:
         if letters:
             last = letters[-1]
             several = _AFTER_ANOTHER.search(_before(last)) or _BEFORE_ANOTHER.match(prose, last.end(1))
-            return None if several else last[1]
+            return None if several else last[1].upper()
     return None
 
 
