@@ -169,7 +169,7 @@ class Dispatcher:
         try:
             if self._hooks.group_filter is None:
                 return None
-            with unchanged(group.samples):
+            with unchanged(group.attempt.prompt, group.samples):
                 reason = call_user_code(self._hooks.group_filter, group)
             return None if reason is None else shortened(expect(reason, str, "None or the reason, a text"))
         except Exception as error:  # supervision point: a user's filter costs its attempt, not the run
