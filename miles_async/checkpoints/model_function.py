@@ -41,9 +41,14 @@ GENERATION_WITHOUT_EFFECT = frozenset(
 )
 # Fields of an image processor that only name it.
 IMAGES_WITHOUT_EFFECT = frozenset({"auto_map", "image_processor_type", "processor_class", "transformers_version"})
-# Parts of tokenizer.json that users of it set as they please, and fields of tokenizer_config.json that add tokens.
+# Parts of tokenizer.json that users of it set as they please.
 _TOKENIZER_WITHOUT_EFFECT = ("version", "truncation", "padding")
-_TOKENIZER_SETTINGS = ("add_bos_token", "add_eos_token", "bos_token", "eos_token")
+# Fields of tokenizer_config.json and special_tokens_map.json that change tokens or texts.
+_TOKENIZER_SETTINGS = ("add_bos_token", "add_eos_token")
+_TOKENIZER_SWITCHES = ("split_special_tokens", "clean_up_tokenization_spaces")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token")
+_MORE_SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")  # transformers 4's name and 5's
+_NO_CLASS = ("PreTrainedTokenizer", "TokenizersBackend")  # which take tokenizer.json as it is
 # Entries of a fingerprint that are not fields of config.json.
 _NO_FIELDS = (
     *("function", "tokenizer", "chat_template", "weights"),
@@ -57,7 +62,8 @@ def model_function(directory: Path) -> JsonObject:
 
     Names are fields of config.json, fields of generation_config.json after "generation.", fields of
     preprocessor_config.json after "images.", tokenizer and chat_template. The latter two are digests; JSON files are
-    compared by their content. What is absent, null or empty is left out; end tokens of both files are merged.
+    compared by their content. What is absent or empty is left out; end tokens of both files are merged. A null of
+    config.json stays: some models have another default.
     """
     config = _flat_rope(read_config(directory))
     generation = read_json(directory / "generation_config.json")
@@ -65,7 +71,9 @@ def model_function(directory: Path) -> JsonObject:
     found |= _chosen(generation, GENERATION_WITHOUT_EFFECT, "generation.")
     found |= _chosen(_images(directory), IMAGES_WITHOUT_EFFECT, "images.")
     found["eos_token_id"] = sorted({*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))})
-    return _present(found | {"tokenizer": _tokenizer(directory), "chat_template": _chat_template(directory)})
+    found |= {"tokenizer": _tokenizer(directory), "chat_template": _chat_template(directory)}
+    nulls = {name: None for name, value in config.items() if value is None and name in found}
+    return {**_present(found), **nulls}
 
 
 def critic_function(directory: Path) -> JsonObject:
@@ -80,8 +88,12 @@ def differing(saved: JsonObject, now: JsonObject, anyway: Collection[str] = ()) 
     releases differ in which of them they write.
     """
     before, after = (fingerprint.get("function") or {} for fingerprint in (saved, now))
-    names = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
-    if any(name not in before or name not in after for name in names):
+    names = [
+        name
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name) or (name in before) != (name in after)
+    ]
+    if any(before.get(name) is None or after.get(name) is None for name in names):
         full_before, full_after = _with_defaults(saved, before), _with_defaults(now, after)
         names = [name for name in names if full_before.get(name) != full_after.get(name)]
     return {
@@ -100,7 +112,7 @@ def _with_defaults(fingerprint: JsonObject, function: JsonObject) -> JsonObject:
         defaults = CONFIG_MAPPING[fields.pop("model_type")](**fields).to_dict()
     except Exception:  # a config class may raise anything; its defaults are not known then
         return function
-    return {**_present(_flat_rope(defaults)), **function}
+    return {**_flat_rope(defaults), **_present(function)}
 
 
 def _chosen(fields: JsonObject, without: Collection[str], prefix: str = "") -> dict[str, Any]:
@@ -119,13 +131,17 @@ def _ids(value: object) -> list[int]:
 def _flat_rope(config: JsonObject) -> JsonObject:
     """Transformers 5 writes ``rope_theta`` into ``rope_parameters``, earlier ones next to ``rope_scaling``."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if not isinstance(rope, dict):
-        return config
     rest = {name: value for name, value in config.items() if name not in ("rope_parameters", "rope_scaling")}
+    if not isinstance(rope, dict):
+        return rest
     theta = rope.get("rope_theta", config.get("rope_theta"))
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "rope_type", "type")}
-    return {**rest, "rope_theta": theta, "rope_scaling": scaling and {**scaling, "rope_type": kind}}
+    return {
+        **rest,
+        "rope_theta": theta,
+        "rope_scaling": {**scaling, "rope_type": kind} if scaling or kind != "default" else {},
+    }
 
 
 def _images(directory: Path) -> JsonObject:
@@ -137,7 +153,7 @@ def _images(directory: Path) -> JsonObject:
 def _tokenizer(directory: Path) -> str:
     whole = read_json(directory / "tokenizer.json")
     settings = read_json(directory / "tokenizer_config.json")
-    parts: list[object] = [{name: settings.get(name) for name in _TOKENIZER_SETTINGS}]
+    parts: list[object] = [_tokenizer_settings(directory, settings, whole)]
     parts.append(_plain({name: value for name, value in whole.items() if name not in _TOKENIZER_WITHOUT_EFFECT}))
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8)
     if not whole:  # else the same in another form
@@ -146,6 +162,29 @@ def _tokenizer(directory: Path) -> str:
                 digest.update(path.read_bytes())
         digest.update(json.dumps(settings.get("added_tokens_decoder"), sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _tokenizer_settings(directory: Path, settings: JsonObject, whole: JsonObject) -> JsonObject:
+    """What other files than tokenizer.json say, as transformers 5 reads them: special_tokens_map.json comes last."""
+    fields = {**settings, **read_json(directory / "special_tokens_map.json")}
+    found = {name: fields.get(name) for name in _TOKENIZER_SETTINGS}
+    found |= {name: _text(fields.get(name)) for name in _SPECIAL_TOKENS}
+    found |= {name: bool(fields.get(name)) for name in _TOKENIZER_SWITCHES}
+    more = [fields.get(name) or [] for name in _MORE_SPECIAL_TOKENS]
+    special = {_text(token) for tokens in more for token in (tokens.values() if isinstance(tokens, dict) else tokens)}
+    found["special"] = sorted(map(str, special))
+    known = {_text(token) for token in whole.get("added_tokens") or []} | {found[name] for name in _SPECIAL_TOKENS}
+    added = {_text(token) for token in (settings.get("added_tokens_decoder") or {}).values()}
+    added |= read_json(directory / "added_tokens.json").keys()
+    found["added"] = sorted(map(str, added - known))
+    kind = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+    found["class"] = "" if kind in _NO_CLASS else kind
+    return found
+
+
+def _text(token: object) -> object:
+    """A token's text, which some files hold among its properties."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _plain(tokenizer: JsonObject) -> JsonObject:
@@ -158,13 +197,22 @@ def _plain(tokenizer: JsonObject) -> JsonObject:
 
 
 def _chat_template(directory: Path) -> str:
-    own = directory / "chat_template.jinja"
-    template = own.read_text(encoding="utf-8") if own.is_file() else None
-    template = template or read_json(directory / "tokenizer_config.json").get("chat_template")
-    if not template:
+    more = directory / "additional_chat_templates"
+    files = {"default": directory / "chat_template.jinja", **{path.stem: path for path in sorted(more.glob("*.jinja"))}}
+    templates = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    templates = templates or _templates(read_json(directory / "tokenizer_config.json").get("chat_template"))
+    templates = {name: text.removesuffix("\n") for name, text in templates.items() if text}  # as Jinja does
+    if not templates:
         return ""
-    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-    return hashlib.blake2b(text.strip().encode(), digest_size=8).hexdigest()
+    text = templates["default"] if templates.keys() == {"default"} else json.dumps(templates, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _templates(value: object) -> dict[str, str]:
+    """Name → template of tokenizer_config.json's field."""
+    if isinstance(value, list):
+        return {template["name"]: template["template"] for template in value}
+    return {"default": value} if isinstance(value, str) else {}
 
 
 def _shown(value: object) -> str:

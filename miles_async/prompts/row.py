@@ -141,6 +141,8 @@ def _answer(value: object) -> str | None:
     """The label as a text; None if the value cannot be a label."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         value = int(value)  # tables keep whole numbers as floats where a column has gaps
+    if isinstance(value, float) and abs(value) < _EXACT:
+        value = Decimal(repr(value))  # 0.00001 is not written as 1e-05
     if isinstance(value, Decimal):  # 1.50 in a table; normalize() would round
         whole, _, fraction = f"{value:f}".partition(".")
         return f"{whole}.{digits}" if (digits := fraction.rstrip("0")) else whole

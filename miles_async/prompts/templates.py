@@ -18,6 +18,7 @@ from miles_async.errors import ConfigurationError, TrajectoryError
 from miles_async.prompts.template_forms import PROBE, needs_text_arguments, with_text_arguments, writes_developer
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
 from miles_async.runtime.texts import shortened
+from miles_async.trajectory.messages import text_of
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:  # imported when a tokenizer is loaded
@@ -93,7 +94,12 @@ class ChatTemplate:
             raise TrajectoryError("the last message is the assistant's, whose turn comes next: leave that message out")
         if messages[-1].get("tool_calls"):
             raise TrajectoryError("the last message is the assistant's and has tool calls, which nothing continues")
-        return self.render(messages, tools, {"continue_final_message": True}, generation_prompt=False)
+        text = self.render(messages, tools, {"continue_final_message": True}, generation_prompt=False)
+        thoughts = messages[-1].get("reasoning_content", "").strip()
+        if not text_of(messages[-1]).strip() and (not thoughts or thoughts not in text):
+            why = "is empty" if not thoughts else "has nothing but thoughts, which the chat template leaves out"
+            raise TrajectoryError(f"the last message is the assistant's and {why}: leave that message out")
+        return text
 
     def check_roles(self, messages: Sequence[JsonObject]) -> None:
         """Check, once per sequence of roles, that the template knows them and writes each message.

@@ -45,6 +45,7 @@ class _Guarded:
     async def _get(
         self,
         ask: Callable[[], Coroutine[object, None, T]],
+        prompt: Prompt,
         samples: Sequence[Sample],
         check: Callable[[T], R],
     ) -> R:
@@ -55,7 +56,7 @@ class _Guarded:
             return await run_user_code(ask(), seconds=self._timeout, overdue=overdue)
 
         try:
-            with unchanged(samples):
+            with unchanged(prompt, samples):
                 given = await (once() if self._circuit is None else self._circuit.call(once))
             return check(given)
         except self.ends:
@@ -87,7 +88,7 @@ class GuardedReward(_Guarded):
             OverdueError: it or its service hangs; nothing says which.
             ServiceOutageError: which ends the run.
         """
-        return await self._get(partial(self._reward, prompt, sample), [sample], partial(_checked, sample))
+        return await self._get(partial(self._reward, prompt, sample), prompt, [sample], partial(_checked, sample))
 
 
 class GuardedGroupReward(_Guarded):
@@ -106,7 +107,7 @@ class GuardedGroupReward(_Guarded):
             ServiceOutageError: which ends the run.
         """
         ask = partial(self._reward, prompt, tuple(samples))
-        return await self._get(ask, samples, partial(_all_checked, samples))
+        return await self._get(ask, prompt, samples, partial(_all_checked, samples))
 
 
 def _checked(sample: Sample, given: Rewarded) -> Rewarded:

@@ -14,7 +14,7 @@ from miles_async.rewards.answers import find_answer, labels_of
 from miles_async.rewards.workers import WorkerPool
 from miles_async.types import Prompt, Sample
 
-_CLOCK = re.compile(r"\b\d{1,2}(?::[0-5]\d)+\b")  # a time; to math-verify 12:00 is a division
+_CLOCK = re.compile(r"\b0?(\d{1,2}(?::[0-5]\d)+)(?!\d)(?:\s*([ap])\.?m\b\.?)?", re.IGNORECASE)  # to it, a division
 _WORDS = re.compile(r"(?!(?:sin|cos|tan|log|exp|sqrt)\b)[A-Za-z]{4,}(?: [A-Za-z]+)*")  # to it, a product of letters
 _UNIT = re.compile(r"(?<=\d) +[A-Za-z]{2,}(?: [A-Za-z]+)*\.?$")  # 72 eggs
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
@@ -58,14 +58,18 @@ def is_right(answer: str, marked: bool, label: str) -> bool:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
     expected_text = _TEXT.sub(r"\1", label).strip(" $")
-    if _CLOCK.fullmatch(expected_text):
-        return _CLOCK.findall(answer)[-1:] == [expected_text]
+    answer_text = _TEXT.sub(r"\1", answer)
+    if time := _CLOCK.fullmatch(expected_text):
+        *_, (clock, half) = [("", ""), *_CLOCK.findall(answer_text)]
+        return clock == time[1] and (not time[2] or half.lower() == time[2].lower())
     if _WORDS.fullmatch(expected_text) and marked:
-        return _TEXT.sub(r"\1", answer).strip(" $.*").casefold() == expected_text.casefold()
+        return answer_text.strip(" $.*").casefold() == expected_text.casefold()
     expected = parse(_as_mathematics(label), parsing_timeout=None)
     if not expected:
         raise ValueError(f"math-verify finds no mathematics in the label {label!r}")
-    answer = _UNIT.sub("", answer)
+    if marked:
+        answer = answer_text if _TEXT.fullmatch(answer) else answer.removesuffix(".")
+    answer = _UNIT.sub("", answer.replace("\\,", ""))
     found = parse(_as_mathematics(answer) if marked and answer else answer, parsing_timeout=None)
     try:
         return bool(verify(expected, found, timeout_seconds=None, raise_on_error=True))

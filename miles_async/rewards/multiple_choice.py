@@ -9,6 +9,7 @@ from miles_async.rewards.answers import answer_part, find_answer, labels_of
 from miles_async.types import Prompt, Sample
 
 _STYLE = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathbb)(?=\{)|[{}$*_]")
+_NAMED = re.compile(r"\A(?:answer|choice|option)\b\W{0,3}", re.IGNORECASE)  # Option B
 _ALONE = re.compile(r"\(?([A-Za-z])[\W]*")
 _WITH_ITS_TEXT = re.compile(r"\(?([A-Za-z])(?:[).:](?:\s|~|\\)|\)(?=\w))")  # also (B)~12 and (B)\ 12
 _IN_PROSE = (  # clearest first; the last match of the first pattern that matches counts
@@ -16,6 +17,10 @@ _IN_PROSE = (  # clearest first; the last match of the first pattern that matche
         r"(?i:\banswer|\bchoice|\boption)\W{0,5}(?i:is\b)?\W{0,5}([A-Z])\b(?![ ]+(?!because\b|since\b|as\b)[a-z])"
     ),
     re.compile(r"\(?\b([A-Z])\)? (?i:is) (?i:the )?(?i:correct|right|best)\b"),
+    re.compile(
+        r"(?i:\banswer|\bchoice|\boption)\W{0,5}(?i:is\b)?\W{0,5}\(([a-z])\)"
+        r"(?!\W{0,3}(?:or\b|and\b|/)|[ ]+(?!because\b|since\b|as\b)[a-z])"
+    ),
     re.compile(r"\A\W*([A-Z])[).:](?!(?s:.*)^[ \t*(]*[A-Z][).:])", re.MULTILINE),  # and no list of them
     re.compile(r"(?i:\banswer|\bchoice|\boption)[^.\n]*?\b(?!I\b|A\b)([A-Z])\b"),
     re.compile(r"^\W*([A-Z])(?:[).:]|\W*$)", re.MULTILINE),
@@ -53,7 +58,7 @@ def chosen_letter(response: str) -> str | None:
     """
     answer = find_answer(response)
     if answer.mark in ("box", "tags", "hashes"):
-        plain = _STYLE.sub("", answer.text).strip()
+        plain = _NAMED.sub("", _STYLE.sub("", answer.text).strip())
         found = _ALONE.fullmatch(plain) or _WITH_ITS_TEXT.match(plain)
         if found is not None:
             return found[1].upper()
@@ -65,7 +70,7 @@ def chosen_letter(response: str) -> str | None:
         if letters:
             last = letters[-1]
             several = _AFTER_ANOTHER.search(_before(last)) or _BEFORE_ANOTHER.match(prose, last.end(1))
-            return None if several else last[1]
+            return None if several else last[1].upper()
     return None
 
 

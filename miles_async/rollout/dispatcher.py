@@ -37,12 +37,10 @@ from miles_async.rollout.concurrency import Concurrency
 from miles_async.rollout.generate import check_sample, routing_key
 from miles_async.rollout.group_in_flight import AttemptFailed, GroupInFlight
 from miles_async.runtime.clock import now
-from miles_async.runtime.nesting import DEEPEST, too_deep
 from miles_async.runtime.own_thread import OwnThread
-from miles_async.runtime.serialization import encode
 from miles_async.runtime.services import Circuit, Services
 from miles_async.runtime.texts import shortened
-from miles_async.runtime.user_code import call_user_code, expect, raised, run_user_code, unchanged
+from miles_async.runtime.user_code import call_user_code, check_metadata, expect, raised, run_user_code, unchanged
 from miles_async.seams import PromptSource, Resumption
 from miles_async.staleness.pool import Pool, PoolSnapshot
 from miles_async.staleness.versions import OldestVersions
@@ -171,7 +169,7 @@ class Dispatcher:
         try:
             if self._hooks.group_filter is None:
                 return None
-            with unchanged(group.samples):
+            with unchanged(group.attempt.prompt, group.samples):
                 reason = call_user_code(self._hooks.group_filter, group)
             return None if reason is None else shortened(expect(reason, str, "None or the reason, a text"))
         except Exception as error:  # supervision point: a user's filter costs its attempt, not the run
@@ -212,12 +210,7 @@ class Dispatcher:
             self._oldest_versions.watch(key)
             try:
                 sample = await run_user_code(self._hooks.generate(self._client, attempt, index))
-                if too_deep(metadata := expect(sample, Sample, "a Sample").metadata):
-                    raise UserCodeError(f"returned a Sample whose metadata has more than {DEEPEST} nested levels")
-                try:
-                    encode(metadata)
-                except (TypeError, ValueError, OverflowError) as error:
-                    raise UserCodeError(f"returned a Sample whose metadata cannot be saved: {error}") from error
+                check_metadata(expect(sample, Sample, "a Sample"), "returned")
                 return sample
             except Exception:
                 self._oldest_versions.forget(key)  # it may begin again, and nothing of this try is kept

@@ -18,9 +18,11 @@ import structlog
 from xxhash import xxh3_64_intdigest
 
 from miles_async.errors import OverdueError, UserCodeError
+from miles_async.runtime.nesting import DEEPEST, too_deep
 from miles_async.runtime.own_place import own_place
+from miles_async.runtime.serialization import encode
 from miles_async.runtime.texts import shortened
-from miles_async.types import Sample
+from miles_async.types import Prompt, Sample
 
 log = structlog.get_logger(__name__)
 
@@ -90,17 +92,38 @@ def wrong_value(found: object, expected: str) -> UserCodeError:
 
 
 @contextmanager
-def unchanged(samples: Sequence[Sample]) -> Iterator[None]:
-    """Check that code in the context changes no array of the samples. That they are read-only does not prevent it: a
-    tensor of ``torch.from_numpy`` is written to all the same.
+def unchanged(prompt: Prompt, samples: Sequence[Sample]) -> Iterator[None]:
+    """Check that code in the context changes no array of the prompt's samples and leaves metadata that can be saved.
+    Read-only arrays are not enough: a tensor of ``torch.from_numpy`` is written to all the same.
 
-    Raises UserCodeError naming the array.
+    Raises UserCodeError naming the array or the record; the prompt then has its metadata from before.
     """
-    before = _digests(samples)
+    before, fields = _digests(samples), dict(prompt.metadata)
     yield
+    for sample in samples:
+        check_metadata(sample, "left")
+    if prompt.metadata.keys() != fields.keys() or any(prompt.metadata[name] is not fields[name] for name in fields):
+        try:
+            check_metadata(prompt, "left")
+        except UserCodeError:
+            if isinstance(prompt.metadata, dict):
+                prompt.metadata.clear()
+                prompt.metadata.update(fields)
+            raise
     for (name, found), (_, expected) in zip(_digests(samples), before, strict=True):
         if found != expected:
             raise UserCodeError(f"changed {name} of a sample in place, which is trained on: change a copy")
+
+
+def check_metadata(record: Sample | Prompt, how: str) -> None:
+    """Raise UserCodeError unless the metadata of what user code ``returned`` or ``left`` can be saved."""
+    what = f"{how} a {type(record).__name__} whose metadata"
+    if too_deep(record.metadata):
+        raise UserCodeError(f"{what} has more than {DEEPEST} nested levels")
+    try:
+        encode(record.metadata)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserCodeError(f"{what} cannot be saved: {error}") from error
 
 
 def _digests(samples: Sequence[Sample]) -> list[tuple[str, int]]:

@@ -141,9 +141,11 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
         return known(self.weight_versions[self.loss_tokens()])
 
     def __post_init__(self) -> None:
-        """Make the arrays read-only, in place: they may be long."""
+        """Make the arrays read-only, in place: they may be long. A part of the caller's buffer is copied."""
         for name in Branch.__struct_fields__:
             if isinstance(value := getattr(self, name), np.ndarray):
+                if value.flags.writeable and value.base is not None and name != "routed_experts":
+                    msgspec.structs.force_setattr(self, name, value := value.copy())
                 value.flags.writeable = False
 
 

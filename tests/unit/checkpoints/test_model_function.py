@@ -88,7 +88,12 @@ async def resumed(model: Path, saved: Path, *anyway: str, critic: Path | None = 
         ("generation_config.json", {"repetition_penalty": 1.2}, "generation.repetition_penalty", "is 1.2"),
         ("tokenizer.json", {"model": {"vocab": {"a": 1, "b": 0}}}, "tokenizer", "tokenizer was"),
         ("tokenizer_config.json", {"eos_token": "<f>"}, "tokenizer", "tokenizer was"),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<t>"]}, "tokenizer", "tokenizer was"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9": {"content": "<t>"}}}, "tokenizer", "tokenizer was"),
+        ("tokenizer_config.json", {"split_special_tokens": True}, "tokenizer", "tokenizer was"),
+        ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"}, "tokenizer", "tokenizer was"),
         ("tokenizer_config.json", {"chat_template": "{{ messages[0] }}"}, "chat_template", "chat_template was"),
+        ("tokenizer_config.json", {"chat_template": "{{ messages }} "}, "chat_template", "chat_template was"),
         ("preprocessor_config.json", {"image_mean": [0.4, 0.4, 0.4]}, "images.image_mean", "and is [0.4, 0.4, 0.4]"),
         ("preprocessor_config.json", {"max_pixels": 9}, "images.max_pixels", "was absent and is 9"),
     ],
@@ -116,6 +121,8 @@ async def test_another_model_of_the_same_shapes_is_refused(
         ("tokenizer.json", {"padding": {"strategy": "BatchLongest"}}),
         ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessorFast"}),
         ("tokenizer_config.json", {"model_max_length": 10, "added_tokens_decoder": {"2": {"content": "<e>"}}}),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "<e>"}}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default", "template": "{{ messages }}"}]}),
     ],
 )
 def test_what_changes_nothing_is_not_compared(model: Path, file: str, fields: dict[str, object]) -> None:
@@ -141,6 +148,34 @@ async def test_a_field_that_is_left_to_its_default_may_be_written_out(model: Pat
     assert await resumed(model, tmp_path / "saved") == ""
     change(model, "config.json", **{**defaults, "hidden_act": "gelu"})
     assert 'hidden_act was absent and is "gelu"' in await resumed(model, tmp_path / "saved")
+
+
+async def test_null_is_no_default(model: Path, tmp_path: Path) -> None:
+    """Gemma 2's logits are capped at 30 unless its config says null."""
+    config = {"model_type": "gemma2", "hidden_size": 8, "final_logit_softcapping": 30.0}
+    (model / "config.json").write_text(json.dumps(config))
+    await save_as(model, tmp_path / "saved")
+    (model / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": None}))
+    assert "final_logit_softcapping was 30.0 and is absent" in await resumed(model, tmp_path / "saved")
+    await save_as(model, tmp_path / "without")
+    (model / "config.json").write_text(json.dumps({"model_type": "gemma2", "hidden_size": 8}))
+    assert "final_logit_softcapping" in await resumed(model, tmp_path / "without")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "name"),
+    [
+        ("special_tokens_map.json", '{"eos_token": "a"}', "tokenizer"),
+        ("added_tokens.json", '{"<t>": 9}', "tokenizer"),
+        ("additional_chat_templates/tool_use.jinja", "{{ tools }}", "chat_template"),
+    ],
+)
+def test_further_files_of_a_tokenizer_count(model: Path, file: str, content: str, name: str) -> None:
+    before = model_function(model)
+    (model / file).parent.mkdir(exist_ok=True)
+    (model / file).write_text(content)
+    after = model_function(model)
+    assert {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} == {name}
 
 
 async def test_changes_that_are_accepted_reach_the_rollout_side_for_its_ledger(model: Path, tmp_path: Path) -> None:

@@ -318,6 +318,19 @@ async def test_an_answer_has_no_more_tokens_than_were_asked_for(setup: Setup) ->
         await setup.generate()
 
 
+async def test_an_answer_that_ends_without_a_token_is_wrong(setup: Setup) -> None:  # covers: A3
+    def empty(reply: JsonDict) -> JsonDict:
+        reply["output_ids"] = []
+        reply["meta_info"] |= {"completion_tokens": 0, "output_token_logprobs": [], "weight_versions": []}
+        reply["meta_info"]["finish_reason"] = {"type": "stop"}
+        return reply
+
+    setup.engine.transform = empty
+    with pytest.raises(TransientEngineError, match="expected a token that ends the answer, found none"):
+        await setup.generate()
+    assert setup.record.reason.startswith("gave 3 wrong answers")
+
+
 PROMPT = (11, 12, 13)
 
 

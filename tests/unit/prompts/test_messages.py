@@ -136,6 +136,19 @@ def test_a_prompt_that_ends_with_the_assistants_words_is_continued(write: Write,
     assert prompt.messages == (QUESTION, begun)
 
 
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_answer_that_did_not_begin_is_refused(content: str) -> None:
+    """Llama's template would end at the header, without the empty line that its own generation prompt has."""
+    message = {"role": "assistant", "content": content}
+    with pytest.raises(TrajectoryError, match="is the assistant's and is empty: leave that message out"):
+        chat_format("llama3").encode([QUESTION, message])
+    thinking = message | {"reasoning_content": "hm"}
+    with pytest.raises(TrajectoryError, match="nothing but thoughts, which the chat template leaves out"):
+        chat_format("llama3").encode([QUESTION, thinking])
+    template = chat_format("qwen3")
+    assert "<think>\nhm\n</think>" in template.decode_all(template.encode([QUESTION, thinking]))
+
+
 def test_a_prompt_that_nothing_can_continue_is_refused() -> None:
     template = chat_format("qwen3")
     for refused in (template.check, template.encode):
@@ -154,8 +167,8 @@ def labels(path: Path) -> list[Label | None]:
 
 def test_whole_numbers_are_labels_without_a_point(write: Write) -> None:
     """A column of whole numbers becomes one of floats where a table once had gaps."""
-    floats = write([{"prompt": "a", "label": label} for label in (42.0, -7.0, 0.5, 1e300)])
-    assert labels(floats) == ["42", "-7", "0.5", "1e+300"]
+    floats = write([{"prompt": "a", "label": label} for label in (42.0, -7.0, 0.5, 0.00001, 1e300)])
+    assert labels(floats) == ["42", "-7", "0.5", "0.00001", "1e+300"]
     assert labels(write([{"prompt": "a", "label": label} for label in (42, 2**60 + 1)])) == ["42", str(2**60 + 1)]
 
 
@@ -165,6 +178,7 @@ def test_whole_numbers_are_labels_without_a_point(write: Write) -> None:
         (pyarrow.array(np.float16([0.1, 42, 1 / 3])), ["0.1", "42", "0.3333"]),
         (pyarrow.array([0.1, 42, 1 / 3], pyarrow.float32()), ["0.1", "42", "0.33333334"]),
         (pyarrow.array([0.1, 42, 1 / 3], pyarrow.float64()), ["0.1", "42", "0.3333333333333333"]),
+        (pyarrow.array([1e-5, -2.5e-7, 0], pyarrow.float32()), ["0.00001", "-0.00000025", "0"]),
         (pyarrow.array([1, 255, 7], pyarrow.uint8()), ["1", "255", "7"]),
         (pyarrow.array([decimal.Decimal(text) for text in ("1.50", "42.00", "0.00")]), ["1.5", "42", "0"]),
         (pyarrow.array([decimal.Decimal(text) for text in ("400", "1E+2", "-7")]), ["400", "100", "-7"]),

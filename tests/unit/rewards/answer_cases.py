@@ -43,7 +43,7 @@ MATH: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             "<answer>72</answer>", "Of 12 eggs and 60 more: <answer>72</answer>", "<answer>72 eggs</answer>",
             r"<answer>\$72</answer>", "#### 72", r"\boxed{72}", r"\boxed{72\text{ eggs}}", r"\boxed{72 \%}",
-            "The answer is 72 eggs.",
+            "The answer is 72 eggs.", r"\boxed{\text{72 eggs}}", r"\boxed{72.}", "#### 72.", "<answer>72.</answer>",
         ),
         ("12 <answer>60</answer>", "<answer>12</answer>", "<answer>12</answer> not 72", r"\boxed{12}", "#### 12",
         "27"),
@@ -80,6 +80,11 @@ MATH: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         "At 11:00? No, at 12:00"),
         (r"\boxed{11:00}", r"\boxed{12}", "12", "<answer>12:30</answer>", "", r"\boxed{12:00:01}"),
     ),
+    "9:30 AM": (
+        (r"\boxed{9:30 AM}", r"\boxed{09:30\text{ a.m.}}", "The answer is 9:30am."),
+        (r"\boxed{9:30 PM}", r"\boxed{9:31 AM}", "9:30", "AM", ""),
+    ),
+    "1000": ((r"\boxed{1\,000}", r"\boxed{1{,}000}", r"\boxed{1,000}"), (r"\boxed{1}", r"\boxed{0}")),
     "1:2": ((r"\boxed{1:2}", r"\boxed{\frac{1}{2}}", "<answer>2:4</answer>"), (r"\boxed{2:1}", r"\boxed{12}", "")),
     "Paris": (
         (r"\boxed{\text{Paris}}", r"\boxed{Paris}", "<answer>Paris</answer>", "<answer>paris.</answer>",
@@ -113,10 +118,14 @@ LETTERS: dict[str | None, tuple[str, ...]] = {
         "B) 5\n\nOption A is wrong. Option C is wrong.", "#### Explanation\nThe answer is B.",
         "\\boxed{B}\n#### Explanation\nwhy", "A) no\nB) yes\nI think the answer should be B",
         "Option D can be ruled out. So the answer is B.",
+        r"\boxed{Option B}", r"\boxed{\text{Answer: (B)}}", "<answer>choice b</answer>",
+        "The answer is (b).", "the answer is **(b)**", "Option (a) is wrong. So it is option (b).",
+        "B) 5\n\nOption (c) ignores the sign.",
     ),
     None: (
         "", "A good question. I cannot say.", "Is the answer a number? Certainly.", r"\boxed{}", r"\boxed{42}",
         r"\boxed{A, B}",
+        r"\boxed{Option A and Option B}", "The answer is (a) or (b).", "the answer is (a)/(b)",
         r"\boxed{A or B}", r"\boxed{B", "I don't know.", "<answer></answer>", "The answer is I am not sure.",
         r"\boxed{None}",
         "The answer is A or B", "The answer is (A) or (B).", "Answer: A/B", "The answer is either A or B",

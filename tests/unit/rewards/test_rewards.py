@@ -282,6 +282,20 @@ class TestGuardedReward:
         with pytest.raises(RewardError, match=r"reward raised ValueError.*read-only"):
             await GuardedReward(reward, timeout=1.0)(PROMPT, sample("21"))
 
+    @pytest.mark.parametrize("value", [object(), 2**70, float], ids=["object", "int", "type"])
+    @pytest.mark.parametrize("of", ["Sample", "Prompt"])
+    async def test_metadata_that_it_leaves_can_be_saved(self, of: str, value: object):
+        """Else a checkpoint could not be written, long after."""
+
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            (sample if of == "Sample" else prompt).metadata["parsed"] = value  # type: ignore[index]
+            return 1.0
+
+        written, asked = structs.replace(sample("21"), metadata={}), structs.replace(PROMPT, metadata={"a": 1})
+        with pytest.raises(RewardError, match=rf"^reward left a {of} whose metadata cannot be saved: "):
+            await GuardedReward(reward, timeout=1.0)(asked, written)
+        assert asked.metadata == {"a": 1}
+
     @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
     @pytest.mark.parametrize("name", ["tokens", "rollout_logprobs", "loss_mask", "weight_versions"])
     async def test_what_it_changes_all_the_same_is_named(self, name: str):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from miles_async.errors import ContractViolation, TransientEngineError, VersionUnknownError
 from miles_async.rollout.generate import check_sample
@@ -56,6 +57,17 @@ def test_arrays_of_all_branches_are_read_only() -> None:
         arrays = [value for value in msgspec.structs.asdict(branch).values() if isinstance(value, np.ndarray)]
         assert len(arrays) >= 5
         assert not any(array.flags.writeable for array in arrays)
+
+
+def test_a_buffer_that_its_owner_fills_again_changes_no_sample() -> None:
+    buffer, tensor = np.full(8, -1, np.float32), torch.full((3,), -1.0)
+    samples = [
+        msgspec.structs.replace(make_sample([3]), rollout_logprobs=logprobs)
+        for logprobs in (buffer[:3], tensor.numpy())
+    ]
+    buffer[:] = -7
+    tensor.fill_(-7)
+    assert [sample.rollout_logprobs.tolist() for sample in samples] == [[-1, -1, -1]] * 2
 
 
 @pytest.mark.parametrize("index", [0, 4])
