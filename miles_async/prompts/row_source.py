@@ -133,8 +133,17 @@ class RowSource(ABC, Generic[Made]):
 
         ``check`` raises TrajectoryError for a row that is refused. Raises DataError naming the first such rows.
         """
-        if self._arguments.bad_rows == "skip":
-            return
+        if self._arguments.bad_rows != "skip" and (refused := self._refused_rows(check)):
+            raise self._refused(*refused)
+
+    def refused_note(self, check: Callable[[Content, Tools], None]) -> str | None:
+        """How many of the rows that :meth:`require_rendered` looks at are refused, with the first; None for none."""
+        if not (refused := self._refused_rows(check)):
+            return None
+        looked_at = min(len(self._rows), CHECKED_ROWS)
+        return f"{len(refused)} of {looked_at} rows are skipped (--bad-rows skip), the first: {refused[0]}"
+
+    def _refused_rows(self, check: Callable[[Content, Tools], None]) -> list[str]:
         refused: list[str] = []
         for index in np.unique(np.linspace(0, len(self._rows) - 1, min(len(self._rows), CHECKED_ROWS)).astype(int)):
             row = self._rows.read(int(index))
@@ -142,8 +151,7 @@ class RowSource(ABC, Generic[Made]):
                 check(row.content, row.tools)
             except TrajectoryError as error:
                 refused.append(f"{self._rows.location(int(index))}: {error}")
-        if refused:
-            raise self._refused(*refused)
+        return refused
 
     def state(self) -> JsonObject:
         """Return the cursor, with the identity of the files it points into."""
@@ -193,12 +201,15 @@ class RowSource(ABC, Generic[Made]):
 
     def _none_usable(self, number: int) -> DataError:
         name, rows = self._stream_rows(number)
+        if self._arguments.bad_rows == "skip":
+            first = self._made(self._rows.read(rows.start), rows.start)
+            location = self._rows.location(rows.start)
+            return DataError(f"{name}: all {len(rows)} rows are skipped, the first, {location}, since: {first}")
         if self._limit is None:
             return self._refused(f"{name}: the chat template refuses all rows")
-        refused = ", or are refused (--bad-rows skip)" if self._arguments.bad_rows == "skip" else ""
         return DataError(
             f"{name}: all {len(rows)} prompts have more than {self._limit.tokens} tokens "
-            f"({self._limit.reason}){refused}: {self._limit.change}"
+            f"({self._limit.reason}): {self._limit.change}"
         )
 
     def _refused(self, *problems: str) -> DataError:

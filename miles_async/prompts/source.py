@@ -118,11 +118,12 @@ class FilePromptSource(RowSource[Prompt]):
     def texts(self) -> Iterator[Sequence[int]]:
         """Token ids of every prompt in file order, of any length. The cursor stays."""
         for index in range(len(self._rows)):
-            if tokens := self._tokens(self._rows.read(index), index):
+            tokens = self._tokens(self._rows.read(index), index)
+            if tokens and not isinstance(tokens, str):
                 yield tokens
 
-    def _tokens(self, row: PromptRow, index: int) -> Sequence[int] | None:
-        """Token ids, None if the template refuses the row and ``--bad-rows skip`` allows that. Raises DataError."""
+    def _tokens(self, row: PromptRow, index: int) -> Sequence[int] | str:
+        """Token ids, or why the template refuses the row, if ``--bad-rows skip`` allows that. Raises DataError."""
         self._refuse_unread_images(row, index)
         try:
             tokens = self._encode(row.content, row.tools)
@@ -131,16 +132,17 @@ class FilePromptSource(RowSource[Prompt]):
             return self._expand(tokens, [image.size() for image in row.images])
         except TrajectoryError as error:
             if self._arguments.bad_rows == "skip":
-                return None
+                return str(error)
             raise self._refused(f"{self._rows.location(index)}: {error}") from error
 
     def _length(self, row: PromptRow, index: int) -> int:
-        return len(self._tokens(row, index) or ())
+        tokens = self._tokens(row, index)
+        return 0 if isinstance(tokens, str) else len(tokens)
 
     def _made(self, row: PromptRow, index: int) -> Prompt | str:
         tokens = self._tokens(row, index)
-        if tokens is None:
-            return "the chat template refuses it"
+        if isinstance(tokens, str):
+            return tokens
         if not len(tokens):
             raise DataError(f"{self._rows.location(index)}: the tokenizer makes no tokens of this prompt: {row.text!r}")
         if self._limit is not None and len(tokens) > self._limit.tokens:

@@ -33,11 +33,14 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
     try:
         # None, the default, would ask on the terminal.
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
-    # AttributeError: of a config.json of YaRN whose model_type transformers does not know, such as Kimi-K2's
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, RecursionError) as error:
+    except KeyboardInterrupt:
+        raise
+    # supervision point: transformers raises anything for files that it does not expect, and so does a tokenizer's code
+    except BaseException as error:
         if not trust_remote_code and (has_code or "trust_remote_code" in str(error)):
             raise ConfigurationError(_refusal(path)) from error
-        raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: {error}") from error
+        text = f"its code called sys.exit({error.code!r})" if isinstance(error, SystemExit) else error
+        raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: {text}") from error
     if tokenizer.vocab_size <= 1:  # by config.json transformers makes one without a vocabulary
         raise ConfigurationError(f"--hf-checkpoint {path}: no usable tokenizer there: expected tokenizer.json")
     _restore_components(tokenizer, path)

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar, cast
@@ -20,6 +21,8 @@ from miles_async.runtime.own_place import own_place
 from miles_async.runtime.texts import shortened
 
 Kind = TypeVar("Kind")
+
+_SCRIPT = '; put what is not for importers under `if __name__ == "__main__":`'
 
 
 def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
@@ -31,13 +34,8 @@ def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
     loaded = _load(path, named)
     if inspect.isclass(loaded):
         _require_no_arguments(loaded, named)
-        try:
+        with _users_code(f"{named}: making one"):
             loaded = loaded()
-        except SystemExit as error:
-            raise ConfigurationError(f"{named}: making one called sys.exit({shortened(repr(error.code))})") from error
-        except Exception as error:  # the user's own code runs here, as in _module()
-            text = shortened(f"{type(error).__name__}: {error}")
-            raise ConfigurationError(f"{named}: making one failed{_place(error)}: {text}") from error
     _require(loaded, protocol, named)
     return cast(Kind, loaded)
 
@@ -110,7 +108,8 @@ def _load(path: str, named: str) -> object:
 
 def _module(name: str, named: str) -> ModuleType:
     try:
-        return importlib.import_module(name)
+        with _users_code(f"{named}: importing {name}", passes=ModuleNotFoundError, exits=_SCRIPT):
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             file = f"; a module's name has no .py: {Path(name).stem}" if name.endswith(".py") else ""
@@ -119,14 +118,26 @@ def _module(name: str, named: str) -> ModuleType:
                 "(it reaches every Ray worker, see --forward-env)"
             ) from None
         raise ConfigurationError(f"{named}: importing {name} failed{_place(error)}: {error}") from error
-    except SystemExit as error:  # of a script, which would end this process without a word
-        raise ConfigurationError(
-            f"{named}: importing {name} failed{_place(error)}: it called sys.exit({shortened(repr(error.code))}); put "
-            'what is not for importers under `if __name__ == "__main__":`'
-        ) from error
-    except Exception as error:  # the user's own code runs here: any error is shown with the flag
+
+
+@contextmanager
+def _users_code(doing: str, *, passes: type[Exception] | tuple[()] = (), exits: str = "") -> Iterator[None]:
+    """Turn whatever user code raises into ConfigurationError, except ``passes`` and Ctrl-C.
+
+    ``exits``: advice for code that ends the process.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except passes:
+        raise
+    except SystemExit as error:  # it would end this process without a word
+        text = f"it called sys.exit({shortened(repr(error.code))}){exits}"
+        raise ConfigurationError(f"{doing} failed{_place(error)}: {text}") from error
+    except BaseException as error:  # supervision point: pytest.skip, for instance, raises no Exception
         text = shortened(f"{type(error).__name__}: {error}")
-        raise ConfigurationError(f"{named}: importing {name} failed{_place(error)}: {text}") from error
+        raise ConfigurationError(f"{doing} failed{_place(error)}: {text}") from error
 
 
 def _place(error: BaseException) -> str:
@@ -142,7 +153,8 @@ def _place(error: BaseException) -> str:
 
 def _attribute(module: ModuleType, attribute: str, named: str) -> object:
     try:
-        return getattr(module, attribute)
+        with _users_code(f"{named}: reading {attribute}", passes=AttributeError):  # a module may have ``__getattr__``
+            return getattr(module, attribute)
     except AttributeError:
         public = [name for name in vars(module) if not name.startswith("_")]
         nearest = difflib.get_close_matches(attribute, public, n=1)

@@ -191,7 +191,7 @@ def test_a_row_without_an_answer_is_named_when_its_file_is_opened(
     path = rows(tmp_path / "a.jsonl", row)
     with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{message}.*--bad-rows skip"):
         source(path, **keys)
-    with pytest.raises(DataError, match=r"or are refused \(--bad-rows skip\)"):
+    with pytest.raises(DataError, match=rf"all 1 rows are skipped, the first, .*a\.jsonl:1, since: .*{message}"):
         source(path, bad_rows="skip", **keys).require_usable()
 
 
@@ -255,7 +255,7 @@ def test_rows_that_the_template_refuses_are_named_before_training_or_skipped(tmp
     assert [(e.epoch, e.prompt.prompt_id[-1]) for e in examples.take(4)] == [(0, "1"), (0, "3"), (1, "1"), (1, "3")]
     assert examples.skipped == 1
     nothing_else = source(rows(tmp_path / "b.jsonl", REFUSED), bad_rows="skip")
-    with pytest.raises(DataError, match=r"or are refused \(--bad-rows skip\)"):
+    with pytest.raises(DataError, match=r"all 1 rows are skipped, the first, .*b.jsonl:1, since: .*referee"):
         nothing_else.take(1)
 
 

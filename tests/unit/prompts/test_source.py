@@ -354,13 +354,23 @@ class TestRefusedRows:
         source.require_usable()
         with caplog.at_level(logging.WARNING):
             assert [prompt.text for _, prompt in source.take(3)] == ["rev 1", "rev 3", "rev 1"]
-        assert "prompt train.jsonl:2 skipped: the chat template refuses it" in caplog.text
+        reason = "the chat template refuses this conversation: roles must alternate"
+        assert f"prompt train.jsonl:2 skipped: {reason}" in caplog.text
         assert "(2 prompts skipped so far)" in caplog.text
         assert len(list(source.texts())) == 2
 
     def test_a_file_of_nothing_else_is_refused_whatever_the_flag(self, tmp_path: Path):
-        with pytest.raises(DataError, match="refuses all rows"):
-            self.source(tmp_path, [{"prompt": "bad"}], bad_rows="skip").require_usable()
+        refused = r"train\.jsonl: all 1 rows are skipped, the first, .*train\.jsonl:1, since: .*roles must alternate"
+        for flags in ({}, {"rollout_max_prompt_len": 9}):
+            with pytest.raises(DataError, match=refused):
+                self.source(tmp_path, [{"prompt": "bad"}], bad_rows="skip", **flags).require_usable()
+
+    def test_a_note_counts_those_that_will_be_skipped(self, tmp_path: Path):
+        note = self.source(tmp_path, bad_rows="skip").refused_note(self.encode)
+        assert note is not None
+        assert note.startswith("4 of 6 rows are skipped (--bad-rows skip), the first: ")
+        assert note.endswith("train.jsonl:2: the chat template refuses this conversation: roles must alternate")
+        assert self.source(tmp_path, [{"prompt": "rev"}], bad_rows="skip").refused_note(self.encode) is None
 
     def test_a_large_file_is_looked_at_in_samples(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("miles_async.prompts.row_source.CHECKED_ROWS", 3)

@@ -466,8 +466,28 @@ class TestHooks:
         assert f"leaving_hooks.py:2: it called sys.exit({code})" in str(caught.value)
 
     def test_class_that_ends_the_process_is_told_with_the_flag(self, hooks: types.ModuleType):
-        with pytest.raises(ConfigurationError, match=r"--custom-rm-path own_hooks:Leaves: making one called sys.exit"):
+        with pytest.raises(ConfigurationError, match=r"own_hooks:Leaves: making one failed at .*: it called sys.exit"):
             load_object("own_hooks:Leaves", Reward, "--custom-rm-path")
+
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            (
+                "def __getattr__(name):\n    import sys; sys.exit(3)\n",
+                "reading f failed at .*:2: it called sys.exit.3.",
+            ),
+            ("def __getattr__(name):\n    1 / 0\n", "reading f failed at .*:2: ZeroDivisionError"),
+            ("class Skipped(BaseException): pass\nraise Skipped('no GPU')\n", "failed at .*:2: Skipped: no GPU"),
+        ],
+    )
+    def test_whatever_a_module_raises_is_told_with_the_flag(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+    ):
+        (tmp_path / "lazy_hooks.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "lazy_hooks", raising=False)
+        with pytest.raises(ConfigurationError, match=rf"--custom-rm-path lazy_hooks:f: .*{message}"):
+            load_object("lazy_hooks:f", Reward, "--custom-rm-path")
 
     @pytest.mark.parametrize(
         ("attribute", "error"), [("NeedsSecret", "KeyError: 'NO_SUCH_SECRET'"), ("HasNoLength", "TypeError: object of")]

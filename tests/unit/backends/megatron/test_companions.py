@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,37 @@ def test_code_of_another_repository_is_refused_in_config_json_as_well(part: str,
     (model / "config.json").write_text(json.dumps({"auto_map": {part: "org/repo--tokenization_own.OwnTokenizer"}}))
     with pytest.raises(ConfigurationError, match=r"config\.json names org/repo--.*, code of another repository"):
         load_tokenizer(model, trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import sys\nsys.exit(3)", r"sys\.exit\(3\)"),
+        ("1 / 0", "by zero"),
+        ("class E(BaseException): pass\nraise E('e')", "e"),
+    ],
+)
+def test_whatever_code_of_a_tokenizer_raises_is_told_with_the_flag(
+    code: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "modules").mkdir()
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # of another test's cache
+    model = own_tokenizer(tmp_path)
+    (model / "words.py").write_text(code)
+    with pytest.raises(ConfigurationError, match=rf"--hf-checkpoint .*: no usable tokenizer there: .*{found}"):
+        load_tokenizer(model, trust_remote_code=True)
+
+
+def test_an_auto_map_of_another_form_is_told_with_the_flag(tmp_path: Path) -> None:
+    model = own_tokenizer(tmp_path)
+    (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": ["tokenization_own.OwnTokenizer"]}))
+    with pytest.raises(ConfigurationError, match="--hf-checkpoint"):
+        load_tokenizer(model)
 
 
 def test_a_tokenizer_is_loaded_from_what_was_copied(tmp_path: Path) -> None:
