@@ -10,8 +10,9 @@ import asyncio
 import reprlib
 import traceback
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
+from functools import partial
 from typing import ParamSpec, TypeVar, cast
 
 import structlog
@@ -177,11 +178,19 @@ async def _outcome(work: Coroutine[object, None, T]) -> tuple[T | None, BaseExce
 
 
 def contain_user_code(loop: asyncio.AbstractEventLoop) -> None:
-    """Keep user code from ending the event loop, by SystemExit of a task that it starts (``asyncio.gather``), and from
-    cancelling tasks that are created from now on by others (``asyncio.all_tasks``).
+    """Keep user code from ending the event loop, itself or by SystemExit of a task that it starts
+    (``asyncio.gather``), and from cancelling tasks that are created from now on by others (``asyncio.all_tasks``).
     """
     if loop.get_task_factory() is None:
         loop.set_task_factory(_make_task)
+        with suppress(AttributeError):  # uvloop's takes no attributes
+            loop.stop = partial(_stop, loop.stop)  # type: ignore[method-assign]
+
+
+def _stop(stop: Callable[[], None]) -> None:
+    if _in_user_code.get():
+        raise UserCodeError("stops the event loop, which is not its own")
+    stop()
 
 
 class _OurTask(asyncio.Task[T]):

@@ -137,6 +137,18 @@ async def test_it_cannot_cancel_tasks_that_others_started() -> None:
         await task
 
 
+def test_it_cannot_stop_the_event_loop() -> None:
+    async def stops() -> None:
+        asyncio.get_running_loop().stop()
+
+    async def run() -> int:
+        with pytest.raises(UserCodeError, match="stops the event loop, which is not its own"):
+            await run_user_code(stops())
+        return await run_user_code(returns())
+
+    assert asyncio.run(run()) == 7  # whose own stop still works
+
+
 async def test_our_cancellation_ends_it_and_stays_one() -> None:
     cleaned_up = []
 
