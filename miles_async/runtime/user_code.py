@@ -10,7 +10,7 @@ import asyncio
 import reprlib
 import traceback
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from functools import partial
 from typing import ParamSpec, TypeVar, cast
@@ -183,8 +183,7 @@ def contain_user_code(loop: asyncio.AbstractEventLoop) -> None:
     """
     if loop.get_task_factory() is None:
         loop.set_task_factory(_make_task)
-        with suppress(AttributeError):  # uvloop's takes no attributes
-            loop.stop = partial(_stop, loop.stop)  # type: ignore[method-assign]
+        loop.stop = partial(_stop, loop.stop)  # type: ignore[method-assign]
 
 
 def _stop(stop: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+import uvloop
 
 from miles_async.errors import OverdueError, UserCodeError
 from miles_async.runtime import user_code
@@ -137,7 +138,8 @@ async def test_it_cannot_cancel_tasks_that_others_started() -> None:
         await task
 
 
-def test_it_cannot_stop_the_event_loop() -> None:
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_it_cannot_stop_the_event_loop(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     async def stops() -> None:
         asyncio.get_running_loop().stop()
 
@@ -146,7 +148,8 @@ def test_it_cannot_stop_the_event_loop() -> None:
             await run_user_code(stops())
         return await run_user_code(returns())
 
-    assert asyncio.run(run()) == 7  # whose own stop still works
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        assert runner.run(run()) == 7  # it stops the loop itself
 
 
 async def test_our_cancellation_ends_it_and_stays_one() -> None:
