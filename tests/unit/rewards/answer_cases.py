@@ -81,10 +81,16 @@ MATH: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (r"\boxed{11:00}", r"\boxed{12}", "12", "<answer>12:30</answer>", "", r"\boxed{12:00:01}"),
     ),
     "9:30 AM": (
-        (r"\boxed{9:30 AM}", r"\boxed{09:30\text{ a.m.}}", "The answer is 9:30am."),
+        (r"\boxed{9:30 AM}", r"\boxed{09:30\text{ a.m.}}", "The answer is 9:30am.", r"\boxed{9:30~\text{AM}}",
+        r"\boxed{9:30\,\text{AM}}", r"\boxed{9:30\ \text{a.m.}}"),
         (r"\boxed{9:30 PM}", r"\boxed{9:31 AM}", "9:30", "AM", ""),
     ),
-    "1000": ((r"\boxed{1\,000}", r"\boxed{1{,}000}", r"\boxed{1,000}"), (r"\boxed{1}", r"\boxed{0}")),
+    "1000": (
+        (r"\boxed{1\,000}", r"\boxed{1{,}000}", r"\boxed{1,000}", r"\boxed{\text{1000.}}"),
+        (r"\boxed{1}", r"\boxed{0}", r"\boxed{10\,00}"),
+    ),
+    r"1\,000": ((r"\boxed{1\,000}", r"\boxed{1000}"), (r"\boxed{1}", r"\boxed{0}")),
+    r"\int_0^1 x\,dx": ((r"\boxed{\int_0^1 x\,dx}", r"\boxed{\frac{1}{2}}"), (r"\boxed{1}",)),
     "1:2": ((r"\boxed{1:2}", r"\boxed{\frac{1}{2}}", "<answer>2:4</answer>"), (r"\boxed{2:1}", r"\boxed{12}", "")),
     "Paris": (
         (r"\boxed{\text{Paris}}", r"\boxed{Paris}", "<answer>Paris</answer>", "<answer>paris.</answer>",
