@@ -60,7 +60,7 @@ def chosen_letter(response: str) -> str | None:
     if answer.mark in ("box", "tags", "hashes"):
         plain = _NAMED.sub("", _STYLE.sub("", answer.text).strip())
         found = _ALONE.fullmatch(plain) or _WITH_ITS_TEXT.match(plain)
-        if found is not None:
+        if found is not None and not _BEFORE_ANOTHER.match(plain, found.end(1)):
             return found[1].upper()
         if answer.mark == "box":
             return None
