@@ -156,10 +156,10 @@ async def test_null_is_no_default(model: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
     await save_as(model, tmp_path / "saved")
     (model / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": None}))
-    assert "final_logit_softcapping was 30.0 and is absent" in await resumed(model, tmp_path / "saved")
+    assert "final_logit_softcapping was 30.0 and is null" in await resumed(model, tmp_path / "saved")
     await save_as(model, tmp_path / "without")
     (model / "config.json").write_text(json.dumps({"model_type": "gemma2", "hidden_size": 8}))
-    assert "final_logit_softcapping" in await resumed(model, tmp_path / "without")
+    assert "final_logit_softcapping was null and is absent" in await resumed(model, tmp_path / "without")
 
 
 @pytest.mark.parametrize(
