@@ -139,7 +139,7 @@ def _flat_rope(config: JsonObject) -> JsonObject:
     scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "rope_type", "type")}
     return {
         **rest,
-        "rope_theta": theta,
+        **({} if theta is None else {"rope_theta": theta}),
         "rope_scaling": {**scaling, "rope_type": kind} if scaling or kind != "default" else {},
     }
 
