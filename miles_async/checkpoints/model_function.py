@@ -97,9 +97,7 @@ def differing(saved: JsonObject, now: JsonObject, anyway: Collection[str] = ()) 
         full_before, full_after = _with_defaults(saved, before), _with_defaults(now, after)
         names = [name for name in names if full_before.get(name) != full_after.get(name)]
     return {
-        name: f"{name} was {_shown(before, name)} and is {_shown(after, name)}"
-        for name in names
-        if name not in anyway
+        name: f"{name} was {_shown(before, name)} and is {_shown(after, name)}" for name in names if name not in anyway
     }
 
 

@@ -67,12 +67,12 @@ def is_right(answer: str, marked: bool, label: str) -> bool:
         return clock == time[1] and (not time[2] or half.lower() == time[2].lower())
     if _WORDS.fullmatch(expected_text) and marked:
         return answer_text.strip(" $.*").casefold() == expected_text.casefold()
-    expected = parse(_as_mathematics(_THIN_SPACE.sub("", label)), parsing_timeout=None)
+    if marked and answer and answer_text.strip(" $").rstrip(".") == expected_text.rstrip("."):
+        return True
+    expected = parse(_as_mathematics(_plain(label)), parsing_timeout=None)
     if not expected:
         raise ValueError(f"math-verify finds no mathematics in the label {label!r}")
-    if marked:
-        answer = (answer_text if _TEXT.fullmatch(answer) else answer).removesuffix(".")
-    answer = _UNIT.sub("", _THIN_SPACE.sub("", answer))
+    answer = _UNIT.sub("", _plain(answer) if marked else _THIN_SPACE.sub("", answer))
     found = parse(_as_mathematics(answer) if marked and answer else answer, parsing_timeout=None)
     try:
         return bool(verify(expected, found, timeout_seconds=None, raise_on_error=True))
@@ -80,6 +80,12 @@ def is_right(answer: str, marked: bool, label: str) -> bool:
         if verify(expected, found, timeout_seconds=None):
             return True
         raise
+
+
+def _plain(text: str) -> str:
+    """An expression without a text command around all of it, a full stop, and spaces in numbers."""
+    text = _TEXT.sub(r"\1", text) if _TEXT.fullmatch(text) else text
+    return _THIN_SPACE.sub("", text.removesuffix("."))
 
 
 def _as_mathematics(text: str) -> str:
