@@ -96,7 +96,8 @@ def unchanged(prompt: Prompt, samples: Sequence[Sample]) -> Iterator[None]:
     """Check that code in the context changes no array of the prompt's samples and leaves metadata that can be saved.
     Read-only arrays are not enough: a tensor of ``torch.from_numpy`` is written to all the same.
 
-    Raises UserCodeError naming the array or the record; the prompt then has its metadata from before.
+    Raises UserCodeError naming the array or the record. After any error, a prompt whose metadata cannot be saved has
+    those from before.
     """
     before, fields = _digests(samples), dict(prompt.metadata)
     try:
