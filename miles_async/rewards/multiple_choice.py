@@ -28,7 +28,7 @@ _IN_PROSE = (  # clearest first; the last match of the first pattern that matche
 _DENIED = re.compile(r"(?:(?:not|n['’]t)(?: be)?|\bneither|\bnor)\W{1,5}$")  # ends before the letter
 _REJECTED = re.compile(r"\W{0,3}(?:can be |is )(?:ruled out|excluded|eliminated|wrong|incorrect|false|not)\b")
 _AFTER_ANOTHER = re.compile(r"\b[A-Z]\b\W{1,5}(?:or|and)\W{1,5}$")
-_BEFORE_ANOTHER = re.compile(r"(?:\W{1,5}or\W{1,5}|\W{1,5}and \(|\W{0,3}/\W{0,3})(?!I\b)[A-Z]\b")
+_BEFORE_ANOTHER = re.compile(r"(?:\W{1,5}or\W{1,5}|\W{1,5}and \(|\W{0,3}/\W{0,3})(?:(?!I\b)[A-Z]\b|[a-z]\))")
 
 
 async def multiple_choice(prompt: Prompt, sample: Sample) -> float:

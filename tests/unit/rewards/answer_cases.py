@@ -137,6 +137,7 @@ LETTERS: dict[str | None, tuple[str, ...]] = {
         r"\boxed{A, B}",
         r"\boxed{Option A and Option B}", "The answer is (a) or (b).", "the answer is (a)/(b)",
         r"\boxed{(A) or (B)}", r"\boxed{Option (A) and (B)}", "<answer>Answer: (C) or (D)</answer>",
+        r"\boxed{Option (a) or (b)}", "<answer>Answer: (c) or (d)</answer>",
         r"\boxed{A or B}", r"\boxed{B", "I don't know.", "<answer></answer>", "The answer is I am not sure.",
         r"\boxed{None}",
         "The answer is A or B", "The answer is (A) or (B).", "Answer: A/B", "The answer is either A or B",
