@@ -97,9 +97,7 @@ def differing(saved: JsonObject, now: JsonObject, anyway: Collection[str] = ()) 
         full_before, full_after = _with_defaults(saved, before), _with_defaults(now, after)
         names = [name for name in names if full_before.get(name) != full_after.get(name)]
     return {
-        name: f"{name} was {_shown(before.get(name))} and is {_shown(after.get(name))}"
-        for name in names
-        if name not in anyway
+        name: f"{name} was {_shown(before, name)} and is {_shown(after, name)}" for name in names if name not in anyway
     }
 
 
@@ -139,7 +137,7 @@ def _flat_rope(config: JsonObject) -> JsonObject:
     scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "rope_type", "type")}
     return {
         **rest,
-        "rope_theta": theta,
+        **({} if theta is None else {"rope_theta": theta}),
         "rope_scaling": {**scaling, "rope_type": kind} if scaling or kind != "default" else {},
     }
 
@@ -215,6 +213,6 @@ def _templates(value: object) -> dict[str, str]:
     return {"default": value} if isinstance(value, str) else {}
 
 
-def _shown(value: object) -> str:
-    text = "absent" if value is None else json.dumps(value)
+def _shown(function: JsonObject, name: str) -> str:
+    text = json.dumps(function[name]) if name in function else "absent"
     return text if len(text) <= 80 else text[:80] + "…"

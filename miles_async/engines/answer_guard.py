@@ -20,7 +20,7 @@ def check_answer(answer: Generation, request: GenerateRequest, vocabulary: int |
     if most is not None and len(tokens) > most:
         raise TransientEngineError(f"{url}: expected at most {most} tokens (max_new_tokens), found {len(tokens)}")
     if not len(tokens):
-        if answer.finish_reason == "stop":  # by what? length may be that of the whole context
+        if answer.finish_reason == "stop":  # "length" may mean a full context
             raise TransientEngineError(f"{url}: expected a token that ends the answer, found none")
         return
     if tokens.min() < 0 or (vocabulary is not None and tokens.max() >= vocabulary):

@@ -95,7 +95,7 @@ class ChatTemplate:
         if messages[-1].get("tool_calls"):
             raise TrajectoryError("the last message is the assistant's and has tool calls, which nothing continues")
         text = self.render(messages, tools, {"continue_final_message": True}, generation_prompt=False)
-        thoughts = messages[-1].get("reasoning_content", "").strip()
+        thoughts = str(messages[-1].get("reasoning_content") or "").strip()
         if not text_of(messages[-1]).strip() and (not thoughts or thoughts not in text):
             why = "is empty" if not thoughts else "has nothing but thoughts, which the chat template leaves out"
             raise TrajectoryError(f"the last message is the assistant's and {why}: leave that message out")

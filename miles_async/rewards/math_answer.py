@@ -14,7 +14,10 @@ from miles_async.rewards.answers import find_answer, labels_of
 from miles_async.rewards.workers import WorkerPool
 from miles_async.types import Prompt, Sample
 
-_CLOCK = re.compile(r"\b0?(\d{1,2}(?::[0-5]\d)+)(?!\d)(?:\s*([ap])\.?m\b\.?)?", re.IGNORECASE)  # to it, a division
+_CLOCK = re.compile(  # to it, a division
+    r"\b0?(\d{1,2}(?::[0-5]\d)+)(?!\d)(?:(?:\s|~|\\[ ,;])*([ap])\.?m\b\.?)?", re.IGNORECASE
+)
+_THIN_SPACE = re.compile(r"(?<=\d)\\,(?=\d{3}(?!\d))")  # 1\,000
 _WORDS = re.compile(r"(?!(?:sin|cos|tan|log|exp|sqrt)\b)[A-Za-z]{4,}(?: [A-Za-z]+)*")  # to it, a product of letters
 _UNIT = re.compile(r"(?<=\d) +[A-Za-z]{2,}(?: [A-Za-z]+)*\.?$")  # 72 eggs
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
@@ -64,12 +67,12 @@ def is_right(answer: str, marked: bool, label: str) -> bool:
         return clock == time[1] and (not time[2] or half.lower() == time[2].lower())
     if _WORDS.fullmatch(expected_text) and marked:
         return answer_text.strip(" $.*").casefold() == expected_text.casefold()
-    expected = parse(_as_mathematics(label), parsing_timeout=None)
+    if marked and answer and answer_text.strip(" $").rstrip(".") == expected_text.rstrip("."):
+        return True
+    expected = parse(_as_mathematics(_plain(label)), parsing_timeout=None)
     if not expected:
         raise ValueError(f"math-verify finds no mathematics in the label {label!r}")
-    if marked:
-        answer = answer_text if _TEXT.fullmatch(answer) else answer.removesuffix(".")
-    answer = _UNIT.sub("", answer.replace("\\,", ""))
+    answer = _UNIT.sub("", _plain(answer) if marked else _THIN_SPACE.sub("", answer))
     found = parse(_as_mathematics(answer) if marked and answer else answer, parsing_timeout=None)
     try:
         return bool(verify(expected, found, timeout_seconds=None, raise_on_error=True))
@@ -77,6 +80,12 @@ def is_right(answer: str, marked: bool, label: str) -> bool:
         if verify(expected, found, timeout_seconds=None):
             return True
         raise
+
+
+def _plain(text: str) -> str:
+    """An expression without a text command around all of it, a full stop, and spaces in numbers."""
+    text = _TEXT.sub(r"\1", text) if _TEXT.fullmatch(text) else text
+    return _THIN_SPACE.sub("", text.removesuffix("."))
 
 
 def _as_mathematics(text: str) -> str:

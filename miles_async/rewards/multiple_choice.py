@@ -28,7 +28,7 @@ _IN_PROSE = (  # clearest first; the last match of the first pattern that matche
 _DENIED = re.compile(r"(?:(?:not|n['’]t)(?: be)?|\bneither|\bnor)\W{1,5}$")  # ends before the letter
 _REJECTED = re.compile(r"\W{0,3}(?:can be |is )(?:ruled out|excluded|eliminated|wrong|incorrect|false|not)\b")
 _AFTER_ANOTHER = re.compile(r"\b[A-Z]\b\W{1,5}(?:or|and)\W{1,5}$")
-_BEFORE_ANOTHER = re.compile(r"(?:\W{1,5}or\W{1,5}|\W{1,5}and \(|\W{0,3}/\W{0,3})(?!I\b)[A-Z]\b")
+_BEFORE_ANOTHER = re.compile(r"(?:\W{1,5}or\W{1,5}|\W{1,5}and \(|\W{0,3}/\W{0,3})(?:(?!I\b)[A-Z]\b|[a-z]\))")
 
 
 async def multiple_choice(prompt: Prompt, sample: Sample) -> float:
@@ -60,7 +60,7 @@ def chosen_letter(response: str) -> str | None:
     if answer.mark in ("box", "tags", "hashes"):
         plain = _NAMED.sub("", _STYLE.sub("", answer.text).strip())
         found = _ALONE.fullmatch(plain) or _WITH_ITS_TEXT.match(plain)
-        if found is not None:
+        if found is not None and not _BEFORE_ANOTHER.match(plain, found.end(1)):
             return found[1].upper()
         if answer.mark == "box":
             return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 DEEPEST = 100  # levels of lists and objects in a row of data, or in the metadata of a sample
+_SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 def too_deep(value: object, levels: int = DEEPEST) -> bool:
@@ -24,6 +25,7 @@ def too_deep(value: object, levels: int = DEEPEST) -> bool:
             id(inner): inner
             for outer in containers
             for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+            if type(inner) not in _SCALARS  # a list may hold a number per token
         }
     return True
 

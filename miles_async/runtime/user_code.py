@@ -10,7 +10,7 @@ import asyncio
 import reprlib
 import traceback
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from functools import partial
 from typing import ParamSpec, TypeVar, cast
@@ -23,7 +23,7 @@ from miles_async.runtime.nesting import DEEPEST, too_deep
 from miles_async.runtime.own_place import own_place
 from miles_async.runtime.serialization import encode
 from miles_async.runtime.texts import shortened
-from miles_async.types import Prompt, Sample
+from miles_async.types import JsonObject, Prompt, Sample
 
 log = structlog.get_logger(__name__)
 
@@ -97,23 +97,35 @@ def unchanged(prompt: Prompt, samples: Sequence[Sample]) -> Iterator[None]:
     """Check that code in the context changes no array of the prompt's samples and leaves metadata that can be saved.
     Read-only arrays are not enough: a tensor of ``torch.from_numpy`` is written to all the same.
 
-    Raises UserCodeError naming the array or the record; the prompt then has its metadata from before.
+    Raises UserCodeError naming the array or the record. After any error, a prompt whose metadata cannot be saved has
+    those from before.
     """
     before, fields = _digests(samples), dict(prompt.metadata)
-    yield
-    for sample in samples:
-        check_metadata(sample, "left")
-    if prompt.metadata.keys() != fields.keys() or any(prompt.metadata[name] is not fields[name] for name in fields):
-        try:
-            check_metadata(prompt, "left")
-        except UserCodeError:
-            if isinstance(prompt.metadata, dict):
-                prompt.metadata.clear()
-                prompt.metadata.update(fields)
-            raise
+    try:
+        yield
+        for sample in samples:
+            check_metadata(sample, "left")
+    except BaseException:
+        with suppress(UserCodeError):
+            _check_or_restore(prompt, fields)
+        raise
+    _check_or_restore(prompt, fields)
     for (name, found), (_, expected) in zip(_digests(samples), before, strict=True):
         if found != expected:
             raise UserCodeError(f"changed {name} of a sample in place, which is trained on: change a copy")
+
+
+def _check_or_restore(prompt: Prompt, fields: JsonObject) -> None:
+    """Check the prompt's metadata if they are no longer these ``fields``, which they become again on an error."""
+    if prompt.metadata.keys() == fields.keys() and all(prompt.metadata[name] is fields[name] for name in fields):
+        return
+    try:
+        check_metadata(prompt, "left")
+    except UserCodeError:
+        if isinstance(prompt.metadata, dict):
+            prompt.metadata.clear()
+            prompt.metadata.update(fields)
+        raise
 
 
 def check_metadata(record: Sample | Prompt, how: str) -> None:

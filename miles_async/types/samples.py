@@ -107,7 +107,7 @@ class TurnSpan(NamedTuple):
 class Branch(msgspec.Struct, frozen=True, kw_only=True):
     """One way through a trajectory, from the prompt to a last token: one sequence for the trainer.
 
-    Its arrays become read-only, the caller's too: rewards and filters see what is trained on.
+    Its arrays become read-only, the caller's too, or are copied: rewards and filters see what is trained on.
     """
 
     tokens: Int32  # [T] prompt and response
@@ -141,7 +141,9 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
         return known(self.weight_versions[self.loss_tokens()])
 
     def __post_init__(self) -> None:
-        """Make the arrays read-only, in place: they may be long. A part of the caller's buffer is copied."""
+        """Make the arrays read-only, in place: they may be long. A view is copied, since its buffer stays writable; one
+        of experts is too large for that.
+        """
         for name in Branch.__struct_fields__:
             if isinstance(value := getattr(self, name), np.ndarray):
                 if value.flags.writeable and value.base is not None and name != "routed_experts":

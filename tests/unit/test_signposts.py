@@ -32,6 +32,7 @@ FILES_OF_OTHERS = {
     "verl/trainer/ppo/rollout_corr_helper.py",
     *("ray/actor_group.py", "areal/trainer/ppo/actor.py"),  # slime, AReaL
     *("entrypoint.py", "convert_hf_to_gguf.py"),  # NVIDIA's images, llama.cpp
+    "scripts/run_qwen3_4b.py",  # miles
 }
 MADE_LATER = {"file.toml", "fleet.toml", "my_losses.py", "report.md", "script.py"}  # by users, and by scripts
 

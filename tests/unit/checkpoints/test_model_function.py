@@ -150,16 +150,26 @@ async def test_a_field_that_is_left_to_its_default_may_be_written_out(model: Pat
     assert 'hidden_act was absent and is "gelu"' in await resumed(model, tmp_path / "saved")
 
 
+async def test_rope_scaling_without_rope_theta_leaves_it_to_its_default(model: Path, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}
+    (model / "config.json").write_text(json.dumps(config))
+    await save_as(model, tmp_path / "saved")
+    (model / "config.json").write_text(json.dumps({**config, "rope_theta": 10000.0}))
+    assert await resumed(model, tmp_path / "saved") == ""
+    (model / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
+    assert "rope_theta was absent and is 500.0" in await resumed(model, tmp_path / "saved")
+
+
 async def test_null_is_no_default(model: Path, tmp_path: Path) -> None:
     """Gemma 2's logits are capped at 30 unless its config says null."""
     config = {"model_type": "gemma2", "hidden_size": 8, "final_logit_softcapping": 30.0}
     (model / "config.json").write_text(json.dumps(config))
     await save_as(model, tmp_path / "saved")
     (model / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": None}))
-    assert "final_logit_softcapping was 30.0 and is absent" in await resumed(model, tmp_path / "saved")
+    assert "final_logit_softcapping was 30.0 and is null" in await resumed(model, tmp_path / "saved")
     await save_as(model, tmp_path / "without")
     (model / "config.json").write_text(json.dumps({"model_type": "gemma2", "hidden_size": 8}))
-    assert "final_logit_softcapping" in await resumed(model, tmp_path / "without")
+    assert "final_logit_softcapping was null and is absent" in await resumed(model, tmp_path / "without")
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,8 @@ def test_an_answer_that_did_not_begin_is_refused(content: str) -> None:
         chat_format("llama3").encode([QUESTION, thinking])
     template = chat_format("qwen3")
     assert "<think>\nhm\n</think>" in template.decode_all(template.encode([QUESTION, thinking]))
+    for none in (None, []):
+        assert template.encode([QUESTION, message | {"content": "It is", "reasoning_content": none}])
 
 
 def test_a_prompt_that_nothing_can_continue_is_refused() -> None:

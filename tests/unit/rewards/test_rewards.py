@@ -296,6 +296,18 @@ class TestGuardedReward:
             await GuardedReward(reward, timeout=1.0)(asked, written)
         assert asked.metadata == {"a": 1}
 
+    async def test_a_reward_that_raises_leaves_a_prompt_that_can_be_saved(self):
+        """Its group may do without the sample."""
+
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            prompt.metadata["parsed"] = object()  # type: ignore[index]
+            raise ValueError("no answer")
+
+        asked = structs.replace(PROMPT, metadata={"a": 1})
+        with pytest.raises(RewardError, match="no answer"):
+            await GuardedReward(reward, timeout=1.0)(asked, sample("21"))
+        assert asked.metadata == {"a": 1}
+
     @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
     @pytest.mark.parametrize("name", ["tokens", "rollout_logprobs", "loss_mask", "weight_versions"])
     async def test_what_it_changes_all_the_same_is_named(self, name: str):
