@@ -118,7 +118,7 @@ class MultiTurnGenerate:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.number | np.bool_)
+    return hasattr(value, "__float__") and np.ndim(value) == 0  # also an array or a tensor of one number
 
 
 class GivenReward:

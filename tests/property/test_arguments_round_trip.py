@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from miles_async.arguments.argument_files import expand_argument_files
 from miles_async.arguments.config_file import to_toml
 from miles_async.arguments.parser import assemble, parse_arguments
-from miles_async.arguments.specification import FlagSpecification, flag_specifications
+from miles_async.arguments.specification import LARGEST_WHOLE, FlagSpecification, flag_specifications
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-NUMBERS = {int: st.integers(-(2**63), 2**63 - 1), float: st.floats(allow_nan=False, allow_infinity=False)}
+NUMBERS = {int: st.integers(-LARGEST_WHOLE, LARGEST_WHOLE), float: st.floats(allow_nan=False, allow_infinity=False)}
 
 
 def values_of(specification: FlagSpecification) -> st.SearchStrategy[object]:
