@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
-import numpy as np
 import structlog
 
 from miles_async.algorithms.advantages.rewards import check_reward
@@ -118,7 +117,7 @@ class MultiTurnGenerate:
 
 
 def _is_number(value: object) -> bool:
-    return hasattr(value, "__float__") and np.ndim(value) == 0  # also an array or a tensor of one number
+    return hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0  # also an array or a tensor of one number
 
 
 class GivenReward:
