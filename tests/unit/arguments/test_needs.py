@@ -119,6 +119,10 @@ def test_a_flag_that_another_takes_the_place_of_is_noted() -> None:
     assert list(need_notes(arguments)) == [
         "--max-weight-staleness 4 has no effect with --on-policy, which takes its place"
     ]
+    action = assemble({"on_policy": True, "stale_group_action": "drop"}, {})
+    assert list(need_notes(action)) == [
+        "--stale-group-action drop has no effect with --on-policy, which takes its place"
+    ]
     groups = assemble({"server_groups": Path("a.toml"), "rollout_num_gpus": 2}, {})
     assert list(need_notes(groups)) == [
         "--rollout-num-gpus 2 has no effect with --server-groups, which takes its place"
