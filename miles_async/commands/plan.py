@@ -117,7 +117,8 @@ def _settings(
     arguments = parse_arguments(words, prog="miles-async plan").arguments
     problems = [*range_problems(arguments)]
     refuse(problems or [*check_staleness(arguments), *check_batch_order(arguments), *check_deadlines(arguments)])
-    if arguments.engines.server_groups is None and arguments.cluster.num_engines < 1:
+    engines = sum(group.num_engines for group in of_role(server_groups(arguments), "train"))
+    if arguments.engines.server_groups is None and engines < 1:
         raise ConfigurationError(
             f"--rollout-num-gpus {arguments.cluster.rollout_num_gpus} is less than --rollout-num-gpus-per-engine "
             f"{arguments.cluster.rollout_num_gpus_per_engine}: there would be no engine"
@@ -133,7 +134,7 @@ def _settings(
         staleness=arguments.staleness,
         weights=arguments.weights,
         engines=arguments.engines,
-        num_engines=sum(group.num_engines for group in of_role(server_groups(arguments), "train")),
+        num_engines=engines,
         slots_per_engine=slots,
         response_seconds=timing.response,
         environment_seconds=timing.environment,
