@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments import Arguments, EnginesArguments, EvaluationArguments, SessionsArguments, WeightsArguments
-from miles_async.arguments.cluster_checks import check_ranks
+from miles_async.arguments.cluster_checks import check_engine_sizes
 from miles_async.arguments.server_groups import (
     ServerGroup,
     check_server_groups,
@@ -80,7 +80,7 @@ def test_without_a_file_there_is_one_group_by_flags() -> None:
     assert [group.num_engines for group in server_groups(external)] == [2]
     assert list(check_server_groups(external)) == []
     wide = replace(external, cluster=replace(external.cluster, rollout_num_gpus_per_engine=4))  # --rollout-num-gpus 1
-    assert [*check_server_groups(wide), *check_ranks(wide)] == []
+    assert [*check_server_groups(wide), *check_engine_sizes(wide)] == []
 
 
 @pytest.mark.parametrize(
