@@ -106,6 +106,11 @@ def test_a_flag_that_another_problem_names_is_left_to_it() -> None:
     assert left.startswith("--agent-timeout 5.0")
 
 
+def test_rejection_of_nothing_is_one_problem() -> None:
+    found = flag_problems(assemble(FINE | {"use_rs": True, "rs_level": "sequence", "rs_statistic": "k1"}, {}))
+    assert [problem.split(":")[0] for problem in found] == ["--use-rs rejects nothing"]
+
+
 def test_a_tracker_that_is_off_is_only_noted() -> None:
     arguments = assemble({"wandb_project": "mine", "wandb_group": "a"}, {})
     assert not list(check_needs(arguments, []))
