@@ -40,9 +40,10 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
 
 def check_engine_sizes(arguments: Arguments) -> Iterator[str]:
     """Check that the GPUs that generate divide into engines, and those of an engine over its nodes."""
-    cluster = arguments.cluster
-    counted = arguments.engines.server_groups is None and not arguments.engines.rollout_external
-    if counted and cluster.rollout_num_gpus % cluster.rollout_num_gpus_per_engine:
+    cluster, engines = arguments.cluster, arguments.engines
+    if engines.server_groups is not None:  # whose sizes count instead
+        return
+    if not engines.rollout_external and cluster.rollout_num_gpus % cluster.rollout_num_gpus_per_engine:
         yield (
             f"--rollout-num-gpus {cluster.rollout_num_gpus} is not a multiple of "
             f"--rollout-num-gpus-per-engine {cluster.rollout_num_gpus_per_engine}"

@@ -83,6 +83,14 @@ def test_without_a_file_there_is_one_group_by_flags() -> None:
     assert [*check_server_groups(wide), *check_engine_sizes(wide)] == []
 
 
+def test_sizes_by_flags_are_not_judged_next_to_a_file() -> None:
+    cluster = replace(Arguments().cluster, rollout_num_gpus_per_engine=3, rollout_num_nodes_per_engine=2)
+    odd = replace(Arguments(), cluster=cluster)
+    assert len(list(check_engine_sizes(odd))) == 2
+    by_file = replace(odd, engines=EnginesArguments(server_groups=Path("fleet.toml")))
+    assert list(check_engine_sizes(by_file)) == []
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
