@@ -67,7 +67,7 @@ def check_adapters(arguments: Arguments) -> Iterator[str]:
     if not model.lora_rank:
         return
     yield from refusal(lambda: target_layers(model.target_modules))
-    if model.lora_rank % model.tensor_model_parallel_size:
+    if model.lora_rank % max(1, model.tensor_model_parallel_size):  # less is refused elsewhere
         yield (
             f"--lora-rank {model.lora_rank} is not a multiple of --tensor-model-parallel-size "
             f"{model.tensor_model_parallel_size}, whose ranks share each adapter: choose another rank"

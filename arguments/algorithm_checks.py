@@ -188,7 +188,7 @@ def _check_corrections(algorithm: AlgorithmArguments) -> Iterator[str]:
     low, high = algorithm.rs_lower_bound, algorithm.rs_upper_bound
     if algorithm.use_rs and low is high is algorithm.rs_veto_threshold is None:
         yield "--use-rs rejects nothing: give --rs-lower-bound, --rs-upper-bound or --rs-veto-threshold"
-    if algorithm.use_rs and low is high is None:
+    elif algorithm.use_rs and low is high is None:
         for name in ("rs_statistic", "rs_level"):
             flag, value = flag_specifications()[name], getattr(algorithm, name)
             if value != flag.default:

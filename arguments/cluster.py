@@ -143,7 +143,7 @@ class ClusterArguments:
 
     @property
     def num_engines(self) -> int:
-        return self.rollout_num_gpus // self.rollout_num_gpus_per_engine
+        return self.rollout_num_gpus // max(1, self.rollout_num_gpus_per_engine)  # less is refused elsewhere
 
 
 def parse_port_range(text: str) -> range:

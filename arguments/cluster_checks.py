@@ -12,7 +12,7 @@ from miles_async.errors import ConfigurationError
 
 
 def check_ranks(arguments: Arguments) -> Iterator[str]:
-    """Check that ranks divide into model replicas and GPUs into engines, and that several nodes have a cluster."""
+    """Check that ranks divide into model replicas, and that several nodes have a cluster."""
     model, cluster = arguments.model, arguments.cluster
     if cluster.actor_num_nodes > 1 and cluster.ray_address is None:
         yield (
@@ -36,8 +36,14 @@ def check_ranks(arguments: Arguments) -> Iterator[str]:
             f"--expert-model-parallel-size {model.expert_model_parallel_size} × "
             f"--pipeline-model-parallel-size {model.pipeline_model_parallel_size}): change one of them"
         )
-    counted = arguments.engines.server_groups is None and not arguments.engines.rollout_external
-    if counted and cluster.rollout_num_gpus % cluster.rollout_num_gpus_per_engine:
+
+
+def check_engine_sizes(arguments: Arguments) -> Iterator[str]:
+    """Check that the GPUs that generate divide into engines, and those of an engine over its nodes."""
+    cluster, engines = arguments.cluster, arguments.engines
+    if engines.server_groups is not None:  # whose sizes count instead
+        return
+    if not engines.rollout_external and cluster.rollout_num_gpus % cluster.rollout_num_gpus_per_engine:
         yield (
             f"--rollout-num-gpus {cluster.rollout_num_gpus} is not a multiple of "
             f"--rollout-num-gpus-per-engine {cluster.rollout_num_gpus_per_engine}"

@@ -73,8 +73,8 @@ def _is_harmless(flag: FlagSpecification) -> bool:
 def _without_effect(arguments: Arguments, flags: Iterable[FlagSpecification]) -> Iterator[str]:
     idle: dict[tuple[str, ...], list[str]] = {}
     for flag in flags:
-        value = flag.value_in(arguments)
-        if flag.needs and value != flag.default and not any(_holds(arguments, need) for need in flag.needs):
+        value, others = flag.value_in(arguments), (*flag.needs, *flag.replaced_by)
+        if flag.needs and value != flag.default and not any(_holds(arguments, other) for other in others):
             idle.setdefault(flag.needs, []).append(_as_typed(flag, value))
     for needs, named in idle.items():
         yield f"{_joined(named, 'and')} {'has' if len(named) == 1 else 'have'} no effect without {_alternatives(needs)}"

@@ -12,7 +12,13 @@ from types import MappingProxyType
 from miles_async.arguments import Arguments
 from miles_async.arguments.adapters import check_adapters
 from miles_async.arguments.algorithm_checks import check_algorithm, check_critic, check_off_policy_correction
-from miles_async.arguments.cluster_checks import check_colocation, check_network, check_ports, check_ranks
+from miles_async.arguments.cluster_checks import (
+    check_colocation,
+    check_engine_sizes,
+    check_network,
+    check_ports,
+    check_ranks,
+)
 from miles_async.arguments.debug_checks import check_debug, check_profiling
 from miles_async.arguments.distillation_checks import check_distillation
 from miles_async.arguments.evaluation_alone import check_evaluation_alone
@@ -95,7 +101,7 @@ def flag_problems(arguments: Arguments) -> list[str]:
 
 def _checks(arguments: Arguments, *, divide: bool) -> tuple[Check, ...]:
     if arguments.evaluation.eval_only:
-        return (*COMMON_CHECKS, *EVALUATED_CHECKS, *((check_server_groups,) if divide else ()))
+        return (*COMMON_CHECKS, *EVALUATED_CHECKS, *((check_server_groups, check_engine_sizes) if divide else ()))
     own = SUPERVISED_CHECKS if arguments.algorithm.supervised else SAMPLED_CHECKS
     return (*COMMON_CHECKS, *own, *(DIVIDING_CHECKS if divide else ()))
 
@@ -268,7 +274,14 @@ EVALUATED_CHECKS: tuple[Check, ...] = (check_evaluation_alone, *GENERATED_CHECKS
 SUPERVISED_CHECKS: tuple[Check, ...] = (check_supervised,)
 """Checks of ``--loss-type sft_loss``, which refuses flags for sampled data."""
 
-DIVIDING_CHECKS: tuple[Check, ...] = (check_model_fits, check_ranks, check_batches, check_server_groups, check_ports)
+DIVIDING_CHECKS: tuple[Check, ...] = (
+    check_model_fits,
+    check_ranks,
+    check_engine_sizes,
+    check_batches,
+    check_server_groups,
+    check_ports,
+)
 """They divide by sizes, so they wait until every size is at least 1."""
 
 SURROUNDING_CHECKS: tuple[Check, ...] = (

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich_argparse import RawDescriptionRichHelpFormatter
 
 from miles_async.arguments.cluster import ClusterArguments
-from miles_async.arguments.cluster_checks import check_ranks
+from miles_async.arguments.cluster_checks import check_engine_sizes, check_ranks
 from miles_async.arguments.model_files import read_config
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.problems import refuse
@@ -104,7 +104,7 @@ def _plan_memory(train_words: Sequence[str]) -> str:
     arguments = parse_arguments(train_words, prog="miles-async plan --memory").arguments
     arguments = replace(arguments, model=with_precision(arguments.model, arguments.cluster))
     refuse([*range_problems(arguments)])
-    refuse([*check_ranks(arguments), *check_model_fits(arguments)])
+    refuse([*check_ranks(arguments), *check_engine_sizes(arguments), *check_model_fits(arguments)])
     if arguments.model.hf_checkpoint is None or not read_config(arguments.model.hf_checkpoint):
         raise ConfigurationError("--memory needs --hf-checkpoint: a directory with config.json; weights are not read")
     return memory_report(arguments)
@@ -117,7 +117,8 @@ def _settings(
     arguments = parse_arguments(words, prog="miles-async plan").arguments
     problems = [*range_problems(arguments)]
     refuse(problems or [*check_staleness(arguments), *check_batch_order(arguments), *check_deadlines(arguments)])
-    if arguments.engines.server_groups is None and arguments.cluster.num_engines < 1:
+    engines = sum(group.num_engines for group in of_role(server_groups(arguments), "train"))
+    if arguments.engines.server_groups is None and engines < 1:
         raise ConfigurationError(
             f"--rollout-num-gpus {arguments.cluster.rollout_num_gpus} is less than --rollout-num-gpus-per-engine "
             f"{arguments.cluster.rollout_num_gpus_per_engine}: there would be no engine"
@@ -133,7 +134,7 @@ def _settings(
         staleness=arguments.staleness,
         weights=arguments.weights,
         engines=arguments.engines,
-        num_engines=sum(group.num_engines for group in of_role(server_groups(arguments), "train")),
+        num_engines=engines,
         slots_per_engine=slots,
         response_seconds=timing.response,
         environment_seconds=timing.environment,

@@ -396,7 +396,7 @@ def _engine_notes(arguments: Arguments) -> Iterator[str]:
     if weights.publish_order == "rolling" and updated <= weights.rolling_engines:
         yield (
             f"--publish-order rolling --rolling-engines {weights.rolling_engines} with {updated} engine(s) has no "
-            "effect: all of them are updated at once"
+            "effect before `miles-async scale` adds some: all of them are updated at once"
         )
 
 

@@ -49,6 +49,15 @@ def test_it_recommends_the_smallest_age_that_is_fast_enough(capsys: pytest.Captu
     assert printed.count("max-weight-staleness") == 6
 
 
+def test_fewer_gpus_than_an_engine_has_are_refused_unless_engines_are_external(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*QUICK, "--rollout-num-gpus-per-engine", "4", "--sweep", "max-weight-staleness=1"]
+    assert main(words) == 2
+    assert "there would be no engine" in capsys.readouterr().err
+    assert main([*words, "--rollout-external", "a:1", "b:2"]) == 0
+
+
 @pytest.mark.parametrize("seconds", ["1e9", "lognormal:60:9", "9e4"])
 def test_a_step_of_more_than_a_day_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--train-seconds", seconds, "--sweep", "max-weight-staleness=1"]) == 2

@@ -21,7 +21,9 @@ from miles_async.errors import ConfigurationError
 
 _ASSIGNMENT = re.compile(r"\s*(?:(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(\(?)(.*)")
 _BEFORE = re.compile(r"""\s*(?:export\s+)?(\w+)=((?:[^\s"'(]|"[^"]*"|'[^']*')*)\s+(?:&&\s+)?""")  # A=1 command
-_SEVERAL = re.compile(r"""(\s*\w+=[^\s;"'()]*);\s*(?=\w+=)""")  # A=1; B=2
+_SEVERAL = re.compile(  # A=1; B="2"; C=$((A+1))
+    r"""(\s*\w+=(?:\$\(\([^()]*\)\)|"[^"]*"|'[^']*'|[^\s;"'()])*);\s*(?=\w+=)"""
+)
 _READ = re.compile(r"\s*read\s+(?:-\w+\s+)+(\w+)\s*<<<\s*(.*)")
 _SOURCE = re.compile(r"\s*(?:source|\.)\s+(\S.*)")
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")

@@ -106,6 +106,11 @@ def test_a_flag_that_another_problem_names_is_left_to_it() -> None:
     assert left.startswith("--agent-timeout 5.0")
 
 
+def test_rejection_of_nothing_is_one_problem() -> None:
+    found = flag_problems(assemble(FINE | {"use_rs": True, "rs_level": "sequence", "rs_statistic": "k1"}, {}))
+    assert [problem.split(":")[0] for problem in found] == ["--use-rs rejects nothing"]
+
+
 def test_a_tracker_that_is_off_is_only_noted() -> None:
     arguments = assemble({"wandb_project": "mine", "wandb_group": "a"}, {})
     assert not list(check_needs(arguments, []))
@@ -118,6 +123,10 @@ def test_a_flag_that_another_takes_the_place_of_is_noted() -> None:
     arguments = assemble({"on_policy": True, "max_weight_staleness": 4, "server_groups": Path("a.toml")}, {})
     assert list(need_notes(arguments)) == [
         "--max-weight-staleness 4 has no effect with --on-policy, which takes its place"
+    ]
+    action = assemble({"on_policy": True, "stale_group_action": "drop"}, {})
+    assert list(need_notes(action)) == [
+        "--stale-group-action drop has no effect with --on-policy, which takes its place"
     ]
     groups = assemble({"server_groups": Path("a.toml"), "rollout_num_gpus": 2}, {})
     assert list(need_notes(groups)) == [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments import Arguments, EnginesArguments, EvaluationArguments, SessionsArguments, WeightsArguments
-from miles_async.arguments.cluster_checks import check_ranks
+from miles_async.arguments.cluster_checks import check_engine_sizes
 from miles_async.arguments.server_groups import (
     ServerGroup,
     check_server_groups,
@@ -80,7 +80,15 @@ def test_without_a_file_there_is_one_group_by_flags() -> None:
     assert [group.num_engines for group in server_groups(external)] == [2]
     assert list(check_server_groups(external)) == []
     wide = replace(external, cluster=replace(external.cluster, rollout_num_gpus_per_engine=4))  # --rollout-num-gpus 1
-    assert [*check_server_groups(wide), *check_ranks(wide)] == []
+    assert [*check_server_groups(wide), *check_engine_sizes(wide)] == []
+
+
+def test_sizes_by_flags_are_not_judged_next_to_a_file() -> None:
+    cluster = replace(Arguments().cluster, rollout_num_gpus_per_engine=3, rollout_num_nodes_per_engine=2)
+    odd = replace(Arguments(), cluster=cluster)
+    assert len(list(check_engine_sizes(odd))) == 2
+    by_file = replace(odd, engines=EnginesArguments(server_groups=Path("fleet.toml")))
+    assert list(check_engine_sizes(by_file)) == []
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,12 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "--distributed-timeout-minutes: expected more than 0 and at most 1000000000.0",
         ),
         case("no samples", {"n_samples_per_prompt": 0}, "--n-samples-per-prompt: expected at least 1"),
+        case("engines without GPUs", {"rollout_num_gpus_per_engine": 0}, "--rollout-num-gpus-per-engine: expected at "),
+        case(
+            "adapters on no rank",
+            {"lora_rank": 4, "tensor_model_parallel_size": 0},
+            "--tensor-model-parallel-size: expected at least 1",
+        ),
         case(
             "rest of a group may be one, grpo",
             {"n_samples_per_prompt": 8, "min_group_fraction": 0.1},

@@ -103,6 +103,7 @@ def test_each_data_set_keeps_its_length_as_in_training(prompts: str, tmp_path: P
         (("--rm-type", "none"), "no reward: give --rm-type"),
         (("--save-samples", "0"), "--save-samples 0 with --eval-only"),
         (("--colocate",), "--colocate with --eval-only"),
+        (("--rollout-num-gpus-per-engine", "8"), "--rollout-num-gpus 1 is not a multiple of"),
         (("--rollout-external", "http://a:1"), "--rollout-external with --eval-only"),
         (("--n-samples-per-eval-prompt", "2", "--eval-temperature", "0"), "all of them would be equal"),
     ],

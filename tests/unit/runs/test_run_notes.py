@@ -67,7 +67,9 @@ def test_flags_about_engines_that_these_engines_make_ineffective() -> None:
     assert list(run_notes(assemble({"device": "cpu"}, passed))) == []
     rolling = {"publish_order": "rolling", "pause_generation_mode": "retract"}
     (note,) = notes(**rolling)
-    assert note.startswith("--publish-order rolling --rolling-engines 1 with 1 engine(s) has no effect")
+    assert note.startswith(
+        "--publish-order rolling --rolling-engines 1 with 1 engine(s) has no effect before `miles-async scale`"
+    )
     assert notes(**rolling, rollout_num_gpus=2) == []
 
 
