@@ -59,7 +59,8 @@ def value_notes(arguments: Arguments) -> Iterator[str]:
         f"--eval-top-p {evaluation.eval_top_p:g}": evaluation.eval_top_p != 1,
         f"--eval-top-k {evaluation.eval_top_k}": evaluation.eval_top_k != -1,
     }
-    if held_out and all(each.temperature_in_force(evaluation, arguments.rollout) == 0 for each in held_out):
+    own = held_out and not evaluation.eval_only  # `miles-async rollout` takes --rollout-top-p for them
+    if own and all(each.temperature_in_force(evaluation, arguments.rollout) == 0 for each in held_out):
         for flag in given(cuts):
             yield f"{flag} has no effect with greedy evaluation: give --eval-temperature, or leave it out"
     if arguments.observability.wandb_sample_steps and not arguments.observability.save_samples:
