@@ -284,6 +284,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(CORE), metavar="PATH", help="files or folders to mutate")
     parser.add_argument("--threshold", type=float, default=0.95, help="share to be killed for exit status 0")
     arguments = parser.parse_args()
+    for path in arguments.only:
+        if Path(path).parts[:1] != ("miles_async",) or not Path(path).exists():
+            parser.error(f"--only {path}: expected a file or folder below miles_async/")
 
     chosen = choose(arguments.only, arguments.count, arguments.seed)
     outcomes: list[Outcome] = []
