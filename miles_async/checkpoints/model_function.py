@@ -163,7 +163,7 @@ def _tokenizer(directory: Path) -> str:
 
 
 def _tokenizer_settings(directory: Path, settings: JsonObject, whole: JsonObject) -> JsonObject:
-    """What other files than tokenizer.json say, as transformers 5 reads them: special_tokens_map.json comes last."""
+    """Settings from the other files of a tokenizer, read as transformers 5 does: special_tokens_map.json wins."""
     fields = {**settings, **read_json(directory / "special_tokens_map.json")}
     found = {name: fields.get(name) for name in _TOKENIZER_SETTINGS}
     found |= {name: _text(fields.get(name)) for name in _SPECIAL_TOKENS}

@@ -16,22 +16,17 @@ from miles_async.arguments.algorithm_checks import check_absent_critic, check_tr
 from miles_async.arguments.distillation_checks import has_vocabulary, vocabulary_difference
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import TRANSFORMER_ENGINE_MODULES
-from miles_async.arguments.model_files import read_config
-from miles_async.arguments.needs import need_notes, value_notes
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.problems import refusal, refuse
 from miles_async.arguments.server_groups import of_role, server_groups
-from miles_async.arguments.words import did_you_mean, looks_like_flag
+from miles_async.arguments.words import did_you_mean
 from miles_async.backends import find_backend
 from miles_async.backends.megatron.attention_kernels import (
-    FLASH_NOTE,
-    FP32_NOTE,
     attention_problems,
     usable_backend,
 )
 from miles_async.backends.megatron.families import hf_config
 from miles_async.backends.megatron.families.layout import check_layout
-from miles_async.backends.megatron.host import ignored_on_cpu
 from miles_async.checkpoints import start
 from miles_async.checkpoints.manifest import SHAPING, fingerprint, least_bytes
 from miles_async.engines.sglang.known_flags import refused_flags, sglang_flags, smg_flags, smg_policies, unknown_flags
@@ -39,7 +34,6 @@ from miles_async.errors import ConfigurationError
 from miles_async.machine.checks import Intent, machine_findings
 from miles_async.machine.finding import Finding
 from miles_async.machine.network import WANDB, service_findings
-from miles_async.prompts.tokenizers import digests
 from miles_async.runtime.cluster.ray_address import check_ray_address
 from miles_async.runtime.cuda_environment import memory_saver_problems, nccl_problems
 from miles_async.runtime.device import choose_device
@@ -305,64 +299,6 @@ def transport_problems(arguments: Arguments) -> Iterator[str]:
     )
 
 
-def run_notes(arguments: Arguments) -> Iterator[str]:
-    """Yield notes on flags that work, though perhaps not as expected."""
-    from miles_async.observability.wandb_tracker import wandb_mode
-
-    algorithm = arguments.algorithm
-    if algorithm.use_kl_loss and algorithm.kl_loss_coef == 0:
-        yield (
-            "--use-kl-loss with --kl-loss-coef 0: the KL to the reference model is computed and logged, which takes a "
-            "pass and that model's memory, and does not move the weights; leave both out to save that"
-        )
-    yield from need_notes(arguments)
-    yield from value_notes(arguments)
-    if arguments.observability.wandb_shared and wandb_mode(arguments.observability) == "offline":
-        yield "--wandb-shared has no effect offline: leave it out"
-    yield from _engine_notes(arguments)
-    yield from _warm_up_notes(arguments)
-    steps, bound = arguments.optimizer_steps_per_rollout, arguments.staleness.bound
-    if bound is not None and steps - 1 > bound:
-        yield (
-            f"{steps} optimizer steps on each rollout batch (--global-batch-size, --num-steps-per-rollout, "
-            f"--ppo-epochs): ages count from the first, so the last trains on data that is up to {steps - 1} optimizer "
-            f"steps older than its age says, more than the {bound} of the bound (--max-weight-staleness; --on-policy: "
-            "0). The ratio to old log-probs and its clip have to make up for that; train/optimizer_lag_mean shows how "
-            "much it is. Fewer steps per batch avoid it"
-        )
-    model = arguments.model
-    if model.hf_checkpoint is not None and (extra := read_config(model.hf_checkpoint).get("num_nextn_predict_layers")):
-        trained = model.enable_mtp_training
-        yield (
-            f"num_nextn_predict_layers {extra} of config.json: layers for multi-token prediction are "
-            + (
-                "trained, and --save-hf writes them, but they are not published"
-                if trained
-                else "neither trained (--enable-mtp-training) nor published, and --save-hf copies them from "
-                "--hf-checkpoint"
-            )
-            + ". Engines that speculate with them (--sglang-speculative-algorithm) sample the same, and accept fewer "
-            "proposals the longer training runs"
-        )
-    if model.hf_checkpoint is not None and model.trust_remote_code:
-        files = ", ".join(f"{name} (sha256 {digest})" for name, digest in digests(model.hf_checkpoint).items())
-        yield (
-            f"--trust-remote-code: processes that load the tokenizer, and engines, run Python files of --hf-checkpoint "
-            f"{model.hf_checkpoint}: {files or 'it has none'}. The trained model is Megatron's all the same"
-        )
-    settings = megatron_settings(arguments.model.megatron_extra)
-    ignored = ignored_on_cpu({**settings.provider, **settings.optimizer, **settings.ddp})
-    device = choose_device(arguments.cluster.device)
-    if device == "cuda" and not model.bf16:
-        yield FP32_NOTE
-    backend = str(settings.provider.get("attention_backend", "auto"))
-    if device == "cuda" and usable_backend(backend) != backend:
-        yield FLASH_NOTE
-    if ignored and device == "cpu":
-        flags = ", ".join("--" + name.replace("_", "-") for name in ignored)
-        yield f"on a CPU these have no effect: {flags}"
-
-
 def check_hooks(arguments: Arguments) -> None:
     """Import what ``module:attr`` flags name and check it against its protocol. Raises ConfigurationError.
 
@@ -382,33 +318,3 @@ def check_hooks(arguments: Arguments) -> None:
     if ":" in (arguments.algorithm.token_advantages or ""):
         needed = registry.own_need_critic(arguments.algorithm)
         refuse([*(check_trained_critic if needed else check_absent_critic)(arguments)])
-
-
-def _engine_notes(arguments: Arguments) -> Iterator[str]:
-    """Yield notes on flags about engines that these engines make ineffective."""
-    if arguments.sides == "trainer":
-        return
-    groups, engines, weights = server_groups(arguments), arguments.engines, arguments.weights
-    if engines.sglang_extra and all(group.external for group in groups):
-        flags = ", ".join(f"--sglang-{word[2:]}" for word in engines.sglang_extra if looks_like_flag(word))
-        yield f"{flags}: no effect on external engines, which are up already"
-    updated = max(sum(group.num_engines for group in of_role(groups, role)) for role in ("train", "evaluation"))
-    if weights.publish_order == "rolling" and updated <= weights.rolling_engines:
-        yield (
-            f"--publish-order rolling --rolling-engines {weights.rolling_engines} with {updated} engine(s) has no "
-            "effect before `miles-async scale` adds some: all of them are updated at once"
-        )
-
-
-def _warm_up_notes(arguments: Arguments) -> Iterator[str]:
-    total = arguments.optimizer_steps
-    warm_ups = {
-        "--lr-warmup-iters": ("--lr", arguments.optimizer.lr_warmup_iters),
-        "--critic-lr-warmup-iters": ("--critic-lr", arguments.critic.critic_lr_warmup_iters),
-    }
-    for flag, (rate, steps) in warm_ups.items():
-        if steps > total:
-            yield (
-                f"{flag} {steps} is longer than the run's {total} optimizer steps: the warm-up takes {total}, so that "
-                f"only the last step has {rate}"
-            )

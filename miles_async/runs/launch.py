@@ -16,10 +16,11 @@ from miles_async.arguments.server_groups import ServerGroup, server_groups
 from miles_async.arguments.validation import validate
 from miles_async.checkpoints.files import find_checkpoint
 from miles_async.checkpoints.start import kept_settings, resumption_notes, where_to_resume
-from miles_async.runs.checks import check_hooks, check_surroundings, run_notes
+from miles_async.runs.checks import check_hooks, check_surroundings
 from miles_async.runs.config import Config, expect_config
 from miles_async.runs.counts import with_counts
 from miles_async.runs.keep_running import keep_running
+from miles_async.runs.notes import run_notes
 from miles_async.runs.prompt_checks import check_prompts, check_tokenizer
 from miles_async.runtime.cluster.ray_address import VARIABLE, with_ray_address
 from miles_async.runtime.device import choose_device, with_precision

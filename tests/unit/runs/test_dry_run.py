@@ -1,4 +1,4 @@
-"""What the dry run tries that a start would find later."""
+"""The dry run refuses what would fail at the start."""
 
 from __future__ import annotations
 

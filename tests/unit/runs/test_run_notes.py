@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miles_async.arguments.parser import assemble
-from miles_async.runs.checks import run_notes
+from miles_async.runs.notes import run_notes
 
 
 def notes(**values: object) -> list[str]:
