@@ -15,8 +15,10 @@ from miles_async.arguments import Arguments, DataArguments
 from miles_async.arguments.evaluation_sets import EvaluationSet
 from miles_async.arguments.parser import assemble
 from miles_async.arguments.prompt_limit import asked_limit, prompt_limit, trajectory_limit
+from miles_async.backends.megatron.memory.stages import StageRequest
 from miles_async.prompts.row import Content
 from miles_async.prompts.source import FilePromptSource
+from miles_async.runs import memory
 from miles_async.wiring.run_prompts import length_notes
 
 
@@ -148,3 +150,13 @@ def test_long_prompts_are_tokenized_once_and_none_where_any_sample_may_outgrow_a
 )
 def test_memory_is_planned_for_a_sample_that_outgrows_a_micro_batch(flags: dict[str, object], tokens: int) -> None:
     assert assemble({"rollout_max_response_len": 1024} | flags, {}).most_tokens_per_rank == tokens
+
+
+def test_activations_are_measured_for_the_largest_micro_batch(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(request: StageRequest) -> None:
+        raise KeyError(request.tokens)
+
+    monkeypatch.setattr(memory, "measure", measure)
+    flags = {"hf_checkpoint": model, "max_tokens_per_gpu": 100, "rollout_max_response_len": 1024}
+    with pytest.raises(KeyError, match="1025"):
+        memory.memory_report(assemble(flags, {}))

@@ -92,7 +92,8 @@ def test_a_package_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setitem(COMMANDS, "train", train)  # type: ignore[arg-type]
     assert main(["train"]) == 1
-    *_, last = capsys.readouterr().err.splitlines()
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("Traceback")
     problem = "a package does not load: libcudnn.so.9: cannot open shared object file"
     assert last == f"error: {problem}; `miles-async doctor` says how to mend it"
 

@@ -79,3 +79,8 @@ def test_a_warm_up_that_is_longer_than_the_run_is_told() -> None:
     (note,) = notes(critic_lr_warmup_iters=7, num_rollout=3, num_steps_per_rollout=2)
     assert note.startswith("--critic-lr-warmup-iters 7 is longer than the run's 6 optimizer steps")
     assert notes(lr_warmup_iters=3, num_rollout=3) == []
+
+
+def test_values_without_effect_are_told() -> None:
+    [found] = [note for note in notes(max_token_age=2, max_weight_staleness=2) if "--max-token-age" in note]
+    assert found.startswith("--max-token-age 2 has no effect with --max-weight-staleness 2")
