@@ -209,7 +209,8 @@ class Dispatcher:
             running.add(index)
             self._oldest_versions.watch(key)
             try:
-                sample = await run_user_code(self._hooks.generate(self._client, attempt, index))
+                with unchanged(attempt.prompt, ()):
+                    sample = await run_user_code(self._hooks.generate(self._client, attempt, index))
                 check_metadata(expect(sample, Sample, "a Sample"), "returned")
                 return sample
             except Exception:

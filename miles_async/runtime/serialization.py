@@ -12,12 +12,16 @@ T = TypeVar("T")
 
 LENGTH_BYTES = 8
 
+UNSAVABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""What :func:`encode` raises for values that are no plain data, or nested too deeply."""
+
 
 def encode(record: object) -> bytes:
     """msgpack; one-dimensional arrays as their bytes, others with dtype and shape.
 
     Raises:
         TypeError: the record holds something else than plain data and arrays; names its type.
+        ValueError, OverflowError, RecursionError: half a surrogate pair, an integer beyond 64 bits, a circle.
     """
     return msgspec.msgpack.encode(record, enc_hook=_plain)
 

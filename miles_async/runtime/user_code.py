@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import reprlib
 import traceback
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from functools import partial
@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from miles_async.errors import OverdueError, UserCodeError
 from miles_async.runtime.nesting import DEEPEST, too_deep
 from miles_async.runtime.own_place import own_place
-from miles_async.runtime.serialization import encode
+from miles_async.runtime.serialization import UNSAVABLE, decode, encode
 from miles_async.runtime.texts import shortened
 from miles_async.types import JsonObject, Prompt, Sample
 
@@ -97,34 +97,45 @@ def unchanged(prompt: Prompt, samples: Sequence[Sample]) -> Iterator[None]:
     """Check that code in the context changes no array of the prompt's samples and leaves metadata that can be saved.
     Read-only arrays are not enough: a tensor of ``torch.from_numpy`` is written to all the same.
 
-    Raises UserCodeError naming the array or the record. After any error, a prompt whose metadata cannot be saved has
-    those from before.
+    Raises UserCodeError naming the array, or the record and the key. After any error, a prompt whose metadata cannot be
+    saved has those from before.
     """
-    before, fields = _digests(samples), dict(prompt.metadata)
+    before, saved = _digests(samples), _saved(prompt.metadata)
     try:
         yield
         for sample in samples:
             check_metadata(sample, "left")
     except BaseException:
         with suppress(UserCodeError):
-            _check_or_restore(prompt, fields)
+            _check_or_restore(prompt, saved)
         raise
-    _check_or_restore(prompt, fields)
+    _check_or_restore(prompt, saved)
     for (name, found), (_, expected) in zip(_digests(samples), before, strict=True):
         if found != expected:
             raise UserCodeError(f"changed {name} of a sample in place, which is trained on: change a copy")
 
 
-def _check_or_restore(prompt: Prompt, fields: JsonObject) -> None:
-    """Check the prompt's metadata if they are no longer these ``fields``, which they become again on an error."""
-    if prompt.metadata.keys() == fields.keys() and all(prompt.metadata[name] is fields[name] for name in fields):
-        return
+def _saved(metadata: JsonObject) -> bytes:
+    """Encode metadata, which costs a fraction of a deep copy. Keys that cannot be encoded are left out: another sample
+    of the prompt may be with its reward.
+    """
+    try:
+        return encode(metadata)
+    except UNSAVABLE:
+        return encode({key: value for key, value in metadata.items() if not _unsavable(value)})
+
+
+def _check_or_restore(prompt: Prompt, saved: bytes) -> None:
+    """Check the prompt's metadata unless they are as ``saved``, which they become again on an error."""
+    with suppress(*UNSAVABLE):
+        if encode(prompt.metadata) == saved:
+            return
     try:
         check_metadata(prompt, "left")
     except UserCodeError:
         if isinstance(prompt.metadata, dict):
             prompt.metadata.clear()
-            prompt.metadata.update(fields)
+            prompt.metadata.update(decode(saved, dict))
         raise
 
 
@@ -135,8 +146,23 @@ def check_metadata(record: Sample | Prompt, how: str) -> None:
         raise UserCodeError(f"{what} has more than {DEEPEST} nested levels")
     try:
         encode(record.metadata)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UserCodeError(f"{what} cannot be saved: {error}") from error
+    except UNSAVABLE as error:
+        place = "".join(f"[{shortened(repr(key), 60)}]" for key in _first_unsavable(record.metadata))
+        raise UserCodeError(f"{what} cannot be saved: {place}{': ' * bool(place)}{error}") from error
+
+
+def _first_unsavable(value: object) -> tuple[object, ...]:
+    """Return the keys and indices that lead to the first innermost value that cannot be saved."""
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return next(((key, *_first_unsavable(each)) for key, each in inner if _unsavable(each)), ())
+
+
+def _unsavable(value: object) -> bool:
+    try:
+        encode(value)
+    except UNSAVABLE:
+        return True
+    return False
 
 
 def _digests(samples: Sequence[Sample]) -> list[tuple[str, int]]:

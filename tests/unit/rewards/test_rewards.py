@@ -6,6 +6,7 @@ import asyncio
 import sys
 import types
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from miles_async.rewards.math_answer import is_any_right
 from miles_async.rewards.multiple_choice import multiple_choice
 from miles_async.rewards.text_match import exact_match, f1
 from miles_async.runtime.hooks import load_object
+from miles_async.runtime.serialization import encode
 from miles_async.runtime.services import Services
 from miles_async.seams import PromptSource
 from miles_async.types import Prompt, RewardParts, Sample, TokenRewards
@@ -101,6 +103,10 @@ class TestSeveralAnswers:
         prompt = structs.replace(PROMPT, label=("21", "XXI"))
         assert filled_in("{label}", prompt, sample("a")) == "21 or XXI"
         assert read_tests(("assert f(1) == 2", "assert f(2) == 3"), {}) == ["assert f(1) == 2", "assert f(2) == 3"]
+
+
+def with_metadata(metadata: dict[str, Any]) -> Prompt:
+    return structs.replace(PROMPT, metadata=metadata)
 
 
 def gives(value: object) -> Callable[[Prompt, Sample], Awaitable[Any]]:
@@ -295,6 +301,59 @@ class TestGuardedReward:
         with pytest.raises(RewardError, match=rf"^reward left a {of} whose metadata cannot be saved: "):
             await GuardedReward(reward, timeout=1.0)(asked, written)
         assert asked.metadata == {"a": 1}
+
+    @pytest.mark.parametrize("value", [object(), 2**70, float], ids=["object", "int", "type"])
+    @pytest.mark.parametrize("of", ["Sample", "Prompt"])
+    async def test_nested_metadata_that_it_leaves_can_be_saved(self, of: str, value: object):
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            nested = (sample if of == "Sample" else prompt).metadata["tests"][1]
+            nested["parsed"] = nested["in"] = value
+            return 1.0
+
+        nested = {"tests": ["a", {"in": 1}]}
+        written, asked = structs.replace(sample("21"), metadata=deepcopy(nested)), with_metadata(deepcopy(nested))
+        named = rf"^reward left a {of} whose metadata cannot be saved: \['tests'\]\[1\]\['in'\]: "
+        with pytest.raises(RewardError, match=named):
+            await GuardedReward(reward, timeout=1.0)(asked, written)
+        assert asked.metadata == nested
+
+    async def test_rewards_of_one_prompt_leave_metadata_that_can_be_saved_whatever_their_order(self):
+        """The second begins with what the first left, and ends after it."""
+        asked = with_metadata({"a": {"b": 1}, "c": 2})
+        left, began, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            prompt.metadata["a"]["b"] = object()
+            if sample.text == "first":
+                left.set()
+                await began.wait()
+            else:
+                began.set()
+                await ended.wait()
+                prompt.metadata["a"]["b"] = object()
+            return 1.0
+
+        guarded = GuardedReward(reward, timeout=5.0)
+        first = asyncio.create_task(guarded(asked, sample("first")))
+        await left.wait()
+        second = asyncio.create_task(guarded(asked, sample("second")))
+        with pytest.raises(RewardError, match="cannot be saved"):
+            await first
+        assert asked.metadata == {"a": {"b": 1}, "c": 2}
+        ended.set()
+        with pytest.raises(RewardError, match="cannot be saved"):
+            await second
+        assert asked.metadata == {"c": 2}
+
+    async def test_numbers_sets_and_arrays_that_it_leaves_are_saved(self):
+        async def reward(prompt: Prompt, sample: Sample) -> float:
+            prompt.metadata["x"].update(count=np.int64(3), seen={1}, logits=np.ones(2))
+            return 1.0
+
+        asked = with_metadata({"x": {}})
+        assert await GuardedReward(reward, timeout=1.0)(asked, sample("21")) == 1.0
+        assert asked.metadata["x"]["seen"] == {1}
+        encode(asked.metadata)
 
     async def test_a_reward_that_raises_leaves_a_prompt_that_can_be_saved(self):
         """Its group may do without the sample."""

@@ -719,6 +719,24 @@ async def test_metadata_that_cannot_be_saved_costs_its_attempt_only(value: objec
     assert "metadata cannot be saved" in str(letter.reasons)
 
 
+async def test_a_generate_that_leaves_a_prompt_that_cannot_be_saved_costs_its_attempt_only() -> None:
+    def wrap(generate: Generating) -> Generating:
+        async def noting(client: Engine, attempt: Attempt, index: int) -> Sample:
+            if attempt.prompt.prompt_id == "p0":
+                attempt.prompt.metadata["state"] = {"game": object()}  # type: ignore[index]
+            return await generate(client, attempt, index)
+
+        return noting
+
+    bench = Bench(wrap=wrap)
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+        await until(lambda: bench.balance()["quarantined"] == 1)
+    (letter,) = bench.dispatcher.pool.dead_letters
+    left = "generate left a Prompt whose metadata cannot be saved: ['state']['game']: expected plain data"
+    assert left in str(letter.reasons).replace("\\", "")
+
+
 @pytest.mark.parametrize("error", FOREIGN)
 async def test_whatever_a_generate_reward_or_filter_always_raises_quarantines_its_prompt(error: BaseException) -> None:
     # covers: C6
