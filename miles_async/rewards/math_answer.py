@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 
 from miles_async.rewards.answers import find_answer, labels_of
+from miles_async.rewards.units import read_quantity
 from miles_async.rewards.workers import WorkerPool
 from miles_async.types import Prompt, Sample
 
@@ -69,6 +70,10 @@ def is_right(answer: str, marked: bool, label: str) -> bool:
         return answer_text.strip(" $.*").casefold() == expected_text.casefold()
     if marked and answer and answer_text.strip(" $").rstrip(".") == expected_text.rstrip("."):
         return True
+    if (wanted := read_quantity(expected_text)) and (given := read_quantity(answer_text)):
+        if wanted.unit != given.unit:
+            return False
+        label, answer = wanted.number, given.number
     expected = parse(_as_mathematics(_plain(label)), parsing_timeout=None)
     if not expected:
         raise ValueError(f"math-verify finds no mathematics in the label {label!r}")

@@ -101,6 +101,23 @@ MATH: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         "The answer is Paris."),
         (r"\boxed{pairs}", r"\boxed{\text{London}}", "<answer>not Paris</answer>"),
     ),
+    "5 m": (
+        (r"\boxed{5 m}", r"\boxed{5}", r"\boxed{5~\mathrm{m}}", r"\boxed{5\text{ meters}}", r"\boxed{x = 5\,\text{m}}",
+        "The answer is 5 metres.", "The answer is 5.", r"\boxed{5.0 m}", r"\boxed{\frac{10}{2}\text{ m}}", "5 m", "5"),
+        (r"\boxed{5 cm}", r"\boxed{5\text{ cm}}", r"\boxed{5~\mathrm{km}}", "The answer is 5 cm.", "5 cm", "#### 5 feet",
+        r"\boxed{x = 5\text{ cm}}", r"\boxed{5\text{ m}^2}", r"\boxed{5 s}", r"\boxed{6 m}", r"\boxed{500 cm}"),
+    ),
+    r"12\text{ cm}^2": (
+        (r"\boxed{12\text{ cm}^2}", r"\boxed{12}", r"\boxed{12 cm^2}", r"\boxed{12 \text{ square centimeters}}",
+        r"\boxed{12\,\mathrm{cm}^{2}}", "The answer is 12 cm²."),
+        (r"\boxed{12\text{ cm}}", r"\boxed{12\text{ cm}^3}", r"\boxed{12 m^2}", r"\boxed{13\text{ cm}^2}"),
+    ),
+    "60 km/h": (
+        (r"\boxed{60 km/h}", r"\boxed{60\ \mathrm{km/h}}", r"\boxed{60\text{ km/h}}"),
+        (r"\boxed{60 mph}", r"\boxed{60\text{ m/s}}", r"\boxed{50 km/h}"),
+    ),
+    "3 hours": ((r"\boxed{3\text{ hours}}", r"\boxed{3 h}", r"\boxed{3}"), (r"\boxed{3\text{ minutes}}", r"\boxed{3 days}")),
+    "2m + 3s": ((r"\boxed{2m+3s}",), (r"\boxed{2m}", r"\boxed{2s + 3m}")),
     "1,234": ((r"\boxed{1,234}", r"\boxed{1234}", "<answer>1234</answer>", "#### 1,234", "The answer is 1,234."),
     (r"\boxed{1}", "#### 234")),
 }  # fmt: skip
