@@ -21,6 +21,14 @@ _IN_PROSE = (  # clearest first; the last match of the first pattern that matche
         r"(?i:\banswer|\bchoice|\boption)\W{0,5}(?i:is\b)?\W{0,5}\(([a-z])\)"
         r"(?!\W{0,3}(?:or\b|and\b|/)|[ ]+(?!because\b|since\b|as\b)[a-z])"
     ),
+    re.compile(  # the answer is b.
+        r"(?i:\banswer|\bchoice|\boption)\W{0,5}(?:(?i:is)\b|(?<=[:=]))[\s*_$:]{0,5}([a-z])\b"
+        r"(?=[*_$]*[.!][*_$]*(?:\s|\Z)|[\s*_$]*\Z)"
+    ),
+    re.compile(
+        r"\bI(?:['’](?:d|ll)| would| will)? (?:choose|pick|select|go with)\W{1,5}([A-Z])\b"
+        r"(?![ ]+(?!because\b|since\b|as\b)[a-z])"
+    ),
     re.compile(r"\A\W*([A-Z])[).:](?!(?s:.*)^[ \t*(]*[A-Z][).:])", re.MULTILINE),  # and no list of them
     re.compile(r"(?i:\banswer|\bchoice|\boption)[^.\n]*?\b(?!I\b|A\b)([A-Z])\b"),
     re.compile(r"^\W*([A-Z])(?:[).:]|\W*$)", re.MULTILINE),

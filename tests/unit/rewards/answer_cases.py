@@ -104,7 +104,8 @@ MATH: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "5 m": (
         (r"\boxed{5 m}", r"\boxed{5}", r"\boxed{5~\mathrm{m}}", r"\boxed{5\text{ meters}}", r"\boxed{x = 5\,\text{m}}",
         "The answer is 5 metres.", "The answer is 5.", r"\boxed{5.0 m}", r"\boxed{\frac{10}{2}\text{ m}}", "5 m", "5"),
-        (r"\boxed{5 cm}", r"\boxed{5\text{ cm}}", r"\boxed{5~\mathrm{km}}", "The answer is 5 cm.", "5 cm", "#### 5 feet",
+        (r"\boxed{5 cm}", r"\boxed{5\text{ cm}}", r"\boxed{5~\mathrm{km}}", "The answer is 5 cm.", "5 cm",
+        "#### 5 feet",
         r"\boxed{x = 5\text{ cm}}", r"\boxed{5\text{ m}^2}", r"\boxed{5 s}", r"\boxed{6 m}", r"\boxed{500 cm}"),
     ),
     r"12\text{ cm}^2": (
@@ -116,7 +117,8 @@ MATH: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (r"\boxed{60 km/h}", r"\boxed{60\ \mathrm{km/h}}", r"\boxed{60\text{ km/h}}"),
         (r"\boxed{60 mph}", r"\boxed{60\text{ m/s}}", r"\boxed{50 km/h}"),
     ),
-    "3 hours": ((r"\boxed{3\text{ hours}}", r"\boxed{3 h}", r"\boxed{3}"), (r"\boxed{3\text{ minutes}}", r"\boxed{3 days}")),
+    "3 hours": ((r"\boxed{3\text{ hours}}", r"\boxed{3 h}", r"\boxed{3}"),
+    (r"\boxed{3\text{ minutes}}", r"\boxed{3 days}")),
     "2m + 3s": ((r"\boxed{2m+3s}",), (r"\boxed{2m}", r"\boxed{2s + 3m}")),
     "1,234": ((r"\boxed{1,234}", r"\boxed{1234}", "<answer>1234</answer>", "#### 1,234", "The answer is 1,234."),
     (r"\boxed{1}", "#### 234")),
@@ -148,6 +150,9 @@ LETTERS: dict[str | None, tuple[str, ...]] = {
         r"\boxed{Option B}", r"\boxed{\text{Answer: (B)}}", "<answer>choice b</answer>",
         "The answer is (b).", "the answer is **(b)**", "Option (a) is wrong. So it is option (b).",
         "B) 5\n\nOption (c) ignores the sign.",
+        "I choose B.", "I'd choose (B)", "I will go with **B** because 2 is even.", "I pick B, not A.",
+        "The answer is b.", "the answer is b", "Answer: b", "**Answer:** b", "The correct choice is **b**.\nBye.",
+        "The answer is b. I am sure.", "If I choose A, x is 3. So B is correct.",
     ),
     None: (
         "", "A good question. I cannot say.", "Is the answer a number? Certainly.", r"\boxed{}", r"\boxed{42}",
@@ -159,6 +164,8 @@ LETTERS: dict[str | None, tuple[str, ...]] = {
         r"\boxed{None}",
         "The answer is A or B", "The answer is (A) or (B).", "Answer: A/B", "The answer is either A or B",
         "The answers are A and B", "The answer is not B", "The answer is not (B).", "The answer can't be D",
+        "The answer is a good idea", "the answer is a\ngood idea.", "The answer is a or b.", "The answer is not b.",
+        "Is it a?", "The answer is i.e. two", "I choose A good idea", "I choose A or B.", "I would not choose B.",
         "The answer cannot be D.", "Option D can be ruled out.", "Option D is wrong.",
     ),
     "I": (r"\boxed{I}", "The answer is I.", "Answer: I", "<answer>I</answer>"),
