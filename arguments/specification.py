@@ -25,8 +25,8 @@ from miles_async.arguments.words import did_you_mean
 MODULE_ATTR = r"[\w.]+:\w+"
 """Pattern of a ModuleAttr."""
 
-LARGEST_WHOLE = 2**53
-"""Largest whole number: every process, file and library holds it exactly."""
+LARGEST_WHOLE = 2**63 - 1
+"""Largest whole number: files and libraries hold 64 bits with a sign."""
 
 Kind = type[bool | int | float | str | Path]
 

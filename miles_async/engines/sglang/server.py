@@ -57,7 +57,7 @@ def server_command(
         f"--device={spec.device}",
         f"--dtype={spec.dtype}",
         f"--tp-size={spec.tensor_parallel_size}",
-        f"--random-seed={seed}",
+        f"--random-seed={seed % 2**32}",  # numpy takes no larger one
         f"--grammar-backend={'xgrammar' if spec.grammars else 'none'}",
         f"--watchdog-timeout={_BATCH_SECONDS + spec.publication_seconds:g}",
         "--skip-server-warmup",  # the canary of the first publication is its warm-up

@@ -46,6 +46,11 @@ class TestTypes:
         assert arguments.observability.progress is False
         assert arguments.rollout.rollout_top_k == -1
 
+    def test_whole_numbers_have_64_bits(self):
+        """``--seed $(date +%s%N)`` has 61."""
+        assert parse("--seed", str(2**63 - 1)).model.seed == 2**63 - 1
+        assert parse("--rollout-seed", str(2**60 + 1)).data.rollout_seed == 2**60 + 1
+
     def test_none_is_a_value_of_optional_flags(self):
         arguments = parse("--max-weight-staleness", "none", "--label-key", "none", "--load", "none")
         assert arguments.staleness.max_weight_staleness is None
@@ -66,7 +71,7 @@ class TestTypes:
             (["--wandb-mode", "ofline"], "offline, disabled, none; found 'ofline'; did you mean offline?"),
             (["--pause-generation-mode", "in-place"], "retract, in_place; found 'in-place'; did you mean in_place?"),
             (["--lr"], "--lr: expected one argument"),
-            (["--seed", "9" * 99], f"--seed: expected a whole number of at most {2**53}, found {'9' * 40}"),
+            (["--seed", "9" * 99], f"--seed: expected a whole number of at most {2**63 - 1}, found {'9' * 40}"),
             (["--lr", "-inf"], "--lr: expected a number, found '-inf'"),
             (["--lr", "-1x"], "--lr: expected a number, found '-1x'"),
             (["reverse.args"], "unexpected argument 'reverse.args'"),

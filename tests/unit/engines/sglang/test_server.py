@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from miles_async.engines.kind import ServerSpec
@@ -49,6 +50,13 @@ def test_settings_are_flags_of_the_server(settings: dict[str, object], flags: se
     found, plain = {*command(**settings)}, {*command()}
     assert flags <= found - plain
     assert otherwise <= plain - found
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 + 3, 2**63 - 1])
+def test_any_seed_is_one_that_the_server_can_use(seed: int) -> None:
+    words = server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, seed, 0)
+    [given] = [word.partition("=")[2] for word in words if word.startswith("--random-seed=")]
+    np.random.RandomState(int(given))  # as numpy.random.seed takes it
 
 
 def test_a_server_that_lost_a_process_ends_without_a_minute_of_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
