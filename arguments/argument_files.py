@@ -5,6 +5,7 @@ at the end of a line is ignored, so that a command can be pasted. ``@other`` ins
 relative to that file; every other relative path in it stays relative to the working directory. Nothing is expanded but
 ``~`` at the beginning of a path: ``$HOME`` stays as written, since regular expressions and texts have a ``$``, too.
 ``@preset:name`` is the file of that name in the folder presets/ next to this one, which is installed with the package.
+``@@user`` is the text ``@user``.
 """
 
 from __future__ import annotations
@@ -30,10 +31,18 @@ def expand_argument_files(words: Sequence[str]) -> list[str]:
     return list(_expand(words, directory=Path(), including=()))
 
 
+def as_typed(word: str) -> str:
+    """Return the word of a command line that means this text: ``@@user`` for ``@user``."""
+    return f"@{word}" if len(word) > 1 and word.startswith("@") else word
+
+
 def _expand(words: Sequence[str], directory: Path, including: tuple[Path, ...]) -> Iterator[str]:
     for word in words:
         if not (word.startswith("@") and len(word) > 1):
             yield word
+            continue
+        if word.startswith("@@"):
+            yield word[1:]
             continue
         path = _preset(word) if word.startswith(_PRESET) else directory / os.path.expanduser(word[1:])
         if path.resolve() in including:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.argument_files import expand_argument_files
+from miles_async.arguments.argument_files import as_typed, expand_argument_files
 from miles_async.arguments.evaluation_alone import evaluation_alone
 from miles_async.arguments.parser import ParsedCommandLine, parse_arguments
 from miles_async.errors import ConfigurationError
@@ -53,7 +53,7 @@ class Config:
     @classmethod
     def read(cls, words: Sequence[str]) -> Config:
         """Read a whole command line, which may ask for more than a run: ``--help``, ``--dry-run``."""
-        words = expand_argument_files(words)
+        words = [*map(as_typed, expand_argument_files(words))]
         parsed = parse_arguments(words)
         if parsed.arguments.evaluation.eval_only:
             parsed = replace(parsed, arguments=evaluation_alone(parsed.arguments))
@@ -81,9 +81,9 @@ def _as_words(flags: Mapping[str, FlagArgument]) -> Iterator[str]:
             case None:
                 yield from (flag, "none")
             case int() | float() | str() | Path():
-                yield from (flag, str(value))
+                yield from (flag, as_typed(str(value)))
             case list() | tuple() if all(isinstance(each, str | Path) for each in value):
-                yield from (flag, *map(str, value))
+                yield from (flag, *(as_typed(str(each)) for each in value))
             case _:
                 raise ConfigurationError(
                     f"{name}={value!r}: expected a number, a text, a path, True, False, None or a list of texts for "

@@ -65,6 +65,22 @@ def test_an_argument_file_is_read_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert config.words == ("--lr", "1e-3", "--run-dir", "runs/one")
 
 
+@pytest.mark.parametrize("texts", [["@user"], ["@@user", "@", "@@", "a@b"]])
+def test_a_value_that_begins_with_an_at_sign_is_no_file(texts: list[str]) -> None:
+    """Neither from a program, nor in the copies and processes that read its words again."""
+    config = miles_async.Config.from_args(rollout_stop=texts, wandb_group="@group")
+    for each in (config, config.having(num_rollout=2), miles_async.Config.read(config.words)):
+        assert each.arguments.rollout.rollout_stop == tuple(texts)
+        assert each.arguments.observability.wandb_group == "@group"
+
+
+def test_two_at_signs_are_one_and_no_file(tmp_path: Path) -> None:
+    (tmp_path / "run.args").write_text("--rollout-stop @@user '@@ b'")
+    config = miles_async.Config.from_args([f"@{tmp_path / 'run.args'}", "--wandb-group", "@@group"])
+    assert config.arguments.rollout.rollout_stop == ("@user", "@ b")
+    assert config.arguments.observability.wandb_group == "@group"
+
+
 def test_every_wrong_name_is_reported_at_once() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)--learning-rat.*--num-rolout"):
         miles_async.Config.from_args(learning_rat=1.0, num_rolout=3)
