@@ -1,8 +1,8 @@
 """The control loop at scale, under virtual time.
 
 ``schedule``, ``routers``: 256 samples per step on 64 slots, lognormal latencies, T_train = 0.9 × T_rollout; step time
-against max(T_rollout, T_train) + T_pause, tokens thrown away, Kolmogorov-Smirnov distance between the lengths of
-generated and of trained responses. ``cpu``: CPU of the whole simulation per sample (the real dispatcher, client, fleet,
+against max(T_rollout + T_pause, T_train + T_copy), tokens thrown away, Kolmogorov-Smirnov distance between the lengths
+of begun and of trained responses. ``cpu``: CPU of the whole simulation per sample (the real dispatcher, client, fleet,
 pool and batches, and the simulated engines' own share) by number of engines. ``million``: the same for one long run::
 
     python -m tests.benchmarks.simulated_scale --prompts 1000000 --engines 1000 --samples-per-prompt 1
