@@ -79,6 +79,9 @@ class ExampleSource(RowSource[tuple[Prompt, list[Answered]]]):
             self.template.check_roles(content)
             self.template.render(content, tools, {}, generation_prompt=False)
 
+    def _check_row(self, row: PromptRow) -> None:
+        self._answered(row)
+
     def _answered(self, row: PromptRow) -> tuple[Sequence[JsonObject], Tools]:
         """The conversation with an answer to learn, and its tools; plain texts are not changed. Raises DataError."""
         if not self._templated:

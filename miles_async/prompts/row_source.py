@@ -148,10 +148,14 @@ class RowSource(ABC, Generic[Made]):
         for index in np.unique(np.linspace(0, len(self._rows) - 1, min(len(self._rows), CHECKED_ROWS)).astype(int)):
             row = self._rows.read(int(index))
             try:
+                self._check_row(row)
                 check(row.content, row.tools)
-            except TrajectoryError as error:
+            except (DataError, TrajectoryError) as error:
                 refused.append(f"{self._rows.location(int(index))}: {error}")
         return refused
+
+    def _check_row(self, row: PromptRow) -> None:
+        """Raise DataError if a subclass needs what the row does not have."""
 
     def state(self) -> JsonObject:
         """Return the cursor, with the identity of the files it points into."""

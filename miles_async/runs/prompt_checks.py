@@ -48,7 +48,7 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
 
 
 def check_tokenizer(arguments: Arguments) -> list[str]:
-    """Return notes on prompt lengths and on the end of turns.
+    """Return notes on skipped rows, on prompt lengths and on the end of turns.
 
     Raises ConfigurationError, or DataError if all prompts of a file are too long.
 
@@ -59,10 +59,9 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
     from miles_async.wiring.run_prompts import open_source, prompt_notes
 
     if arguments.algorithm.supervised:
-        from miles_async.wiring.prepared_batches import example_source
+        from miles_async.wiring.prepared_batches import example_notes, example_source
 
-        example_source(arguments)
-        return []
+        return list(example_notes(arguments, example_source(arguments)))
     template = run_template(arguments)
     notes = list(prompt_notes(arguments, open_source(arguments, template), template))
     for held_out in evaluation_sets(arguments.evaluation):

@@ -254,6 +254,12 @@ def test_rows_that_the_template_refuses_are_named_before_training_or_skipped(tmp
     examples.require_rendered(examples.check)
     assert [(e.epoch, e.prompt.prompt_id[-1]) for e in examples.take(4)] == [(0, "1"), (0, "3"), (1, "1"), (1, "3")]
     assert examples.skipped == 1
+    path = rows(tmp_path / "c.jsonl", good, {"prompt": [QUESTION], "label": ["1", "one"]}, REFUSED)
+    examples = source(path, bad_rows="skip")
+    note = examples.refused_note(examples.check)
+    assert note is not None
+    assert note.startswith("2 of 3 rows are skipped (--bad-rows skip), the first: ")
+    assert "c.jsonl:2: " in note
     nothing_else = source(rows(tmp_path / "b.jsonl", REFUSED), bad_rows="skip")
     with pytest.raises(DataError, match=r"all 1 rows are skipped, the first, .*b.jsonl:1, since: .*referee"):
         nothing_else.take(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from examples.quickstart.prepare import main as prepare_quickstart
 from miles_async.arguments import Arguments
 from miles_async.arguments.parser import parse_arguments
 from miles_async.errors import CheckpointError
+from miles_async.runs.prompt_checks import check_tokenizer
 from miles_async.seams import Resumption
 from miles_async.types import TrainShard
 from miles_async.wiring import prepared_batches
@@ -60,6 +62,16 @@ async def test_a_batch_is_the_next_examples_dealt_to_ranks(arguments: Arguments)
         assert tokens[-6:-1] == tokens[-12:-7][::-1]
     assert shards[0].loss_tokens == (4 * 6, 4 * 6)
     assert not np.concatenate([b.rollout_logprobs for s in shards for step in s.optimizer_steps for b in step]).any()
+
+
+def test_the_dry_run_counts_rows_that_will_be_skipped(arguments: Arguments, tmp_path: Path) -> None:
+    assert check_tokenizer(arguments) == []
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": "rev 12", "label": "21"}\n{"prompt": "rev 13", "label": ["31", "13"]}\n')
+    data = replace(arguments.data, prompt_data=(str(path),), bad_rows="skip")
+    [note] = check_tokenizer(replace(arguments, data=data))
+    assert note.startswith("1 of 2 rows are skipped (--bad-rows skip), the first: ")
+    assert "train.jsonl:2: " in note
 
 
 async def test_a_checkpoint_goes_on_with_the_next_examples(arguments: Arguments, tmp_path: Path) -> None:
