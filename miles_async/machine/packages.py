@@ -39,11 +39,14 @@ def installed_for(device: Device) -> Device:
 
 
 def versions_tested(device: Device) -> dict[str, str | None]:
-    """Package → the version that was tested, or None where any will do; later files replace what earlier ones say."""
+    """Package → the version that was tested, or None where any will do; later files replace what earlier ones say.
+    What only tests read is left out.
+    """
     tested: dict[str, str | None] = {}
     for source in _SOURCES[device]:
         for line in (REQUIREMENTS / source).read_text().splitlines():
-            if requirement := _REQUIREMENT.match(line.partition("#")[0].strip()):
+            words, _, comment = line.partition("#")
+            if "tests only" not in comment and (requirement := _REQUIREMENT.match(words.strip())):
                 tested[requirement[1]] = requirement[2]
     return tested
 

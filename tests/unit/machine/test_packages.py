@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.arguments.cluster import Device
 from miles_async.machine import packages
 from miles_async.machine.packages import installed_for, package_findings, platform_version, set_up, versions_tested
 
@@ -28,6 +29,13 @@ def test_the_environment_of_the_tests_is_the_tested_one() -> None:
     [finding] = package_findings(versions_tested("cpu"), "cpu")
     assert finding.verdict == "ok"
     assert "sglang" in finding.found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_package_that_only_tests_read_is_not_missed(device: Device) -> None:
+    assert "trl==" in (ROOT / "requirements/nodeps.in").read_text()
+    assert "trl" not in versions_tested(device)
+    assert "xgrammar" in versions_tested(device)
 
 
 def test_packages_for_gpus_on_a_machine_without_one_are_compared_with_their_own_versions(
