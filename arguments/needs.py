@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -65,6 +65,21 @@ def value_notes(arguments: Arguments) -> Iterator[str]:
             yield f"{flag} has no effect with greedy evaluation: give --eval-temperature, or leave it out"
     if arguments.observability.wandb_sample_steps and not arguments.observability.save_samples:
         yield "--wandb-sample-steps has no effect with --save-samples 0: the table shows saved samples"
+    if not arguments.model.sequence_parallel and arguments.model.tensor_model_parallel_size == 1:
+        yield "--no-sequence-parallel has no effect with --tensor-model-parallel-size 1: nothing is split"
+
+
+def reward_notes(arguments: Arguments, names: Collection[str]) -> Iterator[str]:
+    """Yield notes about flags of rewards that rows might name, and do not. ``names``: of the rewards in use."""
+    if arguments.data.metadata_key is None:
+        return  # then such flags have been refused
+    for flag in flag_specifications().values():
+        rewards = [need.removeprefix("rm_type=") for need in flag.needs if need.startswith("rm_type=")]
+        others = (need for need in flag.needs if not need.startswith("rm_type=") and need != "metadata_key")
+        value = flag.value_in(arguments)
+        used = {*rewards} & {*names} or any(_holds(arguments, other) for other in others)
+        if rewards and value != flag.default and not used:
+            yield f"{_as_typed(flag, value)} has no effect: neither --rm-type nor a row names {_joined(rewards, 'or')}"
 
 
 def _is_harmless(flag: FlagSpecification) -> bool:

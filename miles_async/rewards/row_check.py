@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Protocol
 
 from miles_async.arguments.rewards import COMPARING_REWARDS, RewardArguments, parse_rm_type
@@ -33,6 +34,11 @@ class RewardOfRow:
         self._arguments = arguments
         self._overrides = overrides or {}
         self._needs_checked: set[str] = set()
+
+    @property
+    def names(self) -> Set[str]:
+        """Rewards that rows had so far, by their own names or by --rm-type."""
+        return self._needs_checked
 
     def __call__(self, row: Rewarded, location: str) -> None:
         """Check one row. Raises DataError that begins with ``location`` ("train.jsonl:7")."""

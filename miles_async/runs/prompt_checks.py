@@ -6,6 +6,7 @@ import msgspec
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.evaluation_sets import evaluation_sets
+from miles_async.arguments.needs import reward_notes
 from miles_async.checkpoints.files import EXAMPLES_FILE, ROLLOUT_FILE, find_checkpoint
 from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.prompts.earlier_rates import earlier_rates
@@ -21,14 +22,16 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
 
     Raises DataError naming file and line, ConfigurationError if ``--load`` would continue among other prompts.
     """
-    counts, notes = dict[str, int](), list[str]()
+    counts, notes, names = dict[str, int](), list[str](), set[str]()
     held_out = [
         (each.data(arguments.data), each.rewards(arguments.rewards), each.metadata_overrides)
         for each in evaluation_sets(arguments.evaluation)
     ]
     for data, rewards, overrides in ((arguments.data, arguments.rewards, {}), *held_out):
         rewarded = rewards.rm_type is not None and not arguments.algorithm.supervised
-        rows = open_prompts(data, RewardOfRow(rewards, overrides) if rewarded else None)
+        check = RewardOfRow(rewards, overrides)
+        rows = open_prompts(data, check if rewarded else None)
+        names |= check.names
         earlier = earlier_rates(rows, data)
         if earlier:
             notes.append(f"--pass-rates: known of {len(earlier)} of {len(rows)} prompts")
@@ -44,6 +47,7 @@ def check_prompts(arguments: Arguments) -> tuple[dict[str, int], list[str]]:
             for flag, key in {"--metadata-key": data.metadata_key, "--tool-key": data.tool_key}.items():
                 if key is not None and (number := lacking(file, key)):
                     notes.append(f"{place}: {number} of {len(file)} rows have no {key!r} ({flag})")
+    notes += reward_notes(arguments, names)
     return counts, notes
 
 

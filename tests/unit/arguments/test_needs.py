@@ -174,6 +174,8 @@ def test_a_reward_of_a_held_out_set_counts(tmp_path: Path) -> None:
         ({"eval_prompt_data": ("a.jsonl",), "eval_top_p": 0.9}, "--eval-top-p 0.9 has no effect with greedy"),
         ({"eval_prompt_data": ("a.jsonl",), "eval_top_k": 5}, "--eval-top-k 5 has no effect with greedy"),
         ({"eval_prompt_data": ("a.jsonl",), "eval_top_p": 0.9, "n_samples_per_eval_prompt": 4}, None),
+        ({"sequence_parallel": False}, "--no-sequence-parallel has no effect with --tensor-model-parallel-size 1"),
+        ({"sequence_parallel": False, "tensor_model_parallel_size": 2}, None),
         ({"use_wandb": True, "wandb_sample_steps": 3, "save_samples": 0}, "--wandb-sample-steps has no effect"),
     ],
 )

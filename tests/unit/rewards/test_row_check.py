@@ -88,6 +88,29 @@ def test_overrides_of_an_evaluation_set_count_before_the_row_does(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("metadata", "rm_type", "noted"),
+    [
+        ({}, "exact_match", True),
+        ({"rm_type": "f1"}, "exact_match", True),
+        ({"rm_type": "remote_rm"}, "exact_match", False),
+        ({}, "exact_match+remote_rm:0.5", False),
+        ({"rm_type": "remote_rm"}, None, True),
+    ],
+)
+def test_a_flag_of_a_reward_that_no_row_names_is_noted(
+    metadata: dict[str, object], rm_type: str | None, noted: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"prompt": "2 + 2?", "label": "4", "metadata": metadata}))
+    data = DataArguments(prompt_data=(str(path),), metadata_key="metadata")
+    own = {} if rm_type else {"custom_rm_path": "my:reward"}
+    rewards = RewardArguments(rm_type=rm_type, rm_url="http://a", **own)
+    _, notes = check_prompts(Arguments(data=data, rewards=rewards))
+    note = "--rm-url http://a has no effect: neither --rm-type nor a row names remote_rm"
+    assert notes == ([note] if noted else [])
+
+
+@pytest.mark.parametrize(
     "metadata", [{"rm_type": "code", "tests": TESTS}, {"rm_type": "reasoning_gym", "source_dataset": "chain_sum"}]
 )
 def test_the_sandbox_is_asked_for_where_a_row_alone_names_what_executes(
