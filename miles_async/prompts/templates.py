@@ -96,9 +96,16 @@ class ChatTemplate:
             raise TrajectoryError("the last message is the assistant's and has tool calls, which nothing continues")
         text = self.render(messages, tools, {"continue_final_message": True}, generation_prompt=False)
         thoughts = str(messages[-1].get("reasoning_content") or "").strip()
-        if not text_of(messages[-1]).strip() and (not thoughts or thoughts not in text):
+        begun = text_of(messages[-1]).strip()
+        if not begun and (not thoughts or thoughts not in text):
             why = "is empty" if not thoughts else "has nothing but thoughts, which the chat template leaves out"
             raise TrajectoryError(f"the last message is the assistant's and {why}: leave that message out")
+        opens = begun.startswith("<think>") and "</think>" not in begun
+        if opens and text.rstrip().removesuffix(begun).rstrip().endswith("</think>"):
+            raise TrajectoryError(
+                "the last message is the assistant's and opens a thought, and the chat template writes an empty one "
+                "before it: leave that message out"
+            )
         return text
 
     def check_roles(self, messages: Sequence[JsonObject]) -> None:

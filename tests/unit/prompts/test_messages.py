@@ -151,6 +151,15 @@ def test_an_answer_that_did_not_begin_is_refused(content: str) -> None:
         assert template.encode([QUESTION, message | {"content": "It is", "reasoning_content": none}])
 
 
+@pytest.mark.parametrize("content", ["<think>", "<think>\n", " <think>\nLet me"])
+def test_a_thought_after_an_empty_one_of_the_template_is_refused(content: str) -> None:
+    """Qwen3's template closes the thought that it finds none of; it keeps one that ended."""
+    with pytest.raises(TrajectoryError, match="opens a thought, and the chat template writes an empty one before"):
+        chat_format("qwen3").check([QUESTION, {"role": "assistant", "content": content}])
+    for style, begun in {"llama3": content, "qwen3": "<think>\nhm\n</think>\n\nIt is"}.items():
+        chat_format(style).check([QUESTION, {"role": "assistant", "content": begun}])
+
+
 def test_a_prompt_that_nothing_can_continue_is_refused() -> None:
     template = chat_format("qwen3")
     for refused in (template.check, template.encode):
