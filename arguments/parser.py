@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -74,7 +74,7 @@ class ParsedCommandLine:
 
 def parse_arguments(argv: Sequence[str], *, prog: str = "miles-async train") -> ParsedCommandLine:
     """Read a command line. Raises ConfigurationError naming the bad flags; ``--help`` raises SystemExit."""
-    parser = build_parser(prog)
+    parser = _built_parser(prog)
     ours = list(parser._option_string_actions)
     translation = translate(expand_argument_files(argv))
     words, passed = split_pass_through(list(as_megatron_flags(translation.words, ours)), ours)
@@ -173,6 +173,9 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         for specification in group_flags(name):
             _add_flag(group, specification)
     return parser
+
+
+_built_parser = cache(build_parser)  # 5 ms
 
 
 class _HelpFormatter(RichHelpFormatter):

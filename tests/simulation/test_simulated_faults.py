@@ -202,8 +202,10 @@ def test_an_outage_without_end_ends_the_run_with_the_name_of_the_service() -> No
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
-def test_half_an_hour_of_random_faults_leaves_the_books_balanced_and_the_trainer_stepping(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "steps"), [(0, 150), *(pytest.param(seed, 450, marks=pytest.mark.long) for seed in range(6))]
+)
+def test_minutes_of_random_faults_leave_the_books_balanced_and_the_trainer_stepping(seed: int, steps: int) -> None:
     # covers: C1, C2, C3, C6, C8, C10
     chance = random.Random(seed)
     paths = (*PUBLICATION, "/generate", "/model_info", "/server_info", "/health_generate")
@@ -219,7 +221,7 @@ def test_half_an_hour_of_random_faults_leaves_the_books_balanced_and_the_trainer
     order, mode = chance.choice(["all", "rolling"]), chance.choice(["abort", "retract"])
     result = simulate(
         settings(
-            steps=450,
+            steps=steps,
             num_engines=4,
             seed=seed,
             weights=WeightsArguments(pause_generation_mode=mode, publish_order=order),
@@ -230,11 +232,10 @@ def test_half_an_hour_of_random_faults_leaves_the_books_balanced_and_the_trainer
             faults=Faults(calls=calls, mean_seconds_between_crashes=60.0),
         )
     )
-    assert result.seconds >= 1800
-    assert died(result.trace) > 60
-    assert len(result.steps) == 450
-    assert result.steps[-1].ended >= 1800, "still stepping"
+    assert died(result.trace) > steps / 7.5
+    assert len(result.steps) == steps
+    assert result.seconds >= result.steps[-1].ended >= 4 * steps, "still stepping"
     assert max(result.ages) <= 1
     balance = dict(result.balance)
     assert balance.pop("issued") == sum(balance.values())
-    assert balance["trained"] == 900
+    assert balance["trained"] == 2 * steps

@@ -91,16 +91,15 @@ def saved_step(directory: Path) -> tuple[int, int]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("action", "first_killed"),  # by day, other await points for each action
+    ("action", "first_killed", "stride"),
     [
-        ("recycle", 2),
-        ("wait", 6),
-        pytest.param("recycle", 6, marks=pytest.mark.long),
-        pytest.param("wait", 2, marks=pytest.mark.long),
+        ("recycle", 2, 16),
+        ("wait", 10, 16),
+        *(pytest.param(action, 6, 4, marks=pytest.mark.long) for action in ("recycle", "wait")),
     ],
 )
 def test_killed_at_any_await_point_and_resumed_every_prompt_is_trained_once(
-    tmp_path: Path, action: str, first_killed: int
+    tmp_path: Path, action: str, first_killed: int, stride: int
 ) -> None:
     staleness = StalenessArguments(max_weight_staleness=1, stale_group_action=action)
     chosen = replace(settings(steps=STEPS, copy_seconds=0.5), staleness=staleness)
@@ -109,7 +108,7 @@ def test_killed_at_any_await_point_and_resumed_every_prompt_is_trained_once(
     assert sorted(whole.trained) == expected
 
     resumed_from, restored = [], 0
-    for iteration in range(first_killed, whole.iterations, 8):
+    for iteration in range(first_killed, whole.iterations, stride):
         directory = tmp_path / str(iteration)
         saving = CheckpointArguments(save=directory, save_interval=1)
         first = live(replace(chosen, checkpoint=saving), kill_at=iteration)

@@ -72,6 +72,7 @@ def refused_flags(words: Sequence[str], prefix: str, *, beside: Sequence[str] = 
             yield f"{prefix}{flag[2:]}: {refused[flag]}; leave it out"
 
 
+@cache
 def sglang_flags() -> frozenset[str]:
     """Return the flags of the installed SGLang's server; empty if it isn't installed.
 
