@@ -28,7 +28,7 @@ _POLL_SECONDS = 1.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlace:
     node_ids: tuple[str, ...] = ()  # if empty or gone, Ray chooses
-    gpus: tuple[str, ...] = ()  # held by trainer ranks of the one node; (): any free ones
+    gpus: tuple[tuple[str, ...], ...] = ()  # of each node, held by trainer ranks; (): any free ones
 
 
 class RayServers:
@@ -132,9 +132,8 @@ class _RayServer:
     def __init__(self, servers: RayServers, engine_index: int, incarnation: int) -> None:
         self._servers = servers
         self._place = place = servers.places[engine_index] if engine_index < len(servers.places) else EnginePlace()
-        self._spec = spec = msgspec.structs.replace(servers.spec, gpus=place.gpus)
-        self._arguments = (servers.kind, spec, engine_index, incarnation)
-        self._engine_index = engine_index
+        self._spec = spec = servers.spec
+        self._engine_index, self._incarnation = engine_index, incarnation
         self._name = f"{spec.group}-{engine_index}"
         owns = spec.device == "cuda" and not place.gpus
         self._gpus = spec.tensor_parallel_size // spec.nodes if owns else 0  # on each node
@@ -169,8 +168,11 @@ class _RayServer:
     def _part(self, node: int, place: object) -> _RemoteServer:
         import ray
 
+        gpus = self._place.gpus[node] if self._place.gpus else ()
+        spec = msgspec.structs.replace(self._spec, gpus=gpus)
         options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": place, **self._servers.process}
-        actor = ray.remote(EngineActor).options(**options).remote(*self._arguments, node)
+        own = self._servers.kind, spec, self._engine_index, self._incarnation, node
+        actor = ray.remote(EngineActor).options(**options).remote(*own)
         return _RemoteServer(actor, ActorLink(f"the actor of {self._name}" + (f" on node {node}" if node else "")))
 
     async def _places(self) -> Sequence[object]:
@@ -189,9 +191,10 @@ class _RayServer:
                 )
             return [self._reservation.on(node) for node in range(count)]
         if self._place.gpus:
-            return [NodeAffinitySchedulingStrategy(self._place.node_ids[0], soft=False)]
-        nodes = await self._servers.nodes.choose(self._engine_index, count)
-        return [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in nodes]
+            node_ids = self._place.node_ids
+        else:
+            node_ids = tuple(node.node_id for node in await self._servers.nodes.choose(self._engine_index, count))
+        return [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids]
 
     async def wait_exit(self) -> str:
         return await first_of(*(part.wait_exit() for part in self._parts))

@@ -125,7 +125,7 @@ async def test_engines_that_share_gpus_see_those_of_their_ranks(
     assert [await actor.visible.remote() for actor in actors] == gpus
 
     places = shared_places(run, locations)["engine"]
-    assert [place.gpus for place in places] == [(gpus[0], gpus[1]), (gpus[2], gpus[3], gpus[0])]
+    assert [place.gpus for place in places] == [((gpus[0], gpus[1]),), ((gpus[2], gpus[3], gpus[0]),)]
     monkeypatch.setattr("miles_async.engines.placement.EngineActor", Where)
     spec = ServerSpec(model_path="m", device="cuda", dtype="float32", tensor_parallel_size=2)
     servers = [RayServers(KIND, spec, {}, places=places)(index, 0) for index in range(2)]

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import ray.exceptions
 
 from miles_async.engines.kind import EngineKind, ServerHandle, ServerSpec
-from miles_async.engines.placement import RayServers
+from miles_async.engines.placement import EnginePlace, RayServers
 from miles_async.errors import EngineStartError
 
 NODES = [
@@ -52,6 +53,7 @@ class Engine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.parts: list[Part] = []
+        self.gpus: list[tuple[str, ...]] = []
         self.killed: list[int] = []
         self.calls: list[tuple[int, str, tuple[object, ...]]] = []
         self.up = asyncio.Event()
@@ -59,11 +61,12 @@ class Engine:
         monkeypatch.setattr("ray.remote", lambda _: self)
         monkeypatch.setattr("ray.kill", lambda part, no_restart: self.killed.append(part.node))
 
-    def options(self, *, scheduling_strategy: Any, **_: object) -> Engine:
-        self.place = scheduling_strategy.node_id[0]
+    def options(self, *, scheduling_strategy: Any, num_gpus: int, **_: object) -> Engine:
+        self.place, self.num_gpus = scheduling_strategy.node_id[0], num_gpus
         return self
 
     def remote(self, *arguments: object) -> Part:
+        self.gpus.append(arguments[1].gpus)
         self.parts.append(Part(self, arguments[-1], self.place))
         return self.parts[-1]
 
@@ -83,6 +86,15 @@ async def test_all_parts_meet_where_the_first_one_says_and_it_alone_serves(engin
     assert [part.place for part in engine.parts] == ["c", "a"]  # engine 0 has a and b
     assert (0, "open_rendezvous", ()) == engine.calls[0]
     assert engine.calls.index((1, "follow", (("10.0.0.0", 7),))) < engine.calls.index((0, "start", (("10.0.0.0", 7),)))
+
+
+async def test_each_part_has_the_gpus_of_the_ranks_of_its_node(engine: Engine) -> None:
+    engine.up.set()
+    place = EnginePlace(node_ids=("c" * 56, "b" * 56), gpus=(("0", "1"), ("3", "2")))
+    await RayServers(KIND, msgspec.structs.replace(SPEC, device="cuda"), places=[place])(0, 0).start()
+    assert [part.place for part in engine.parts] == ["c", "b"]
+    assert engine.gpus == [("0", "1"), ("3", "2")]
+    assert engine.num_gpus == 0  # the ranks hold them
 
 
 async def test_a_part_that_ends_while_the_engine_starts_fails_the_start(engine: Engine) -> None:
