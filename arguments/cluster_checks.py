@@ -84,7 +84,7 @@ def check_colocation(arguments: Arguments) -> Iterator[str]:
     if not cluster.colocate:
         return
     nodes, transport = cluster.actor_num_nodes, weights.weight_transport
-    reaches = "object_store, or disk with --weight-staging-dir" if cluster.rollout_num_nodes_per_engine == 1 else "disk"
+    reaches = "object_store, or disk with --weight-staging-dir"
     contradictions = {
         "without --on-policy, and trainer and engines would work at the same time": not arguments.staleness.on_policy,
         "with --device cpu, where sides share cores anyway: leave it out": cluster.device == "cpu",

@@ -140,6 +140,7 @@ class _RayServer:
         bundle, labels = {"GPU": self._gpus}, servers.nodes.labels
         self._reservation = Reservation(bundle, spec.nodes, labels, place.node_ids) if owns else None
         self._parts: list[_RemoteServer] = []  # by node
+        self._hosts: list[_RemoteServer] = []  # parts with files of their own, all at one path
 
     async def start(self) -> str:
         import ray
@@ -202,17 +203,31 @@ class _RayServer:
     async def on_host(
         self, function: Callable[[Path, *Arguments], Result], room: int, *arguments: *Arguments
     ) -> Result:
-        """On the first node."""
+        """On each node; return None if one does, else the first one's answer."""
         import ray
 
         if not self._parts:
             raise EngineError("it was stopped")
         try:  # Ray resolves references among the arguments on the way
-            return await self._parts[0].perform(ServerProcess.on_host, function, room, *arguments)
+            hosts = self._hosts or await self._choose_hosts(room)
+            answers = await gathered(
+                *(host.perform(ServerProcess.on_host, function, room, *arguments) for host in hosts)
+            )
+            return min(answers, key=lambda answer: answer is not None)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, EngineError) else EngineError(str(error)) from None
         except (ray.exceptions.RayError, ProcessLostError) as error:
             raise EngineError(f"its actor is gone: {why_gone(error)}") from error
+
+    async def _choose_hosts(self, room: int) -> Sequence[_RemoteServer]:
+        """The ranks of all nodes are told one path to load from."""
+        first, *others = self._parts
+        made: list[Path | None] = []
+        if others:
+            place = await first.perform(ServerProcess.host_directory, room)
+            made = await gathered(*(other.perform(ServerProcess.host_directory, room, place) for other in others))
+        self._hosts = [first, *(other for other, path in zip(others, made, strict=True) if path is not None)]
+        return self._hosts
 
     async def stop(self) -> None:
         parts, self._parts = self._parts, []

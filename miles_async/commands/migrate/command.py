@@ -57,12 +57,6 @@ TAKING_TURNS_ON_NODES = """\
 --weight-transport object_store
 --engine-max-restarts 0
 """
-TAKING_TURNS_OVER_NODES = """\
-# Engines of several nodes that share the trainer's GPUs read weights from a folder that all nodes see, as they see that
-# of --save: name a fast one. An engine that fails ends the run.
---weight-transport disk
---engine-max-restarts 0
-"""
 ONE_STEP_OFF = """\
 # train_async.py trains on what the version before generated.
 --max-weight-staleness 1
@@ -254,7 +248,7 @@ def _flags(command: ShellCommand, migrated: Migrated, scripted: Mapping[str, Seq
     if spread > 1 and not supervised and "--rollout-num-nodes-per-engine" not in given:
         yield f"# So many nodes have the GPUs of an engine.\n--rollout-num-nodes-per-engine {spread}\n"
     if not supervised:
-        yield from _loop(command.program, given, spread, fully_async=_is_fully_async(scripted))
+        yield from _loop(command.program, given, fully_async=_is_fully_async(scripted))
 
 
 def _nodes_per_engine(scripted: Mapping[str, Sequence[str]], given: Mapping[str, Sequence[str]]) -> int:
@@ -271,27 +265,18 @@ def _is_fully_async(scripted: Mapping[str, Sequence[str]]) -> bool:
     return "--fully-async" in scripted or any(path in FULLY_ASYNC_LOOPS for path in loop)
 
 
-def _loop(program: str, given: Mapping[str, Sequence[str]], spread: int, *, fully_async: bool) -> Iterator[str]:
-    """Lines about how old data may be, and what corrects for it. ``spread``: nodes per engine."""
+def _loop(program: str, given: Mapping[str, Sequence[str]], *, fully_async: bool) -> Iterator[str]:
+    """Lines about how old data may be, and what corrects for it."""
     if program == "train.py" and not fully_async and not given.keys() & BOUNDS:
         yield SYNCHRONOUS
-        yield _turns(given, spread) if "--colocate" in given else ""
+        one_node = given.get("--actor-num-nodes", ("1",)) == ("1",)
+        yield "" if "--colocate" not in given else TAKING_TURNS if one_node else TAKING_TURNS_ON_NODES
         return
     if program in VERL_PROGRAMS:
         yield VERL
     elif not given.keys() & BOUNDS:
         yield FULLY_ASYNC if fully_async else ONE_STEP_OFF
     yield "" if given.keys() & CORRECTIONS else CORRECTION
-
-
-def _turns(given: Mapping[str, Sequence[str]], spread: int) -> str:
-    """Lines about sides that take turns on the same GPUs: how weights reach the engines."""
-    if given.get("--actor-num-nodes", ("1",)) == ("1",):
-        return TAKING_TURNS
-    if spread == 1:
-        return TAKING_TURNS_ON_NODES
-    folder = " ".join(given.get("--save", ())).rstrip("/")
-    return TAKING_TURNS_OVER_NODES + (f"--weight-staging-dir {shlex.quote(f'{folder}_weights')}\n" if folder else "")
 
 
 def _remarks(command: ShellCommand, migrated: Migrated) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import ray.exceptions
 from miles_async.engines.kind import EngineKind, ServerHandle, ServerSpec
 from miles_async.engines.placement import EnginePlace, RayServers
 from miles_async.errors import EngineStartError
+from miles_async.weights.transports.host_files import find_place
 
 NODES = [
     {"Alive": True, "NodeID": name * 56, "NodeManagerAddress": f"10.0.0.{index}", "Labels": {}, "Resources": {}}
@@ -42,6 +44,10 @@ class Part:
             case "start":
                 await self.engine.up.wait()
                 return "http://10.0.0.0:1"
+            case "host_directory":
+                return self.engine.paths[self.node]
+            case "on_host":
+                return self.engine.answers[self.node]
             case "wait_exit":
                 self.awaited.set()
                 return await asyncio.shield(self.ended)
@@ -57,6 +63,8 @@ class Engine:
         self.killed: list[int] = []
         self.calls: list[tuple[int, str, tuple[object, ...]]] = []
         self.up = asyncio.Event()
+        self.paths: list[Path | None] = [Path("/dev/shm/a")] * 2
+        self.answers: list[object] = [7, 8]
         monkeypatch.setattr("ray.nodes", lambda: NODES)
         monkeypatch.setattr("ray.remote", lambda _: self)
         monkeypatch.setattr("ray.kill", lambda part, no_restart: self.killed.append(part.node))
@@ -95,6 +103,27 @@ async def test_each_part_has_the_gpus_of_the_ranks_of_its_node(engine: Engine) -
     assert [part.place for part in engine.parts] == ["c", "b"]
     assert engine.gpus == [("0", "1"), ("3", "2")]
     assert engine.num_gpus == 0  # the ranks hold them
+
+
+async def test_files_are_brought_to_each_node_at_one_path(engine: Engine) -> None:
+    engine.up.set()
+    handle = engine.handle()
+    await handle.start()
+    assert await handle.on_host(find_place, 100) == 7
+    directories = [(node, arguments) for node, name, arguments in engine.calls if name == "host_directory"]
+    assert directories == [(0, (100,)), (1, (100, Path("/dev/shm/a")))]
+    assert sorted(node for node, name, _ in engine.calls if name == "on_host") == [0, 1]
+    engine.answers = [7, None]
+    assert await handle.on_host(find_place, 100) is None  # one node lacks it
+
+
+async def test_files_are_brought_once_to_two_parts_of_one_machine(engine: Engine) -> None:
+    engine.up.set()
+    engine.paths[1] = None
+    handle = engine.handle()
+    await handle.start()
+    assert await handle.on_host(find_place, 100) == 7
+    assert [node for node, name, _ in engine.calls if name == "on_host"] == [0]
 
 
 async def test_a_part_that_ends_while_the_engine_starts_fails_the_start(engine: Engine) -> None:

@@ -339,7 +339,9 @@ def test_every_accepted_layout_has_places_and_no_gpu_is_in_two_engines(
         assert len(places) < engines  # no layout is refused that has room
         return
     assert len(places) == engines
-    taken = [(node, gpu) for place in places for node, own in zip(place.node_ids, place.gpus, strict=True) for gpu in own]
+    taken = [
+        (node, gpu) for place in places for node, own in zip(place.node_ids, place.gpus, strict=True) for gpu in own
+    ]
     assert len({*taken}) == len(taken) == engines * share * spread
     assert {*taken} <= {*locations}
     for place in places:
