@@ -73,7 +73,7 @@ class Engine:
         self.place, self.num_gpus = scheduling_strategy.node_id[0], num_gpus
         return self
 
-    def remote(self, *arguments: object) -> Part:
+    def remote(self, *arguments: Any) -> Part:
         self.gpus.append(arguments[1].gpus)
         self.parts.append(Part(self, arguments[-1], self.place))
         return self.parts[-1]
