@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.cluster import ClusterArguments
 from miles_async.arguments.problems import given, refusal
 from miles_async.arguments.server_groups import ServerGroup, has_attention_groups, of_role, server_groups
 from miles_async.errors import ConfigurationError
@@ -82,32 +83,56 @@ def check_colocation(arguments: Arguments) -> Iterator[str]:
     cluster, engines, weights = arguments.cluster, arguments.engines, arguments.weights
     if not cluster.colocate:
         return
+    nodes, transport = cluster.actor_num_nodes, weights.weight_transport
+    reaches = "object_store, or disk with --weight-staging-dir"
     contradictions = {
         "without --on-policy, and trainer and engines would work at the same time": not arguments.staleness.on_policy,
         "with --device cpu, where sides share cores anyway: leave it out": cluster.device == "cpu",
-        f"with --actor-num-nodes {cluster.actor_num_nodes}: weights reach engines of one node only": (
-            cluster.actor_num_nodes > 1
-        ),
-        "with --rollout-num-nodes-per-engine: all GPUs are on one node": cluster.rollout_num_nodes_per_engine > 1,
-        f"with --rollout-num-gpus {cluster.rollout_num_gpus}, and only {cluster.trainer_world_size} GPUs train "
-        "(--actor-num-gpus-per-node)": cluster.rollout_num_gpus > cluster.trainer_world_size,
         f"with one side alone ({arguments.debug.sides}): there is no other side to take turns with": (
             arguments.debug.sides != "both"
         ),
         "with --server-groups: all engines are alike": engines.server_groups is not None,
         "with --rollout-external: those engines have their own GPUs": bool(engines.rollout_external),
-        "with --weight-transport distributed, whose process group may have a GPU only once: use ipc": (
-            weights.weight_transport == "distributed"
-        ),
+        "with --weight-transport distributed, whose process group may have a GPU only once: use "
+        f"{'ipc' if nodes == 1 else reaches}": transport == "distributed",
+        f"with --weight-transport ipc and --actor-num-nodes {nodes}: engines on other nodes than the sending rank's "
+        f"cannot open its GPU; use {reaches}": transport == "ipc" and nodes > 1,
         f"with --weight-delta {weights.weight_delta}: engines forget the version before": weights.weight_delta != "off",
         f"with --engine-max-restarts {engines.engine_max_restarts}: an engine would restart where the trainer is; use "
         "0 (--max-run-restarts restarts the run)": engines.engine_max_restarts > 0,
     }
-    yield from (f"--colocate {problem}" for problem in given(contradictions))
+    yield from (f"--colocate {problem}" for problem in (*given(contradictions), *_room_problems(cluster)))
+
+
+def _room_problems(cluster: ClusterArguments) -> Iterator[str]:
+    """Yield why the engines have no place on the GPUs that train: each has equally many on each of its nodes."""
+    nodes, gpus, spread = cluster.actor_num_nodes, cluster.actor_num_gpus_per_node, cluster.rollout_num_nodes_per_engine
+    size = cluster.rollout_num_gpus_per_engine
+    here = f"{gpus} of each of {nodes} nodes train (--actor-num-gpus-per-node, --actor-num-nodes)"
+    if cluster.rollout_num_gpus > cluster.trainer_world_size:
+        yield (
+            f"with --rollout-num-gpus {cluster.rollout_num_gpus}, and only {cluster.trainer_world_size} GPUs train "
+            "(--actor-num-nodes, --actor-num-gpus-per-node)"
+        )
+    elif spread > nodes:
+        yield f"with --rollout-num-nodes-per-engine {spread}, and only {nodes} train (--actor-num-nodes)"
+    elif (share := ceil(size / spread)) > gpus:
+        yield (
+            f"with engines of {share} GPUs on a node, and {here}: use --rollout-num-nodes-per-engine "
+            f"{ceil(size / gpus)}, or a smaller --rollout-num-gpus-per-engine"
+        )
+    elif cluster.num_engines > (room := (nodes // spread) * (gpus // share)):
+        yield (
+            f"with {cluster.num_engines} engines of {size} GPUs, and {here}: {room} engines fit, as none may have more "
+            f"GPUs on one node than on another; use --rollout-num-gpus {room * size}, or a "
+            f"--rollout-num-gpus-per-engine that divides {gpus}"
+        )
 
 
 def check_ports(arguments: Arguments) -> Iterator[str]:
-    """Check that the first node with trainer ranks, which is the only one without a cluster, has enough ports."""
+    """Check that the first node with trainer ranks has enough ports: the only node without a cluster, and one of
+    several with engines with ``--colocate``.
+    """
     cluster = arguments.cluster
     try:
         ports, groups = cluster.ports, server_groups(arguments)
@@ -118,6 +143,10 @@ def check_ports(arguments: Arguments) -> Iterator[str]:
     taken = _taken_by_ranks(arguments, groups)
     if cluster.ray_address is None:
         taken |= _taken_by_rollouts(arguments, groups)
+    elif cluster.colocate:
+        share = max(1, cluster.rollout_num_gpus_per_engine // cluster.rollout_num_nodes_per_engine)
+        here = min(cluster.num_engines, cluster.actor_num_gpus_per_node // share)
+        taken |= {"engines": here * _ports_of_engine(groups[0].all_extra(arguments))}
     if len(ports) < (needed := sum(taken.values())):
         each = ", ".join(f"{count} for {purpose}" for purpose, count in taken.items())
         yield (
@@ -150,10 +179,13 @@ def _taken_by_rollouts(arguments: Arguments, groups: Sequence[ServerGroup]) -> d
     taken = {
         "routers": sum(routers),
         "engines": sum(
-            group.engines * (9 if has_attention_groups(group.all_extra(arguments)) else 2)
-            for group in groups
-            if not group.external
+            group.engines * _ports_of_engine(group.all_extra(arguments)) for group in groups if not group.external
         ),
         "the session server": arguments.sessions.session_server_workers if arguments.sessions.runs_agent else 0,
     }
     return {purpose: count for purpose, count in taken.items() if count}
+
+
+def _ports_of_engine(extra: Sequence[str]) -> int:
+    """Its server's, and those by which its processes meet; on the first of its nodes."""
+    return 9 if has_attention_groups(extra) else 2

@@ -28,7 +28,7 @@ _POLL_SECONDS = 1.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlace:
     node_ids: tuple[str, ...] = ()  # if empty or gone, Ray chooses
-    gpus: tuple[str, ...] = ()  # held by trainer ranks of the one node; (): any free ones
+    gpus: tuple[tuple[str, ...], ...] = ()  # of each node, held by trainer ranks; (): any free ones
 
 
 class RayServers:
@@ -132,15 +132,15 @@ class _RayServer:
     def __init__(self, servers: RayServers, engine_index: int, incarnation: int) -> None:
         self._servers = servers
         self._place = place = servers.places[engine_index] if engine_index < len(servers.places) else EnginePlace()
-        self._spec = spec = msgspec.structs.replace(servers.spec, gpus=place.gpus)
-        self._arguments = (servers.kind, spec, engine_index, incarnation)
-        self._engine_index = engine_index
+        self._spec = spec = servers.spec
+        self._engine_index, self._incarnation = engine_index, incarnation
         self._name = f"{spec.group}-{engine_index}"
         owns = spec.device == "cuda" and not place.gpus
         self._gpus = spec.tensor_parallel_size // spec.nodes if owns else 0  # on each node
         bundle, labels = {"GPU": self._gpus}, servers.nodes.labels
         self._reservation = Reservation(bundle, spec.nodes, labels, place.node_ids) if owns else None
         self._parts: list[_RemoteServer] = []  # by node
+        self._hosts: list[_RemoteServer] = []  # parts with files of their own, all at one path
 
     async def start(self) -> str:
         import ray
@@ -169,8 +169,11 @@ class _RayServer:
     def _part(self, node: int, place: object) -> _RemoteServer:
         import ray
 
+        gpus = self._place.gpus[node] if self._place.gpus else ()
+        spec = msgspec.structs.replace(self._spec, gpus=gpus)
         options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": place, **self._servers.process}
-        actor = ray.remote(EngineActor).options(**options).remote(*self._arguments, node)
+        own = self._servers.kind, spec, self._engine_index, self._incarnation, node
+        actor = ray.remote(EngineActor).options(**options).remote(*own)
         return _RemoteServer(actor, ActorLink(f"the actor of {self._name}" + (f" on node {node}" if node else "")))
 
     async def _places(self) -> Sequence[object]:
@@ -189,9 +192,10 @@ class _RayServer:
                 )
             return [self._reservation.on(node) for node in range(count)]
         if self._place.gpus:
-            return [NodeAffinitySchedulingStrategy(self._place.node_ids[0], soft=False)]
-        nodes = await self._servers.nodes.choose(self._engine_index, count)
-        return [NodeAffinitySchedulingStrategy(node.node_id, soft=False) for node in nodes]
+            node_ids = self._place.node_ids
+        else:
+            node_ids = tuple(node.node_id for node in await self._servers.nodes.choose(self._engine_index, count))
+        return [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids]
 
     async def wait_exit(self) -> str:
         return await first_of(*(part.wait_exit() for part in self._parts))
@@ -199,17 +203,31 @@ class _RayServer:
     async def on_host(
         self, function: Callable[[Path, *Arguments], Result], room: int, *arguments: *Arguments
     ) -> Result:
-        """On the first node."""
+        """On each node; return None if one does, else the first one's answer."""
         import ray
 
         if not self._parts:
             raise EngineError("it was stopped")
         try:  # Ray resolves references among the arguments on the way
-            return await self._parts[0].perform(ServerProcess.on_host, function, room, *arguments)
+            hosts = self._hosts or await self._choose_hosts(room)
+            answers = await gathered(
+                *(host.perform(ServerProcess.on_host, function, room, *arguments) for host in hosts)
+            )
+            return min(answers, key=lambda answer: answer is not None)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, EngineError) else EngineError(str(error)) from None
         except (ray.exceptions.RayError, ProcessLostError) as error:
             raise EngineError(f"its actor is gone: {why_gone(error)}") from error
+
+    async def _choose_hosts(self, room: int) -> Sequence[_RemoteServer]:
+        """The ranks of all nodes are told one path to load from."""
+        first, *others = self._parts
+        made: list[Path | None] = []
+        if others:
+            place = await first.perform(ServerProcess.host_directory, room)
+            made = await gathered(*(other.perform(ServerProcess.host_directory, room, place) for other in others))
+        self._hosts = [first, *(other for other, path in zip(others, made, strict=True) if path is not None)]
+        return self._hosts
 
     async def stop(self) -> None:
         parts, self._parts = self._parts, []

@@ -17,7 +17,7 @@ from miles_async.engines.http import Http
 from miles_async.engines.kind import Arguments, EngineKind, Result, ServerSpec
 from miles_async.errors import EngineError, EngineStartError
 from miles_async.runtime.files.owned_directory import OwnedDirectory, temporary_parent
-from miles_async.runtime.files.scratch import scratch_directory
+from miles_async.runtime.files.scratch import same_directory, scratch_directory
 from miles_async.runtime.network.addresses import ANY, LOOPBACK
 from miles_async.runtime.network.keys import require_keys
 from miles_async.runtime.network.ports import HeldPort
@@ -135,12 +135,22 @@ class ServerProcess:
     ) -> Result:
         """Call ``function(directory, *arguments)`` in a thread; see ``seams.EngineFleet``."""
         try:
-            async with self._choosing_directory:
-                if self._directory is None:
-                    self._directory = await asyncio.to_thread(scratch_directory, room)
-            return await asyncio.to_thread(function, self._directory.path, *arguments)
+            directory = await self.host_directory(room)
+            assert directory is not None
+            return await asyncio.to_thread(function, directory, *arguments)
         except Exception as error:  # supervision point: it costs this engine, not the run
             raise EngineError(f"{function.__name__} on its host: {type(error).__name__}: {error}") from error
+
+    async def host_directory(self, room: int, place: Path | None = None) -> Path | None:
+        """Directory of :meth:`on_host`, made at the first call. ``place``: that of the engine's first node, whose path
+        it has to have; None if they are on one machine. Raises OSError.
+        """
+        async with self._choosing_directory:
+            if self._directory is None and place is not None:
+                self._directory = await asyncio.to_thread(same_directory, place, room)
+            elif self._directory is None:
+                self._directory = await asyncio.to_thread(scratch_directory, room)
+        return None if self._directory is None else self._directory.path
 
     async def stop(self) -> None:
         """End it and all its children at once: it has no state to save, and SGLang takes 6 s to react to a SIGTERM."""

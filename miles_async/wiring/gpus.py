@@ -95,17 +95,25 @@ RunGpus = OwnGpus | SharedGpus
 
 
 def shared_places(arguments: Arguments, locations: Sequence[tuple[str, str]]) -> dict[str, tuple[EnginePlace, ...]]:
-    """The engines' places on the GPUs of the trainer's ranks, consecutive ranks' for each. ``locations``: node and GPU
-    of each rank, all of one node.
+    """The engines' places on the GPUs of the trainer's ranks. ``locations``: node and GPU of each rank; those of a node
+    follow each other.
 
-    Each sees the first rank's GPU, too, where the weights come from by ``--weight-transport ipc``; SGLang's ranks take
-    the first ones that they see.
+    An engine has the GPUs of consecutive ranks of one node, or, with ``--rollout-num-nodes-per-engine``, as many on
+    each of consecutive nodes. On one node, each sees the first rank's GPU as well, where weights may come from
+    (``--weight-transport ipc``); SGLang's ranks take the first ones that they see.
     """
-    size = arguments.cluster.rollout_num_gpus_per_engine
-    gpus = [gpu for _, gpu in locations]
-    own = [gpus[first : first + size] for first in range(0, arguments.cluster.rollout_num_gpus, size)]
-    return {
-        DEFAULT_GROUP: tuple(
-            EnginePlace(node_ids=(locations[0][0],), gpus=tuple(dict.fromkeys([*some, gpus[0]]))) for some in own
-        )
-    }
+    cluster = arguments.cluster
+    gpus: dict[str, list[str]] = {}
+    for node, gpu in locations:
+        gpus.setdefault(node, []).append(gpu)
+    spread = cluster.rollout_num_nodes_per_engine
+    share = cluster.rollout_num_gpus_per_engine // spread
+    from_files = arguments.weights.weight_transport in ("disk", "object_store")
+    sender = [] if from_files or len(gpus) > 1 else [locations[0][1]]
+    nodes, places = [*gpus], []
+    for start in range(0, len(nodes) - spread + 1, spread):
+        some = nodes[start : start + spread]
+        for first in range(0, len(gpus[some[0]]) - share + 1, share):
+            own = tuple(tuple(dict.fromkeys([*gpus[node][first : first + share], *sender])) for node in some)
+            places.append(EnginePlace(node_ids=tuple(some), gpus=own))
+    return {DEFAULT_GROUP: tuple(places[: cluster.num_engines])}

@@ -110,5 +110,9 @@ async def test_all_ranks_get_weights_and_end_together(running: Running, tmp_path
         assert not {first, second} & {*await running.parts()}
         await published.next()
         assert record.state is EngineState.SERVING
+    by_files = {"engines_timeout": 200.0, "weight_transport": "object_store"}
+    async with publishing(trainer, running.stack.fleet, tmp_path, **by_files) as published:
+        assert (await published.next()).compared_tensors > 0
+        assert record.state is EngineState.SERVING
     await http.close()
     trainer.close()

@@ -16,6 +16,7 @@ from miles_async.arguments import Arguments, ClusterArguments
 from miles_async.arguments.engines import EnginesArguments
 from miles_async.engines.kind import EngineKind, ServerSpec
 from miles_async.engines.placement import RayServers
+from miles_async.engines.server_process import ServerProcess
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.cluster.nodes import free_gpus
 from miles_async.runtime.cluster.reservation import Reservation
@@ -125,11 +126,57 @@ async def test_engines_that_share_gpus_see_those_of_their_ranks(
     assert [await actor.visible.remote() for actor in actors] == gpus
 
     places = shared_places(run, locations)["engine"]
-    assert [place.gpus for place in places] == [(gpus[0], gpus[1]), (gpus[2], gpus[3], gpus[0])]
+    assert [place.gpus for place in places] == [((gpus[0], gpus[1]),), ((gpus[2], gpus[3], gpus[0]),)]
     monkeypatch.setattr("miles_async.engines.placement.EngineActor", Where)
     spec = ServerSpec(model_path="m", device="cuda", dtype="float32", tensor_parallel_size=2)
     servers = [RayServers(KIND, spec, {}, places=places)(index, 0) for index in range(2)]
     assert [await server.start() for server in servers] == [node for node, _ in locations[:2]]
+    for server in servers:
+        await server.stop()
+    ranks.release()
+
+
+class OnNode:
+    """An engine's actor that answers with its node, and the GPUs that its server would see."""
+
+    def __init__(self, _: object, spec: ServerSpec, *__: object) -> None:
+        self._gpus = spec.gpus
+
+    async def perform(self, _: object, method: Any, *__: object) -> object:
+        if method.__name__ == "wait_exit":
+            await asyncio.Event().wait()
+        return ray.get_runtime_context().get_node_id(), self._gpus
+
+
+@pytest.mark.parametrize(("size", "spread"), [(2, 1), (4, 1), (4, 2), (8, 2)])
+async def test_engines_on_the_gpus_of_ranks_of_two_nodes(
+    node_ids: list[str], monkeypatch: pytest.MonkeyPatch, size: int, spread: int
+) -> None:
+    """Each part of an engine is on the node of the ranks whose GPUs it has."""
+    run = arguments(
+        colocate=True,
+        actor_num_nodes=2,
+        actor_num_gpus_per_node=4,
+        rollout_num_gpus=8,
+        rollout_num_gpus_per_engine=size,
+        rollout_num_nodes_per_engine=spread,
+    )
+    ranks = Placement(RankResources(num_cpus=0, num_gpus=1), 2, 4, (await place_run(run, "cuda")).trainer)
+    await ranks.reserve(10.0)
+    actors = [ray.remote(OnGpu).options(**ranks.options(rank)).remote() for rank in range(8)]
+    locations = [await actor.location.remote() for actor in actors]
+    assert len({*locations}) == 8
+
+    monkeypatch.setattr("miles_async.engines.placement.EngineActor", OnNode)
+    spec = ServerSpec(model_path="m", device="cuda", dtype="float32", tensor_parallel_size=size, nodes=spread)
+    launch = RayServers(KIND, spec, {}, places=shared_places(run, locations)["engine"])
+    servers: list[Any] = [launch(index, 0) for index in range(8 // size)]
+    for server in servers:
+        await server.start()
+    parts = [await part.perform(ServerProcess.pid) for server in servers for part in server._parts]
+    assert {(node, gpu) for node, gpus in parts for gpu in gpus} == {*locations}
+    assert [len(gpus) for _, gpus in parts] == [size // spread] * len(parts)
+    assert sum(map(len, (gpus for _, gpus in parts))) == 8
     for server in servers:
         await server.stop()
     ranks.release()

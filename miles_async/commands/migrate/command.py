@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from math import ceil
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -49,6 +50,11 @@ SYNCHRONOUS = """\
 TAKING_TURNS = """\
 # Engines that share the trainer's GPUs get weights there, and one that fails ends the run.
 --weight-transport ipc
+--engine-max-restarts 0
+"""
+TAKING_TURNS_ON_NODES = """\
+# Engines that share the trainer's GPUs on several nodes get weights through Ray, and one that fails ends the run.
+--weight-transport object_store
 --engine-max-restarts 0
 """
 ONE_STEP_OFF = """\
@@ -238,8 +244,20 @@ def _flags(command: ShellCommand, migrated: Migrated, scripted: Mapping[str, Seq
         yield from ["# Defaults of slime and miles that differ from ours.\n", *defaults] if defaults else []
     if given.get("--actor-num-nodes", ("1",)) != ("1",) and "--ray-address" not in given:
         yield CLUSTER
+    spread = _nodes_per_engine(scripted, given) if command.program not in VERL_PROGRAMS else 1
+    if spread > 1 and not supervised and "--rollout-num-nodes-per-engine" not in given:
+        yield f"# So many nodes have the GPUs of an engine.\n--rollout-num-nodes-per-engine {spread}\n"
     if not supervised:
-        yield from _loop(command.program, set(given), fully_async=_is_fully_async(scripted))
+        yield from _loop(command.program, given, fully_async=_is_fully_async(scripted))
+
+
+def _nodes_per_engine(scripted: Mapping[str, Sequence[str]], given: Mapping[str, Sequence[str]]) -> int:
+    """As slime and miles compute it: by the GPUs of a node, 8 if nothing says it."""
+    on_node = given.get("--actor-num-gpus-per-node", ("8",)) if "--colocate" in given else ("8",)
+    per_node = "".join(scripted.get("--num-gpus-per-node", on_node))
+    size = "".join(given.get("--rollout-num-gpus-per-engine", ("1",)))
+    known = size.isdigit() and per_node.isdigit() and int(per_node) > 0
+    return ceil(int(size) / int(per_node)) if known else 1
 
 
 def _is_fully_async(scripted: Mapping[str, Sequence[str]]) -> bool:
@@ -247,17 +265,18 @@ def _is_fully_async(scripted: Mapping[str, Sequence[str]]) -> bool:
     return "--fully-async" in scripted or any(path in FULLY_ASYNC_LOOPS for path in loop)
 
 
-def _loop(program: str, given: set[str], *, fully_async: bool) -> Iterator[str]:
+def _loop(program: str, given: Mapping[str, Sequence[str]], *, fully_async: bool) -> Iterator[str]:
     """Lines about how old data may be, and what corrects for it."""
-    if program == "train.py" and not fully_async and not given & BOUNDS:
+    if program == "train.py" and not fully_async and not given.keys() & BOUNDS:
         yield SYNCHRONOUS
-        yield TAKING_TURNS if "--colocate" in given else ""
+        one_node = given.get("--actor-num-nodes", ("1",)) == ("1",)
+        yield "" if "--colocate" not in given else TAKING_TURNS if one_node else TAKING_TURNS_ON_NODES
         return
     if program in VERL_PROGRAMS:
         yield VERL
-    elif not given & BOUNDS:
+    elif not given.keys() & BOUNDS:
         yield FULLY_ASYNC if fully_async else ONE_STEP_OFF
-    yield "" if given & CORRECTIONS else CORRECTION
+    yield "" if given.keys() & CORRECTIONS else CORRECTION
 
 
 def _remarks(command: ShellCommand, migrated: Migrated) -> Iterator[str]:

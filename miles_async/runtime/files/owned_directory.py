@@ -22,10 +22,11 @@ _LONGEST = 50  # characters of a parent: paths of sockets have at most 107
 class OwnedDirectory:
     """A new, empty directory in ``parent``."""
 
-    def __init__(self, parent: Path, *, mode: int = 0o755) -> None:
+    def __init__(self, parent: Path, *, mode: int = 0o755, name: str | None = None) -> None:
         """Makes ``parent`` too, and removes directories of dead owners from it. Raises OSError.
 
-        ``mode``: by default all users may enter, since engines may run under another one.
+        ``mode``: by default all users may enter, since engines may run under another one. ``name``: of an owned
+        directory of another node; None: a new one.
         """
         parent.mkdir(parents=True, exist_ok=True)
         sweep(parent)
@@ -34,7 +35,7 @@ class OwnedDirectory:
         with suppress(OSError):  # a file system without locks: then no sweep can either
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Under its name only when it is locked: a sweep in between would take it for a dead owner's.
-        self.path = making.rename(parent / making.name.replace(".making-", PREFIX))
+        self.path = making.rename(parent / (name or making.name.replace(".making-", PREFIX)))
         self.path.chmod(mode)
         self._elsewhere: set[Path] = set()
 

@@ -27,10 +27,12 @@ _ACROSS_A_NETWORK = re.compile(
 _CLAIM = ".claim"  # bytes that the owner of a directory may come to use
 
 
-def scratch_directory(room: int | None, *, mode: int = 0o755, memory: Path = MEMORY) -> OwnedDirectory:
+def scratch_directory(
+    room: int | None, *, mode: int = 0o755, memory: Path = MEMORY, name: str | None = None
+) -> OwnedDirectory:
     """Make a directory for ``room`` bytes: in ``memory`` if as much again stays free after all claims, else on disk.
 
-    ``room``: None if unknown: use a disk. ``mode``: see ``OwnedDirectory``. Raises OSError, also where
+    ``room``: None if unknown: use a disk. ``mode``, ``name``: see ``OwnedDirectory``. Raises OSError, also where
     TMPDIR is a network disk: every publication would wait for it, and all nodes would write to it at once.
     """
     if room is not None:
@@ -38,7 +40,7 @@ def scratch_directory(room: int | None, *, mode: int = 0o755, memory: Path = MEM
             sweep(memory)
             free = min(shutil.disk_usage(memory).free, free_memory())
             if free - _claimed(memory) >= 2 * room:
-                directory = OwnedDirectory(memory, mode=mode)
+                directory = OwnedDirectory(memory, mode=mode, name=name)
                 (directory.path / _CLAIM).write_text(str(room))
                 return directory
     disk = Path(tempfile.gettempdir())
@@ -47,7 +49,24 @@ def scratch_directory(room: int | None, *, mode: int = 0o755, memory: Path = MEM
             f"expected room in {memory} or a local disk, found TMPDIR {disk} on a network disk ({kind}): set TMPDIR to "
             f"a local one, or make {memory} larger"
         )
-    return OwnedDirectory(disk, mode=mode)
+    return OwnedDirectory(disk, mode=mode, name=name)
+
+
+def same_directory(place: Path, room: int, *, memory: Path = MEMORY) -> OwnedDirectory | None:
+    """Make a directory for ``room`` bytes at ``place``, where another node has one. None if that node is this machine.
+
+    Raises OSError if it would be elsewhere on this node.
+    """
+    if place.exists():
+        return None
+    directory = scratch_directory(room if place.parent == memory else None, memory=memory, name=place.name)
+    if directory.path == place:
+        return directory
+    directory.remove()
+    raise OSError(
+        f"expected room for {room / 1e9:.1f} GB in {place.parent}, where the engine's first node has its files, found "
+        f"it in {directory.path.parent} only: make {memory} and TMPDIR the same on all nodes of an engine"
+    )
 
 
 @contextmanager

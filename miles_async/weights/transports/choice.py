@@ -126,8 +126,8 @@ def transport_problems(
         )
     if several_nodes and arguments.weight_delta != "off":
         yield (
-            f"engines on several nodes (--rollout-num-nodes-per-engine) with --weight-delta {arguments.weight_delta}, "
-            "for which only the first of them has files: leave it off"
+            f"engines on several nodes (--rollout-num-nodes-per-engine) with --weight-delta {arguments.weight_delta} "
+            "is not implemented: leave it off"
         )
     if external_engines and not spec.external_engines:
         yield (

@@ -51,4 +51,6 @@ def _rank(side: RankSide) -> PutsFiles:
     return ObjectStoreSender(side.staging, put=ray.put)
 
 
-SPEC = TransportSpec(name="object_store", driver=make_driver, rank=_rank, sender_per_stage=True, delta=True)
+SPEC = TransportSpec(
+    name="object_store", driver=make_driver, rank=_rank, sender_per_stage=True, delta=True, several_nodes=True
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ def test_engines_may_use_the_trainers_gpus() -> None:
     [
         ("staleness", {"on_policy": False}, "--on-policy"),
         ("cluster", {"device": "cpu"}, "--device cpu"),
-        ("cluster", {"actor_num_nodes": 2}, "--actor-num-nodes 2"),
-        ("cluster", {"rollout_num_nodes_per_engine": 2}, "--rollout-num-nodes-per-engine"),
+        ("cluster", {"actor_num_nodes": 2}, "ipc and --actor-num-nodes 2: engines on other nodes"),
+        ("cluster", {"rollout_num_nodes_per_engine": 2}, "--rollout-num-nodes-per-engine 2, and only 1 train"),
         ("cluster", {"rollout_num_gpus": 5}, "--actor-num-gpus-per-node"),
         ("engines", {"server_groups": Path("x")}, "--server-groups"),
         ("engines", {"rollout_external": ("x:1",)}, "--rollout-external"),
@@ -52,3 +53,43 @@ def test_what_contradicts_turns_is_refused(group: str, change: dict[str, object]
     (problem,) = check_colocation(arguments)
     assert problem.startswith("--colocate ")
     assert named in problem
+
+
+def on_nodes(transport: str, **cluster: object) -> list[str]:
+    """Problems of a run on two nodes of 4 GPUs."""
+    changed: Any = {"actor_num_nodes": 2, "rollout_num_gpus": 8, **cluster}
+    weights = replace(FINE.weights, weight_transport=transport)
+    return list(check_colocation(replace(FINE, cluster=replace(FINE.cluster, **changed), weights=weights)))
+
+
+def test_engines_may_use_the_gpus_of_several_nodes() -> None:
+    assert on_nodes("object_store", rollout_num_gpus_per_engine=2) == []
+    assert on_nodes("disk", rollout_num_gpus_per_engine=2) == []
+    assert on_nodes("object_store", rollout_num_gpus_per_engine=8, rollout_num_nodes_per_engine=2) == []
+    assert on_nodes("object_store", rollout_num_gpus=6, rollout_num_gpus_per_engine=3) == []  # one GPU of each is left
+
+
+@pytest.mark.parametrize(
+    "transport",
+    ["ipc", "distributed"],
+)
+def test_transports_that_reach_one_node_or_take_gpus_twice_are_refused(transport: str) -> None:
+    (problem,) = on_nodes(transport)
+    assert f"--weight-transport {transport}" in problem
+    assert problem.endswith("use object_store, or disk with --weight-staging-dir")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "named"),
+    [
+        ({"rollout_num_gpus_per_engine": 8}, "engines of 8 GPUs on a node, .* use --rollout-num-nodes-per-engine 2"),
+        (
+            {"actor_num_gpus_per_node": 6, "rollout_num_gpus": 12, "rollout_num_gpus_per_engine": 4},
+            "3 engines of 4 GPUs, and 6 of each of 2 nodes train .*: 2 engines fit.* use --rollout-num-gpus 8",
+        ),
+        ({"rollout_num_gpus": 9}, "--rollout-num-gpus 9, and only 8 GPUs train"),
+    ],
+)
+def test_engines_that_would_straddle_nodes_are_refused(cluster: dict[str, object], named: str) -> None:
+    (problem,) = on_nodes("object_store", **cluster)
+    assert re.search(named, problem)

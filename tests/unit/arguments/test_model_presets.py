@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments.argument_files import presets
-from miles_async.arguments.cluster_checks import check_colocation
+from miles_async.arguments.cluster_checks import check_colocation, check_engine_sizes, check_network
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.validation import flag_problems
 from miles_async.backends.megatron.families.hf_config import check_model, read_config
@@ -155,6 +155,18 @@ def test_a_node_whose_gpus_take_turns_trains_a_mixture_of_30b(tmp_path: Path) ->
     assert (
         arguments.cluster.trainer_world_size == arguments.cluster.rollout_num_gpus == MODELS["qwen3-30b-a3b-offload"][1]
     )
+
+
+@pytest.mark.parametrize("engine", [(), ("--rollout-num-gpus-per-engine", "16", "--rollout-num-nodes-per-engine", "2")])
+def test_nodes_whose_gpus_take_turns_need_another_transport_only(engine: tuple[str, ...]) -> None:
+    """The line of docs/engines.md."""
+    words = ["--ray-address", "auto", "--actor-num-nodes", "2", "--rollout-num-gpus", "16", *engine]
+    taking_turns = ["@preset:1x8-colocate", *words, "--weight-transport"]
+    arguments = parse_arguments([*taking_turns, "object_store"], prog="test").arguments
+    assert [*check_colocation(arguments), *check_network(arguments), *check_engine_sizes(arguments)] == []
+    assert not list(transport_problems(arguments.weights, "cuda", external_engines=False, several_nodes=bool(engine)))
+    [problem] = check_colocation(parse_arguments([*taking_turns, "ipc"], prog="test").arguments)
+    assert "use object_store" in problem
 
 
 @pytest.mark.parametrize("preset", MODELS)

@@ -85,6 +85,15 @@ def test_engines_with_attention_groups_take_nine_ports(flags: tuple[str, ...]) -
     assert "18 for engines" in assert_needs(4 + 2 * 9, {"rollout_num_gpus": 2}, engines=grouped)
 
 
+def test_a_node_of_a_cluster_has_engines_too_where_sides_take_turns() -> None:
+    # covers: C10
+    nodes = {"ray_address": "auto", "colocate": True, "actor_num_nodes": 2, "actor_num_gpus_per_node": 8}
+    files = WeightsArguments(weight_transport="object_store")
+    assert_needs(1 + 2 * 4, {**nodes, "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 2}, weights=files)
+    large = {"rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 16, "rollout_num_nodes_per_engine": 2}
+    assert_needs(1 + 2 * 1, {**nodes, **large}, weights=files)
+
+
 def test_nothing_is_refused_without_a_range_of_two_sides() -> None:
     assert list(check_ports(Arguments())) == []
     assert list(check_ports(with_ports(1, debug=DebugArguments(debug_rollout_only=True)))) == []

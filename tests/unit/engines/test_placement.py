@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import ray.exceptions
 
 from miles_async.engines.kind import EngineKind, ServerHandle, ServerSpec
-from miles_async.engines.placement import RayServers
+from miles_async.engines.placement import EnginePlace, RayServers
 from miles_async.errors import EngineStartError
+from miles_async.weights.transports.host_files import find_place
 
 NODES = [
     {"Alive": True, "NodeID": name * 56, "NodeManagerAddress": f"10.0.0.{index}", "Labels": {}, "Resources": {}}
@@ -41,6 +44,10 @@ class Part:
             case "start":
                 await self.engine.up.wait()
                 return "http://10.0.0.0:1"
+            case "host_directory":
+                return self.engine.paths[self.node]
+            case "on_host":
+                return self.engine.answers[self.node]
             case "wait_exit":
                 self.awaited.set()
                 return await asyncio.shield(self.ended)
@@ -52,18 +59,22 @@ class Engine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.parts: list[Part] = []
+        self.gpus: list[tuple[str, ...]] = []
         self.killed: list[int] = []
         self.calls: list[tuple[int, str, tuple[object, ...]]] = []
         self.up = asyncio.Event()
+        self.paths: list[Path | None] = [Path("/dev/shm/a")] * 2
+        self.answers: list[object] = [7, 8]
         monkeypatch.setattr("ray.nodes", lambda: NODES)
         monkeypatch.setattr("ray.remote", lambda _: self)
         monkeypatch.setattr("ray.kill", lambda part, no_restart: self.killed.append(part.node))
 
-    def options(self, *, scheduling_strategy: Any, **_: object) -> Engine:
-        self.place = scheduling_strategy.node_id[0]
+    def options(self, *, scheduling_strategy: Any, num_gpus: int, **_: object) -> Engine:
+        self.place, self.num_gpus = scheduling_strategy.node_id[0], num_gpus
         return self
 
-    def remote(self, *arguments: object) -> Part:
+    def remote(self, *arguments: Any) -> Part:
+        self.gpus.append(arguments[1].gpus)
         self.parts.append(Part(self, arguments[-1], self.place))
         return self.parts[-1]
 
@@ -83,6 +94,36 @@ async def test_all_parts_meet_where_the_first_one_says_and_it_alone_serves(engin
     assert [part.place for part in engine.parts] == ["c", "a"]  # engine 0 has a and b
     assert (0, "open_rendezvous", ()) == engine.calls[0]
     assert engine.calls.index((1, "follow", (("10.0.0.0", 7),))) < engine.calls.index((0, "start", (("10.0.0.0", 7),)))
+
+
+async def test_each_part_has_the_gpus_of_the_ranks_of_its_node(engine: Engine) -> None:
+    engine.up.set()
+    place = EnginePlace(node_ids=("c" * 56, "b" * 56), gpus=(("0", "1"), ("3", "2")))
+    await RayServers(KIND, msgspec.structs.replace(SPEC, device="cuda"), places=[place])(0, 0).start()
+    assert [part.place for part in engine.parts] == ["c", "b"]
+    assert engine.gpus == [("0", "1"), ("3", "2")]
+    assert engine.num_gpus == 0  # the ranks hold them
+
+
+async def test_files_are_brought_to_each_node_at_one_path(engine: Engine) -> None:
+    engine.up.set()
+    handle = engine.handle()
+    await handle.start()
+    assert await handle.on_host(find_place, 100) == 7
+    directories = [(node, arguments) for node, name, arguments in engine.calls if name == "host_directory"]
+    assert directories == [(0, (100,)), (1, (100, Path("/dev/shm/a")))]
+    assert sorted(node for node, name, _ in engine.calls if name == "on_host") == [0, 1]
+    engine.answers = [7, None]
+    assert await handle.on_host(find_place, 100) is None  # one node lacks it
+
+
+async def test_files_are_brought_once_to_two_parts_of_one_machine(engine: Engine) -> None:
+    engine.up.set()
+    engine.paths[1] = None
+    handle = engine.handle()
+    await handle.start()
+    assert await handle.on_host(find_place, 100) == 7
+    assert [node for node, name, _ in engine.calls if name == "on_host"] == [0]
 
 
 async def test_a_part_that_ends_while_the_engine_starts_fails_the_start(engine: Engine) -> None:

@@ -164,3 +164,17 @@ async def test_a_server_sees_the_gpus_that_it_is_given(spec: ServerSpec) -> None
     await server.start()
     assert psutil.Process(await server.pid()).environ()["CUDA_VISIBLE_DEVICES"] == "3,1"
     await server.stop()
+
+
+async def test_a_further_node_of_an_engine_has_its_files_at_the_path_of_the_first(spec: ServerSpec) -> None:
+    first, other = (ServerProcess(FILES, spec, 0, 0, node) for node in range(2))
+    place = await first.host_directory(0)
+    assert place is not None
+    assert await other.host_directory(0, place) is None  # both on one machine
+    elsewhere = place.with_name(f"{place.name}-of-another-machine")
+    assert await other.host_directory(0, elsewhere) == elsewhere
+    assert await other.on_host(str, 0) == str(elsewhere)
+    for part in (first, other):
+        await part.stop()
+    assert not place.exists()
+    assert not elsewhere.exists()

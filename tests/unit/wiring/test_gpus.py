@@ -17,12 +17,14 @@ from miles_async.arguments import (
     Arguments,
     CheckpointArguments,
     ClusterArguments,
+    EnginesArguments,
     EvaluationArguments,
     OptimizerArguments,
     RolloutArguments,
     StalenessArguments,
     WeightsArguments,
 )
+from miles_async.arguments.cluster_checks import check_colocation
 from miles_async.controller import Controller
 from miles_async.engines.placement import EnginePlace
 from miles_async.errors import EngineError
@@ -275,12 +277,73 @@ async def test_sides_with_gpus_of_their_own_start_together() -> None:
         await OwnGpus().start(start, start)
 
 
-def test_engines_see_their_ranks_gpus_first_and_the_one_that_weights_come_from() -> None:
-    arguments = Arguments(cluster=ClusterArguments(rollout_num_gpus=4, rollout_num_gpus_per_engine=2))
+def sharing(nodes: int, gpus: int, size: int, engines: int, spread: int = 1, transport: str = "ipc") -> Arguments:
+    """``size``: GPUs per engine. ``spread``: nodes per engine."""
+    return Arguments(
+        cluster=ClusterArguments(
+            colocate=True,
+            actor_num_nodes=nodes,
+            actor_num_gpus_per_node=gpus,
+            rollout_num_gpus=size * engines,
+            rollout_num_gpus_per_engine=size,
+            rollout_num_nodes_per_engine=spread,
+        ),
+        engines=EnginesArguments(engine_max_restarts=0),
+        staleness=StalenessArguments(on_policy=True),
+        weights=WeightsArguments(weight_transport=transport),
+    )
+
+
+@pytest.mark.parametrize("transport", ["ipc", "mine:SPEC"])
+def test_engines_see_their_ranks_gpus_first_and_the_one_that_weights_come_from(transport: str) -> None:
     locations = [("node", gpu) for gpu in "3120"]
-    assert shared_places(arguments, locations) == {
+    assert shared_places(sharing(1, 4, size=2, engines=2, transport=transport), locations) == {
         "engine": (
-            EnginePlace(node_ids=("node",), gpus=("3", "1")),
-            EnginePlace(node_ids=("node",), gpus=("2", "0", "3")),
+            EnginePlace(node_ids=("node",), gpus=(("3", "1"),)),
+            EnginePlace(node_ids=("node",), gpus=(("2", "0", "3"),)),
         )
     }
+
+
+@pytest.mark.parametrize("transport", ["object_store", "disk"])
+def test_engines_that_load_files_see_their_ranks_gpus_only(transport: str) -> None:
+    places = shared_places(sharing(1, 2, size=1, engines=2, transport=transport), [("node", "1"), ("node", "0")])
+    assert [place.gpus for place in places["engine"]] == [(("1",),), (("0",),)]
+
+
+def test_an_engine_of_several_nodes_has_the_gpus_of_each() -> None:
+    run = sharing(4, 2, size=4, engines=2, spread=2, transport="disk")
+    locations = [(node, gpu) for node, gpus in zip("abcd", ("01", "10", "23", "01"), strict=True) for gpu in gpus]
+    assert shared_places(run, locations)["engine"] == (
+        EnginePlace(node_ids=("a", "b"), gpus=(("0", "1"), ("1", "0"))),
+        EnginePlace(node_ids=("c", "d"), gpus=(("2", "3"), ("0", "1"))),
+    )
+
+
+@given(
+    nodes=st.integers(1, 5),
+    gpus=st.integers(1, 8),
+    share=st.integers(1, 9),
+    spread=st.integers(1, 3),
+    engines=st.integers(1, 12),
+    data=st.data(),
+)
+def test_every_accepted_layout_has_places_and_no_gpu_is_in_two_engines(
+    nodes: int, gpus: int, share: int, spread: int, engines: int, data: st.DataObject
+) -> None:
+    run = sharing(nodes, gpus, share * spread, engines, spread, transport="object_store")
+    order = [data.draw(st.permutations([str(gpu) for gpu in range(gpus)])) for _ in range(nodes)]
+    locations = [(f"node-{node}", gpu) for node, gpus in enumerate(order) for gpu in gpus]
+    places = shared_places(run, locations)["engine"]
+    if list(check_colocation(run)):
+        assert len(places) < engines  # no layout is refused that has room
+        return
+    assert len(places) == engines
+    taken = [
+        (node, gpu) for place in places for node, own in zip(place.node_ids, place.gpus, strict=True) for gpu in own
+    ]
+    assert len({*taken}) == len(taken) == engines * share * spread
+    assert {*taken} <= {*locations}
+    for place in places:
+        assert len({*place.node_ids}) == spread
+        assert {len(own) for own in place.gpus} == {share}

@@ -306,6 +306,39 @@ def test_sides_that_share_gpus_and_several_nodes(migrated: Migrate) -> None:
     assert "\n--ray-address auto\n" in text
 
 
+@pytest.mark.parametrize(
+    ("given", "lines"),
+    [
+        ("", {"--rollout-num-gpus 16"}),
+        ("--rollout-num-gpus-per-engine 16", {"--rollout-num-nodes-per-engine 2", "--rollout-num-gpus 16"}),
+        (
+            "--actor-num-gpus-per-node 4 --rollout-num-gpus-per-engine 8",
+            {"--rollout-num-nodes-per-engine 2", "--rollout-num-gpus 8"},
+        ),
+    ],
+)
+def test_sides_that_share_gpus_of_several_nodes(given: str, lines: set[str], migrated: Migrate) -> None:
+    status, text = migrated(f"{FINE} --colocate --actor-num-nodes 2 {given}")
+    assert status == 0, text
+    expected = {"--ray-address auto", "--weight-transport object_store", "--engine-max-restarts 0"}
+    assert {*text.splitlines()} >= expected | lines
+
+
+@pytest.mark.parametrize(
+    ("given", "nodes"),
+    [
+        ("--rollout-num-gpus-per-engine 8", 1),
+        ("--rollout-num-gpus-per-engine 16", 2),
+        ("--rollout-num-gpus-per-engine 8 --num-gpus-per-node 4", 2),
+        ("--rollout-num-gpus-per-engine 16 --rollout-num-nodes-per-engine 4", 4),
+    ],
+)
+def test_engines_larger_than_a_node_have_several(given: str, nodes: int, migrated: Migrate) -> None:
+    text = migrated(f"{FINE} --rollout-num-gpus 16 {given}")[1]
+    assert text.count("--rollout-num-nodes-per-engine ") == (nodes > 1)
+    assert f"--rollout-num-nodes-per-engine {nodes}\n" in text or nodes == 1
+
+
 def test_what_cannot_be_mapped_or_known_is_told(tmp_path: Path, migrated: Migrate) -> None:
     script = written(tmp_path, "train.py --data-source-path $OWN --no-such-flag 3 --lr 1e-6", before="TP=4\n")
     (tmp_path / "models" / "tiny.sh").unlink()

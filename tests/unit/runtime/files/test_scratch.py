@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from miles_async.runtime.files.owned_directory import OwnedDirectory
-from miles_async.runtime.files.scratch import network_file_system, scratch_directory
+from miles_async.runtime.files.scratch import network_file_system, same_directory, scratch_directory
 
 GIB = 2**30
 
@@ -139,3 +139,17 @@ def test_the_mount_that_a_place_is_on_says_its_kind(place: str, kind: str | None
 
 def test_without_a_table_nothing_is_said(tmp_path: Path) -> None:
     assert network_file_system(tmp_path, tmp_path / "absent") is None
+
+
+def test_a_node_has_its_directory_where_another_one_has_it(places: tuple[Path, Path]) -> None:
+    memory, disk = places
+    for parent in (memory, disk):
+        place = parent / "miles-async-theirs"
+        made = same_directory(place, GIB, memory=memory)
+        assert made is not None
+        assert made.path == place
+        assert same_directory(place, GIB, memory=memory) is None, "one machine"
+        made.remove()
+    with pytest.raises(OSError, match=f"room for 12.9 GB in {memory}, .* found it in {disk} only"):
+        same_directory(memory / "miles-async-theirs", 12 * GIB, memory=memory)
+    assert list(disk.iterdir()) == []

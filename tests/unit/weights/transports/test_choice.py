@@ -53,8 +53,8 @@ def test_external_engines_are_reached_by_network_only(name: str) -> None:
 def test_engines_of_several_nodes_are_reached_by_what_reaches_all_their_ranks(name: str) -> None:
     # covers: C3
     found = problems("cuda", weight_transport=name, several_nodes=True)
-    assert bool(found) == (name not in ("distributed", "disk"))
-    assert all(problem.endswith("use distributed or disk") for problem in found)
+    assert bool(found) == (name == "ipc")
+    assert all(problem.endswith("use distributed, disk or object_store") for problem in found)
     assert problems(weight_transport="disk", weight_delta="xor", several_nodes=True) != []
 
 
