@@ -136,8 +136,14 @@ async def server(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path)
     assert psutil.wait_procs(processes, 10)[1] == []
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    [
+        pytest.param(mode, transport, marks=() if "retract" in mode or "distributed" in transport else pytest.mark.long)
+        for mode in ("retract", "in_place", "abort")
+        for transport in TRANSPORTS
+    ],
+)
 async def test_what_is_trained_is_what_generates(server: Server, transport: str, mode: str) -> None:
     # covers: C8, M11, P4, A2
     async with server.publishing(pause_generation_mode=mode, **TRANSPORTS[transport]) as published:
