@@ -91,14 +91,24 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
         choices=SYSTEMS,
         help="print what becomes of each flag or key of this system, one per line",
     )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="the value of a variable that the script takes from the environment, or of its argument: 1=VALUE for $1. "
+        "May be repeated",
+    )
     parsed = parser.parse_args(words)
     script: Path | None = parsed.script
     if (script is None) == (parsed.table is None):
         parser.error("expected SCRIPT or --table")
+    if parsed.set and script is None:
+        parser.error("--set is for a SCRIPT")
     if script is None:
         show("".join(table(parsed.table)))
         return 0
-    command = _command(script)
+    command = _command(script, dict(map(_variable, parsed.set)))
     is_verl = command.program in VERL_PROGRAMS
     migrated = from_verl(command.words, command.program) if is_verl else Migrated(words=command.words)
     translation = translate(migrated.words)
@@ -164,7 +174,14 @@ def refusals(text: str, checks: Mapping[str, Sequence[str]]) -> list[str]:
     return [*flag_problems(arguments), *passed_on_problems(arguments), *check_foreign(arguments, given)]
 
 
-def _command(script: Path) -> ShellCommand:
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or re.fullmatch(r"\w+", name) is None:
+        raise ConfigurationError(f"--set {text}: expected NAME=VALUE, such as BASE_DIR=/models")
+    return name, value
+
+
+def _command(script: Path, given: Mapping[str, str]) -> ShellCommand:
     try:
         text = sys.stdin.read() if str(script) == "-" else script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -175,7 +192,7 @@ def _command(script: Path) -> ShellCommand:
             "command, for miles-async migrate -"
         )
     try:
-        return find_command(text, PROGRAMS, script.parent)
+        return find_command(text, PROGRAMS, script.parent, given)
     except ConfigurationError as error:
         raise ConfigurationError(f"{script}: {error}") from None
 
@@ -266,7 +283,10 @@ def _remarks(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
         title = "Left out, since config.json of --hf-checkpoint or another flag says it"
         yield from _section(title, [", ".join(migrated.checked)])
     yield from _section("Could not be mapped", migrated.unmapped)
-    yield from _section("Only the shell knows these: write their values", command.unknown)
+    title = "Only the shell knows these: write their values, or give variables by --set NAME=VALUE"
+    yield from _section(title, command.unknown)
+    title = "A date of the script is that of now in these: look at them before a second run"
+    yield from _section(title, command.dated)
     yield from _section("Assigned more than once, the last one was taken: look at them", command.repeated)
     title = "Set or extended under a condition or in a loop, taken once as if it held: look at them"
     yield from _section(title, command.conditional)

@@ -317,7 +317,7 @@ def test_what_cannot_be_mapped_or_known_is_told(tmp_path: Path, migrated: Migrat
     assert "[@]" not in text
     assert "#   --data-source-path does not exist here: prompts come from --prompt-data" in text
     assert "#   unknown flag --no-such-flag" in text
-    assert "# Only the shell knows these: write their values:\n#   MODEL_ARGS\n#   BASE_DIR\n" in text
+    assert "--set NAME=VALUE:\n#   MODEL_ARGS\n#   BASE_DIR\n" in text
     assert "# Assigned more than once, the last one was taken: look at them:\n#   TP\n" in text
     assert "# Sourced by the script and not found, so its flags are missing:\n#   models/tiny.sh\n" in text
 
@@ -442,7 +442,7 @@ def test_what_may_make_a_difference_has_to_be_known(words: str, unknown: str, mi
 @pytest.mark.parametrize(
     ("words", "unknown"),
     [
-        ("trainer.experiment_name=run_$(date +%m%d)", "trainer.experiment_name=run_$(date +%m%d)"),
+        ("trainer.experiment_name=run_$(hostname)", "trainer.experiment_name=run_$(hostname)"),
         ("$EXTRA", "EXTRA"),
         ("actor_rollout_ref.actor.use_kl_loss=$1", "1"),
     ],
@@ -451,6 +451,18 @@ def test_what_only_the_shell_knows_of_a_recipe_of_verl(words: str, unknown: str,
     status, text = migrated(script=f"python3 -m verl.trainer.main_ppo data.train_files=a.parquet {words}\n")
     assert status == 1
     assert f"\n#   {unknown}\n" in text.partition("# Only the shell knows these")[2]
+
+
+def test_variables_of_the_environment_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 train.py {FINE} --hf-checkpoint $BASE_DIR/m --save $BASE_DIR/s_$(date +%Y)\n")
+    assert main(["migrate", str(script), "--set", "BASE_DIR=/data"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n--hf-checkpoint /data/m\n--save /data/s_2" in shown
+    assert "# A date of the script is that of now in these: look at them before a second run:\n" in shown
+    assert "BASE has no effect" in refused(capsys, "migrate", script, "--set", "BASE=/data")
+    assert "--set a-b=1: expected NAME=VALUE" in refused(capsys, "migrate", script, "--set", "a-b=1")
+    assert "--set is for a SCRIPT" in refused(capsys, "migrate", "--table", "slime", "--set", "A=1")
 
 
 def test_what_the_environment_holds_here_is_named_and_a_key_is_not_shown(migrated: Migrate) -> None:
