@@ -110,7 +110,7 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
         return 0
     command = _command(script, dict(map(_variable, parsed.set)))
     is_verl = command.program in VERL_PROGRAMS
-    migrated = from_verl(command.words, command.program) if is_verl else Migrated(words=command.words)
+    migrated = from_verl(command.words, command.program, script.parent) if is_verl else Migrated(words=command.words)
     translation = translate(migrated.words)
     scripted = {} if is_verl else values_by_flag(command.words)
     _forgive(translation, scripted)

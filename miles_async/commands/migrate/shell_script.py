@@ -34,6 +34,7 @@ _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
 _SEQUENCE = re.compile(r"\$\(seq\s+([^()]*)\)")
 # Brackets in it may be nested three deep, as in $(f $(g $((1)))).
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)|`[^`]*`")
+_OF_THE_SYSTEM = ("/etc/", "/opt/", "/usr/")  # files of a compiler or a driver, which set no flags
 HOME, _TILDE = "HOME", ["~"]
 _ARGUMENTS = ("$@", "${@}", "$*")  # of the script, which has none
 _BLANK = "\x1f"  # stands for a blank that separates no words
@@ -193,10 +194,10 @@ class _Script:
     def _source(self, path: str, directory: Path) -> None:
         known = "".join(self.expand([path], ShellCommand(program="", words=[])))
         rest = re.sub(r"^.*(?:\$\w+|[})])/", "", known)  # a variable at its beginning is the script's own directory
-        file = next(filter(Path.is_file, _places(rest, directory)), None)
+        file = next(filter(Path.is_file, places(rest, directory)), None)
         if file is not None:
             self.read(file.read_text(encoding="utf-8"), file.parent)
-        else:
+        elif not rest.startswith(_OF_THE_SYSTEM):
             self.missing.append(rest)
 
     def expand(self, words: Sequence[str], command: ShellCommand) -> Iterator[str]:
@@ -276,8 +277,8 @@ class _Script:
             command.conditional.append(name)
 
 
-def _places(path: str, directory: Path) -> Iterator[Path]:
-    """Where a sourced file may be: as written, or elsewhere in the checkout that ``directory`` is a part of."""
+def places(path: str, directory: Path) -> Iterator[Path]:
+    """Where a script's file may be: as written, or elsewhere in the checkout that ``directory`` is a part of."""
     yield directory / path
     parts = Path(path).parts
     for parent in (directory, *directory.absolute().parents):
