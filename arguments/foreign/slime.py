@@ -254,7 +254,9 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_noted("log-probs come in chunks, --logprob-chunk, of micro-batches of --max-tokens-per-gpu",
             one="log-probs-max-tokens-per-gpu log-probs-chunk-size", switches="recompute-loss-function"),
     *_refused("batches are always full: choose --global-batch-size that divides them",
-            switches="allow-partial-train-step use-dynamic-global-batch-size disable-rollout-trim-samples"),
+            switches="allow-partial-train-step disable-rollout-trim-samples"),
+    *_refused("leave out --global-batch-size: a rollout batch is one optimizer step then",
+            switches="use-dynamic-global-batch-size"),
     *_noted("checkpoints hold all that a run resumes with; --save-hf exports weights alone",
             switches="no-save-optim no-save-rng"),
     *_refused("--load resumes all of a run: leave it out to start from the weights of --hf-checkpoint",
@@ -351,6 +353,10 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue(
         flag="--rm-type", value="deepscaler", ours=("--rm-type", "math"),
         note="`math` compares the answer after the last </think>, and of a response without one the whole",
+    ),
+    ForeignValue(
+        flag="--rm-type", value="gemma_math", ours=("--rm-type", "math"),
+        note="it skips the thoughts of all models, up to <channel|> in Gemma 4",
     ),
     ForeignValue(
         flag="--rm-type", value="dapo", ours=("--rm-type", "math"), note="a wrong answer has 0, not -1",

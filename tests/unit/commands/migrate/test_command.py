@@ -406,6 +406,35 @@ def test_a_reference_that_is_the_converted_model_is_the_model(reference: str, mi
     assert f"#   --ref-load {reference} is taken as --ref-hf-checkpoint /models/m/: by its name" in text
 
 
+@pytest.mark.parametrize("kl", ["", "--use-kl-loss --kl-loss-coef 0.1"])
+@pytest.mark.parametrize("model", ["/m/Qwen3-4B-FP8/", "/m/Qwen3-4B-INT4", "/m/Qwen3-4B_fp8"])
+def test_engines_that_read_another_precision_are_told(model: str, kl: str, migrated: Migrate) -> None:
+    status, text = migrated(f"{FINE} --hf-checkpoint {model} --ref-load /m/Qwen3-4B_torch_dist {kl}")
+    assert status == 1
+    assert f"in 8 or 4 bits from --hf-checkpoint {model}: here trainer and engines share one model, in bf16" in text
+    assert "changes nothing: without a KL" not in text
+
+
+def test_variables_for_the_trainer_are_set_in_the_environment(migrated: Migrate) -> None:
+    variables = """'{"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "MINE": "1", "A_TOKEN": "hidden"}'"""
+    status, text = migrated(f"{FINE} --train-env-vars {variables}")
+    assert status == 0, text
+    _, _, told = text.partition("# Set in the environment:\n")
+    assert told.startswith("#   PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n#   MINE=1\n#   A_TOKEN\n")
+    assert "hidden" not in text
+    (forwarded,) = [line for line in text.splitlines() if line.startswith("--forward-env")]
+    assert {"PYTHONPATH", "MINE"} <= set(forwarded.split())
+    assert migrated(f"{FINE} --train-env-vars '[1]'")[0] == 1
+
+
+def test_one_step_per_rollout_batch(migrated: Migrate) -> None:
+    status, text = migrated(f"{FINE} --global-batch-size 64 --use-dynamic-global-batch-size")
+    assert status == 0, text
+    assert "\n--global-batch-size" not in text
+    assert "#   --use-dynamic-global-batch-size is one optimizer step per rollout batch" in text
+    assert migrated(f"{FINE} --num-steps-per-rollout 2 --use-dynamic-global-batch-size")[0] == 1
+
+
 def test_the_home_directory_is_a_tilde(migrated: Migrate) -> None:
     status, text = migrated(script=f"python3 train.py {FINE} --save $HOME/a --run-dir ${{HOME}}/b\n")
     assert status == 0, text
