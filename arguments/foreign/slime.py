@@ -96,7 +96,7 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("hooks find their settings by themselves, in a file or the environment", one="custom-config-path"),
     *_noted("it is for transformers' models, and Megatron trains here", one="attn-implementation"),
     _works("--gradient-checkpointing", "--recompute-granularity", "full", takes="nothing"),
-    *_refused(f"Megatron trains here: use {_CPU_OFFLOAD}", switches="fsdp-cpu-offload"),
+    _works("--fsdp-cpu-offload", *_CPU_OFFLOAD.split(), takes="nothing", why=": weights and gradients stay on GPUs"),
     *_noted("it is for FSDP, and Megatron trains here", one="fsdp-cpu-backend dp-replicate-size",
             switches="fsdp-state-dict-cpu-offload no-fsdp-state-dict-cpu-offload keep-fp32-master"),
     *_refused("use --lr-warmup-fraction", one="warmup-ratio"),
