@@ -19,6 +19,7 @@ _METRICS = (
 )
 
 _DECODING = ": SGLang distinguishes the graphs of decoding and prefills"
+_RENAMED = ": SGLang renamed it"
 _REPLIES = ": SGLang's parsers run where turns are made messages, not in its servers"
 
 _noted = partial(rows, "noted", origin="SGLang, smg")
@@ -40,6 +41,9 @@ def _tensor_parallel(flag: str) -> ForeignFlag:
 ENGINES: tuple[ForeignFlag, ...] = (
     _works("--sglang-cuda-graph-bs", "--sglang-cuda-graph-bs-decode", takes="many", why=_DECODING),
     _works("--sglang-cuda-graph-max-bs", "--sglang-cuda-graph-max-bs-decode", why=_DECODING),
+    *(_works(f"--sglang-nsa-{part}-backend", f"--sglang-dsa-{part}-backend", why=_RENAMED)
+      for part in ("prefill", "decode")),
+    _works("--sglang-mamba-scheduler-strategy", "--sglang-mamba-radix-cache-strategy", why=_RENAMED),
     *map(_tensor_parallel, ("--sglang-tp", "--sglang-tp-size", "--sglang-tensor-parallel-size")),
     *_noted("engines of several pipeline stages would keep generating while they are paused for new weights (SGLang "
             "0.5.23); use --rollout-num-gpus-per-engine, their tensor-parallel size",

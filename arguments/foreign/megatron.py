@@ -54,6 +54,10 @@ MEGATRON: tuple[ForeignFlag, ...] = (
             switches="fp8-param-gather fp4-param-gather reuse-grad-buf-for-mxfp8-param-ag "
             "moe-router-padding-for-quantization"),
     *_refused("use --bf16: what fp16 needs, a scaled loss, is not implemented", switches="fp16"),
+    # Learning rate.
+    *_noted("a warm-up begins at 0", one="lr-warmup-init", only=("0",)),
+    *_refused("the decay ends with the run: remove it", one="lr-decay-iters lr-decay-samples"),
+    *_refused("use --lr-decay-style", one="lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style"),
     # Batches.
     *_noted("it is the default; --loss-aggregation has the alternatives", switches="calculate-per-token-loss"),
     *_refused("use --num-rollout (rollout steps)", one="train-iters"),

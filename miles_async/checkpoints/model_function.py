@@ -48,6 +48,7 @@ _TOKENIZER_SETTINGS = ("add_bos_token", "add_eos_token")
 _TOKENIZER_SWITCHES = ("split_special_tokens", "clean_up_tokenization_spaces")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token")
 _MORE_SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")  # transformers 4's name and 5's
+_STEPS = ("pre_tokenizer", "pretokenizers", "post_processor", "processors", "decoder", "decoders")
 _NO_CLASS = ("PreTrainedTokenizer", "TokenizersBackend")  # which take tokenizer.json as it is
 # Entries of a fingerprint that are not fields of config.json.
 _NO_FIELDS = (
@@ -186,12 +187,28 @@ def _text(token: object) -> object:
 
 
 def _plain(tokenizer: JsonObject) -> JsonObject:
-    """tokenizer.json in one form: releases of ``tokenizers`` differ in how they write merges and in unset fields."""
+    """tokenizer.json in one form: releases of ``tokenizers`` differ in how they write merges and in unset fields, those
+    of transformers in the offsets of tokens in a text, which nothing here asks for.
+    """
+    tokenizer = _without_offsets(tokenizer)
     model = tokenizer.get("model")
     if not isinstance(model, dict):
         return tokenizer
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or []]
     return {**tokenizer, "model": {name: value for name, value in model.items() if value} | {"merges": merges}}
+
+
+def _without_offsets(steps: Any) -> Any:
+    """Steps of a tokenizer without ``trim_offsets``, at any depth."""
+    if isinstance(steps, list):
+        return [_without_offsets(step) for step in steps]
+    if not isinstance(steps, dict):
+        return steps
+    return {
+        name: _without_offsets(value) if name in _STEPS else value
+        for name, value in steps.items()
+        if name != "trim_offsets"
+    }
 
 
 def _chat_template(directory: Path) -> str:

@@ -25,8 +25,8 @@ _PHRASE = re.compile(
 )
 _CLAUSE_END = re.compile(r"[.;](?=\s|$)|,(?=\s+(?:not|since|because|so)\b)")
 
-THOUGHT_ENDS = ("</think>", "[/THINK]", "<|channel|>final<|message|>")
-"""Ends of the thoughts; the second in models of Mistral, the last in gpt-oss."""
+THOUGHT_ENDS = ("</think>", "[/THINK]", "<|channel|>final<|message|>", "<channel|>")
+"""Ends of the thoughts; the second in models of Mistral, then gpt-oss, then Gemma 4."""
 
 Mark = Literal["box", "tags", "hashes", "phrase", "none"]
 

@@ -15,8 +15,8 @@ from typing import Literal, get_args
 from miles_async.arguments.argument_files import split_line
 from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
 from miles_async.arguments.foreign.checks import check_foreign
-from miles_async.arguments.foreign.slime import ENVIRONMENT, FULLY_ASYNC_LOOPS
-from miles_async.arguments.foreign.translate import Translation, mentions, same, translate
+from miles_async.arguments.foreign.slime import FULLY_ASYNC_LOOPS
+from miles_async.arguments.foreign.translate import Translation, mentions, translate
 from miles_async.arguments.megatron_fields import as_megatron_flags
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.pass_through import is_pass_through
@@ -24,6 +24,7 @@ from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.arguments.validation import flag_problems
 from miles_async.commands.migrate.defaults import DEFAULTS, missing_defaults
+from miles_async.commands.migrate.several_flags import work_out
 from miles_async.commands.migrate.shell_script import HOME, ShellCommand, find_command
 from miles_async.commands.migrate.verl import PROGRAMS as VERL_PROGRAMS
 from miles_async.commands.migrate.verl import Migrated, from_verl
@@ -79,7 +80,6 @@ CLUSTER = """\
 CORRECTION = "--use-rollout-logprobs\n"
 CORRECTIONS = {"--use-rollout-logprobs", "--use-tis"}
 PROMPTS = {"--prompt-data", "--eval-prompt-data"}  # whose values are paths, too
-CONVERTED = "_torch_dist"  # ends the name of a checkpoint that slime's and miles' tools converted
 BOUNDS = {"--max-weight-staleness", "--on-policy"}
 
 System = Literal["slime", "miles", "verl"]
@@ -97,20 +97,29 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
         choices=SYSTEMS,
         help="print what becomes of each flag or key of this system, one per line",
     )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="the value of a variable that the script takes from the environment, or of its argument: 1=VALUE for $1. "
+        "May be repeated",
+    )
     parsed = parser.parse_args(words)
     script: Path | None = parsed.script
     if (script is None) == (parsed.table is None):
         parser.error("expected SCRIPT or --table")
+    if parsed.set and script is None:
+        parser.error("--set is for a SCRIPT")
     if script is None:
         show("".join(table(parsed.table)))
         return 0
-    command = _command(script)
+    command = _command(script, dict(map(_variable, parsed.set)))
     is_verl = command.program in VERL_PROGRAMS
-    migrated = from_verl(command.words, command.program) if is_verl else Migrated(words=command.words)
+    migrated = from_verl(command.words, command.program, script.parent) if is_verl else Migrated(words=command.words)
     translation = translate(migrated.words)
     scripted = {} if is_verl else values_by_flag(command.words)
-    _forgive(translation, scripted)
-    environment = [name for flag, name in ENVIRONMENT.items() if translation.problems.pop(f"--{flag}", None)]
+    environment = work_out(translation, scripted)
     _sort_out(translation, migrated)
     migrated.checked += command.described
     flags = list(_flags(command, migrated, scripted))
@@ -170,7 +179,14 @@ def refusals(text: str, checks: Mapping[str, Sequence[str]]) -> list[str]:
     return [*flag_problems(arguments), *passed_on_problems(arguments), *check_foreign(arguments, given)]
 
 
-def _command(script: Path) -> ShellCommand:
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or re.fullmatch(r"\w+", name) is None:
+        raise ConfigurationError(f"--set {text}: expected NAME=VALUE, such as BASE_DIR=/models")
+    return name, value
+
+
+def _command(script: Path, given: Mapping[str, str]) -> ShellCommand:
     try:
         text = sys.stdin.read() if str(script) == "-" else script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -181,37 +197,9 @@ def _command(script: Path) -> ShellCommand:
             "command, for miles-async migrate -"
         )
     try:
-        return find_command(text, PROGRAMS, script.parent)
+        return find_command(text, PROGRAMS, script.parent, given)
     except ConfigurationError as error:
         raise ConfigurationError(f"{script}: {error}") from None
-
-
-def _forgive(translation: Translation, scripted: Mapping[str, Sequence[str]]) -> None:
-    """Make notes of flags that the script's others leave without effect, or say by themselves."""
-    remarks = dict[str, str]()
-    model, reference = ((*scripted.get(flag, ()), "")[0] for flag in ("--hf-checkpoint", "--ref-load"))
-    if "--use-kl-loss" not in scripted and same(" ".join(scripted.get("--kl-coef", ("0",))), "0"):
-        remarks["--ref-load"] = remarks["--ref-ckpt-step"] = (
-            "changes nothing: without a KL there is no reference, and the run starts from --hf-checkpoint"
-        )
-    elif model and Path(reference).name.removesuffix(CONVERTED) == Path(model).name:
-        remarks["--ref-load"] = f"is taken as --ref-hf-checkpoint {model}: by its name, it is the same model, converted"
-        translation.words += ["--ref-hf-checkpoint", model]
-    if scripted.get("--rm-type") == ("dapo",):
-        remarks |= dict.fromkeys(("--reward-key", "--eval-reward-key"), "changes nothing: a reward is a number")
-    for flag, remark in remarks.items():
-        if translation.problems.pop(flag, None) is not None:
-            translation.notes[flag] = f"{' '.join((flag, *scripted[flag]))} {remark}"
-    if {"--num-epoch", "--num-rollout"} <= set(scripted):
-        found = mentions(translation.words)
-        translation.words = [
-            word
-            for flag, values in found
-            if flag.partition("=")[0] != "--num-epoch"
-            for word in (flag, *values)
-            if word
-        ]
-        translation.notes["--num-epoch"] = "--num-epoch changes nothing: --num-rollout is given, and wins"
 
 
 def _sort_out(translation: Translation, migrated: Migrated) -> None:
@@ -285,7 +273,10 @@ def _remarks(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
         title = "Left out, since config.json of --hf-checkpoint or another flag says it"
         yield from _section(title, [", ".join(migrated.checked)])
     yield from _section("Could not be mapped", migrated.unmapped)
-    yield from _section("Only the shell knows these: write their values", command.unknown)
+    title = "Only the shell knows these: write their values, or give variables by --set NAME=VALUE"
+    yield from _section(title, command.unknown)
+    title = "A date of the script is that of now in these: look at them before a second run"
+    yield from _section(title, command.dated)
     yield from _section("Assigned more than once, the last one was taken: look at them", command.repeated)
     title = "Set or extended under a condition or in a loop, taken once as if it held: look at them"
     yield from _section(title, command.conditional)

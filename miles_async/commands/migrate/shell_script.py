@@ -1,8 +1,8 @@
 """Read the command that a shell script would run, without running it: enough of bash for recipes of other systems.
 
 Arrays, assignments, ``source``, arithmetic, ``seq``, comments and continued lines are read; variables are put in where
-the script says their values. Conditions and loops are not followed, and what only the shell can know stays as it is:
-both are reported.
+the script, or who reads it, says their values. Conditions and loops are not followed, and what only the shell can know
+stays as it is: both are reported. What other programs would print stands in ``printed.py``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import operator
 import re
 import shlex
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_async.arguments.argument_files import outside_quotes, without_comment
+from miles_async.commands.migrate.printed import DATE, HERE, with_printed, without_printed
 from miles_async.errors import ConfigurationError
 
 _ASSIGNMENT = re.compile(r"\s*(?:(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(\(?)(.*)")
@@ -33,7 +34,9 @@ _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
 _SEQUENCE = re.compile(r"\$\(seq\s+([^()]*)\)")
 # Brackets in it may be nested three deep, as in $(f $(g $((1)))).
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)|`[^`]*`")
+_OF_THE_SYSTEM = ("/etc/", "/opt/", "/usr/")  # files of a compiler or a driver, which set no flags
 HOME, _TILDE = "HOME", ["~"]
+_ARGUMENTS = ("$@", "${@}", "$*")  # of the script, which has none
 _BLANK = "\x1f"  # stands for a blank that separates no words
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
 _ENDS_COMMAND = re.compile(r"\s(?:\d?>|[|&;])")  # a pipe, a redirection, or another command
@@ -59,31 +62,43 @@ class ShellCommand:
     conditional: list[str] = field(default_factory=list)  # variables that were set, or added to, under a condition
     described: list[str] = field(default_factory=list)  # variables whose flags describe the model
     missing: list[str] = field(default_factory=list)  # files that the script sources and that are not there
+    dated: list[str] = field(default_factory=list)  # values with the time of reading in them
 
 
-def find_command(text: str, programs: Sequence[str], directory: Path) -> ShellCommand:
+def find_command(
+    text: str, programs: Sequence[str], directory: Path, given: Mapping[str, str] | None = None
+) -> ShellCommand:
     """The last command that runs one of ``programs``. ``directory``: the script's, for what it sources.
 
-    Raises ConfigurationError if there is none, or a quote is never closed.
+    ``given``: variable → its value, where the script does not say it. Raises ConfigurationError if there is no command,
+    it does not depend on a given variable, or a quote is never closed.
     """
-    script = _Script(programs)
+    script = _Script(programs, given or {})
     script.read(text, directory)
     if script.command is None:
         raise ConfigurationError(f"no command with one of {', '.join(programs)} was found")
     command = ShellCommand(program=script.program, words=[], missing=script.missing)
     command.words = list(script.expand(script.command, command))
+    if unused := script.unused():
+        raise ConfigurationError(
+            f"{unused[0]} has no effect: the command does not depend on it, or the script sets it itself"
+        )
     return command
 
 
 class _Script:
-    def __init__(self, programs: Sequence[str]) -> None:
+    def __init__(self, programs: Sequence[str], given: Mapping[str, str]) -> None:
         self.command: list[str] | None = None
         self.program = ""
         self.missing: list[str] = []
         # Only what follows is split into words: before it may be the end of a quoted text of several lines.
         self._call = re.compile(rf"(?:^|[\s/])({'|'.join(map(re.escape, programs))})(?:\s+(.*))?$")
         # Variable → its words; None: only the shell knows.
-        self._values: dict[str, list[str] | None] = {HOME: _TILDE}
+        self._values: dict[str, list[str] | None] = {HOME: _TILDE, "PWD": [HERE]}
+        self._given = dict(given)
+        for name in given:
+            self._values.pop(name, None)
+        self._used: set[str] = set()  # given variables that were put in
         self._times: dict[str, int] = {}  # variable → assignments
         self._blocks = 0  # conditions and loops that are open
         self._conditional: set[str] = set()  # variables whose words depend on one
@@ -128,6 +143,18 @@ class _Script:
         self._assign(name, words, bool(added))
         return True
 
+    def unused(self) -> list[str]:
+        """Variables that were given and put in nowhere."""
+        return [name for name in self._given if name not in self._used]
+
+    def _known(self, name: str) -> list[str] | None:
+        """Words of a variable. The script's count, but A=${A:-1} and what only the shell knows take the given ones."""
+        own = None if name in self._open else self._values.get(name)
+        if own is not None or name not in self._given:
+            return own
+        self._used.add(name)
+        return [self._given[name]]
+
     def _read(self, name: str, text: str) -> None:
         """Take ``read -ra NAME <<< TEXT``, which splits a text, often another variable's."""
         other = _PLAIN.fullmatch(text.strip().strip('"'))
@@ -167,15 +194,18 @@ class _Script:
     def _source(self, path: str, directory: Path) -> None:
         known = "".join(self.expand([path], ShellCommand(program="", words=[])))
         rest = re.sub(r"^.*(?:\$\w+|[})])/", "", known)  # a variable at its beginning is the script's own directory
-        file = next(filter(Path.is_file, _places(rest, directory)), None)
+        file = next(filter(Path.is_file, places(rest, directory)), None)
         if file is not None:
             self.read(file.read_text(encoding="utf-8"), file.parent)
-        else:
+        elif not rest.startswith(_OF_THE_SYSTEM):
             self.missing.append(rest)
 
     def expand(self, words: Sequence[str], command: ShellCommand) -> Iterator[str]:
         for given in words:
+            if given in _ARGUMENTS:
+                continue
             word = _ARITHMETIC.sub(lambda found: self._computed(found, command), given)
+            word = self._with_printed(word, command)
             if _is_substituted(word):
                 yield from self._substituted(word, command)
                 continue
@@ -184,10 +214,10 @@ class _Script:
             if whole is None:
                 yield _VARIABLE.sub(lambda found: self._value(found, command), word)
                 continue
-            if array and whole[1] not in self._values and not self.missing:
+            if array and whole[1] not in {*self._values, *self._given} and not self.missing:
                 continue  # nobody fills it, and the environment has no arrays
             self._note(whole[1], command)
-            values = None if whole[1] in self._open else self._values.get(whole[1])
+            values = self._known(whole[1])
             if values is not None:
                 yield from self._expanded(whole[1], values, command)
             elif array is None:  # a flag's value; the words of an array are missing
@@ -195,7 +225,7 @@ class _Script:
 
     def _value(self, found: re.Match[str], command: ShellCommand) -> str:
         name, colon, default = found[1] or found[2], found[3], found[4]
-        values = None if name in self._open else self._values.get(name)  # A=${A:-1} is 1
+        values = self._known(name)
         known = None if values is None else " ".join(self._expanded(name, values, command))
         if default is not None and (known is None or (colon and not known)):
             return " ".join(self.expand([default], command))
@@ -231,8 +261,15 @@ class _Script:
             command.unknown.append(word)
         return [word]
 
+    def _with_printed(self, word: str, command: ShellCommand) -> str:
+        """``word`` with what some programs would print in place of their calls."""
+        if DATE.search(word):
+            command.dated += [name for name in self._open[-1:] or [word] if name not in command.dated]
+        return with_printed(word, lambda part: " ".join(self.expand([part], command)))
+
     def _note(self, name: str, command: ShellCommand) -> None:
-        if self._values.get(name) in (None, _TILDE) and name not in command.unknown:
+        is_unknown = self._values.get(name) in (None, _TILDE) and name not in self._given
+        if is_unknown and name not in command.unknown:
             command.unknown.append(name)
         if self._times.get(name, 0) > 1 and name not in command.repeated:
             command.repeated.append(name)
@@ -240,8 +277,8 @@ class _Script:
             command.conditional.append(name)
 
 
-def _places(path: str, directory: Path) -> Iterator[Path]:
-    """Where a sourced file may be: as written, or elsewhere in the checkout that ``directory`` is a part of."""
+def places(path: str, directory: Path) -> Iterator[Path]:
+    """Where a script's file may be: as written, or elsewhere in the checkout that ``directory`` is a part of."""
     yield directory / path
     parts = Path(path).parts
     for parent in (directory, *directory.absolute().parents):
@@ -275,7 +312,7 @@ def _scalar(value: str) -> list[str] | None:
     """Words of a value: several only where it holds flags, as scripts keep them in one variable."""
     if _DESCRIPTION in value:
         return [f"$({_DESCRIPTION})"]
-    if _is_substituted(value) or value.count('"') % 2 or value.count("'") % 2:
+    if _is_substituted(without_printed(value)) or value.count('"') % 2 or value.count("'") % 2:
         return None
     words = _split(value)
     return [word for part in words for word in (_split(part) if part.startswith("--") else [part])]

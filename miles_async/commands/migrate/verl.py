@@ -1,4 +1,6 @@
-"""A command line of verl, ``key=value`` words of Hydra, as flags of ``miles-async train``."""
+"""A command line of verl, ``key=value`` words of Hydra and the file of its ``--config-name``, as flags of
+``miles-async train``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from pathlib import Path
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS
 from miles_async.arguments.foreign.translate import same
+from miles_async.commands.migrate.verl_config import as_written, configuration
 from miles_async.commands.migrate.verl_defaults import DEFAULTS, FULLY_ASYNC_DEFAULTS
 from miles_async.commands.migrate.verl_keys import WARM_UPS, older_name, row_of
 from miles_async.commands.migrate.verl_row import VerlKey
@@ -46,13 +49,17 @@ class Migrated:
     checked: list[str] = field(default_factory=list)  # flags that config.json or another flag answers
 
 
-def from_verl(words: Sequence[str], program: str = PROGRAMS[0]) -> Migrated:
-    """Translate the words after the name of ``program``. verl's defaults that differ from ours are written out."""
-    typed = list(_overrides(words))
+def from_verl(words: Sequence[str], program: str = PROGRAMS[0], directory: Path | None = None) -> Migrated:
+    """Translate the words after the name of ``program``. verl's defaults that differ from ours are written out.
+
+    ``directory``: the script's, to find the file of ``--config-name`` in its checkout.
+    """
+    configured, missing = configuration(words, directory or Path.cwd())
+    typed = [*configured, *_overrides(words)]
     names = {older_name(key): key for key, _ in typed}
     given = {older_name(key): value for key, value in typed}
     values = _in_steps({**DEFAULTS, **FULLY_ASYNC_DEFAULTS, **given}) if program == FULLY_ASYNC else DEFAULTS | given
-    done, noted = Migrated(), dict[str, list[str]]()
+    done, noted = Migrated(unmapped=missing), dict[str, list[str]]()
     for key, value in values.items():
         row, shown = row_of(key), f"{names.get(key, key)}={value}"
         if row is None:
@@ -113,8 +120,7 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
         if equals and not key.startswith(("-", "~")):
-            value = value.strip().strip("'\"")
-            yield key, {"true": "True", "false": "False", "null": "None", "none": "None"}.get(value.lower(), value)
+            yield key, as_written(value.strip().strip("'\""))
 
 
 def _one(row: VerlKey, value: str, done: Migrated, shown: str) -> None:
@@ -147,7 +153,7 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
     done.words += [f"--use-{tracker}" for tracker in TRACKERS if tracker in loggers]
     for key, value in values.items():
         beginning = next((start for start in _AS_FLAGS if key.startswith(start)), None)
-        if beginning is not None:
+        if beginning is not None and (row := row_of(key)) is not None and row.key.endswith(".*"):
             done.words += _as_flag(_AS_FLAGS[beginning] + key.removeprefix(beginning).replace("_", "-"), value)
 
 

@@ -40,6 +40,7 @@ _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout
 _MEGATRON, _OPTIM = f"{_ACTOR}.megatron", f"{_ACTOR}.optim"
 _ESTIMATOR, _LOSS_MODE = "algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode"
 _GAE = When(_ESTIMATOR, ("gae",))
+_MULTI_TURN = When(f"{_ROLLOUT}.multi_turn.enable", ("True",))
 _CORRECTION = "algorithm.rollout_correction"
 _BYPASS, _WEIGHTS = f"{_CORRECTION}.bypass_mode", ("token", "sequence", "geometric")
 _REJECTION = (
@@ -111,7 +112,8 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag(f"{_MODEL}.target_modules", "--target-modules", all="all-linear"),
     is_flag(f"{_MODEL}.lora.target_modules", "--target-modules", all="all-linear"),
     is_flag(f"{_MODEL}.lora_adapter_path", "--lora-adapter-path", unset="None"),
-    refused(f"{_MODEL}.exclude_modules", "--target-modules names the layers that get an adapter"),
+    noted(f"{_MODEL}.exclude_modules", "only layers of the language model get adapters, those that --target-modules "
+           "names", "None", ".*visual.*"),
     noted(f"{_MODEL}.lora.dropout", "engines have no dropout", "0", "0.0"),
     noted(f"{_MODEL}.lora.lora_A_init_method", "the first matrix is drawn, the second is 0"),
     noted(f"{_MODEL}.lora.merge", "adapters are published merged into the weights"),
@@ -139,6 +141,11 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag(f"{_ACTOR}.veomni.expert_parallel_size", "--expert-model-parallel-size"),
     switch(f"{_MEGATRON}.sequence_parallel", off=("--no-sequence-parallel",)),
     is_flag(f"{_MEGATRON}.seed", "--seed"),
+    *(is_flag(f"{_MEGATRON}.override_transformer_config.num_layers_in_{end}_pipeline_stage",
+              f"--decoder-{end}-pipeline-num-layers", unset="None") for end in ("first", "last")),
+    *(noted(f"{_MEGATRON}.override_transformer_config.account_for_{part}_in_pipeline_split",
+             "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers", "False") for part in
+      ("embedding", "loss")),
     *(together(f"{_MEGATRON}.{key}.*", "is the flag `--X` of the same name, or `--megatron-X`") for key in
       ("override_transformer_config", "override_ddp_config")),
     together(f"{_OPTIM}.override_optimizer_config.*", "is the flag `--X` of the same name, or `--megatron-X`"),
@@ -180,7 +187,7 @@ KEYS: tuple[VerlKey, ...] = (
     *(noted(f"{_ACTOR}.{key}", _PACKED) for key in
       ("use_dynamic_bsz", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")),
     noted(f"{_ACTOR}.shuffle", "samples are balanced over ranks, in an order that the seed decides"),
-    switch(f"{_ACTOR}.use_prefix_grouper", "--share-prefixes"),
+    noted(f"{_ACTOR}.use_prefix_grouper", "it saves time alone; --share-prefixes does, with --device cpu"),
     # Advantages and loss.
     choice(
         "algorithm.adv_estimator",
@@ -284,8 +291,8 @@ KEYS: tuple[VerlKey, ...] = (
     is_flag(f"{_ROLLOUT}.expert_parallel_size", "--sglang-ep-size"),
     noted(f"{_ROLLOUT}.checkpoint_engine.*", "--weight-transport says how weights reach engines"),
     choice(f"{_ROLLOUT}.multi_turn.enable", _TOOLS, False_=""),
-    is_flag(f"{_ROLLOUT}.multi_turn.max_assistant_turns", "--max-turns", unset="None"),
-    refused(f"{_ROLLOUT}.multi_turn.*", _TOOLS),
+    is_flag(f"{_ROLLOUT}.multi_turn.max_assistant_turns", "--max-turns", _MULTI_TURN, unset="None"),
+    noted(f"{_ROLLOUT}.multi_turn.*", "multi_turn.enable switches it on, whose line says the rest"),
     # Rewards.
     refused("custom_reward_function.*", _HOOK),
     choice("reward_model.enable", _JUDGE, False_=""),
@@ -298,7 +305,7 @@ KEYS: tuple[VerlKey, ...] = (
     noted("reward_model.num_workers", "--rm-workers bounds processes that check answers"),
     noted("reward_model.launch_reward_fn_async", "rewards always are computed while others are generated"),
     refused("reward_model.sandbox_fusion.*", "programs run in a sandbox of this machine: --rm-type code"),
-    refused("reward_model.*", _JUDGE),
+    noted("reward_model.*", "reward_model.enable switches it on, whose line says the rest"),
     *(together(f"{new}*" if new.endswith(".") else new, f"was {old.removesuffix('.')}, whose line says the rest")
       for new, old in RENAMED.items()),
     *(refused(f"reward.{key}", _HOOK) for key in ("reward_manager.*", "compute_score_kwargs.*")),

@@ -152,6 +152,21 @@ class TestTranslation:
         words = ["--rollout-external-engine-addrs", "a:1", "b:2", "--rollout-external"]
         assert parse(*words).arguments.engines.rollout_external == ("a:1", "b:2")
 
+    def test_changes_of_weights_by_files(self):
+        words = "--update-weight-mode delta --update-weight-transport disk --update-weight-delta-encoding xor".split()
+        parsed = parse(*words, "--update-weight-disk-dir", "/shared", "--update-weight-local-checkpoint-dir", "/nvme")
+        weights = parsed.arguments.weights
+        assert (weights.weight_delta, weights.weight_transport) == ("xor", "disk")
+        assert weights.weight_staging_dir == Path("/shared")
+        assert len(parsed.notes) == 2
+        assert parse("--update-weight-mode", "full", "--update-weight-transport", "nccl").arguments == Arguments()
+        assert "--weight-delta overwrite" in refusal("--update-weight-delta-encoding", "overwrite")
+
+    def test_flags_that_sglang_renamed(self):
+        words = ["--sglang-nsa-decode-backend", "fa3", "--sglang-mamba-scheduler-strategy", "extra_buffer"]
+        renamed = ("--dsa-decode-backend", "fa3", "--mamba-radix-cache-strategy", "extra_buffer")
+        assert parse(*words).arguments.engines.sglang_extra == renamed
+
     def test_a_filter_by_its_path(self):
         path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
         assert parse("--dynamic-sampling-filter-path", path).arguments.rewards.group_filter == ("zero_variance",)

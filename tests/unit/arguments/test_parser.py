@@ -130,9 +130,9 @@ class TestUnknownFlags:
         assert "unknown flag --rollout-batch" in refusal("--rollout-batch", "4")
 
     def test_all_unknown_flags_are_reported_together(self):
-        message = refusal("--lrr", "1", "--fsdp-cpu-offload", "--frobnicate=2")
+        message = refusal("--lrr", "1", "--release-train", "--frobnicate=2")
         assert "3 problems" in message
-        assert all(flag in message for flag in ("--lrr", "--fsdp-cpu-offload", "--frobnicate"))
+        assert all(flag in message for flag in ("--lrr", "--release-train", "--frobnicate"))
 
 
 class TestArgumentFiles:
@@ -247,7 +247,7 @@ class TestConfigFile:
         ("text", "message"),
         [
             ("max-weight-stalenes = 2", "unknown key max-weight-stalenes; did you mean max-weight-st"),
-            ("fsdp-cpu-offload = true", "fsdp-cpu-offload"),
+            ("release-train = true", "release-train"),
             ("[staleness]\nlr = 1.0", "[staleness] lr: belongs to [optimizer]"),
             ("[stalenes]\nlr = 1.0", "there is no such table"),
             ("lr = 'fast'", "lr: expected a number, found 'fast'"),

@@ -218,6 +218,21 @@ def test_merges_in_the_form_of_a_newer_library(model: Path) -> None:
     assert model_function(model) != before
 
 
+@pytest.mark.parametrize("part", ["pre_tokenizer", "post_processor", "decoder"])
+def test_offsets_of_tokens_in_a_text_are_not_compared(model: Path, part: str) -> None:
+    whole = json.loads((model / "tokenizer.json").read_text())
+
+    def fingerprint(**fields: object) -> object:
+        step = {"type": "ByteLevel", "add_prefix_space": False, **fields}
+        steps = {"pre_tokenizer": "pretokenizers", "post_processor": "processors", "decoder": "decoders"}[part]
+        (model / "tokenizer.json").write_text(json.dumps({**whole, part: {"type": "Sequence", steps: [step]}}))
+        return model_function(model)["tokenizer"]
+
+    before = fingerprint(trim_offsets=False)
+    assert fingerprint(trim_offsets=True) == before  # as transformers 5 saves Qwen2's
+    assert fingerprint(trim_offsets=False, use_regex=True) != before
+
+
 def test_an_image_processor_in_the_file_of_all_processors_is_the_one_that_is_read(model: Path) -> None:
     before = model_function(model)
     (model / "processor_config.json").write_text(json.dumps({"image_processor": IMAGES}))

@@ -47,6 +47,8 @@ async def test_mathematical_answers_are_compared_by_what_they_mean(workers: Work
         (r"<think>\boxed{42}</think> It is \boxed{41}.", "42", 0.0),  # thoughts are not the answer
         (r"<think>\boxed{42}</think> I give up.", "42", 0.0),
         (r"[THINK]\boxed{42}[/THINK]41", "42", 0.0),
+        (r"<|channel>thought\n\boxed{42}<channel|>41", "42", 0.0),
+        (r"<|channel>thought\n\boxed{41}<channel|>\boxed{42}", "42", 1.0),
         (r"<|channel|>analysis<|message|>\boxed{42}<|end|><|start|>assistant<|channel|>final<|message|>41", "42", 0.0),
         ("<|channel|>analysis<|message|>41<|end|><|start|>assistant<|channel|>final<|message|>42", "42", 1.0),
         (r"\boxed{\frac{1}{}}", "42", 0.0),

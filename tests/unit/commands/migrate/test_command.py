@@ -350,7 +350,7 @@ def test_what_cannot_be_mapped_or_known_is_told(tmp_path: Path, migrated: Migrat
     assert "[@]" not in text
     assert "#   --data-source-path does not exist here: prompts come from --prompt-data" in text
     assert "#   unknown flag --no-such-flag" in text
-    assert "# Only the shell knows these: write their values:\n#   MODEL_ARGS\n#   BASE_DIR\n" in text
+    assert "--set NAME=VALUE:\n#   MODEL_ARGS\n#   BASE_DIR\n" in text
     assert "# Assigned more than once, the last one was taken: look at them:\n#   TP\n" in text
     assert "# Sourced by the script and not found, so its flags are missing:\n#   models/tiny.sh\n" in text
 
@@ -439,6 +439,35 @@ def test_a_reference_that_is_the_converted_model_is_the_model(reference: str, mi
     assert f"#   --ref-load {reference} is taken as --ref-hf-checkpoint /models/m/: by its name" in text
 
 
+@pytest.mark.parametrize("kl", ["", "--use-kl-loss --kl-loss-coef 0.1"])
+@pytest.mark.parametrize("model", ["/m/Qwen3-4B-FP8/", "/m/Qwen3-4B-INT4", "/m/Qwen3-4B_fp8"])
+def test_engines_that_read_another_precision_are_told(model: str, kl: str, migrated: Migrate) -> None:
+    status, text = migrated(f"{FINE} --hf-checkpoint {model} --ref-load /m/Qwen3-4B_torch_dist {kl}")
+    assert status == 1
+    assert f"in 8 or 4 bits from --hf-checkpoint {model}: here trainer and engines share one model, in bf16" in text
+    assert "changes nothing: without a KL" not in text
+
+
+def test_variables_for_the_trainer_are_set_in_the_environment(migrated: Migrate) -> None:
+    variables = """'{"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "MINE": "1", "A_TOKEN": "hidden"}'"""
+    status, text = migrated(f"{FINE} --train-env-vars {variables}")
+    assert status == 0, text
+    _, _, told = text.partition("# Set in the environment:\n")
+    assert told.startswith("#   PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n#   MINE=1\n#   A_TOKEN\n")
+    assert "hidden" not in text
+    (forwarded,) = [line for line in text.splitlines() if line.startswith("--forward-env")]
+    assert {"PYTHONPATH", "MINE"} <= set(forwarded.split())
+    assert migrated(f"{FINE} --train-env-vars '[1]'")[0] == 1
+
+
+def test_one_step_per_rollout_batch(migrated: Migrate) -> None:
+    status, text = migrated(f"{FINE} --global-batch-size 64 --use-dynamic-global-batch-size")
+    assert status == 0, text
+    assert "\n--global-batch-size" not in text
+    assert "#   --use-dynamic-global-batch-size is one optimizer step per rollout batch" in text
+    assert migrated(f"{FINE} --num-steps-per-rollout 2 --use-dynamic-global-batch-size")[0] == 1
+
+
 def test_the_home_directory_is_a_tilde(migrated: Migrate) -> None:
     status, text = migrated(script=f"python3 train.py {FINE} --save $HOME/a --run-dir ${{HOME}}/b\n")
     assert status == 0, text
@@ -475,7 +504,7 @@ def test_what_may_make_a_difference_has_to_be_known(words: str, unknown: str, mi
 @pytest.mark.parametrize(
     ("words", "unknown"),
     [
-        ("trainer.experiment_name=run_$(date +%m%d)", "trainer.experiment_name=run_$(date +%m%d)"),
+        ("trainer.experiment_name=run_$(hostname)", "trainer.experiment_name=run_$(hostname)"),
         ("$EXTRA", "EXTRA"),
         ("actor_rollout_ref.actor.use_kl_loss=$1", "1"),
     ],
@@ -484,6 +513,18 @@ def test_what_only_the_shell_knows_of_a_recipe_of_verl(words: str, unknown: str,
     status, text = migrated(script=f"python3 -m verl.trainer.main_ppo data.train_files=a.parquet {words}\n")
     assert status == 1
     assert f"\n#   {unknown}\n" in text.partition("# Only the shell knows these")[2]
+
+
+def test_variables_of_the_environment_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 train.py {FINE} --hf-checkpoint $BASE_DIR/m --save $BASE_DIR/s_$(date +%Y)\n")
+    assert main(["migrate", str(script), "--set", "BASE_DIR=/data"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n--hf-checkpoint /data/m\n--save /data/s_2" in shown
+    assert "# A date of the script is that of now in these: look at them before a second run:\n" in shown
+    assert "BASE has no effect" in refused(capsys, "migrate", script, "--set", "BASE=/data")
+    assert "--set a-b=1: expected NAME=VALUE" in refused(capsys, "migrate", script, "--set", "a-b=1")
+    assert "--set is for a SCRIPT" in refused(capsys, "migrate", "--table", "slime", "--set", "A=1")
 
 
 def test_what_the_environment_holds_here_is_named_and_a_key_is_not_shown(migrated: Migrate) -> None:

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from miles_async.commands.migrate.shell_script import ShellCommand, find_command
+from miles_async.errors import ConfigurationError
 
 
-def read(script: str) -> ShellCommand:
-    """``script``, and a command with the words of ARGS."""
-    return find_command(f"{script}\npython3 train.py ${{ARGS[@]}}\n", ["train.py"], Path("no_such_folder"))
+def read(script: str, **given: str) -> ShellCommand:
+    """``script``, and a command with the words of ARGS. ``given``: variables from outside."""
+    return find_command(f"{script}\npython3 train.py ${{ARGS[@]}}\n", ["train.py"], Path("no_such_folder"), given)
 
 
 def test_an_array_ends_at_its_own_bracket() -> None:
@@ -155,6 +157,50 @@ def test_a_file_next_to_the_script(path: str, tmp_path: Path) -> None:
     (tmp_path / "models" / "tiny.sh").write_text("ARGS=(--a)\n")
     command = find_command(f"source {path}\npython3 train.py ${{ARGS[@]}}\n", ["train.py"], tmp_path)
     assert (command.words, command.missing) == (["--a"], [])
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ('L=$(basename "$A")\nARGS=(--a $L)', ["--a", "c.d"]),
+        ('ARGS=(--a "$(dirname $A)/x")', ["--a", "a/b/x"]),
+        ("A=$(pwd)\nARGS=(--a $A/m --b `pwd` --c ${PWD}/n)", ["--a", "./m", "--b", ".", "--c", "./n"]),
+        ("G=0,1,2\nN=$(echo \"$G\" | tr ',' '\\n' | wc -l)\nARGS=(--a $N)", ["--a", "3"]),
+        ('ARGS=(--a)\nARGS+=("$@")', ["--a"]),
+    ],
+)
+def test_what_small_programs_print_is_worked_out(script: str, words: list[str]) -> None:
+    command = read(f"A=a/b/c.d\n{script}")
+    assert command.words == words
+    assert command.unknown == command.dated == []
+
+
+def test_a_date_is_that_of_now_and_is_told() -> None:
+    command = read("NOW=$(date +%Y%m%d_%H)\nARGS=(--a run-$NOW)")
+    assert re.fullmatch(r"run-2\d{7}_\d\d", command.words[1])
+    assert (command.unknown, command.dated) == ([], ["NOW"])
+
+
+@pytest.mark.parametrize(
+    "script", ["A=$(basename $UNKNOWN)", "A=$(echo $UNKNOWN | tr , '\\n' | wc -l)", "A=$(hostname)"]
+)
+def test_a_program_with_unknown_words_prints_what_is_unknown(script: str) -> None:
+    command = read(f"{script}\nARGS=(--a $A)")
+    assert command.words[1].startswith("$")
+    assert command.unknown
+
+
+def test_variables_from_outside() -> None:
+    script = "B=${B:-2}\nC=$(nproc)\nD=4\nARGS=(--a $A/x --b $B --c $C --d $D --mode $1)"
+    command = read(script, A="/models", B="3", C="8", **{"1": "p2p"})
+    assert command.words == ["--a", "/models/x", "--b", "3", "--c", "8", "--d", "4", "--mode", "p2p"]
+    assert command.unknown == []
+
+
+@pytest.mark.parametrize("name", ["NO_SUCH", "D"])
+def test_a_variable_from_outside_that_changes_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} has no effect"):
+        read("D=4\nARGS=(--d $D)", **{name: "5"})
 
 
 def test_an_array_that_nothing_fills_is_empty() -> None:

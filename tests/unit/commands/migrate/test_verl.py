@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ from miles_async.commands.migrate.verl_keys import KEYS, row_of
 OURS = list(build_parser("miles-async train")._option_string_actions)
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS = f"{ACTOR}.policy_loss"
+TRANSFORMER = f"{ACTOR}.megatron.override_transformer_config"
 CORRECTION = "algorithm.rollout_correction"
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
@@ -107,6 +109,8 @@ def test_no_row_hides_a_later_one() -> None:
          "--eval-prompt-data a /d/a/test.parquet b /d/b/test.parquet /d/c.parquet"),
         ("data.train_files=[/d/gsm8k/train.parquet,/d/math/train.parquet]",
          "--prompt-data gsm8k /d/gsm8k/train.parquet math /d/math/train.parquet"),
+        (f"+{TRANSFORMER}.num_layers_in_first_pipeline_stage=3 +{TRANSFORMER}.num_layers_in_last_pipeline_stage=6",
+         "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 6"),
         ("data.image_key=pictures", '--multimodal-keys {"image": "pictures"}'),
         ("trainer.logger=[console,wandb]", "--use-wandb"),
         ("trainer.logger=['swanlab','tensorboard']", "--use-tensorboard --use-swanlab"),
@@ -144,6 +148,11 @@ def test_what_keys_become(overrides: str, words: str) -> None:
         (f"{LOSS}.loss_mode=sapo", "--ppo-kl-coef"),
         ("data.val_files=null", "--eval-prompt-data"),
         ("data.image_key=null", "--multimodal-keys"),
+        (f"{TRANSFORMER}.num_layers_in_last_pipeline_stage=null", "--decoder-last-pipeline-num-layers"),
+        (f"{ROLLOUT}.multi_turn.max_assistant_turns=5", "--max-turns"),
+        (f"{ROLLOUT}.multi_turn.enable=False", "--max-turns"),
+        ("reward_model.enable=False", "--rm-url"),
+        ("--config-path=config --config-name=ppo_megatron_trainer.yaml", "--max-turns"),
     ],
 )
 def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> None:
@@ -168,13 +177,23 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
         ("actor_rollout_ref.nccl_timeout=$T", "give --distributed-timeout-minutes, this over 60"),
         (f"{CORRECTION}.rollout_rs=token", "which still count in the mean of the loss; in verl they do not"),
         ("actor_rollout_ref.model.torch_dtype=float16", "what fp16 needs, a scaled loss, is not implemented"),
-        (f"{ROLLOUT}.multi_turn.tool_config_path=t.yaml", "--environment-path module:attr"),
+        (
+            f"{ROLLOUT}.multi_turn.enable=True {ROLLOUT}.multi_turn.tool_config_path=t.yaml",
+            "--environment-path module:attr",
+        ),
+        (
+            "reward_model.enable=True reward_model.model.path=m reward.reward_model.rollout.name=vllm",
+            "--rm-type remote_rm",
+        ),
+        ("--config-name no_such_file", "no_such_file.yaml was not found, so its values are missing"),
+        ("actor_rollout_ref.model.exclude_modules=.*mlp.*", "only layers of the language model get adapters"),
+        (f"{TRANSFORMER}.account_for_loss_in_pipeline_split=True", "--decoder-last-pipeline-num-layers"),
         ("custom_reward_function.path=r.py", "--custom-rm-path"),
         ("trainer.frobnicate=1", "trainer.frobnicate=1: unknown key"),
     ],
 )
 def test_what_has_no_counterpart_is_told(override: str, named: str) -> None:
-    (problem,) = from_verl([override]).unmapped
+    (problem,) = from_verl(override.split()).unmapped
     assert named in problem
 
 
@@ -213,6 +232,12 @@ def test_keys_of_one_reason_share_a_line() -> None:
         ("trainer.max_critic_ckpt_to_keep=2", "the critic is a part of the checkpoints"),
         ("distillation.teacher_models.a.model_path=/m", "the teacher of --use-opd is a frozen group of engines"),
         ("reward.num_workers=8", "reward.num_workers=8: --rm-workers bounds"),
+        (f"{ROLLOUT}.multi_turn.format=hermes", "multi_turn.enable switches it on, whose line says the rest"),
+        (f"{ROLLOUT}.multi_turn.max_assistant_turns=5", f"no effect without {ROLLOUT}.multi_turn.enable=True"),
+        ("reward_model.model.path=m", "reward_model.enable switches it on, whose line says the rest"),
+        (f"{TRANSFORMER}.account_for_loss_in_pipeline_split=False", "use --decoder-first-pipeline-num-layers"),
+        (f"{ACTOR}.use_prefix_grouper=True", "it saves time alone"),
+        ("actor_rollout_ref.model.exclude_modules='.*visual.*'", "only layers of the language model get adapters"),
         ("reward.reward_manager.name=dapo", "reward.reward_manager.name=dapo: --rm-type names the reward"),
     ],
 )  # fmt: skip
@@ -220,6 +245,24 @@ def test_keys_that_count_for_nothing_are_told(overrides: str, line: str) -> None
     done = from_verl(overrides.split())
     assert line in "\n".join(done.not_needed)
     assert done.unmapped == []
+
+
+@pytest.mark.parametrize("named", ["--config-path=./sub/config --config-name=mine", "-cp sub/config -cn mine.yaml"])
+def test_values_of_a_configuration_file_count_before_those_of_the_command(named: str, tmp_path: Path) -> None:
+    scripts, folder = tmp_path / "scripts", tmp_path / "sub" / "config"
+    scripts.mkdir()
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(
+        "hydra: {searchpath: [a]}\ndefaults: [ppo_trainer]\n"
+        "data: {train_files: [/d/a.parquet], train_batch_size: 256, max_response_length: 1024}\n"
+        "actor_rollout_ref: {rollout: {multi_turn: {enable: true}}}\n"
+    )
+    done = from_verl(f"{named} data.train_batch_size=512".split(), directory=scripts)
+    words = " ".join(done.words)
+    for flags in ("--prompt-data /d/a.parquet", "--rollout-batch-size 512", "--rollout-max-response-len 1024"):
+        assert flags in words
+    (problem,) = done.unmapped
+    assert problem.startswith(f"{ROLLOUT}.multi_turn.enable=True: ")
 
 
 GRPO = f"algorithm.adv_estimator=grpo {ROLLOUT}.n=8"

@@ -1,0 +1,55 @@
+"""What a shell's ``$(program ...)`` prints, for the programs that recipes use to make names and counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import PurePosixPath
+
+HERE = "."
+"""The directory in which the script would be started, and is ``miles-async train``."""
+
+_WORD = r"[^\s()`|]+"
+_HERE = re.compile(r"\$\(pwd\)|`pwd`")
+DATE = re.compile(r"\$\(date \+([^()$`]+)\)|`date \+([^()$`]+)`")
+_PART = re.compile(rf"\$\((basename|dirname) ({_WORD})\)")
+_ITEMS = re.compile(rf"\$\(echo ({_WORD}) ?\| ?tr '?,'? '?\\n'? ?\| ?wc -l\)")
+_PRINTED = (_HERE, DATE, _PART, _ITEMS)
+
+
+def with_printed(word: str, expand: Callable[[str], str]) -> str:
+    r"""``word`` with the output of these programs in place of their calls; ``expand`` puts variables in.
+
+    A call whose words are not all known stays. A date is that of now.
+
+    >>> with_printed("$(basename a/b.c)", str), with_printed("$(echo 0,1,2 | tr , \\n | wc -l)", str)
+    ('b.c', '3')
+    >>> with_printed("$(dirname $(pwd)/a/b)", str), with_printed("$(basename $(hostname))", str)
+    ('./a', '$(basename $(hostname))')
+    """
+    word = DATE.sub(lambda found: datetime.now().astimezone().strftime(found[1] or found[2]), _HERE.sub(HERE, word))
+    word = _PART.sub(lambda found: _part(found, expand), word)
+    return _ITEMS.sub(lambda found: _count(found, expand), word)
+
+
+def without_printed(text: str) -> str:
+    """``text`` of a script without the calls that ``with_printed`` replaces."""
+    text = re.sub("[\"']", "", text)
+    for call in _PRINTED:
+        text = call.sub("", text)
+    return text
+
+
+def _part(found: re.Match[str], expand: Callable[[str], str]) -> str:
+    path = expand(found[2])
+    if "$" in path:
+        return found[0]
+    # PurePosixPath leaves out a leading "./", which dirname keeps.
+    kept = "./" if path.startswith("./") else ""
+    return PurePosixPath(path).name if found[1] == "basename" else f"{kept}{PurePosixPath(path).parent}"
+
+
+def _count(found: re.Match[str], expand: Callable[[str], str]) -> str:
+    items = expand(found[1])
+    return found[0] if "$" in items else str(items.count(",") + 1)
