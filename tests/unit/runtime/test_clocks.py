@@ -26,6 +26,7 @@ WALL_CLOCKS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("dat
 # Each writes times down for people, of one machine; none compares them, or decides by them.
 TELLERS = {
     "runs/keep_running.py",
+    "commands/migrate/printed.py",
     "engines/client.py",
     "engines/registry.py",
     "engines/reports.py",
