@@ -188,7 +188,7 @@ def test_between_two_lives_the_run_is_where_its_files_were_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aside, over, other = (tmp_path / f"run.{name}" for name in ("20261129-120000", "20261129-110000-2", "old"))
-    for directory, keeper in ((over, 1), (other, os.getpid()), (aside, os.getpid())):
+    for directory, keeper in ((over, 0), (other, os.getppid()), (aside, os.getppid())):
         monkeypatch.setenv(KEEPER, str(keeper))
         directory.mkdir()
         note_run_process(directory, Path("control"))
