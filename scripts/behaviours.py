@@ -57,6 +57,8 @@ def read_meanings(path: Path) -> tuple[list[Family], dict[str, str]]:
 def marks(path: Path) -> Iterator[tuple[str, str]]:
     """(behaviour, name of the test or "" for the whole file) of every mark in one file."""
     source = path.read_text(encoding="utf-8")
+    if not MARK.search(source):
+        return
     scopes = [node for node in ast.walk(ast.parse(source)) if _is_test(node)]
     for number, line in enumerate(source.splitlines(), start=1):
         for mark in MARK.finditer(line):
@@ -91,7 +93,10 @@ def at_night(tests: Path) -> set[tuple[str, str]]:
 
 
 def _long_tests(path: Path, *, everything: bool) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    source = path.read_text(encoding="utf-8")
+    if not everything and LONG not in source:
+        return set()
+    tree = ast.parse(source)
     assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
     marks_of_file = [ast.unparse(node.value) for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"]
     everything = everything or any(LONG in value for value in marks_of_file)
