@@ -120,10 +120,9 @@ def _room_problems(cluster: ClusterArguments) -> Iterator[str]:
     elif spread > nodes:
         yield f"with --rollout-num-nodes-per-engine {spread}, and only {nodes} train (--actor-num-nodes)"
     elif (share := ceil(size / spread)) > gpus:
-        yield (
-            f"with engines of {share} GPUs on a node, and {here}: use --rollout-num-nodes-per-engine "
-            f"{ceil(size / gpus)}, or a smaller --rollout-num-gpus-per-engine"
-        )
+        fitting = [count for count in range(spread, nodes + 1) if size % count == 0 and size // count <= gpus]
+        wider = f"--rollout-num-nodes-per-engine {fitting[0]}, or " if fitting else ""
+        yield f"with engines of {share} GPUs on a node, and {here}: use {wider}a smaller --rollout-num-gpus-per-engine"
     elif cluster.num_engines > (room := (nodes // spread) * (gpus // share)):
         divisor = (
             f"--rollout-num-nodes-per-engine that divides {nodes}"

@@ -80,6 +80,10 @@ def test_transports_that_reach_one_node_or_take_gpus_twice_are_refused(transport
 @pytest.mark.parametrize(
     ("cluster", "named"),
     [
+        (
+            {"rollout_num_gpus": 7, "rollout_num_gpus_per_engine": 7},
+            "train .*: use a smaller --rollout-num-gpus-per-engine",
+        ),
         ({"rollout_num_gpus_per_engine": 8}, "engines of 8 GPUs on a node, .* use --rollout-num-nodes-per-engine 2"),
         (
             {"actor_num_gpus_per_node": 6, "rollout_num_gpus": 12, "rollout_num_gpus_per_engine": 4},
