@@ -93,6 +93,9 @@ def check_colocation(arguments: Arguments) -> Iterator[str]:
         ),
         "with --server-groups: all engines are alike": engines.server_groups is not None,
         "with --rollout-external: those engines have their own GPUs": bool(engines.rollout_external),
+        "with --rollout-node-labels: engines are on the trainer's nodes, so use --actor-node-labels": bool(
+            cluster.rollout_node_labels
+        ),
         "with --weight-transport distributed, whose process group may have a GPU only once: use "
         f"{'ipc' if nodes == 1 else reaches}": transport == "distributed",
         f"with --weight-transport ipc and --actor-num-nodes {nodes}: engines on other nodes than the sending rank's "
@@ -117,15 +120,18 @@ def _room_problems(cluster: ClusterArguments) -> Iterator[str]:
     elif spread > nodes:
         yield f"with --rollout-num-nodes-per-engine {spread}, and only {nodes} train (--actor-num-nodes)"
     elif (share := ceil(size / spread)) > gpus:
-        yield (
-            f"with engines of {share} GPUs on a node, and {here}: use --rollout-num-nodes-per-engine "
-            f"{ceil(size / gpus)}, or a smaller --rollout-num-gpus-per-engine"
-        )
+        fitting = [count for count in range(spread, nodes + 1) if size % count == 0 and size // count <= gpus]
+        wider = f"--rollout-num-nodes-per-engine {fitting[0]}, or " if fitting else ""
+        yield f"with engines of {share} GPUs on a node, and {here}: use {wider}a smaller --rollout-num-gpus-per-engine"
     elif cluster.num_engines > (room := (nodes // spread) * (gpus // share)):
+        divisor = (
+            f"--rollout-num-nodes-per-engine that divides {nodes}"
+            if nodes % spread
+            else f"--rollout-num-gpus-per-engine that divides {gpus * spread}"
+        )
         yield (
-            f"with {cluster.num_engines} engines of {size} GPUs, and {here}: {room} engines fit, as none may have more "
-            f"GPUs on one node than on another; use --rollout-num-gpus {room * size}, or a "
-            f"--rollout-num-gpus-per-engine that divides {gpus}"
+            f"with {cluster.num_engines} engines of {size} GPUs, and {here}: {room} fit; use --rollout-num-gpus "
+            f"{room * size}, or a {divisor}"
         )
 
 

@@ -134,22 +134,25 @@ class ServerProcess:
         self, function: Callable[[Path, *Arguments], Result], room: int, *arguments: *Arguments
     ) -> Result:
         """Call ``function(directory, *arguments)`` in a thread; see ``seams.EngineFleet``."""
+        directory = await self.host_directory(room)
+        assert directory is not None
         try:
-            directory = await self.host_directory(room)
-            assert directory is not None
             return await asyncio.to_thread(function, directory, *arguments)
         except Exception as error:  # supervision point: it costs this engine, not the run
             raise EngineError(f"{function.__name__} on its host: {type(error).__name__}: {error}") from error
 
     async def host_directory(self, room: int, place: Path | None = None) -> Path | None:
         """Directory of :meth:`on_host`, made at the first call. ``place``: that of the engine's first node, whose path
-        it has to have; None if they are on one machine. Raises OSError.
+        it has to have; None if they are on one machine. Raises EngineError.
         """
         async with self._choosing_directory:
-            if self._directory is None and place is not None:
-                self._directory = await asyncio.to_thread(same_directory, place, room)
-            elif self._directory is None:
-                self._directory = await asyncio.to_thread(scratch_directory, room)
+            try:
+                if self._directory is None and place is not None:
+                    self._directory = await asyncio.to_thread(same_directory, place, room)
+                elif self._directory is None:
+                    self._directory = await asyncio.to_thread(scratch_directory, room)
+            except OSError as error:
+                raise EngineError(f"{self._name} has no directory for files: {error}") from error
         return None if self._directory is None else self._directory.path
 
     async def stop(self) -> None:

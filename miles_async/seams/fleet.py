@@ -61,7 +61,8 @@ class EngineFleet(Protocol):
         """Call ``function(directory, *arguments)`` in a thread on each engine's host; return as :meth:`call` does.
 
         ``directory`` belongs to this start of the engine and is removed with it; it is in memory if there is ``room``
-        for that many bytes, else on disk. References to objects in ``arguments`` are resolved on the host.
+        for that many bytes, else on disk. References to objects in ``arguments`` are resolved on the host. An engine on
+        several nodes calls it on each, with the same path: the answer is None if one is, else the first node's.
         """
         ...
 

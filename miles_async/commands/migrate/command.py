@@ -49,14 +49,16 @@ SYNCHRONOUS = """\
 --on-policy
 """
 TAKING_TURNS = """\
-# Engines that share the trainer's GPUs get weights there, and one that fails ends the run.
---weight-transport ipc
+# An engine that shares the trainer's GPUs and fails ends the run.
 --engine-max-restarts 0
 """
-TAKING_TURNS_ON_NODES = """\
-# Engines that share the trainer's GPUs on several nodes get weights through Ray, and one that fails ends the run.
+ON_SAME_GPUS = """\
+# Engines that share the trainer's GPUs get weights there.
+--weight-transport ipc
+"""
+ON_SAME_NODES = """\
+# Engines that share the trainer's GPUs on several nodes get weights through Ray.
 --weight-transport object_store
---engine-max-restarts 0
 """
 ONE_STEP_OFF = """\
 # train_async.py trains on what the version before generated.
@@ -257,8 +259,10 @@ def _loop(program: str, given: Mapping[str, Sequence[str]], *, fully_async: bool
     """Lines about how old data may be, and what corrects for it."""
     if program == "train.py" and not fully_async and not given.keys() & BOUNDS:
         yield SYNCHRONOUS
-        one_node = given.get("--actor-num-nodes", ("1",)) == ("1",)
-        yield "" if "--colocate" not in given else TAKING_TURNS if one_node else TAKING_TURNS_ON_NODES
+        if "--colocate" in given:
+            yield TAKING_TURNS
+            one_node = given.get("--actor-num-nodes", ("1",)) == ("1",)
+            yield "" if "--weight-transport" in given else ON_SAME_GPUS if one_node else ON_SAME_NODES
         return
     if program in VERL_PROGRAMS:
         yield VERL

@@ -65,7 +65,7 @@ def same_directory(place: Path, room: int, *, memory: Path = MEMORY) -> OwnedDir
     directory.remove()
     raise OSError(
         f"expected room for {room / 1e9:.1f} GB in {place.parent}, where the engine's first node has its files, found "
-        f"it in {directory.path.parent} only: make {memory} and TMPDIR the same on all nodes of an engine"
+        f"it in {directory.path.parent} only: all nodes of an engine need the same TMPDIR, and as much room in {memory}"
     )
 
 

@@ -43,6 +43,7 @@ def test_engines_may_use_the_trainers_gpus() -> None:
         ("cluster", {"rollout_num_gpus": 5}, "--actor-num-gpus-per-node"),
         ("engines", {"server_groups": Path("x")}, "--server-groups"),
         ("engines", {"rollout_external": ("x:1",)}, "--rollout-external"),
+        ("cluster", {"rollout_node_labels": ("pool=b",)}, "use --actor-node-labels"),
         ("engines", {"engine_max_restarts": 1}, "--engine-max-restarts 1"),
         ("weights", {"weight_transport": "distributed"}, "use ipc"),
         ("weights", {"weight_delta": "xor"}, "--weight-delta xor"),
@@ -69,10 +70,7 @@ def test_engines_may_use_the_gpus_of_several_nodes() -> None:
     assert on_nodes("object_store", rollout_num_gpus=6, rollout_num_gpus_per_engine=3) == []  # one GPU of each is left
 
 
-@pytest.mark.parametrize(
-    "transport",
-    ["ipc", "distributed"],
-)
+@pytest.mark.parametrize("transport", ["ipc", "distributed"])
 def test_transports_that_reach_one_node_or_take_gpus_twice_are_refused(transport: str) -> None:
     (problem,) = on_nodes(transport)
     assert f"--weight-transport {transport}" in problem
@@ -82,10 +80,24 @@ def test_transports_that_reach_one_node_or_take_gpus_twice_are_refused(transport
 @pytest.mark.parametrize(
     ("cluster", "named"),
     [
+        (
+            {"rollout_num_gpus": 7, "rollout_num_gpus_per_engine": 7},
+            "train .*: use a smaller --rollout-num-gpus-per-engine",
+        ),
         ({"rollout_num_gpus_per_engine": 8}, "engines of 8 GPUs on a node, .* use --rollout-num-nodes-per-engine 2"),
         (
             {"actor_num_gpus_per_node": 6, "rollout_num_gpus": 12, "rollout_num_gpus_per_engine": 4},
-            "3 engines of 4 GPUs, and 6 of each of 2 nodes train .*: 2 engines fit.* use --rollout-num-gpus 8",
+            "3 engines of 4 GPUs, and 6 of each of 2 nodes train .*: 2 fit; use --rollout-num-gpus 8, or a "
+            "--rollout-num-gpus-per-engine that divides 6",
+        ),
+        (
+            {
+                "actor_num_nodes": 3,
+                "rollout_num_gpus": 12,
+                "rollout_num_gpus_per_engine": 4,
+                "rollout_num_nodes_per_engine": 2,
+            },
+            "use --rollout-num-gpus 8, or a --rollout-num-nodes-per-engine that divides 3",
         ),
         ({"rollout_num_gpus": 9}, "--rollout-num-gpus 9, and only 8 GPUs train"),
     ],

@@ -18,7 +18,7 @@ from miles_async.engines.http import Http
 from miles_async.engines.kind import EngineKind, ServerSpec
 from miles_async.engines.server_process import ServerProcess, fork_server_of
 from miles_async.engines.sglang.api import SGLangServer
-from miles_async.errors import ConfigurationError, EngineStartError
+from miles_async.errors import ConfigurationError, EngineError, EngineStartError
 from miles_async.runtime.cluster.node_files import NodeFiles
 from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.ports import HeldPort
@@ -174,6 +174,9 @@ async def test_a_further_node_of_an_engine_has_its_files_at_the_path_of_the_firs
     elsewhere = place.with_name(f"{place.name}-of-another-machine")
     assert await other.host_directory(0, elsewhere) == elsewhere
     assert await other.on_host(str, 0) == str(elsewhere)
+    third = ServerProcess(FILES, spec, 0, 0, 1)
+    with pytest.raises(EngineError, match=r"^engine-0\.node1 has no directory for files: .*need the same TMPDIR"):
+        await third.host_directory(0, Path("/elsewhere") / place.name)
     for part in (first, other):
         await part.stop()
     assert not place.exists()

@@ -324,6 +324,14 @@ def test_sides_that_share_gpus_of_several_nodes(given: str, lines: set[str], mig
     assert {*text.splitlines()} >= expected | lines
 
 
+def test_the_transport_of_the_script_is_kept(migrated: Migrate) -> None:
+    shared = "--weight-transport disk --weight-staging-dir /shared"
+    status, text = migrated(f"{FINE} --colocate --actor-num-nodes 2 {shared}")
+    assert status == 0, text
+    assert text.count("--weight-transport ") == 1
+    assert "\n--engine-max-restarts 0\n" in text
+
+
 @pytest.mark.parametrize(
     ("given", "nodes"),
     [
