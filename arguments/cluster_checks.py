@@ -74,7 +74,7 @@ def check_network(arguments: Arguments) -> Iterator[str]:
         yield (
             "--weight-transport disk on a cluster: by default the files are in memory or in the temporary directory of "
             "the trainer's node; give --weight-staging-dir on a file system that trainer ranks and engines share, or "
-            "use distributed or object_store"
+            f"use {'object_store' if cluster.colocate else 'distributed or object_store'}"
         )
 
 

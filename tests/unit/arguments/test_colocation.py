@@ -16,7 +16,7 @@ from miles_async.arguments import (
     StalenessArguments,
     WeightsArguments,
 )
-from miles_async.arguments.cluster_checks import check_colocation
+from miles_async.arguments.cluster_checks import check_colocation, check_network
 
 # covers: C3
 
@@ -54,6 +54,16 @@ def test_what_contradicts_turns_is_refused(group: str, change: dict[str, object]
     (problem,) = check_colocation(arguments)
     assert problem.startswith("--colocate ")
     assert named in problem
+
+
+def test_files_without_a_shared_directory_have_an_alternative_that_is_not_refused_in_turn() -> None:
+    arguments = replace(
+        FINE,
+        cluster=replace(FINE.cluster, ray_address="auto"),
+        weights=WeightsArguments(weight_transport="disk"),
+    )
+    (problem,) = check_network(arguments)
+    assert problem.endswith("or use object_store")
 
 
 def on_nodes(transport: str, **cluster: object) -> list[str]:
