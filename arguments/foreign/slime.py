@@ -131,8 +131,11 @@ SLIME: tuple[ForeignFlag, ...] = (
         "--update-weight-transport", "works", "disk is `--weight-transport disk`", origin="slime, miles",
         ours=("--weight-transport", "disk"), only=("disk",), idle={"nccl": "process groups are the default"},
     ),
-    *_noted("for files use --weight-transport disk, for changes alone --weight-delta, too",
-            one="update-weight-transfer-mode", only=("broadcast", "p2p")),
+    ForeignFlag(
+        "--update-weight-transfer-mode", "works", "disk-delta is `--weight-transport disk --weight-delta xor`",
+        origin="slime, miles", ours=("--weight-transport", "disk", "--weight-delta", "xor"), only=("disk-delta",),
+        idle=dict.fromkeys(("broadcast", "p2p"), "process groups are the default"),
+    ),
     *_noted("weights come by --weight-transport", one="sglang-remote-instance-weight-loader-ib-device",
             switches="sglang-remote-instance-weight-loader-start-seed-via-transfer-engine"),
     *_noted("for the other encoding use --weight-delta overwrite", one="update-weight-delta-encoding", only=("xor",)),

@@ -73,7 +73,7 @@ def from_verl(words: Sequence[str], program: str = PROGRAMS[0], directory: Path 
             noted.setdefault(row.note, []).append(shown)
         elif "${" in value and (names.get(key), value) in configured:
             done.unmapped.append(f"{shown}: write the value that it refers to")
-        elif row.verdict != "works":
+        elif row.verdict != "works" and (row.verdict == "noted" or value != "None"):
             done.unmapped.append(f"{shown}: {row.note}")
         elif row.flag is not None or row.values:
             _one(row, value, done, shown)

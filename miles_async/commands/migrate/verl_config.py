@@ -10,7 +10,7 @@ from pathlib import Path
 from miles_async.commands.migrate.shell_script import places
 from miles_async.errors import ConfigurationError
 
-_NAMED = ("--config-path", "--config-name", "--config-dir", "-cp", "-cn", "-cd")
+_SHORT = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}
 _ITS_OWN = re.compile(r"(?:(?:fully_async|one_step_off|transfer_queue)_)?(?:ppo|dapo)_(?:megatron_)?trainer")
 """Names of files with verl's defaults."""
 _ITS_FOLDER = re.compile(r"(?:\./)?(?:config)?|(?:.*/)?verl[/.].*")
@@ -22,9 +22,8 @@ def configuration(words: Sequence[str], directory: Path) -> tuple[list[tuple[str
     ``directory``: the script's; the file is looked for there and in the checkout around it.
     """
     said = dict(_said(words))
-    only = said.get("--config-path", said.get("-cp", ""))
-    folder = only or said.get("--config-dir", said.get("-cd", ""))
-    name = said.get("--config-name", said.get("-cn", "ppo_trainer" if only else "")).removesuffix(".yaml")
+    folder = said.get("--config-path", said.get("--config-dir", ""))
+    name = said.get("--config-name", "ppo_trainer" if "--config-path" in said else "").removesuffix(".yaml")
     if not name or (_ITS_OWN.fullmatch(name) and _ITS_FOLDER.fullmatch(folder)):
         return [], []
     path = f"{folder or '.'}/{name}.yaml".removeprefix("./")
@@ -47,7 +46,7 @@ def as_written(value: str) -> str:
 def _said(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     for word, following in pairwise([*words, ""]):
         flag, equals, value = word.partition("=")
-        if flag in _NAMED:
+        if (flag := _SHORT.get(flag, flag)) in _SHORT.values():
             yield flag, (value if equals else following).strip("'\"")
 
 

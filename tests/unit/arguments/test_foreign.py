@@ -159,6 +159,9 @@ class TestTranslation:
         assert (weights.weight_delta, weights.weight_transport) == ("xor", "disk")
         assert weights.weight_staging_dir == Path("/shared")
         assert len(parsed.notes) == 2
+        weights = parse("--update-weight-transfer-mode", "disk-delta").arguments.weights
+        assert (weights.weight_delta, weights.weight_transport) == ("xor", "disk")
+        assert parse("--update-weight-transfer-mode", "p2p").arguments == Arguments()
         assert parse("--update-weight-mode", "full", "--update-weight-transport", "nccl").arguments == Arguments()
         assert "--weight-delta overwrite" in refusal("--update-weight-delta-encoding", "overwrite")
 

@@ -152,6 +152,7 @@ def test_what_keys_become(overrides: str, words: str) -> None:
         (f"{ROLLOUT}.multi_turn.max_assistant_turns=5", "--max-turns"),
         (f"{ROLLOUT}.multi_turn.enable=False", "--max-turns"),
         ("reward_model.enable=False", "--rm-url"),
+        ("data.custom_cls.path=null", "custom_cls"),
         ("--config-path=config --config-name=ppo_megatron_trainer.yaml", "--max-turns"),
     ],
 )
