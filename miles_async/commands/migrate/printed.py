@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import PurePosixPath
 
 _WORD = r"[^\s()`|]+"
+_BEFORE_CALL = re.compile(r"\$(\w+)(?=\$\(|`)")
 _HERE = re.compile(r"\$\(pwd\)|`pwd`")
 _FORMAT = r"((?:(?!%\d*N)[^()$`])+)"  # strftime knows no nanoseconds
 DATE = re.compile(rf"\$\(date \+{_FORMAT}\)|`date \+{_FORMAT}`")
@@ -26,7 +27,7 @@ def with_printed(word: str, expand: Callable[[str], str]) -> str:
     >>> with_printed("$(pwd)/a", str), with_printed("$(basename $(hostname))", str)
     ('${PWD}/a', '$(basename $(hostname))')
     """
-    word = _HERE.sub("${PWD}", word)
+    word = _HERE.sub("${PWD}", _BEFORE_CALL.sub(r"${\1}", word))
     word = DATE.sub(lambda found: datetime.now().astimezone().strftime(found[1] or found[2]), word)
     word = _PART.sub(lambda found: _part(found, expand), word)
     return _ITEMS.sub(lambda found: _count(found, expand), word)

@@ -41,7 +41,7 @@ _ELSEWHERE = re.compile(r"^\s*(?:cd|pushd)\s", re.MULTILINE)
 _OTHERS = "ARGUMENTS_OF_A_FUNCTION"
 _ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*][^}]*\})")
 _FUNCTION = re.compile(r"\s*(?:function\s+[\w-]+|[\w-]+\s*\(\s*\))")
-_NOT_PUT_IN = re.compile(r"\$(?:\{[^}]*\}|[@*?$!#])")
+_NOT_PUT_IN = re.compile(r"\$(?:\{[^}]*\}?|[@*?$!#])")
 _ENDS_VALUE = re.compile(r"[;\s]")
 _OVERRIDES = re.compile(r"(?:[+~]*[\w.]+=\S*(?:\s+|$))+")  # of Hydra
 _BLANK = "\x1f"  # stands for a blank that separates no words
