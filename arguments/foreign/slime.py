@@ -123,16 +123,13 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_noted("samples are packed", one="qkv-format", only=("thd", "bshd")),
     *_noted("samples are packed", one="data-pad-size-multiplier"),
     # Publication.
-    ForeignFlag(
-        "--update-weight-mode", "works", "delta is `--weight-delta xor`", origin="slime, miles",
-        ours=("--weight-delta", "xor"), only=("delta",), idle={"full": "whole tensors are sent by default"},
-    ),
-    ForeignFlag(
-        "--update-weight-transport", "works", "disk is `--weight-transport disk`", origin="slime, miles",
-        ours=("--weight-transport", "disk"), only=("disk",), idle={"nccl": "process groups are the default"},
-    ),
-    *_noted("for files use --weight-transport disk, for changes alone --weight-delta, too",
-            one="update-weight-transfer-mode", only=("broadcast", "p2p")),
+    *(ForeignFlag(f"--update-weight-{name}", "works", f"{value} is `{ours}`", origin="slime, miles",
+                  ours=tuple(ours.split()), only=(value,),
+                  idle=dict.fromkeys(idle.split(), "process groups carry whole tensors by default"))
+      for name, value, ours, idle in (
+          ("mode", "delta", "--weight-delta xor", "full"), ("transport", "disk", "--weight-transport disk", "nccl"),
+          ("transfer-mode", "disk-delta", "--weight-transport disk --weight-delta xor", "broadcast p2p"),
+      )),
     *_noted("weights come by --weight-transport", one="sglang-remote-instance-weight-loader-ib-device",
             switches="sglang-remote-instance-weight-loader-start-seed-via-transfer-engine"),
     *_noted("for the other encoding use --weight-delta overwrite", one="update-weight-delta-encoding", only=("xor",)),

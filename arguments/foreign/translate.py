@@ -94,7 +94,7 @@ def _apply(row: ForeignFlag, values: Given, done: Translation) -> None:
     elif values and values[0] in row.idle:
         done.notes[row.flag] = f"{shown} changes nothing: {row.idle[values[0]]}"
     elif row.only and not any(same(values[0], accepted) for accepted in row.only):
-        done.problems[row.flag] = f"{shown}: expected {' or '.join(row.only)}: {row.note}"
+        done.problems[row.flag] = f"{shown}: expected {' or '.join((*row.only, *row.idle))}: {row.note}"
     elif row.verdict == "checked":
         done.checks[row.flag] = values
     elif row.verdict == "noted":

@@ -290,7 +290,7 @@ def _remarks(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
 def _section(title: str, lines: Sequence[str]) -> Iterator[str]:
     if lines:
         yield f"# {title}:\n"
-        yield from (f"#   {line}\n" for line in lines)
+        yield from (f"#   {' '.join(line.splitlines())}\n" for line in lines)
 
 
 def table(system: System) -> Iterator[str]:

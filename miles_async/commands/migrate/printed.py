@@ -7,12 +7,11 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import PurePosixPath
 
-HERE = "."
-"""The directory in which the script would be started, and is ``miles-async train``."""
-
 _WORD = r"[^\s()`|]+"
+_BEFORE_CALL = re.compile(r"\$(\w+)(?=\$\(|`)")
 _HERE = re.compile(r"\$\(pwd\)|`pwd`")
-DATE = re.compile(r"\$\(date \+([^()$`]+)\)|`date \+([^()$`]+)`")
+_FORMAT = r"((?:(?!%\d*N)[^()$`])+)"  # strftime knows no nanoseconds
+DATE = re.compile(rf"\$\(date \+{_FORMAT}\)|`date \+{_FORMAT}`")
 _PART = re.compile(rf"\$\((basename|dirname) ({_WORD})\)")
 _ITEMS = re.compile(rf"\$\(echo ({_WORD}) ?\| ?tr '?,'? '?\\n'? ?\| ?wc -l\)")
 _PRINTED = (_HERE, DATE, _PART, _ITEMS)
@@ -25,10 +24,11 @@ def with_printed(word: str, expand: Callable[[str], str]) -> str:
 
     >>> with_printed("$(basename a/b.c)", str), with_printed("$(echo 0,1,2 | tr , \\n | wc -l)", str)
     ('b.c', '3')
-    >>> with_printed("$(dirname $(pwd)/a/b)", str), with_printed("$(basename $(hostname))", str)
-    ('./a', '$(basename $(hostname))')
+    >>> with_printed("$(pwd)/a", str), with_printed("$(basename $(hostname))", str)
+    ('${PWD}/a', '$(basename $(hostname))')
     """
-    word = DATE.sub(lambda found: datetime.now().astimezone().strftime(found[1] or found[2]), _HERE.sub(HERE, word))
+    word = _HERE.sub("${PWD}", _BEFORE_CALL.sub(r"${\1}", word))
+    word = DATE.sub(lambda found: datetime.now().astimezone().strftime(found[1] or found[2]), word)
     word = _PART.sub(lambda found: _part(found, expand), word)
     return _ITEMS.sub(lambda found: _count(found, expand), word)
 

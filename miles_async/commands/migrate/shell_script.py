@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from miles_async.arguments.argument_files import outside_quotes, without_comment
-from miles_async.commands.migrate.printed import DATE, HERE, with_printed, without_printed
+from miles_async.commands.migrate.printed import DATE, with_printed, without_printed
 from miles_async.errors import ConfigurationError
 
 _ASSIGNMENT = re.compile(r"\s*(?:(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(\(?)(.*)")
@@ -36,7 +36,14 @@ _SEQUENCE = re.compile(r"\$\(seq\s+([^()]*)\)")
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)|`[^`]*`")
 _OF_THE_SYSTEM = ("/etc/", "/opt/", "/usr/")  # files of a compiler or a driver, which set no flags
 HOME, _TILDE = "HOME", ["~"]
-_ARGUMENTS = ("$@", "${@}", "$*")  # of the script, which has none
+_HERE = ["."]  # where the script would be started, as is ``miles-async train``
+_ELSEWHERE = re.compile(r"^\s*(?:cd|pushd)\s", re.MULTILINE)
+_OTHERS = "ARGUMENTS_OF_A_FUNCTION"
+_ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*][^}]*\})")
+_FUNCTION = re.compile(r"\s*(?:function\s+[\w-]+|[\w-]+\s*\(\s*\))")
+_NOT_PUT_IN = re.compile(r"\$(?:\{[^}]*\}?|[@*?$!#])")
+_ENDS_VALUE = re.compile(r"[;\s]")
+_OVERRIDES = re.compile(r"(?:[+~]*[\w.]+=\S*(?:\s+|$))+")  # of Hydra
 _BLANK = "\x1f"  # stands for a blank that separates no words
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
 _ENDS_COMMAND = re.compile(r"\s(?:\d?>|[|&;])")  # a pipe, a redirection, or another command
@@ -81,7 +88,7 @@ def find_command(
     command.words = list(script.expand(script.command, command))
     if unused := script.unused():
         raise ConfigurationError(
-            f"{unused[0]} has no effect: the command does not depend on it, or the script sets it itself"
+            f"{unused[0]} has no effect: the command does not depend on ${unused[0]}, or the script sets it itself"
         )
     return command
 
@@ -94,7 +101,7 @@ class _Script:
         # Only what follows is split into words: before it may be the end of a quoted text of several lines.
         self._call = re.compile(rf"(?:^|[\s/])({'|'.join(map(re.escape, programs))})(?:\s+(.*))?$")
         # Variable → its words; None: only the shell knows.
-        self._values: dict[str, list[str] | None] = {HOME: _TILDE, "PWD": [HERE]}
+        self._values: dict[str, list[str] | None] = {HOME: _TILDE, "PWD": _HERE, _OTHERS: None}
         self._given = dict(given)
         for name in given:
             self._values.pop(name, None)
@@ -107,7 +114,9 @@ class _Script:
     def read(self, text: str, directory: Path) -> None:
         # Without blanks in it, arithmetic is one word.
         text = _ARITHMETIC.sub(lambda found: re.sub(r"\s", "", found[0]), text.replace("\\\n", " "))
-        lines = deque(text.split("\n"))
+        if _ELSEWHERE.search(text) and "PWD" not in self._given:
+            self._values["PWD"] = None
+        lines = deque(_with_arguments(text.split("\n")))
         while lines:
             line = lines.popleft()
             if first := _SEVERAL.match(line):
@@ -153,7 +162,7 @@ class _Script:
         if own is not None or name not in self._given:
             return own
         self._used.add(name)
-        return [self._given[name]]
+        return _several_words(self._given[name])
 
     def _read(self, name: str, text: str) -> None:
         """Take ``read -ra NAME <<< TEXT``, which splits a text, often another variable's."""
@@ -180,7 +189,7 @@ class _Script:
         if (called := self._call.search(without_comment(line))) is None:
             return False
         words = called[2] or ""
-        end = _ENDS_COMMAND.search(_QUOTED.sub(lambda found: "x" * len(found[0]), words))
+        end = _ENDS_COMMAND.search(_masked(words))
         self.program, self.command = called[1], _split(words[: end.start()] if end else words)
         return True
 
@@ -202,8 +211,8 @@ class _Script:
 
     def expand(self, words: Sequence[str], command: ShellCommand) -> Iterator[str]:
         for given in words:
-            if given in _ARGUMENTS:
-                continue
+            if _ARGUMENTS.fullmatch(given):
+                continue  # of the script, which has none
             word = _ARITHMETIC.sub(lambda found: self._computed(found, command), given)
             word = self._with_printed(word, command)
             if _is_substituted(word):
@@ -212,6 +221,8 @@ class _Script:
             array = _ARRAY.fullmatch(word)
             whole = array or _PLAIN.fullmatch(word)
             if whole is None:
+                left = _NOT_PUT_IN.findall(_VARIABLE.sub("", word))
+                command.unknown += [part for part in left if part not in command.unknown]
                 yield _VARIABLE.sub(lambda found: self._value(found, command), word)
                 continue
             if array and whole[1] not in {*self._values, *self._given} and not self.missing:
@@ -314,8 +325,29 @@ def _scalar(value: str) -> list[str] | None:
         return [f"$({_DESCRIPTION})"]
     if _is_substituted(without_printed(value)) or value.count('"') % 2 or value.count("'") % 2:
         return None
-    words = _split(value)
-    return [word for part in words for word in (_split(part) if part.startswith("--") else [part])]
+    end = _ENDS_VALUE.search(_masked(_SUBSTITUTION.sub(lambda found: "x" * len(found[0]), value)))
+    return [word for part in _split(value[: end.start()] if end else value) for word in _several_words(part)]
+
+
+def _several_words(value: str) -> list[str]:
+    """Words of a variable's value, which are put in without quotes if they are flags or overrides."""
+    return _split(value) if value.startswith("--") or _OVERRIDES.fullmatch(value) else [value]
+
+
+def _masked(text: str) -> str:
+    """``text`` with its quoted parts made letters."""
+    return _QUOTED.sub(lambda found: "x" * len(found[0]), text)
+
+
+def _with_arguments(lines: Sequence[str]) -> Iterator[str]:
+    """Lines in which a name stands for the arguments of a function, or of ``set --``: the script's own are none."""
+    inside = given = False
+    for line in lines:
+        begins = _FUNCTION.match(line) is not None
+        inside = inside or begins
+        given = given or re.match(r"\s*set\s+--\s+\S", line) is not None
+        yield _ARGUMENTS.sub(f"${{{_OTHERS}[@]}}", line) if inside or given else line
+        inside = inside and not line.startswith("}") and not (begins and line.rstrip().endswith("}"))
 
 
 def _is_substituted(text: str) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,6 +55,8 @@ def from_verl(words: Sequence[str], program: str = PROGRAMS[0], directory: Path 
     ``directory``: the script's, to find the file of ``--config-name`` in its checkout.
     """
     configured, missing = configuration(words, directory or Path.cwd())
+    deleted = {word[1:].partition("=")[0] for word in words if word.startswith("~")}
+    configured = [(key, value) for key, value in configured if not _is_in(key, deleted)]
     typed = [*configured, *_overrides(words)]
     names = {older_name(key): key for key, _ in typed}
     given = {older_name(key): value for key, value in typed}
@@ -69,7 +71,9 @@ def from_verl(words: Sequence[str], program: str = PROGRAMS[0], directory: Path 
                 noted.setdefault(f"no effect without {row.when}", []).append(shown)
         elif row.verdict == "noted" and (not row.only or value in row.only):
             noted.setdefault(row.note, []).append(shown)
-        elif row.verdict != "works":
+        elif "${" in value and (names.get(key), value) in configured:
+            done.unmapped.append(f"{shown}: write the value that it refers to")
+        elif row.verdict != "works" and (row.verdict == "noted" or value != "None"):
             done.unmapped.append(f"{shown}: {row.note}")
         elif row.flag is not None or row.values:
             _one(row, value, done, shown)
@@ -116,11 +120,15 @@ def _product(*factors: str) -> str:
 
 
 def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(key, value) of Hydra's overrides; its own flags and ``~key`` leave out nothing that we have."""
+    """(key, value) of Hydra's overrides, without its own flags and ``~key``."""
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
         if equals and not key.startswith(("-", "~")):
             yield key, as_written(value.strip().strip("'\""))
+
+
+def _is_in(key: str, subtrees: Collection[str]) -> bool:
+    return any(key == subtree or key.startswith(f"{subtree}.") for subtree in subtrees)
 
 
 def _one(row: VerlKey, value: str, done: Migrated, shown: str) -> None:

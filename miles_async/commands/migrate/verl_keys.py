@@ -125,6 +125,7 @@ KEYS: tuple[VerlKey, ...] = (
        "external_lib")),
     switch(f"{_MODEL}.trust_remote_code", "--trust-remote-code"),
     noted(f"{_MODEL}.override_config.*", "config.json of --hf-checkpoint describes the model"),
+    choice(f"{_MODEL}.custom_chat_template", "put it into chat_template.jinja of --hf-checkpoint", None_=""),
     noted(f"{_MODEL}.mtp.*", "--enable-mtp-training trains layers for multi-token prediction"),
     # The trainer's ranks.
     is_flag(f"{_MEGATRON}.tensor_model_parallel_size", "--tensor-model-parallel-size"),
@@ -274,6 +275,8 @@ KEYS: tuple[VerlKey, ...] = (
     switch(f"{_ROLLOUT}.enable_rollout_routing_replay", "--use-rollout-routing-replay"),
     together(f"{_ROLLOUT}.engine_kwargs.sglang.*", "is `--sglang-X`"),
     noted(f"{_ROLLOUT}.engine_kwargs.*", _SGLANG),
+    choice(f"{_ROLLOUT}.agent.default_agent_loop", _TOOLS, single_turn_agent=""),
+    choice(f"{_ROLLOUT}.agent.agent_loop_config_path", _TOOLS, None_=""),
     *(noted(f"{_ROLLOUT}.{key}", _SGLANG) for key in
       ("name", "mode", "free_cache_engine", "enable_chunked_prefill", "max_num_batched_tokens", "layered_summon",
        "enable_prefix_caching", "enable_sleep_mode", "multi_stage_wake_up", "disable_log_stats", "skip_tokenizer_init",
@@ -292,6 +295,9 @@ KEYS: tuple[VerlKey, ...] = (
     noted(f"{_ROLLOUT}.checkpoint_engine.*", "--weight-transport says how weights reach engines"),
     choice(f"{_ROLLOUT}.multi_turn.enable", _TOOLS, False_=""),
     is_flag(f"{_ROLLOUT}.multi_turn.max_assistant_turns", "--max-turns", _MULTI_TURN, unset="None"),
+    # Data can name an agent that uses these without multi_turn.enable.
+    *(choice(f"{_ROLLOUT}.multi_turn.{key}", _TOOLS, None_="") for key in
+      ("tool_config_path", "interaction_config_path")),
     noted(f"{_ROLLOUT}.multi_turn.*", "multi_turn.enable switches it on, whose line says the rest"),
     # Rewards.
     refused("custom_reward_function.*", _HOOK),
@@ -305,6 +311,8 @@ KEYS: tuple[VerlKey, ...] = (
     noted("reward_model.num_workers", "--rm-workers bounds processes that check answers"),
     noted("reward_model.launch_reward_fn_async", "rewards always are computed while others are generated"),
     refused("reward_model.sandbox_fusion.*", "programs run in a sandbox of this machine: --rm-type code"),
+    noted("reward_model.reward_loop_source", "reward_loop_class_name has its line", "register"),
+    *(choice(f"reward_model.reward_loop_{key}", _HOOK, None_="") for key in ("module_path", "class_name")),
     noted("reward_model.*", "reward_model.enable switches it on, whose line says the rest"),
     *(together(f"{new}*" if new.endswith(".") else new, f"was {old.removesuffix('.')}, whose line says the rest")
       for new, old in RENAMED.items()),

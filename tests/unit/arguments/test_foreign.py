@@ -102,7 +102,7 @@ class TestTable:
 
     @pytest.mark.parametrize("row", [row for row in FOREIGN_FLAGS.values() if row.only], ids=lambda row: row.flag)
     def test_another_value_than_the_one_that_holds_is_refused(self, row: ForeignFlag):
-        assert refusal(row.flag, "37") == f"{row.flag} 37: expected {' or '.join(row.only)}: {row.note}"
+        assert refusal(row.flag, "37") == f"{row.flag} 37: expected {' or '.join((*row.only, *row.idle))}: {row.note}"
 
 
 class TestTranslation:
@@ -159,7 +159,11 @@ class TestTranslation:
         assert (weights.weight_delta, weights.weight_transport) == ("xor", "disk")
         assert weights.weight_staging_dir == Path("/shared")
         assert len(parsed.notes) == 2
+        weights = parse("--update-weight-transfer-mode", "disk-delta").arguments.weights
+        assert (weights.weight_delta, weights.weight_transport) == ("xor", "disk")
+        assert parse("--update-weight-transfer-mode", "p2p").arguments == Arguments()
         assert parse("--update-weight-mode", "full", "--update-weight-transport", "nccl").arguments == Arguments()
+        assert "expected delta or full" in refusal("--update-weight-mode", "half")
         assert "--weight-delta overwrite" in refusal("--update-weight-delta-encoding", "overwrite")
 
     def test_flags_that_sglang_renamed(self):

@@ -523,6 +523,14 @@ def test_what_only_the_shell_knows_of_a_recipe_of_verl(words: str, unknown: str,
     assert f"\n#   {unknown}\n" in text.partition("# Only the shell knows these")[2]
 
 
+def test_remarks_of_several_lines_stay_comments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("python3 -m verl.trainer.main_ppo --config-name mine\n")
+    (tmp_path / "mine.yaml").write_text('trainer: {frobnicate: "a\\nb"}\n')
+    assert main(["migrate", str(script)]) == 1
+    assert "#   trainer.frobnicate=a b: unknown key\n" in capsys.readouterr().out
+
+
 def test_variables_of_the_environment_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"python3 train.py {FINE} --hf-checkpoint $BASE_DIR/m --save $BASE_DIR/s_$(date +%Y)\n")

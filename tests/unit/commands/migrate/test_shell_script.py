@@ -165,8 +165,12 @@ def test_a_file_next_to_the_script(path: str, tmp_path: Path) -> None:
         ('L=$(basename "$A")\nARGS=(--a $L)', ["--a", "c.d"]),
         ('ARGS=(--a "$(dirname $A)/x")', ["--a", "a/b/x"]),
         ("A=$(pwd)\nARGS=(--a $A/m --b `pwd` --c ${PWD}/n)", ["--a", "./m", "--b", ".", "--c", "./n"]),
+        ("B=x\nARGS=(--a $B$(basename u/v))", ["--a", "xv"]),
         ("G=0,1,2\nN=$(echo \"$G\" | tr ',' '\\n' | wc -l)\nARGS=(--a $N)", ["--a", "3"]),
-        ('ARGS=(--a)\nARGS+=("$@")', ["--a"]),
+        ('ARGS=(--a)\nARGS+=("$@" "${@:2}")', ["--a"]),
+        ("M=$A; shift\nARGS=(--a $M)", ["--a", "a/b/c.d"]),
+        ("M='x y;' && echo\nARGS=(--a \"$M\")", ["--a", "x y;"]),
+        ('E="a.b=1 +c=[2,3]"\nARGS=($E)', ["a.b=1", "+c=[2,3]"]),
     ],
 )
 def test_what_small_programs_print_is_worked_out(script: str, words: list[str]) -> None:
@@ -182,6 +186,29 @@ def test_a_date_is_that_of_now_and_is_told() -> None:
 
 
 @pytest.mark.parametrize(
+    ("script", "unknown"),
+    [
+        ('run() {\n  ARGS=(--a "$@")\n}\nrun --b', "ARGUMENTS_OF_A_FUNCTION"),
+        ('function run {\n  ARGS=(--a "${@:2}")\n}\nrun --b', "ARGUMENTS_OF_A_FUNCTION"),
+        ('set -- --b\nARGS=(--a "$@")', "ARGUMENTS_OF_A_FUNCTION"),
+        ('cd "$(dirname "$0")"\nARGS=(--a $(pwd)/m)', "PWD"),
+        ("A=x/\nARGS=(--a ${A%/})", "${A%/}"),
+        ("ARGS=(--a ${A:-x y})", "${A:-x"),
+        ("ARGS=(--a '${trainer.name}')", "${trainer.name}"),
+        ('ARGS=(--a "$@ and more")', "$@"),
+        ("ARGS=(--a $(date +%s%N))", "$(date +%s%N)"),
+    ],
+)
+def test_what_is_not_worked_out_is_told(script: str, unknown: str) -> None:
+    assert read(script).unknown == [unknown]
+
+
+@pytest.mark.parametrize("script", ["log() { echo $@; }", "log() {\n  echo $@\n}"])
+def test_arguments_after_a_function_are_those_of_the_script(script: str) -> None:
+    assert read(f'{script}\nARGS=(--a "$@")').unknown == []
+
+
+@pytest.mark.parametrize(
     "script", ["A=$(basename $UNKNOWN)", "A=$(echo $UNKNOWN | tr , '\\n' | wc -l)", "A=$(hostname)"]
 )
 def test_a_program_with_unknown_words_prints_what_is_unknown(script: str) -> None:
@@ -192,6 +219,7 @@ def test_a_program_with_unknown_words_prints_what_is_unknown(script: str) -> Non
 
 def test_variables_from_outside() -> None:
     script = "B=${B:-2}\nC=$(nproc)\nD=4\nARGS=(--a $A/x --b $B --c $C --d $D --mode $1)"
+    assert read("cd x\nARGS=(--a $(pwd)/m $MORE)", PWD="/d", MORE="--b 1").words == ["--a", "/d/m", "--b", "1"]
     command = read(script, A="/models", B="3", C="8", **{"1": "p2p"})
     assert command.words == ["--a", "/models/x", "--b", "3", "--c", "8", "--d", "4", "--mode", "p2p"]
     assert command.unknown == []

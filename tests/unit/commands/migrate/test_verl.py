@@ -152,6 +152,7 @@ def test_what_keys_become(overrides: str, words: str) -> None:
         (f"{ROLLOUT}.multi_turn.max_assistant_turns=5", "--max-turns"),
         (f"{ROLLOUT}.multi_turn.enable=False", "--max-turns"),
         ("reward_model.enable=False", "--rm-url"),
+        ("data.custom_cls.path=null", "custom_cls"),
         ("--config-path=config --config-name=ppo_megatron_trainer.yaml", "--max-turns"),
     ],
 )
@@ -178,9 +179,17 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
         (f"{CORRECTION}.rollout_rs=token", "which still count in the mean of the loss; in verl they do not"),
         ("actor_rollout_ref.model.torch_dtype=float16", "what fp16 needs, a scaled loss, is not implemented"),
         (
-            f"{ROLLOUT}.multi_turn.enable=True {ROLLOUT}.multi_turn.tool_config_path=t.yaml",
+            f"{ROLLOUT}.multi_turn.enable=True {ROLLOUT}.multi_turn.format=hermes",
             "--environment-path module:attr",
         ),
+        (f"{ROLLOUT}.multi_turn.tool_config_path=t.yaml", "--environment-path module:attr"),
+        (f"{ROLLOUT}.agent.default_agent_loop=tool_agent", "--environment-path module:attr"),
+        (f"{ROLLOUT}.agent.agent_loop_config_path=a.yaml", "--environment-path module:attr"),
+        ("reward_model.reward_loop_class_name=Mine", "--custom-rm-path module:attr"),
+        ("actor_rollout_ref.model.custom_chat_template={{x}}", "chat_template.jinja of --hf-checkpoint"),
+        ("--config-name my_ppo_trainer", "my_ppo_trainer.yaml was not found"),
+        ("--config-path=/mine --config-name=ppo_trainer", "/mine/ppo_trainer.yaml was not found"),
+        ("--config-path=/mine", "/mine/ppo_trainer.yaml was not found"),
         (
             "reward_model.enable=True reward_model.model.path=m reward.reward_model.rollout.name=vllm",
             "--rm-type remote_rm",
@@ -263,6 +272,28 @@ def test_values_of_a_configuration_file_count_before_those_of_the_command(named:
         assert flags in words
     (problem,) = done.unmapped
     assert problem.startswith(f"{ROLLOUT}.multi_turn.enable=True: ")
+
+
+def test_a_configuration_file_on_top_of_others(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("data: {train_batch_size: 256, max_response_length: 64, seed: 7}\n")
+    (tmp_path / "my_ppo_trainer.yaml").write_text(
+        "defaults: [ppo_trainer, base, gone, {actor: mine}, {override hydra/launcher: a}, _self_]\n"
+        "data: {max_response_length: 32, max_prompt_length: 16}\n"
+        "actor_rollout_ref: {model: {path: '${oc.env:MODEL}'}, rollout: {n: '${data.n}', temperature: '${t}'}}\n"
+    )
+    named = f"-cn my_ppo_trainer ~data.seed {ROLLOUT}.temperature=0.5".split()
+    done = from_verl(named, directory=tmp_path)
+    words = " ".join(done.words)
+    for flags in ("--rollout-batch-size 256", "--rollout-max-response-len 32", "--rollout-temperature 0.5"):
+        assert flags in words
+    assert "$" not in words
+    assert "--rollout-seed" not in words
+    assert [problem.partition(":")[2][:50] for problem in done.unmapped] == [
+        " gone of its defaults was not read: write its valu",
+        " {'actor': 'mine'} of its defaults was not read: w",
+        " write the value that it refers to",
+        "MODEL}: write the value that it refers to",
+    ]
 
 
 GRPO = f"algorithm.adv_estimator=grpo {ROLLOUT}.n=8"
