@@ -50,8 +50,11 @@ def _said(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield flag, (value if equals else following).strip("'\"")
 
 
-def _values(file: Path, problems: list[str]) -> Iterator[tuple[str, str]]:
-    """Values of the files in its list of defaults, where verl's own are left out, then of the file."""
+def _values(file: Path, problems: list[str], within: Sequence[Path] = ()) -> Iterator[tuple[str, str]]:
+    """Values of the files in its list of defaults, where verl's own are left out, then of the file.
+
+    ``within``: files whose lists name it.
+    """
     import yaml
 
     try:
@@ -65,8 +68,8 @@ def _values(file: Path, problems: list[str]) -> Iterator[tuple[str, str]]:
         other = file.parent / f"{entry}.yaml"
         if entry == "_self_" or "hydra/" in str(entry) or (isinstance(entry, str) and _ITS_OWN.fullmatch(entry)):
             continue
-        if isinstance(entry, str) and other.is_file() and other != file:
-            yield from _values(other, problems)
+        if isinstance(entry, str) and other.is_file() and other not in (*within, file):
+            yield from _values(other, problems, (*within, file))
         else:
             problems.append(f"{file.name}: {entry} of its defaults was not read: write its values as key=value")
     yield from _flat("", content)

@@ -296,6 +296,14 @@ def test_a_configuration_file_on_top_of_others(tmp_path: Path) -> None:
     ]
 
 
+def test_configuration_files_that_name_each_other_are_read_once(tmp_path: Path) -> None:
+    for name, other in (("one", "two"), ("two", "one")):
+        (tmp_path / f"{name}.yaml").write_text(f"defaults: [{other}]\ndata: {{train_batch_size: 8}}\n")
+    done = from_verl(["--config-name=one"], directory=tmp_path)
+    assert "--rollout-batch-size 8" in " ".join(done.words)
+    assert done.unmapped == ["two.yaml: one of its defaults was not read: write its values as key=value"]
+
+
 GRPO = f"algorithm.adv_estimator=grpo {ROLLOUT}.n=8"
 MODEL = "data.train_files=a.parquet actor_rollout_ref.model.path=/m trainer.total_training_steps=50"
 
