@@ -298,9 +298,9 @@ def test_a_configuration_file_on_top_of_others(tmp_path: Path) -> None:
 
 def test_configuration_files_that_name_each_other_are_read_once(tmp_path: Path) -> None:
     for name, other in (("one", "two"), ("two", "one")):
-        (tmp_path / f"{name}.yaml").write_text(f"defaults: [{other}]\ndata: {{train_batch_size: 8}}\n")
+        (tmp_path / f"{name}.yaml").write_text(f"defaults: [{other}]\ndata: {{train_batch_size: 512}}\n")
     done = from_verl(["--config-name=one"], directory=tmp_path)
-    assert "--rollout-batch-size 8" in " ".join(done.words)
+    assert "--rollout-batch-size 512" in " ".join(done.words)
     assert done.unmapped == ["two.yaml: one of its defaults was not read: write its values as key=value"]
 
 
