@@ -166,6 +166,7 @@ LETTERS: dict[str | None, tuple[str, ...]] = {
         "The answers are A and B", "The answer is not B", "The answer is not (B).", "The answer can't be D",
         "The answer is a good idea", "the answer is a\ngood idea.", "The answer is a or b.", "The answer is not b.",
         "Is it a?", "The answer is i.e. two", "I choose A good idea", "I choose A or B.", "I would not choose B.",
+        "I choose A as the origin.", "I pick A, B and C as the corners.", "I choose C over B.",
         "The answer cannot be D.", "Option D can be ruled out.", "Option D is wrong.",
     ),
     "I": (r"\boxed{I}", "The answer is I.", "Answer: I", "<answer>I</answer>"),
