@@ -119,6 +119,11 @@ MATH: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "3 hours": ((r"\boxed{3\text{ hours}}", r"\boxed{3 h}", r"\boxed{3}"),
     (r"\boxed{3\text{ minutes}}", r"\boxed{3 days}")),
+    "5 dollars": (
+        (r"\boxed{5}", r"\boxed{\$5}", r"\boxed{5\text{ dollars}}", "#### 5", "The answer is 5 dollars."),
+        (r"\boxed{6}", r"\boxed{5\text{ cents}}", r"\boxed{50}", r"\boxed{5x}"),
+    ),
+    "2 mg": ((r"\boxed{2mg}", r"\boxed{2 mg}"), (r"\boxed{2}", r"\boxed{2m}")),
     "2m + 3s": ((r"\boxed{2m+3s}",), (r"\boxed{2m}", r"\boxed{2s + 3m}")),
     "1,234": ((r"\boxed{1,234}", r"\boxed{1234}", "<answer>1234</answer>", "#### 1,234", "The answer is 1,234."),
     (r"\boxed{1}", "#### 234")),
