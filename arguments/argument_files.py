@@ -67,7 +67,8 @@ def _read_words(path: Path, word: str, including: tuple[Path, ...]) -> list[str]
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
-        raise ConfigurationError(f"{word}: there is no argument file {path}{origin}") from None
+        hint = "" if path.suffix else f"; the text {word!r} is written @{word}"
+        raise ConfigurationError(f"{word}: there is no argument file {path}{origin}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{word}: cannot read argument file {path}{origin}: {error}") from None
     words: list[str] = []

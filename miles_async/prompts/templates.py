@@ -100,7 +100,7 @@ class ChatTemplate:
         if not begun and (not thoughts or thoughts not in text):
             why = "is empty" if not thoughts else "has nothing but thoughts, which the chat template leaves out"
             raise TrajectoryError(f"the last message is the assistant's and {why}: leave that message out")
-        opens = begun.startswith("<think>") and "</think>" not in begun
+        opens = not thoughts and begun.startswith("<think>") and "</think>" not in begun
         if opens and text.rstrip().removesuffix(begun).rstrip().endswith("</think>"):
             raise TrajectoryError(
                 "the last message is the assistant's and opens a thought, and the chat template writes an empty one "

@@ -21,6 +21,7 @@ _CLOCK = re.compile(  # to it, a division
 _THIN_SPACE = re.compile(r"(?<=\d)\\,(?=\d{3}(?!\d))")  # 1\,000
 _WORDS = re.compile(r"(?!(?:sin|cos|tan|log|exp|sqrt)\b)[A-Za-z]{4,}(?: [A-Za-z]+)*")  # to it, a product of letters
 _UNIT = re.compile(r"(?<=\d) +[A-Za-z]{2,}(?: [A-Za-z]+)*\.?$")  # 72 eggs
+_SPELLED_OUT = re.compile(r"[A-Za-z]{4,}\.?$")  # 5 dollars, but not 2 mg, which may be a product
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 
 
@@ -70,10 +71,13 @@ def is_right(answer: str, marked: bool, label: str) -> bool:
         return answer_text.strip(" $.*").casefold() == expected_text.casefold()
     if marked and answer and answer_text.strip(" $").rstrip(".") == expected_text.rstrip("."):
         return True
-    if (wanted := read_quantity(expected_text)) and (given := read_quantity(answer_text)):
+    wanted, given = read_quantity(expected_text), read_quantity(answer_text)
+    if wanted and given:
         if wanted.unit != given.unit:
             return False
         label, answer = wanted.number, given.number
+    elif wanted and marked and _SPELLED_OUT.search(expected_text):
+        label = wanted.number
     expected = parse(_as_mathematics(_plain(label)), parsing_timeout=None)
     if not expected:
         raise ValueError(f"math-verify finds no mathematics in the label {label!r}")

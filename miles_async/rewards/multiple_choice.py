@@ -27,11 +27,11 @@ _IN_PROSE = (  # clearest first; the last match of the first pattern that matche
     ),
     re.compile(
         r"\bI(?:['’](?:d|ll)| would| will)? (?:choose|pick|select|go with)\W{1,5}([A-Z])\b"
-        r"(?![ ]+(?!because\b|since\b|as\b)[a-z])"
+        r"(?![ ]+(?!because\b|since\b)[a-z]|, ?[A-HJ-Z]\b)"  # not: A as the origin; A, B and C as corners
     ),
     re.compile(r"\A\W*([A-Z])[).:](?!(?s:.*)^[ \t*(]*[A-Z][).:])", re.MULTILINE),  # and no list of them
-    re.compile(r"(?i:\banswer|\bchoice|\boption)[^.\n]*?\b(?!I\b|A\b)([A-Z])\b"),
-    re.compile(r"^\W*([A-Z])(?:[).:]|\W*$)", re.MULTILINE),
+    re.compile(r"(?i:\banswer|\bchoice|\boption)[^.\n]{0,300}?\b(?!I\b|A\b)([A-Z])\b"),
+    re.compile(r"^[^\w\n]*([A-Z])(?:[).:]|\W*$)", re.MULTILINE),
 )
 _DENIED = re.compile(r"(?:(?:not|n['’]t)(?: be)?|\bneither|\bnor)\W{1,5}$")  # ends before the letter
 _REJECTED = re.compile(r"\W{0,3}(?:can be |is )(?:ruled out|excluded|eliminated|wrong|incorrect|false|not)\b")

@@ -14,9 +14,10 @@ from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from functools import partial
 from typing import ParamSpec, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import structlog
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from miles_async.errors import OverdueError, UserCodeError
 from miles_async.runtime.nesting import DEEPEST, too_deep
@@ -37,6 +38,7 @@ T = TypeVar("T")
 
 _in_user_code = ContextVar("_in_user_code", default=False)  # inherited by tasks that the code starts
 _logged: set[str] = set()  # places of user code whose traceback the log has
+_held: WeakValueDictionary[bytes, _Saved] = WeakValueDictionary()  # digest → metadata from before code that runs now
 _left_behind: set[asyncio.Task[object]] = set()  # the event loop itself only holds weak references
 
 
@@ -115,27 +117,37 @@ def unchanged(prompt: Prompt, samples: Sequence[Sample]) -> Iterator[None]:
             raise UserCodeError(f"changed {name} of a sample in place, which is trained on: change a copy")
 
 
-def _saved(metadata: JsonObject) -> bytes:
-    """Encode metadata, which costs a fraction of a deep copy. Keys that cannot be encoded are left out: another sample
-    of the prompt may be with its reward.
+class _Saved:
+    """Encoded metadata, which cost a fraction of a deep copy."""
+
+    __slots__ = ("__weakref__", "content")
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+
+def _saved(metadata: JsonObject) -> _Saved:
+    """Save metadata, once for all samples that have the same: tests of programs take megabytes. Keys that cannot be
+    encoded are left out: another sample of the prompt may be with its reward.
     """
     try:
-        return encode(metadata)
+        content = encode(metadata)
     except UNSAVABLE:
-        return encode({key: value for key, value in metadata.items() if not _unsavable(value)})
+        content = encode({key: value for key, value in metadata.items() if not _unsavable(value)})
+    return _held.setdefault(xxh3_128_digest(content), _Saved(content))
 
 
-def _check_or_restore(prompt: Prompt, saved: bytes) -> None:
+def _check_or_restore(prompt: Prompt, saved: _Saved) -> None:
     """Check the prompt's metadata unless they are as ``saved``, which they become again on an error."""
     with suppress(*UNSAVABLE):
-        if encode(prompt.metadata) == saved:
+        if encode(prompt.metadata) == saved.content:
             return
     try:
         check_metadata(prompt, "left")
     except UserCodeError:
         if isinstance(prompt.metadata, dict):
             prompt.metadata.clear()
-            prompt.metadata.update(decode(saved, dict))
+            prompt.metadata.update(decode(saved.content, dict))
         raise
 
 

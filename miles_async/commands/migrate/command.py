@@ -12,7 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Literal, get_args
 
-from miles_async.arguments.argument_files import split_line
+from miles_async.arguments.argument_files import as_typed, split_line
 from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
 from miles_async.arguments.foreign.checks import check_foreign
 from miles_async.arguments.foreign.slime import FULLY_ASYNC_LOOPS
@@ -226,7 +226,7 @@ def _sort_out(translation: Translation, migrated: Migrated) -> None:
 
 def _flags(command: ShellCommand, migrated: Migrated, scripted: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Lines of flags, with comments. ``scripted``: the script's own flags, if its defaults are slime's."""
-    yield from (f"{shlex.join((flag, *values))}\n" for flag, values in mentions(migrated.words) if flag)
+    yield from (f"{shlex.join((flag, *map(as_typed, values)))}\n" for flag, values in mentions(migrated.words) if flag)
     given = values_by_flag(migrated.words)
     supervised = given.get("--loss-type") == ("sft_loss",)
     if command.program not in VERL_PROGRAMS:

@@ -76,6 +76,7 @@ class TestTypes:
             (["--lr", "-1x"], "--lr: expected a number, found '-1x'"),
             (["reverse.args"], "unexpected argument 'reverse.args'"),
             (["--run-dir", "~no-such-user/runs"], "expected a path, found '~no-such-user/runs': there is no such user"),
+            (["--rollout-stop", "@user"], "no argument file user; the text '@user' is written @@user"),
             (["@~no-such-user/a.args"], "there is no argument file ~no-such-user/a.args"),
             (["--run-dir", "$HOME/runs"], "--run-dir: expected a path, found '$HOME/runs': variables are not expanded"),
         ],

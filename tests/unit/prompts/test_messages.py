@@ -156,6 +156,8 @@ def test_a_thought_after_an_empty_one_of_the_template_is_refused(content: str) -
     """Qwen3's template closes the thought that it finds none of; it keeps one that ended."""
     with pytest.raises(TrajectoryError, match="opens a thought, and the chat template writes an empty one before"):
         chat_format("qwen3").check([QUESTION, {"role": "assistant", "content": content}])
+    own = {"role": "assistant", "content": content, "reasoning_content": "It is even."}
+    chat_format("qwen3").check([QUESTION, own])  # the thought before it is the message's own
     for style, begun in {"llama3": content, "qwen3": "<think>\nhm\n</think>\n\nIt is"}.items():
         chat_format(style).check([QUESTION, {"role": "assistant", "content": begun}])
 

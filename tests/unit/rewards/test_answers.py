@@ -75,6 +75,13 @@ def test_letters_in_the_formats_of_the_literature(letter: str | None, response: 
     assert chosen_letter(response) == letter
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("repeated", ["the answer is ", "option ", "\n", "**", "I choose A\n"])
+def test_a_response_that_repeats_itself_holds_up_nothing(repeated: str):
+    """It is read on the event loop."""
+    chosen_letter(repeated * 50_000)
+
+
 async def test_an_undecidable_answer_is_an_error_and_the_next_one_is_judged(workers: WorkerPool):
     math = MathReward(workers)
     assert await math(prompt("5"), make_sample([0], text="5")) == 1.0

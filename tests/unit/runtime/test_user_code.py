@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ import uvloop
 
 from miles_async.errors import OverdueError, UserCodeError
 from miles_async.runtime import user_code
-from miles_async.runtime.user_code import call_user_code, contain_user_code, expect, raised, run_user_code
+from miles_async.runtime.user_code import call_user_code, contain_user_code, expect, raised, run_user_code, unchanged
+from miles_async.types import Prompt
 
 
 async def returns() -> int:
@@ -237,3 +240,18 @@ def test_an_error_is_described_with_its_line_and_logged_with_its_traceback_once(
         assert raised(left.value) == f"raised SystemExit('bye') at {hook}:5"
     assert [line["traceback"].splitlines()[0] for line in logged] == ["Traceback (most recent call last):"] * 2
     assert f"{hook}:3" in logged[0]["event"]
+
+
+def test_metadata_are_held_once_for_all_samples_that_have_them() -> None:
+    """Tests of programs take megabytes, and thousands of samples are generated or rewarded at a time."""
+    prompts = [Prompt(prompt_id="p", token_ids=(1,), text="", metadata={"tests": ["1\n" * 500_000]}) for _ in range(2)]
+    tracemalloc.start()
+    try:
+        with ExitStack() as running:
+            for prompt in prompts * 20:
+                running.enter_context(unchanged(prompt, ()))
+            held, _ = tracemalloc.get_traced_memory()
+        left, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert left < 500_000 < held < 3_000_000

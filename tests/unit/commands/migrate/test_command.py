@@ -35,7 +35,7 @@ CKPT_ARGS=(
 ROLLOUT_ARGS=(--prompt-data /root/dapo.jsonl
    --rm-type math   # not the other one
    --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
-   --num-rollout ${STEPS:-3000} --rollout-stop '#' --n-samples-per-prompt 8
+   --num-rollout ${STEPS:-3000} --rollout-stop '#' @user --n-samples-per-prompt 8
    --label-key label --apply-chat-template)
 ROLLOUT_ARGS+=(--balance-data)
 WANDB_ARGS=(
@@ -70,7 +70,7 @@ WORDS = [
     *("--save", "/root/my checkpoints", "--save-interval", "20"),
     *("--prompt-data", "/root/dapo.jsonl", "--rm-type", "math", "--dynamic-sampling-filter-path"),
     *("slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std", "--num-rollout", "3000"),
-    *("--rollout-stop", "#", "--n-samples-per-prompt", "8", "--label-key", "label", "--apply-chat-template"),
+    *("--rollout-stop", "#", "@user", "--n-samples-per-prompt", "8", "--label-key", "label", "--apply-chat-template"),
     "--balance-data",
     *("--sglang-mem-fraction-static", "0.7", "--rollout-num-gpus-per-engine", "2"),
 ]
@@ -123,7 +123,7 @@ def test_what_is_printed_is_read_by_train(tmp_path: Path, migrated: Migrate) -> 
     arguments = parsed.arguments
     assert arguments.model.hf_checkpoint == Path("/models/Qwen3-4B")
     assert arguments.checkpoint.save == Path("/root/my checkpoints")
-    assert (arguments.rollout.num_rollout, arguments.rollout.rollout_stop) == (3000, ("#",))
+    assert (arguments.rollout.num_rollout, arguments.rollout.rollout_stop) == (3000, ("#", "@user"))
     assert arguments.rewards.group_filter == ("zero_variance",)
     assert arguments.engines.sglang_extra == ("--mem-fraction-static", "0.7")
     assert arguments.staleness.on_policy
