@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
     ray.init(
+        "local",  # not what another test has started
         num_cpus=1,
         include_dashboard=False,
         log_to_driver=False,

@@ -63,7 +63,13 @@ async def running(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
         "OMP_NUM_THREADS": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # SGLang asks for that on one NUMA node
     }
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
+    ray.init(
+        "local",  # not what another test has started
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": environment},
+    )
     spec = published_spec(model, folder, engine_imports, tensor_parallel_size=2, nodes=2)
     stack = EngineStack(
         [EngineGroup(engines=1, ranks=2, streams=True, launch=RayServers(SGLANG, spec))],

@@ -87,7 +87,13 @@ async def running(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
     ray = pytest.importorskip("ray")
     folder = tmp_path_factory.mktemp("engines")
     models = (save_served("qwen3-tied", folder / "m0", seed=0), save_served("qwen3-tied", folder / "m1", seed=1))
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=_environment())
+    ray.init(
+        "local",  # not what another test has started
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env=_environment(),
+    )
     spec = ServerSpec(
         model_path=str(models[0]),
         device="cpu",

@@ -52,6 +52,7 @@ SENDER_TIMEOUT = 5.0
 def _cluster() -> Iterator[None]:
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     ray.init(
+        "local",  # not what another test has started
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,
