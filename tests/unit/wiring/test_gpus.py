@@ -198,6 +198,7 @@ class Run:
 
     async def engines_start(self) -> None:
         self.gpu.need("engines")
+        self.events.append("engines start")
 
     async def to_the_end(self) -> None:
         await self.gpus.start(self.engines_start, self.trainer.start)
@@ -208,9 +209,9 @@ class Run:
 async def test_the_order_of_a_step() -> None:
     run = Run(steps=2)
     await run.to_the_end()
-    border = ("release", "onload", "train", "copy", "offload", "retake", "commit")
+    border = ("engines", "release", "onload", "train", "copy", "offload", "retake", "commit")
     assert [event for event in run.events if event.startswith(border) and event != "trained"] == [
-        *("release", "copy 0", "offload", "retake", "commit 0"),
+        *("engines start", "release", "copy 0", "offload", "retake", "commit 0"),
         *("release", "onload", "train", "copy 1", "offload", "retake", "commit 1"),
         *("release", "onload", "train", "commit 1"),  # the last step's weights go to nobody
     ]
