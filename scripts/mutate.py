@@ -75,8 +75,8 @@ class Outcome:
 
 # --------------------------------------------------------------------------------------------- which tests
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """File → files of this project that it imports or, as registries do, names as ``module:attr``; paths relative to
-    ``root``.
+    """File → files of this project that it imports or, as registries do, names as ``module:attr``, and cli.py as the
+    rest of a module's name; paths relative to ``root``.
     """
     files = [path for top in ("miles_async", "tests") for path in sorted((root / top).rglob("*.py"))]
     modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in files}
@@ -92,6 +92,8 @@ def import_graph(root: Path) -> dict[str, set[str]]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
                 named = node.value.partition(":")[0]  # in f"{HERE}.losses.gspo:Gspo" the part from the dot on
                 names.update((name for name in modules if name.endswith(named)) if named.startswith(".") else [named])
+            elif isinstance(node, ast.Constant) and path == root / "miles_async" / "cli.py":
+                names.add(f"miles_async.commands.{node.value}")
         graph[str(path.relative_to(root))] = {str(modules[name].relative_to(root)) for name in names if name in modules}
     return graph
 

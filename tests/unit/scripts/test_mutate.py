@@ -107,6 +107,11 @@ def test_files_that_a_registry_names_have_the_tests_of_the_registry(
         assert "tests/unit/algorithms/test_losses.py" in tests
 
 
+def test_files_of_a_command_have_the_tests_that_call_it(mutate: ModuleType, graph: dict[str, set[str]]) -> None:
+    tests = mutate.tests_that_import("miles_async/commands/migrate/several_flags.py", graph)
+    assert "tests/unit/commands/migrate/test_command.py" in tests
+
+
 def test_every_file_of_the_core_has_tests(mutate: ModuleType, graph: dict[str, set[str]]) -> None:
     files = [file for path in mutate.CORE for file in ([path] if path.endswith(".py") else mutate.python_files(path))]
     without = [file for file in files if not mutate.tests_that_import(file, graph)]
