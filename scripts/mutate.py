@@ -92,7 +92,7 @@ def import_graph(root: Path) -> dict[str, set[str]]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
                 named = node.value.partition(":")[0]  # in f"{HERE}.losses.gspo:Gspo" the part from the dot on
                 names.update((name for name in modules if name.endswith(named)) if named.startswith(".") else [named])
-            elif isinstance(node, ast.Constant) and path == root / "miles_async" / "cli.py":
+            elif path == root / "miles_async/cli.py" and isinstance(node, ast.Constant) and isinstance(node.value, str):
                 names.add(f"miles_async.commands.{node.value}")
         graph[str(path.relative_to(root))] = {str(modules[name].relative_to(root)) for name in names if name in modules}
     return graph
