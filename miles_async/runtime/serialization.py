@@ -13,7 +13,7 @@ T = TypeVar("T")
 LENGTH_BYTES = 8
 
 UNSAVABLE = (TypeError, ValueError, OverflowError, RecursionError)
-"""What :func:`encode` raises for values that are no plain data, or nested too deeply."""
+"""Errors of :func:`encode` for values that are not plain data, or are nested too deeply."""
 
 
 def encode(record: object) -> bytes:

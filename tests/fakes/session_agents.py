@@ -115,22 +115,11 @@ async def agent_of(
         body = SessionSettings(**{"routing_key": "7-1", "sampling": {"temperature": 1.0}, "limits": limits, **settings})
         async with http.post(f"{server.url}/sessions", data=encode(body)) as response:
             opened = decode(await response.read(), OpenSession)
-        key = KEYS.sessions.agents.reveal()
+        options: dict[str, Any] = {"api_key": KEYS.sessions.agents.reveal(), "max_retries": 0}
         # Without certificates, whose loading takes longer than a test.
-        async with (
-            openai.AsyncOpenAI(
-                base_url=opened.base_url,
-                api_key=key,
-                max_retries=0,
-                http_client=openai.DefaultAsyncHttpxClient(verify=False),
-            ) as client,
-            anthropic.AsyncAnthropic(
-                base_url=opened.url,
-                api_key=key,
-                max_retries=0,
-                http_client=anthropic.DefaultAsyncHttpxClient(verify=False),
-            ) as other,
-        ):
-            yield Agent(opened, client, other, http)
+        plain, other_plain = (each.DefaultAsyncHttpxClient(verify=False) for each in (openai, anthropic))
+        async with openai.AsyncOpenAI(base_url=opened.base_url, http_client=plain, **options) as client:
+            async with anthropic.AsyncAnthropic(base_url=opened.url, http_client=other_plain, **options) as other:
+                yield Agent(opened, client, other, http)
     expiry.cancel()
     await server.stop()

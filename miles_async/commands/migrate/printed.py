@@ -1,4 +1,4 @@
-"""What a shell's ``$(program ...)`` prints, for the programs that recipes use to make names and counts."""
+"""The output of programs that recipes call as ``$(program ...)``: dates, parts of paths, counts of items."""
 
 from __future__ import annotations
 

@@ -701,6 +701,15 @@ async def test_whatever_a_generate_raises_costs_its_attempt_only(error: BaseExce
     assert sizes == ([2, 2] if min_samples is None else [1, 2])
 
 
+async def reasons_of_quarantine(bench: Bench) -> str:
+    """Cut a batch in spite of a prompt that fails, and return why that one is quarantined."""
+    async with running(bench):
+        await bench.dispatcher.cut(0)
+        await until(lambda: bench.balance()["quarantined"] == 1)
+    (letter,) = bench.dispatcher.pool.dead_letters
+    return str(letter.reasons)
+
+
 @pytest.mark.parametrize("value", [object(), 2**64, "\ud83d", {"turns": [1j]}])
 async def test_metadata_that_cannot_be_saved_costs_its_attempt_only(value: object) -> None:
     def wrap(generate: Generating) -> Generating:
@@ -711,12 +720,7 @@ async def test_metadata_that_cannot_be_saved_costs_its_attempt_only(value: objec
 
         return noting
 
-    bench = Bench(wrap=wrap)
-    async with running(bench):
-        await bench.dispatcher.cut(0)
-        await until(lambda: bench.balance()["quarantined"] == 1)
-    (letter,) = bench.dispatcher.pool.dead_letters
-    assert "metadata cannot be saved" in str(letter.reasons)
+    assert "metadata cannot be saved" in await reasons_of_quarantine(Bench(wrap=wrap))
 
 
 async def test_a_generate_that_leaves_a_prompt_that_cannot_be_saved_costs_its_attempt_only() -> None:
@@ -728,13 +732,8 @@ async def test_a_generate_that_leaves_a_prompt_that_cannot_be_saved_costs_its_at
 
         return noting
 
-    bench = Bench(wrap=wrap)
-    async with running(bench):
-        await bench.dispatcher.cut(0)
-        await until(lambda: bench.balance()["quarantined"] == 1)
-    (letter,) = bench.dispatcher.pool.dead_letters
     left = "generate left a Prompt whose metadata cannot be saved: ['state']['game']: expected plain data"
-    assert left in str(letter.reasons).replace("\\", "")
+    assert left in (await reasons_of_quarantine(Bench(wrap=wrap))).replace("\\", "")
 
 
 @pytest.mark.parametrize("error", FOREIGN)
