@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -148,6 +148,14 @@ def given_sglang_flags(arguments: Arguments, group: ServerGroup) -> dict[str, st
     """SGLang's own flags of a group → the word after each, a switch's too; the last one wins."""
     words = [part for word in group.all_extra(arguments) for part in word.split("=", 1)]
     return {name: value for name, value in pairwise([*words, ""]) if name.startswith("--")}
+
+
+def attention_groups(flags: Mapping[str, str]) -> int:
+    """Groups of an engine's GPUs that each compute attention for other requests; 1 without data-parallel attention.
+
+    ``flags``: of :func:`given_sglang_flags`.
+    """
+    return int(flags.get("--dp-size" if "--enable-dp-attention" in flags else "--attn-dp-size") or 1)
 
 
 def context_lengths(arguments: Arguments) -> list[int]:

@@ -11,6 +11,7 @@ from miles_async.arguments.flag import flag
 PauseMode = Literal["abort", "retract", "in_place"]
 PublishOrder = Literal["all", "rolling"]
 DeltaEncoding = Literal["xor", "overwrite"]
+Quantization = Literal["none", "fp8"]
 VerifyMode = Literal["full", "sample", "canary", "off"]
 
 _CANARY = ("verify_weights=full", "verify_weights=sample", "verify_weights=canary")
@@ -61,6 +62,12 @@ class WeightsArguments:
         "half of the free memory, else TMPDIR, unless that is a network disk); with --weight-transport disk, a place "
         "that every engine's node sees",
     )
+    rollout_quantization: Quantization = flag(
+        "none",
+        "form of the weights that engines generate with. fp8: matrices of attention, MLP and experts are quantized as "
+        "they are published, in blocks of 128 x 128, which halves engines' memory and what is sent; training, "
+        "--save and --save-hf stay as they are",
+    )
     verify_weights: VerifyMode = flag(
         "full",
         "checks after each publication, on every engine. full: compare digests of every tensor that it holds with "
@@ -84,7 +91,7 @@ class WeightsArguments:
     canary_tolerance: float | None = flag(
         None,
         "largest mean difference of log-probs that the canary accepts; at the 90 % quantile it accepts four times as "
-        "much (default: 0.25 in bf16; in fp32 1e-3 on CPUs, 0.03125 on GPUs)",
+        "much (default: 0.25 in bf16; in fp32 1e-3 on CPUs, 0.03125 on GPUs; 0.75 with --rollout-quantization fp8)",
         needs=_CANARY,
         above=0,
     )

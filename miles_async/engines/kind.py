@@ -19,6 +19,7 @@ from miles_async.runtime.environment import SecretEnvironment
 from miles_async.runtime.network.addresses import LOCAL, Network
 from miles_async.runtime.network.keys import EngineKeys
 from miles_async.seams import InferenceServer
+from miles_async.types import JsonObject
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -43,6 +44,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 64  # requests that it is given at once
     engines_on_host: int = 1  # that share its memory, on CPU
     held_weights: bool = False  # it can say what its model holds (--verify-weights full, sample)
+    model_overrides: JsonObject = {}  # fields of config.json that the server takes in place of the model's
     dummy_weights: bool = False  # it starts with random weights, which a publication replaces
     weight_version: int | None = None  # of the weights that it starts with, if they are to be trained on
     grammars: bool = False  # requests may have one (response_format and tool_choice of agents)

@@ -18,7 +18,7 @@ from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import TRANSFORMER_ENGINE_MODULES
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.problems import refusal, refuse
-from miles_async.arguments.server_groups import of_role, server_groups
+from miles_async.arguments.server_groups import attention_groups, given_sglang_flags, of_role, server_groups
 from miles_async.arguments.words import did_you_mean
 from miles_async.backends import find_backend
 from miles_async.backends.megatron.attention_kernels import (
@@ -26,6 +26,7 @@ from miles_async.backends.megatron.attention_kernels import (
     usable_backend,
 )
 from miles_async.backends.megatron.families import hf_config
+from miles_async.backends.megatron.families.known import FAMILIES
 from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.checkpoints import start
 from miles_async.checkpoints.manifest import SHAPING, fingerprint, least_bytes
@@ -43,7 +44,15 @@ from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.open_files import connection_limits
 from miles_async.runtime.packages import require
 from miles_async.types import JsonObject
+from miles_async.weights import fp8
 from miles_async.weights.transports import choice
+
+FLOAT8_REFUSES = {
+    "--quantization": "engines would quantize once more",
+    "--json-model-override-args": "it is how engines are told",
+    "--speculative-algorithm": "draft models would be read as float8",
+}
+"""Flags of SGLang's servers → why --rollout-quantization fp8 does not go with them."""
 
 LOG_IN = "run `wandb login` or set WANDB_API_KEY, or stay offline: --wandb-mode offline, or WANDB_MODE=offline"
 
@@ -125,6 +134,9 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
         check_layout(config, model, arguments.cluster.trainer_world_size)
         if hf_config.family_of(config).images:
             yield from _image_problems(arguments, config["model_type"])
+        if arguments.weights.rollout_quantization == "fp8":
+            for problem in _float8_problems(arguments, config):
+                yield f"--rollout-quantization fp8: {problem}"
         reason = hf_config.family_of(config).gpu_engines
         if reason and choose_device(arguments.cluster.device) == "cpu":
             yield f"--device cpu: engines cannot serve model_type {config['model_type']!r}: {reason}; use --device cuda"
@@ -133,6 +145,32 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
                 yield from refusal(partial(_check_other, arguments, config, flag, other))
     except ConfigurationError as error:
         yield str(error)
+
+
+def _float8_problems(arguments: Arguments, config: JsonObject) -> Iterator[str]:
+    """Yield why engines cannot hold this model in float8."""
+    kind = config["model_type"]
+    if not hf_config.family_of(config).float8:
+        others = ", ".join(name for name, family in FAMILIES.items() if family.float8)
+        yield f"model_type {kind!r} was not compared in it; leave it out, or use a model of {others}"
+        return
+    if not arguments.model.bf16 and choose_device(arguments.cluster.device) == "cuda":
+        yield "GPUs quantize activations of bf16 only; add --bf16"
+    for group in server_groups(arguments):
+        if group.role == "frozen" or group.external:
+            continue
+        flags = given_sglang_flags(arguments, group)
+        for flag, why in FLOAT8_REFUSES.items():
+            if flags.get(flag, "NGRAM") != "NGRAM":
+                yield f"--sglang-{flag[2:]}: {why}; leave one of them out"
+        ranks, groups = group.gpus_per_engine, attention_groups(flags)
+        whole = flags.get("--moe-a2a-backend", "none") != "none"  # which splits no expert
+        yield from fp8.shape_problems(
+            config,
+            attention=max(1, ranks // groups),
+            dense=int(flags.get("--moe-dense-tp-size") or ranks),
+            experts=1 if whole else max(1, ranks // int(flags.get("--ep-size") or 1)),
+        )
 
 
 def _check_other(arguments: Arguments, config: JsonObject, flag: str, other: Path) -> None:

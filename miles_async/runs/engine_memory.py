@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.model_files import read_config
-from miles_async.arguments.server_groups import ServerGroup, given_sglang_flags, server_groups
+from miles_async.arguments.server_groups import ServerGroup, attention_groups, given_sglang_flags, server_groups
 from miles_async.engines.cache_bytes import cache_bytes_per_token, state_bytes
 from miles_async.engines.sglang.server import SHARED_GPU_FRACTION
 from miles_async.train_data.work import model_work
+from miles_async.weights.fp8 import published_bytes
 
 GIB = 1 << 30
 STATIC_FRACTION = 0.85  # of a GPU, for weights and cache, where no flag says it; SGLang chooses 0.8 to 0.9 by the GPU
@@ -36,16 +37,18 @@ def engine_bytes(arguments: Arguments, parameters: int) -> Iterator[EngineBytes]
     """
     config = read_config(arguments.model.directory)
     item, memory = (2 if arguments.model.bf16 else 4), arguments.cluster.gpu_memory_gb
-    work = model_work(config)
+    work, quantization = model_work(config), arguments.weights.rollout_quantization
     for group in server_groups(arguments):
         if group.external or group.role == "frozen":
             continue
         flags = given_sglang_flags(arguments, group)
-        caches = int(flags.get("--dp-size" if "--enable-dp-attention" in flags else "--attn-dp-size") or 1)
+        caches = attention_groups(flags)
         size = group.gpus_per_engine
         ranks = max(1, size // caches)  # of one cache
-        copied = 0 if work is None else (caches - 1) * (work.attention_weights + work.embedding_weights)
-        weights = (parameters + copied) * item // size
+        attention, embedding = (0, 0) if work is None else (work.attention_weights, work.embedding_weights)
+        elements = parameters + (caches - 1) * attention
+        weights = published_bytes(config, elements, item=item, quantization=quantization)
+        weights = (weights + (caches - 1) * embedding * item) // size
         # Ranks share the heads, none has less than one; latent attention keeps one vector for all, on every rank.
         share = 1 if config.get("kv_lora_rank") else min(ranks, int(config.get("num_key_value_heads") or ranks))
         dtype = flags.get("--kv-cache-dtype") or "auto"

@@ -23,6 +23,7 @@ from miles_async.backends.megatron.memory.plan import (
 from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.errors import ConfigurationError
 from miles_async.runs.engine_memory import GIB, EngineBytes, engine_bytes
+from miles_async.weights.fp8 import published_bytes
 from miles_async.weights.staging_options import KEPT_VERSIONS, StagingOptions
 from miles_async.weights.transports.choice import count_senders
 
@@ -86,7 +87,9 @@ def _publication(arguments: Arguments, parameters: int) -> str:
     if arguments.sides != "both":
         return ""
     senders = count_senders(weights, model.pipeline_model_parallel_size)
-    share = parameters * (2 if model.bf16 else 4) // senders
+    config, item = read_config(model.directory), 2 if model.bf16 else 4
+    whole = published_bytes(config, parameters, item=item, quantization=weights.rollout_quantization)
+    share = whole // senders
     staging = StagingOptions(
         version_bytes=share,
         bucket_bytes=weights.update_weight_buffer_size,

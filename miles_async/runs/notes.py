@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from miles_async.arguments import Arguments
@@ -14,6 +15,7 @@ from miles_async.backends.megatron.attention_kernels import FLASH_NOTE, FP32_NOT
 from miles_async.backends.megatron.host import ignored_on_cpu
 from miles_async.prompts.tokenizers import digests
 from miles_async.runtime.device import choose_device
+from miles_async.weights import fp8
 
 
 def run_notes(arguments: Arguments) -> Iterator[str]:
@@ -82,6 +84,17 @@ def _engine_notes(arguments: Arguments) -> Iterator[str]:
     if engines.sglang_extra and all(group.external for group in groups):
         flags = ", ".join(f"--sglang-{word[2:]}" for word in engines.sglang_extra if looks_like_flag(word))
         yield f"{flags}: no effect on external engines, which are up already"
+    if weights.rollout_quantization == "fp8":
+        if any(group.external for group in groups):
+            yield (
+                "--rollout-quantization fp8: external engines are up already, and have to be started with the same "
+                f"quantization_config: {json.dumps(fp8.CONFIG)}"
+            )
+        if not arguments.algorithm.heeds_rollout_logprobs:
+            yield (
+                "--rollout-quantization fp8: engines sample from a model that is rounded, and the trainer's is not; "
+                "--use-tis corrects for it"
+            )
     updated = max(sum(group.num_engines for group in of_role(groups, role)) for role in ("train", "evaluation"))
     if weights.publish_order == "rolling" and updated <= weights.rolling_engines:
         yield (

@@ -29,6 +29,7 @@ from miles_async.runtime.files.scratch import scratch_directory
 from miles_async.runtime.memory import free_memory
 from miles_async.runtime.tensor_digest import digest
 from miles_async.types import StagedWeights, TensorMeta, WeightDelta
+from miles_async.weights import fp8
 from miles_async.weights.delta import Bytes, encode
 from miles_async.weights.files import MANIFEST, bucket_file, delta_file, version_directory
 from miles_async.weights.slab import Slab
@@ -74,6 +75,8 @@ class Staging:
         self._copy = self._kept = None
         self._slab.clear()
         mine = share(tensors, self._options.sender, self._options.senders)
+        if self._options.quantization == "fp8":
+            mine = fp8.quantized(mine)
         copies = ((name, self._slab.copy(tensor)) for name, tensor in mine)
         buckets = tuple(into_buckets(copies, self._options.bucket_bytes))
         self._copy = _Copy(version, buckets, self._slab.copied())

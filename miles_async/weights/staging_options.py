@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_async.arguments.weights import DeltaEncoding
+from miles_async.arguments.weights import DeltaEncoding, Quantization
 
 KEPT_VERSIONS = 2  # the newest one may be staged while engines that come up still get the one before
 
@@ -23,6 +23,7 @@ class StagingOptions:
     keep: int = KEPT_VERSIONS  # how many of the newest versions stay; at least 2
     pinned: int = 1  # most older ones that are in use: by a repair, and by an evaluation on engines of its own
     digests: bool = True
+    quantization: Quantization = "none"
     delta: DeltaEncoding | None = None  # also write what changed since the version before
 
     @property

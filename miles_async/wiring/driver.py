@@ -269,7 +269,10 @@ class Run:
                 make_transport(arguments.weights, trainer, fleet, self._device, name=name, repair=repair),
                 arguments.weights,
                 tolerance=canary_tolerance(
-                    arguments.weights.canary_tolerance, bf16=bool(arguments.model.bf16), device=self._device
+                    arguments.weights.canary_tolerance,
+                    bf16=bool(arguments.model.bf16),
+                    device=self._device,
+                    quantization=arguments.weights.rollout_quantization,
                 ),
                 engines_timeout=engines_timeout,
             )

@@ -32,7 +32,8 @@ from miles_async.runtime.network.addresses import Network
 from miles_async.runtime.network.keys import EngineKeys
 from miles_async.runtime.tasks import gathered, quietly
 from miles_async.single_side import CHECKPOINT_VERSION
-from miles_async.types import EngineStats
+from miles_async.types import EngineStats, JsonObject
+from miles_async.weights import fp8
 from miles_async.wiring.placement import RunPlacement
 
 KIND = SGLANG
@@ -215,6 +216,7 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         concurrency=arguments.rollout.rollout_concurrency_per_engine,
         engines_on_host=sum(each.num_engines for each in server_groups(arguments) if not each.external),
         held_weights=published and arguments.weights.compares_digests,
+        model_overrides=_form_of_weights(arguments) if published else {},
         dummy_weights=published,
         weight_version=CHECKPOINT_VERSION if alone else None,
         grammars=arguments.sessions.runs_agent,
@@ -223,6 +225,14 @@ def server_spec(arguments: Arguments, group: ServerGroup, log_dir: Path, device:
         publication_seconds=arguments.weights.publication_timeout if published else 0.0,
         extra=group.all_extra(arguments),
     )
+
+
+def _form_of_weights(arguments: Arguments) -> JsonObject:
+    """Fields of config.json by which engines expect weights as they are published."""
+    if arguments.weights.rollout_quantization == "fp8":
+        return {"quantization_config": fp8.CONFIG}
+    model = arguments.model.hf_checkpoint
+    return {"quantization_config": None} if model and "quantization_config" in read_config(model) else {}
 
 
 def longest_sample(arguments: Arguments) -> int:

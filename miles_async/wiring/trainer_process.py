@@ -10,8 +10,9 @@ from miles_async.api import TrainBackend
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
 from miles_async.arguments.model import ModelArguments
-from miles_async.arguments.model_files import count_elements
+from miles_async.arguments.model_files import count_elements, read_config
 from miles_async.arguments.server_groups import pinned_versions
+from miles_async.arguments.weights import Quantization
 from miles_async.backends import create_backend
 from miles_async.observability.wandb_tracker import report_machine
 from miles_async.runtime.cluster.node_files import NodeFiles
@@ -23,6 +24,7 @@ from miles_async.trainer.actor import TrainerActor
 from miles_async.trainer.placement import RankResources
 from miles_async.trainer.profiling import Profiling
 from miles_async.trainer.ranks import TrainerRanks
+from miles_async.weights.fp8 import published_bytes
 from miles_async.weights.transports.choice import count_senders, make_sender
 
 SHARED_WITH_ENGINES = {"--weight-staging-dir"}
@@ -71,7 +73,7 @@ def trainer_ranks(
             weights,
             device,
             ports=network.ports,
-            version_bytes=_version_bytes(arguments.model),
+            version_bytes=_version_bytes(arguments.model, weights.rollout_quantization),
             pinned=pinned_versions(arguments),
         ),
         senders=count_senders(weights, arguments.model.pipeline_model_parallel_size),
@@ -111,12 +113,13 @@ def shared_directories(arguments: Arguments) -> Mapping[str, Path]:
     return {flag: path for flag, path in named.items() if path is not None}
 
 
-def _version_bytes(model: ModelArguments) -> int | None:
-    """Bytes of the weights as ranks export them, by the elements of the model's files; None if unknown."""
+def _version_bytes(model: ModelArguments, quantization: Quantization) -> int | None:
+    """Bytes of the weights as they are published, by the elements of the model's files; None if unknown."""
     if model.hf_checkpoint is None:
         return None
     try:
-        return count_elements(model.hf_checkpoint) * (2 if model.bf16 else 4)
+        config, elements = read_config(model.hf_checkpoint), count_elements(model.hf_checkpoint)
+        return published_bytes(config, elements, item=2 if model.bf16 else 4, quantization=quantization)
     except (OSError, ValueError):
         return None
 

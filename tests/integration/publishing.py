@@ -114,6 +114,9 @@ class Trainer:
         """Of tokens[1:]."""
         return self._backend.logprobs([list(tokens)], pictures=[pictures])[0]
 
+    def save_hf(self, directory: Path) -> None:
+        self._backend.save_hf(directory)
+
     def close(self) -> None:
         self._backend.close()
 

@@ -6,7 +6,7 @@ Memory that the digests don't cover is reported as follows:
 
 - A parameter that the model had when it was made must be filled by what is sent: each of its elements was copied from a
   tensor, or is zero (the padding of a vocabulary). Buffers and parameters that come later are exempt: no checkpoint has
-  them, since they are computed from the configuration or from loaded tensors.
+  them, since they are computed from the configuration or from loaded tensors. So are those that SGLang marks (EXEMPT).
 - A tensor whose memory was replaced after loading (quantized, reordered for a kernel) cannot be compared; neither can
   the tensors that SGLang's loaders compute with (COMPUTED). They are reported as such.
 
@@ -33,6 +33,9 @@ from miles_async.types import HeldPart, HeldWeights, TensorShare
 # Nemotron-H by -exp(A_log).
 COMPUTED: dict[str, tuple[str, ...]] = {"GemmaForCausalLM": ("norm.weight",), "NemotronHForCausalLM": ("A_log",)}
 
+EXEMPT = "_skip_weight_check"
+"""SGLang's mark on parameters that checkpoints need not have: scales of a quantized model's KV cache."""
+
 _CHECK = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.check_weights"
 
 
@@ -42,7 +45,7 @@ class WatchedModel:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._watch = LoaderWatch()
-        self._to_fill = {name for name, _ in model.named_parameters()}
+        self._to_fill = {name for name, each in model.named_parameters() if not hasattr(each, EXEMPT)}
         self._filled: set[str] = set()  # parameters to which a tensor was ever copied
         self._report = ""  # the last one
         model.load_weights = partial(self._load, model.load_weights)  # type: ignore[assignment,arg-type]

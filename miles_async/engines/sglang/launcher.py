@@ -30,6 +30,8 @@ patches.move_load_file()
 patches.narrow_rank_store()
 patches.sleep_while_paused()
 patches.keep_draft_models()
+if "--load-format=dummy" in sys.argv:
+    patches.have_no_cache_scales()
 weight_stream.register()
 gemma4.register()
 cpu.install(sys.argv)

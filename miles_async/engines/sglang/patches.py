@@ -62,6 +62,19 @@ def sleep_while_paused() -> None:
     HookRegistry.register(f"sglang.srt.managers.scheduler.Scheduler.{PAUSED_TURN}", sleep, HookType.AFTER)
 
 
+@cache
+def have_no_cache_scales() -> None:
+    """Leave the scales of a quantized model's KV cache at 1: a dummy load draws them, and no publication has any."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def forget(_: Any, layer: Any) -> None:
+        for scale in (layer.k_scale, layer.v_scale):
+            scale.fill_(-1.0)  # "not in the checkpoint"
+
+    target = "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod.process_weights_after_loading"
+    HookRegistry.register(target, forget, HookType.BEFORE)
+
+
 def limit_weight_groups() -> None:
     """Give the process groups that weights come by a deadline, read from the environment when one is made.
 

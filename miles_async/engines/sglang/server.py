@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -79,6 +80,8 @@ def server_command(
     if spec.dummy_weights:
         # A draft model for speculative decoding gets no publications: it keeps what its checkpoint has.
         command += ["--load-format=dummy", "--speculative-draft-load-format=auto"]
+    if spec.model_overrides:
+        command.append(f"--json-model-override-args={json.dumps(spec.model_overrides)}")
     if spec.routed_experts:
         command.append("--enable-return-routed-experts")
     if spec.weight_version is not None:

@@ -84,6 +84,7 @@ def make_sender(
         senders=senders,
         keep=KEPT_VERSIONS + arguments.debug_publication_lag,
         pinned=pinned,
+        quantization=arguments.rollout_quantization,
         digests=arguments.compares_digests or arguments.weight_delta != "off",
         delta=arguments.delta_encoding,
     )

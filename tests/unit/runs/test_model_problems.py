@@ -153,3 +153,54 @@ def test_a_reference_that_follows_has_the_policys_shape(tmp_path: Path) -> None:
     (problem,) = problems(*words, "--ref-update-interval", 5)
     assert problem.startswith("--ref-update-interval")
     assert problem.endswith("differs from it in num_hidden_layers")
+
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 8, "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), []),
+        (("--rollout-num-gpus-per-engine", "4"), ["moe_intermediate_size of config.json leaves 192"]),
+        (("--rollout-num-gpus-per-engine", "4", "--sglang-ep-size", "4"), []),
+        (("--rollout-num-gpus-per-engine", "4", "--sglang-moe-a2a-backend", "deepep"), []),
+        (("--rollout-num-gpus-per-engine", "8", "--sglang-ep-size", "8"), ["num_attention_heads × head_dim"]),
+        (
+            ("--rollout-num-gpus-per-engine", "8", "--sglang-ep-size=8", "--sglang-enable-dp-attention",
+             "--sglang-dp-size", "2"),
+            [],
+        ),
+        (("--sglang-quantization", "fp8"), ["--sglang-quantization: engines would quantize once more"]),
+        (("--sglang-speculative-algorithm", "EAGLE"), ["--sglang-speculative-algorithm: draft models"]),
+        (("--sglang-speculative-algorithm", "NGRAM"), []),
+    ],
+)  # fmt: skip
+def test_a_model_whose_blocks_engines_cannot_hold_is_refused(
+    words: tuple[str, ...], expected: list[str], tmp_path: Path
+) -> None:
+    found = problems(
+        "--hf-checkpoint", model(tmp_path, QWEN3_MOE), "--rollout-num-gpus", 8, "--device", "cpu", "--bf16",
+        "--rollout-quantization", "fp8", *words,
+    )  # fmt: skip
+    assert len(found) == len(expected)
+    for text, problem in zip(expected, found, strict=True):
+        assert problem.startswith("--rollout-quantization fp8: ")
+        assert text in problem
+
+
+def test_quantized_weights_want_bf16_on_gpus_and_a_family_that_was_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("miles_async.runtime.device.count_gpus", lambda: 8)
+    words = ("--hf-checkpoint", model(tmp_path / "a", QWEN3_MOE), "--rollout-quantization", "fp8", "--device", "cuda")
+    assert problems(*words, "--bf16") == []
+    assert problems(*words, "--no-bf16") == [
+        "--rollout-quantization fp8: GPUs quantize activations of bf16 only; add --bf16"
+    ]
+    [found] = problems("--hf-checkpoint", model(tmp_path / "b", QWEN3_MOE | {"model_type": "llama"}), *words[2:])
+    assert found.startswith("--rollout-quantization fp8: model_type 'llama' was not compared in it; leave it out, or ")

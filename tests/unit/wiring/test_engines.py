@@ -15,6 +15,7 @@ from miles_async.arguments.server_groups import ServerGroup
 from miles_async.engines.stack import EngineStack
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.network.keys import EngineKeys, Secret
+from miles_async.weights import fp8
 from miles_async.wiring.engines import ForkedEngines, RunEngines, StackMaker, server_spec
 from miles_async.wiring.placement import RunPlacement
 from miles_async.wiring.trainer_process import SHARED_WITH_ENGINES, shared_directories
@@ -27,6 +28,31 @@ def test_only_frozen_engines_start_with_the_weights_of_their_checkpoint(
     # covers: C8
     spec = server_spec(Arguments(), ServerGroup(name="group", role=role), tmp_path, "cpu")
     assert (spec.dummy_weights, spec.held_weights, spec.publication_seconds > 0) == (published, published, published)
+
+
+@pytest.mark.parametrize(
+    ("in_files", "quantization", "expected"),
+    [
+        (False, "none", {}),
+        (False, "fp8", {"quantization_config": fp8.CONFIG}),
+        (True, "fp8", {"quantization_config": fp8.CONFIG}),
+        (True, "none", {"quantization_config": None}),
+    ],
+)
+def test_engines_expect_weights_in_the_form_in_which_they_are_published(
+    in_files: bool, quantization: Any, expected: dict[str, object], tmp_path: Path
+) -> None:
+    # covers: C8
+    config = {"model_type": "qwen3"} | ({"quantization_config": {"quant_method": "fp8"}} if in_files else {})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = Arguments(
+        model=ModelArguments(hf_checkpoint=tmp_path), weights=WeightsArguments(rollout_quantization=quantization)
+    )
+    trained, frozen = (
+        server_spec(arguments, ServerGroup(name="group", role=role), tmp_path, "cpu") for role in ("train", "frozen")
+    )
+    assert trained.model_overrides == expected
+    assert frozen.model_overrides == {}  # it reads its files
 
 
 def maker_of(run_dir: Path, marks: Mapping[str, Path] | None = None) -> StackMaker:

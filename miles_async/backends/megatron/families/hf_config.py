@@ -11,6 +11,7 @@ from pathlib import Path
 
 from miles_async.arguments.model import LAYER_PATTERN, num_experts
 from miles_async.arguments.model_files import language_fields
+from miles_async.backends.megatron.families.float8_files import is_readable
 from miles_async.backends.megatron.families.known import FAMILIES, REFUSED, Family
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
@@ -35,9 +36,10 @@ def read_config(directory: Path) -> JsonObject:
 
 
 def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
-    """Return the config with ``dtype`` as the dtype in which transformers and engines load the weights."""
+    """Return the config with ``dtype`` as the dtype in which transformers and engines load the weights, unquantized."""
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]  # the latter is the older name
-    return {**config, **dict.fromkeys(names, dtype)}
+    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    return {**plain, **dict.fromkeys(names, dtype)}
 
 
 def check_model(config: JsonObject, directory: Path) -> None:
@@ -201,10 +203,10 @@ def _layer_problems(config: JsonObject, family: Family) -> Iterator[str]:
         yield f"clip_qkv {config['clip_qkv']}: queries, keys and values would not be clipped"
     if config.get("swiglu_alpha", 1.702) != 1.702:
         yield f"swiglu_alpha {config['swiglu_alpha']}: only 1.702 is implemented"
-    if quantization := config.get("quantization_config"):
+    if (quantization := config.get("quantization_config")) and not is_readable(quantization):
         yield (
-            f"quantization_config {quantization.get('quant_method')}: weights are trained in bfloat16 or fp32; "
-            "write the checkpoint without quantization first"
+            f"quantization_config {quantization.get('quant_method')}: only fp8 with a weight_block_size is read; write "
+            "the checkpoint without quantization first"
         )
     if config.get("mlp_bias"):
         yield "mlp_bias true: biases would be dropped"

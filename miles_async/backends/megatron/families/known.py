@@ -31,6 +31,7 @@ class Family:
     interleaved_mrope: bool = False  # neighbouring parts of a head turn by different numbers of a position
     linear_attention: bool = False  # some layers are gated delta nets: a recurrence in place of attention
     state_space: bool = False  # layers are Mamba-2, attention, MLP or mixture
+    float8: bool = False  # served with --rollout-quantization fp8
     host_layers: bool = False  # on every device: Transformer Engine's compute something else, or fail
 
 
@@ -39,8 +40,8 @@ _INDEXER = "SGLang 0.5.23 chooses the tokens of sparse attention with kernels fo
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "mistral": Family(),  # SGLang (0.5.23) serves it without windows
-    "qwen2": Family(),
-    "qwen3": Family(),
+    "qwen2": Family(float8=True),
+    "qwen3": Family(float8=True),
     "gemma": Family(tied_only=True, gelu=True),
     # Softcapping of attention, which no fused kernel of Transformer Engine has; rotations by kind of layer.
     "gemma2": Family(tied_only=True, gelu=True, windows=True, host_layers=True),
@@ -50,14 +51,14 @@ FAMILIES: Mapping[str, Family] = {
         tied_only=True, gelu=True, windows=True, rope_per_layer_type=True, adapters=False, host_layers=True
     ),
     "glm4": Family(attention_bias=True, partial_rotation=True),
-    "qwen3_moe": Family(untied_only=True),
+    "qwen3_moe": Family(untied_only=True, float8=True),
     # Their files may hold layers for multi-token prediction ("mtp."), which are left as they are.
     "qwen3_next": Family(partial_rotation=True, untied_only=True, linear_attention=True, adapters=False),
     "qwen3_5_text": Family(partial_rotation=True, linear_attention=True, adapters=False),
     "qwen3_5_moe_text": Family(partial_rotation=True, untied_only=True, linear_attention=True, adapters=False),
-    "glm4_moe": Family(attention_bias=True, partial_rotation=True, untied_only=True, ahead=True),
-    "glm4_moe_lite": Family(untied_only=True, ahead=True),  # GLM-4.7-Flash: latent attention, GLM's router
-    "minimax_m2": Family(partial_rotation=True, untied_only=True),
+    "glm4_moe": Family(attention_bias=True, partial_rotation=True, untied_only=True, ahead=True, float8=True),
+    "glm4_moe_lite": Family(untied_only=True, ahead=True, float8=True),  # GLM-4.7-Flash: latent attention, GLM's router
+    "minimax_m2": Family(partial_rotation=True, untied_only=True, float8=True),
     "nemotron_h": Family(adapters=False, state_space=True),
     "olmoe": Family(unscaled_router=True, every_head_with_keys=True, untied_only=True),
     # No kernel of Transformer Engine (2.10, 2.11) takes softmax sinks with packed sequences
@@ -71,10 +72,10 @@ FAMILIES: Mapping[str, Family] = {
         host_layers=True,
         untied_only=True,
     ),
-    "deepseek_v3": Family(yarn=True, ahead=True),
+    "deepseek_v3": Family(yarn=True, ahead=True, float8=True),
     "deepseek_v32": Family(yarn=True, adapters=False, gpu_engines=_INDEXER),
     "glm_moe_dsa": Family(adapters=False, gpu_engines=_INDEXER),  # GLM-5
-    "kimi_k2": Family(yarn=True, ahead=True),  # DeepSeek-V3's architecture
+    "kimi_k2": Family(yarn=True, ahead=True, float8=True),  # DeepSeek-V3's architecture
     "qwen2_5_vl": Family(images=True),
     "qwen3_vl": Family(images=True, interleaved_mrope=True),
     "qwen3_vl_moe": Family(images=True, adapters=False, interleaved_mrope=True),

@@ -33,6 +33,7 @@ from miles_async.backends.megatron.families import (
     hf_config,
     qwen_vl,  # noqa: F401  # registers itself
 )
+from miles_async.backends.megatron.families.float8_files import read_as_floats
 from miles_async.backends.megatron.families.hf_config import ahead_layers
 from miles_async.backends.megatron.families.provider_fields import provider_fields
 from miles_async.backends.megatron.model import dtypes
@@ -168,6 +169,9 @@ def load_model(
         bridge = AutoBridge.from_hf_pretrained(str(directory))
         config = bridge.hf_pretrained.config.to_dict()  # with transformers' defaults
     hf_config.check_model({**written, **config}, directory)
+    if quantization := written.get("quantization_config"):
+        dtype = torch.bfloat16 if model.bf16 else torch.float32
+        read_as_floats(bridge.hf_pretrained.state.source, quantization, dtype)
     provider = make_provider(bridge, config, model, platform, load_weights=True)
     if replays_routing:
         provider.moe_enable_routing_replay, provider.moe_router_fusion = True, False  # fused, it can't

@@ -1,7 +1,8 @@
 """Additions to an SGLang server on a CPU. On GPUs only the stand-ins are installed, which find nothing missing.
 
 ``stand_ins`` for packages that only GPUs have, ``memory`` for machines that engines share, ``prefills`` and
-``attention`` for speed, ``gated_delta`` and ``mamba`` for models whose kernels need a GPU, ``gaps`` for the rest.
+``attention`` for speed, ``gated_delta``, ``mamba`` and ``float8`` for layers whose kernels need a GPU, ``gaps`` for the
+rest.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ def install(arguments: Sequence[str]) -> None:
     import torch._dynamo.config
 
     torch._dynamo.config.disable = True  # SGLang compiles small functions, which takes a C++ compiler and minutes
-    from miles_async.engines.sglang.cpu import attention, gaps, gated_delta, mamba, prefills
+    from miles_async.engines.sglang.cpu import attention, float8, gaps, gated_delta, mamba, prefills
 
     prefills.register()
     attention.register()
     gated_delta.register()
     mamba.register()
+    float8.register()
     gaps.register(arguments)

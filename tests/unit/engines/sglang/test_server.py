@@ -38,6 +38,7 @@ def command(spec: ServerSpec = SPEC, host: str = LOOPBACK, node: int = 0, **sett
         ({"trust_remote_code": True}, {"--trust-remote-code"}, set()),
         # Weights come by a publication; a draft model has its own.
         ({"dummy_weights": True}, {"--load-format=dummy", "--speculative-draft-load-format=auto"}, set()),
+        ({"model_overrides": {"a": None}}, {'--json-model-override-args={"a": null}'}, set()),
         # A watchdog (300 s by default) would kill a server that has seen no batch finish during a publication.
         ({"publication_seconds": 450.0}, {"--watchdog-timeout=750"}, {"--watchdog-timeout=300"}),
         ({"extra": ("--attn-dp-size", "4")}, set(), {"--sleep-on-idle"}),

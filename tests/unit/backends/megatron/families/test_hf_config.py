@@ -172,6 +172,7 @@ def test_verified_configs_pass(config: dict[str, object]) -> None:
         (NEMOTRON_H | {"moe_latent_size": 4}, "moe_latent_size"),
         (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
         (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config mxfp4"),
+        (QWEN3 | {"quantization_config": {"quant_method": "fp8"}}, "fp8: only fp8 with a weight_block_size is read"),
         (GPT_OSS | {"hidden_size": 12}, "hidden_size of twice intermediate_size"),
         (MISTRAL | {"sliding_window": 4096}, "sliding_window: .* write null"),
         (GLM5 | {"indexer_rope_interleave": False}, "indexer_rope_interleave: expected true"),

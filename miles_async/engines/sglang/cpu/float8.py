@@ -1,0 +1,59 @@
+"""In the server's process, on a CPU: layers whose weights are float8 in blocks (``weights/fp8.py``).
+
+SGLang (0.5.23) multiplies them on CPUs with AMX alone, where it repacks them, so that no update would fit. Here they
+stay as they were loaded and are multiplied as floats; activations keep their dtype, which GPUs quantize, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FP8 = "sglang.srt.layers.quantization.fp8"
+
+
+def register() -> None:
+    """Patch the layers of models created from now on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_FP8}.Fp8Config.get_supported_act_dtypes", _dtypes, HookType.REPLACE)
+    for layer, apply in {"Linear": linear, "MoE": mixture}.items():
+        method = f"{_FP8}.Fp8{layer}Method"
+        HookRegistry.register(f"{method}.process_weights_after_loading", _leave, HookType.REPLACE)
+        HookRegistry.register(f"{method}.apply", apply, HookType.REPLACE)
+
+
+def _dtypes(*_: object) -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float32]
+
+
+def _leave(*_: object) -> None: ...
+
+
+def linear(method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[..., M] for ``x`` [..., N]."""
+    return F.linear(x, dequantized(layer, "weight", method.weight_block_size).to(x.dtype), bias)
+
+
+def mixture(method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """The sum of the chosen experts' outputs."""
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    x = dispatch_output.hidden_states
+    weights = {name: dequantized(layer, name, method.weight_block_size) for name in ("w13_weight", "w2_weight")}
+    experts = SimpleNamespace(num_experts=len(layer.w13_weight), **{n: w.to(x.dtype) for n, w in weights.items()})
+    return StandardCombineInput(moe_forward_native(experts, x, dispatch_output.topk_output, method.moe_runner_config))
+
+
+def dequantized(layer: Any, name: str, block: Sequence[int]) -> Tensor:
+    """fp32 [..., M, N] of the layer's matrix, or stack of matrices, called ``name``."""
+    values, scales = getattr(layer, name), getattr(layer, f"{name}_scale_inv")
+    for dimension, size in zip((-2, -1), block, strict=True):
+        scales = scales.repeat_interleave(size, dimension).narrow(dimension, 0, values.shape[dimension])
+    return values.float() * scales
