@@ -32,6 +32,9 @@ COLOCATED = (
 )  # fmt: skip
 """Both sides on one GPU."""
 
+FLOAT8_DIFFERENCE = 0.25
+"""Largest mean difference of log-probs that rounding weights and activations to float8 explains."""
+
 SMALL = Size(layers=2, hidden=64, ffn=128, heads=4, key_value_heads=2, head_dim=16, vocabulary=512)
 QWEN3_06B = Size(layers=28, hidden=1024, ffn=3072, heads=16, key_value_heads=8, head_dim=128, vocabulary=151_936)
 
@@ -327,9 +330,20 @@ def layouts(bench: Bench) -> Figures:
     return {"gradient norm": expected} | {f"{name}, relative": difference for name, difference in found.items()}
 
 
-def _mixture(bench: Bench) -> Path:
+def float8(bench: Bench) -> Figures:
+    """Engines with weights in float8 hold all that is sent, and log-probs are near the rank's."""
+    sizes = {"hidden_size": 256, "head_dim": 128, "intermediate_size": 256, "moe_intermediate_size": 256}
+    flags = ("--rollout-quantization", "fp8", "--hf-checkpoint", str(_mixture(bench, "float8-mixture", **sizes)))
+    run = bench.train("float8", "--num-rollout", "2", *NO_EVALUATION, *flags)
+    found = run.steps[0]["train/logprob_diff_mean"]
+    if not 0 < found < FLOAT8_DIFFERENCE:
+        raise StepError(f"expected log-probs to differ by less than {FLOAT8_DIFFERENCE:g}, found {found:g}")
+    return {"mean difference": found, "largest": run.steps[0]["train/logprob_diff_max"], **_publication(run)}
+
+
+def _mixture(bench: Bench, name: str = "mixture", **sizes: object) -> Path:
     """A mixture of experts with the quick start's 64 tokens."""
-    directory = save_tiny("qwen3-moe", bench.output / "mixture", max_position_embeddings=128)
+    directory = save_tiny("qwen3-moe", bench.output / name, max_position_embeddings=128, **sizes)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (source := ROOT / "examples/quickstart/assets/reverse/model" / name).exists():
             shutil.copy(source, directory)
@@ -350,6 +364,7 @@ STEPS = (
     Step(key="disk", name="publication by disk", limit=300, take=publication("disk")),
     Step(key="object", name="publication by object_store", limit=300, take=publication("object_store")),
     Step(key="ipc", name="publication by ipc, colocated", limit=300, take=colocated, needs_cuda=True),
+    Step(key="float8", name="engines with float8 weights", limit=600, take=float8),
     Step(key="quick", name="the quick start", limit=600, take=quick_start),
     Step(key="lengths", name="real lengths", limit=1500, take=real_lengths),
     Step(key="kill", name="an engine is killed", limit=420, take=kill_engine),

@@ -87,13 +87,17 @@ def shape_problems(config: JsonObject, *, attention: int, dense: int, experts: i
     """Yield the fields of ``config`` (config.json) whose matrices do not split into whole blocks.
 
     ``attention``, ``dense``, ``experts``: ranks of an engine over which each of these is split. SGLang (0.5.23) joins
-    queries, keys and values to one matrix, and gates and up-projections to another.
+    queries, keys and values to one matrix, gates and up-projections to another, and quantizes what goes into a matrix
+    in whole groups.
     """
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     keys = config.get("num_key_value_heads") or heads
-    parts = {"intermediate_size": config["intermediate_size"] // dense}
-    if "kv_lora_rank" not in config:
+    parts = {"hidden_size": config["hidden_size"], "intermediate_size": config["intermediate_size"] // dense}
+    if "kv_lora_rank" in config:
+        parts["num_attention_heads × v_head_dim"] = heads * config["v_head_dim"] // attention
+        parts["q_lora_rank"] = config.get("q_lora_rank") or 0
+    else:
         parts |= {
             "num_attention_heads × head_dim": heads * width // attention,
             "num_key_value_heads × head_dim": max(1, keys // attention) * width,

@@ -27,13 +27,21 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # megatron's about fused kernels, torch's about names that megatron uses
 ]
 
-# Whole blocks on each of two ranks; 64 columns of the residual stream are half a block.
-WIDE = {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 256}
+# Whole blocks on each of two ranks.
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
+WIDE = HEADS | {"hidden_size": 256, "intermediate_size": 256}
 MIXTURE = WIDE | {"moe_intermediate_size": 256}
-LATENT = {"q_lora_rank": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+LATENT = {
+    "hidden_size": 128,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 32,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+}
 AGREES = 1e-4  # log-probs of the same weights
 DIFFERS = 3e-3  # and of those before rounding
-TOLERANCE = 0.1  # of the canary: the trainer does not round
+TOLERANCE = 0.3  # of the canary: the trainer does not round
 
 CASES = [
     ("qwen3", WIDE, 1, "distributed"),
@@ -41,7 +49,7 @@ CASES = [
     *(
         pytest.param(*case, marks=pytest.mark.long)
         for case in (
-            ("qwen2", WIDE | {"hidden_size": 256}, 2, "object_store"),
+            ("qwen2", WIDE, 2, "object_store"),
             ("qwen3-tied", WIDE, 1, "distributed, two senders"),
             ("minimax-m2", WIDE, 1, "distributed"),
             ("glm4-moe", MIXTURE, 1, "disk"),

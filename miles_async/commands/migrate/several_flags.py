@@ -51,9 +51,16 @@ def _about_the_reference(translation: Translation, scripted: Scripted) -> dict[s
     """Flag → remark on ``--ref-load``, from which theirs start, and to which their KL refers."""
     model, reference = ((*scripted.get(flag, ()), "")[0] for flag in ("--hf-checkpoint", "--ref-load"))
     name, converted = Path(model).name, Path(reference).name.removesuffix(CONVERTED)
-    if reference and _QUANTIZED.search(name) and not _QUANTIZED.search(converted):
+    if (form := _QUANTIZED.search(name)) and form[1].lower() == "fp8":
+        translation.words += ["--rollout-quantization", "fp8"]
+        translation.notes["--hf-checkpoint"] = (
+            f"--hf-checkpoint {model} is, by its name, in float8: engines generate with it, and training starts from "
+            "it, in bf16; give the directory in bf16 to start from more precise weights"
+        )
+        name = name[: form.start()]
+    elif reference and form and not _QUANTIZED.search(converted):
         translation.problems["--ref-load"] = (
-            f"--ref-load {reference} is, by its name, in bf16 what engines read in 8 or 4 bits from --hf-checkpoint "
+            f"--ref-load {reference} is, by its name, in bf16 what engines read in 4 bits from --hf-checkpoint "
             f"{model}: here trainer and engines share one model, in bf16: give --hf-checkpoint the directory that was "
             "converted"
         )

@@ -157,8 +157,8 @@ def test_a_reference_that_follows_has_the_policys_shape(tmp_path: Path) -> None:
 
 QWEN3_MOE = {
     "model_type": "qwen3_moe", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128,
-    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 8, "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 8,
+    "num_experts_per_tok": 2, "norm_topk_prob": True,
 }  # fmt: skip
 
 

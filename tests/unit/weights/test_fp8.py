@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron.bridge.models.conversion.quantization_utils import dequantize_fp8_blockwise
 
 from miles_async.types import JsonObject
 from miles_async.weights import fp8
@@ -50,19 +49,22 @@ def test_each_element_is_the_nearest_multiple_of_its_blocks_scale(shape: tuple[i
             np.testing.assert_allclose(np.abs(found[block].ravel() - wanted), nearest, atol=1e-4)
 
 
-def test_what_the_bridge_reads_of_it_is_near_the_weights() -> None:
+def dequantized(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return values.float() * torch.kron(scales, torch.ones(128, 128))[: len(values), : values.shape[1]]
+
+
+def test_what_engines_multiply_with_is_near_the_weights() -> None:
     """Half a step of three bits is a sixteenth of an element; small ones are off by half of the smallest step."""
     weights = matrix(257, 130)
     values, scales = fp8.quantize(weights)
-    read_again = dequantize_fp8_blockwise(values, scales, dtype=torch.float32)
-    floor = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:257, :130] * 2.0**-10
-    assert bool(((read_again - weights).abs() <= (weights.abs() / 16).maximum(floor) * 1.0001).all())
+    floor = dequantized(torch.full_like(weights, 2.0**-10), scales)
+    assert bool(((dequantized(values, scales) - weights).abs() <= (weights.abs() / 16).maximum(floor) * 1.0001).all())
 
 
 def test_weights_that_were_quantized_once_stay_the_same() -> None:
     """Read from float8 and trained in bf16, they go back to engines as they were."""
     values, scales = fp8.quantize(matrix(256, 256))
-    again, again_scales = fp8.quantize(dequantize_fp8_blockwise(values, scales, dtype=torch.bfloat16))
+    again, again_scales = fp8.quantize(dequantized(values, scales).bfloat16())
     assert torch.equal(again.view(torch.uint8), values.view(torch.uint8))
     torch.testing.assert_close(again_scales, scales, rtol=2**-8, atol=0)
 
@@ -114,7 +116,7 @@ DENSE: JsonObject = {
     "intermediate_size": 3072, "num_hidden_layers": 2, "vocab_size": 1000, "tie_word_embeddings": True,
 }  # fmt: skip
 EXPERTS = DENSE | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-LATENT = DENSE | {"kv_lora_rank": 512, "num_key_value_heads": 1, "head_dim": 60}
+LATENT = DENSE | {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128, "head_dim": 60}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,11 @@ LATENT = DENSE | {"kv_lora_rank": 512, "num_key_value_heads": 1, "head_dim": 60}
         (DENSE | {"num_attention_heads": 24}, {"attention": 32, "dense": 8}, ["num_attention_heads × head_dim"]),
         (EXPERTS, {"experts": 2}, []),
         (EXPERTS, {"experts": 4}, ["moe_intermediate_size of config.json leaves 192"]),
+        (DENSE | {"hidden_size": 960}, {}, ["hidden_size of config.json leaves 960"]),
         (LATENT, {"attention": 8}, []),
+        (LATENT | {"q_lora_rank": None}, {}, []),
+        (LATENT | {"q_lora_rank": 192}, {}, ["q_lora_rank of config.json leaves 192"]),
+        (LATENT, {"attention": 32}, ["num_attention_heads × v_head_dim of config.json leaves 64"]),
     ],
 )
 def test_engines_hold_whole_blocks(config: JsonObject, ranks: Mapping[str, int], named: list[str]) -> None:

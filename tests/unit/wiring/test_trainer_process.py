@@ -16,11 +16,11 @@ def test_bytes_of_a_version_come_from_the_models_files_and_the_dtype_of_training
     # covers: C8
     save_file({"a": torch.zeros(3, 5, dtype=torch.float16)}, tmp_path / "model-1.safetensors")
     save_file({"b": torch.zeros(7), "c": torch.zeros(())}, tmp_path / "model-2.safetensors")
-    assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path)) == 23 * 4
-    assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path, bf16=True)) == 23 * 2
+    assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path), "none") == 23 * 4
+    assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path, bf16=True), "none") == 23 * 2
     (tmp_path / "model-3.safetensors").write_bytes(b"cut off")
-    assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path)) is None
-    assert _version_bytes(ModelArguments()) is None
+    assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path), "none") is None
+    assert _version_bytes(ModelArguments(), "none") is None
 
 
 def test_ranks_have_the_time_to_start_that_the_run_gives_them(tmp_path: Path) -> None:

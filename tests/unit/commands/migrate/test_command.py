@@ -448,12 +448,29 @@ def test_a_reference_that_is_the_converted_model_is_the_model(reference: str, mi
 
 
 @pytest.mark.parametrize("kl", ["", "--use-kl-loss --kl-loss-coef 0.1"])
-@pytest.mark.parametrize("model", ["/m/Qwen3-4B-FP8/", "/m/Qwen3-4B-INT4", "/m/Qwen3-4B_fp8"])
+@pytest.mark.parametrize("model", ["/m/Qwen3-4B-INT4/", "/m/Qwen3-4B_w4a16"])
 def test_engines_that_read_another_precision_are_told(model: str, kl: str, migrated: Migrate) -> None:
     status, text = migrated(f"{FINE} --hf-checkpoint {model} --ref-load /m/Qwen3-4B_torch_dist {kl}")
     assert status == 1
-    assert f"in 8 or 4 bits from --hf-checkpoint {model}: here trainer and engines share one model, in bf16" in text
+    assert f"in 4 bits from --hf-checkpoint {model}: here trainer and engines share one model, in bf16" in text
     assert "changes nothing: without a KL" not in text
+
+
+@pytest.mark.parametrize("model", ["/m/Qwen3-4B-FP8/", "/m/Qwen3-4B_fp8"])
+@pytest.mark.parametrize("reference", ["/m/Qwen3-4B_torch_dist", "/m/Qwen3-4B-FP8_torch_dist"])
+def test_engines_that_read_float8_generate_with_it(model: str, reference: str, migrated: Migrate) -> None:
+    status, text = migrated(f"{FINE} --hf-checkpoint {model} --ref-load {reference}")
+    assert status == 0, text
+    assert f"\n--hf-checkpoint {model}\n" in text
+    assert "\n--rollout-quantization fp8\n" in text
+    assert f"#   --hf-checkpoint {model} is, by its name, in float8" in text
+
+
+def test_a_reference_in_bf16_of_a_model_in_float8_is_that_model(migrated: Migrate) -> None:
+    kl = "--use-kl-loss --kl-loss-coef 0.1"
+    status, text = migrated(f"{FINE} --hf-checkpoint /m/Qwen3-4B-FP8 --ref-load /m/Qwen3-4B_torch_dist {kl}")
+    assert status == 0, text
+    assert "\n--ref-hf-checkpoint /m/Qwen3-4B-FP8\n" in text
 
 
 def test_variables_for_the_trainer_are_set_in_the_environment(migrated: Migrate) -> None:

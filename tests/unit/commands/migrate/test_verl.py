@@ -62,7 +62,7 @@ def test_no_row_hides_a_later_one() -> None:
         (f"{ACTOR}.megatron.override_transformer_config.apply_rope_fusion=False", "--apply-rope-fusion false"),
         (f"{ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3", "--sglang-attention-backend fa3"),
         (f"{ROLLOUT}.enforce_eager=True", "--sglang-disable-cuda-graph"),
-        (f"{ROLLOUT}.quantization=fp8", "--sglang-quantization fp8"),
+        (f"{ROLLOUT}.quantization=fp8", "--rollout-quantization fp8"),
         (f"{CORRECTION}.rollout_is=sequence {CORRECTION}.rollout_is_threshold=5",
          "--use-tis --tis-level sequence --tis-clip 5"),
         (f"{CORRECTION}.rollout_is=token {CORRECTION}.bypass_mode=True", "--use-rollout-logprobs"),
