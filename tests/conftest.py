@@ -20,6 +20,9 @@ settings.load_profile("project")
 # Before torch is imported: there are more workers than cores, and threads that wait for one another burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # as in runs: nothing uses these workers
+# Set when a test imports MLflow or Gymnasium. Runs are forked from processes that imported in this environment.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "hide")
 # A shell starts what runs in the background (`make test &`) deaf to Ctrl-C, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -163,13 +163,15 @@ def _float8_problems(arguments: Arguments, config: JsonObject) -> Iterator[str]:
         for flag, why in FLOAT8_REFUSES.items():
             if flags.get(flag, "NGRAM") != "NGRAM":
                 yield f"--sglang-{flag[2:]}: {why}; leave one of them out"
-        ranks, groups = group.gpus_per_engine, attention_groups(flags)
+        ranks = group.gpus_per_engine
         whole = flags.get("--moe-a2a-backend", "none") != "none"  # which splits no expert
+        dealt = next((flags[name] for name in ("--ep-size", "--expert-parallel-size", "--ep") if name in flags), "1")
         yield from fp8.shape_problems(
             config,
-            attention=max(1, ranks // groups),
+            attention=max(1, ranks // attention_groups(flags)),
             dense=int(flags.get("--moe-dense-tp-size") or ranks),
-            experts=1 if whole else max(1, ranks // int(flags.get("--ep-size") or 1)),
+            experts=1 if whole else max(1, ranks // int(dealt)),
+            shared_experts=1 if whole else ranks,
         )
 
 

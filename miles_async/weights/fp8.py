@@ -83,17 +83,19 @@ def published_bytes(config: JsonObject, elements: int, *, item: int, quantizatio
     return plain * item + round((elements - plain) * (1 + SCALE_BYTES / BLOCK**2))
 
 
-def shape_problems(config: JsonObject, *, attention: int, dense: int, experts: int) -> Iterator[str]:
+def shape_problems(
+    config: JsonObject, *, attention: int, dense: int, experts: int, shared_experts: int
+) -> Iterator[str]:
     """Yield the fields of ``config`` (config.json) whose matrices do not split into whole blocks.
 
-    ``attention``, ``dense``, ``experts``: ranks of an engine over which each of these is split. SGLang (0.5.23) joins
-    queries, keys and values to one matrix, gates and up-projections to another, and quantizes what goes into a matrix
-    in whole groups.
+    ``attention``, ``dense`` (MLPs), ``experts``, ``shared_experts``: ranks of an engine over which one of these is
+    split. SGLang (0.5.23) joins queries, keys and values to one matrix, gates and up-projections to another, and
+    quantizes what goes into a matrix in whole groups.
     """
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     keys = config.get("num_key_value_heads") or heads
-    parts = {"hidden_size": config["hidden_size"], "intermediate_size": config["intermediate_size"] // dense}
+    parts = {"hidden_size": config["hidden_size"]}
     if "kv_lora_rank" in config:
         parts["num_attention_heads × v_head_dim"] = heads * config["v_head_dim"] // attention
         parts["q_lora_rank"] = config.get("q_lora_rank") or 0
@@ -103,7 +105,14 @@ def shape_problems(config: JsonObject, *, attention: int, dense: int, experts: i
             "num_key_value_heads × head_dim": max(1, keys // attention) * width,
         }
     if num_experts(config):
-        parts["moe_intermediate_size"] = config["moe_intermediate_size"] // experts
+        name = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+        parts[name] = config[name] // experts
+        if shared := config.get("n_shared_experts"):
+            parts["n_shared_experts × moe_intermediate_size"] = (
+                shared * config["moe_intermediate_size"] // shared_experts
+            )
+    if not num_experts(config) or config.get("first_k_dense_replace"):
+        parts["intermediate_size"] = config["intermediate_size"] // dense
     for field, part in parts.items():
         if part % BLOCK:
             yield (

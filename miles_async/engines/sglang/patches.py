@@ -20,6 +20,7 @@ from miles_async.runtime.network.process_group_errors import errors_are_raised
 PAUSED_TURN = "_record_scheduler_state_for_paused_engine"
 """The only method that a paused scheduler calls per turn of its loop."""
 SELECT_RUNNERS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._select_runners"
+CACHE_SCALES = "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod"
 GROUP_MAKER = "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
 
 
@@ -67,12 +68,12 @@ def have_no_cache_scales() -> None:
     """Leave the scales of a quantized model's KV cache at 1: a dummy load draws them, and no publication has any."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def forget(_: Any, layer: Any) -> None:
-        for scale in (layer.k_scale, layer.v_scale):
-            scale.fill_(-1.0)  # "not in the checkpoint"
+    HookRegistry.register(f"{CACHE_SCALES}.process_weights_after_loading", forget_cache_scales, HookType.BEFORE)
 
-    target = "sglang.srt.layers.quantization.kv_cache.BaseKVCacheMethod.process_weights_after_loading"
-    HookRegistry.register(target, forget, HookType.BEFORE)
+
+def forget_cache_scales(_: Any, layer: Any) -> None:
+    for scale in (layer.k_scale, layer.v_scale):
+        scale.data.fill_(-1.0)  # "not in the checkpoint"
 
 
 def limit_weight_groups() -> None:

@@ -168,6 +168,7 @@ QWEN3_MOE = {
         ((), []),
         (("--rollout-num-gpus-per-engine", "4"), ["moe_intermediate_size of config.json leaves 192"]),
         (("--rollout-num-gpus-per-engine", "4", "--sglang-ep-size", "4"), []),
+        (("--rollout-num-gpus-per-engine", "4", "--sglang-expert-parallel-size=4"), []),
         (("--rollout-num-gpus-per-engine", "4", "--sglang-moe-a2a-backend", "deepep"), []),
         (("--rollout-num-gpus-per-engine", "8", "--sglang-ep-size", "8"), ["num_attention_heads × head_dim"]),
         (

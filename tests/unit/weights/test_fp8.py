@@ -111,11 +111,13 @@ def test_what_is_staged_is_quantized_and_each_senders_share_whole(senders: int, 
     assert all(torch.equal(found[name].float(), expected[name].float()) for name in expected)
 
 
+ONE_RANK = {"attention": 1, "dense": 1, "experts": 1, "shared_experts": 1}
 DENSE: JsonObject = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 1024,
     "intermediate_size": 3072, "num_hidden_layers": 2, "vocab_size": 1000, "tie_word_embeddings": True,
 }  # fmt: skip
 EXPERTS = DENSE | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+MINIMAX = DENSE | {"num_local_experts": 256, "num_experts_per_tok": 8}  # whose intermediate_size is the experts'
 LATENT = DENSE | {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128, "head_dim": 60}
 
 
@@ -130,6 +132,11 @@ LATENT = DENSE | {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128, "
         (EXPERTS, {"experts": 2}, []),
         (EXPERTS, {"experts": 4}, ["moe_intermediate_size of config.json leaves 192"]),
         (DENSE | {"hidden_size": 960}, {}, ["hidden_size of config.json leaves 960"]),
+        (EXPERTS, {"dense": 16}, []),  # it has no dense layers
+        (EXPERTS | {"first_k_dense_replace": 1}, {"dense": 16}, ["intermediate_size of config.json leaves 192"]),
+        (MINIMAX, {"experts": 4}, []),
+        (MINIMAX, {"experts": 16}, ["intermediate_size of config.json leaves 192"]),
+        (EXPERTS | {"n_shared_experts": 1}, {"shared_experts": 4}, ["n_shared_experts × moe_intermediate_size"]),
         (LATENT, {"attention": 8}, []),
         (LATENT | {"q_lora_rank": None}, {}, []),
         (LATENT | {"q_lora_rank": 192}, {}, ["q_lora_rank of config.json leaves 192"]),
@@ -137,7 +144,7 @@ LATENT = DENSE | {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128, "
     ],
 )
 def test_engines_hold_whole_blocks(config: JsonObject, ranks: Mapping[str, int], named: list[str]) -> None:
-    found = list(fp8.shape_problems(config, **{"attention": 1, "dense": 1, "experts": 1, **ranks}))
+    found = list(fp8.shape_problems(config, **(ONE_RANK | ranks)))
     assert len(found) == len(named)
     assert all(text in problem for text, problem in zip(named, found, strict=True))
 

@@ -126,6 +126,15 @@ def test_memory_that_nothing_was_sent_for_is_reported_unless_it_is_padding() -> 
     assert watched.held(ALL).unfilled == {"qk": 3}
 
 
+def test_what_sglang_exempts_from_its_own_check_need_not_be_sent() -> None:
+    model = Fused()
+    model.k_scale = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
+    model.k_scale._skip_weight_check = True  # as SGLang marks it
+    watched = WatchedModel(model)
+    model.load_weights(WEIGHTS.items())
+    assert watched.held(ALL).unfilled == {}
+
+
 def test_a_tied_layer_is_filled_by_the_embedding() -> None:
     model = Fused()
     model.tied = torch.nn.Parameter(model.qk.data, requires_grad=False)  # another parameter, the same memory
