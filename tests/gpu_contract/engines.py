@@ -19,6 +19,7 @@ import msgspec
 
 from miles_async.arguments.parser import parse_arguments
 from miles_async.arguments.server_groups import server_groups
+from miles_async.backends.megatron.families.known import FAMILIES
 from miles_async.engines.kind import ServerSpec
 from miles_async.engines.sglang import HELD_WEIGHTS_VARIABLE, WEIGHT_GROUP_SECONDS_VARIABLE
 from miles_async.engines.sglang.server import server_command, server_environment
@@ -29,12 +30,12 @@ COLOCATED = "qwen3-30b-a3b-offload"  # with the preset 1x8-colocate
 SERVER = ("127.0.0.1", 30000, ("127.0.0.1", 30001), 0, 0)  # where it would be
 
 
-def spec_of(preset: str, model: str, folder: Path) -> ServerSpec:
+def spec_of(preset: str, model: str, folder: Path, *flags: str) -> ServerSpec:
     directory = folder / model
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_bytes(config_of(model).read_bytes())
     words = [f"@preset:{preset}", "--hf-checkpoint", str(directory), "--device", "cuda", "--rollout-num-gpus", "32"]
-    arguments = parse_arguments([*words, "--ray-address", "auto"], prog="contract").arguments
+    arguments = parse_arguments([*words, "--ray-address", "auto", *flags], prog="contract").arguments
     spec = server_spec(arguments, server_groups(arguments)[0], folder, "cuda")
     return msgspec.structs.replace(spec, gpus=("0",) * spec.tensor_parallel_size) if preset == COLOCATED else spec
 
@@ -68,6 +69,18 @@ def row(preset: str, spec: ServerSpec) -> str:
     return "\t".join(map(str, cells))
 
 
+def quantization(preset: str, spec: ServerSpec) -> tuple[str, str | None]:
+    """What SGLang takes the weights for that engines of the preset get."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.server_args import prepare_server_args
+
+    os.environ.update(server_environment(spec))
+    settings = prepare_server_args(server_command(spec, *SERVER)[2:])
+    settings.resolve_once()
+    settings.check_server_args()
+    return preset, ModelConfig.from_server_args(settings).quantization
+
+
 def hook_problems(hooks: dict[str, list[tuple[Any, Any, Any]]]) -> Iterator[str]:
     """Functions of SGLang that a hook of ours cannot stand around, since they are absent or take something else."""
     for target, registered in hooks.items():
@@ -86,7 +99,12 @@ def main(found: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         # Flags of Megatron are read from its sources, which the launcher hides.
         specs = [(preset, spec_of(preset, model, Path(folder))) for preset, model in CASES]
-        sys.argv[1:] = ["--device=cuda"]
+        float8 = [
+            (preset, spec_of(preset, model, Path(folder), "--rollout-quantization", "fp8"))
+            for preset, model in CASES
+            if FAMILIES[json.loads(config_of(model).read_text())["model_type"]].float8
+        ]
+        sys.argv[1:] = ["--device=cuda", "--load-format=dummy"]
         os.environ |= {HELD_WEIGHTS_VARIABLE: "1", WEIGHT_GROUP_SECONDS_VARIABLE: "60"}
         from sglang.srt.plugins import load_plugins
         from sglang.srt.plugins.hook_registry import HookRegistry
@@ -99,7 +117,8 @@ def main(found: Path) -> None:
         problems += [f"{target}: not applied" for target in HookRegistry._hooks if target not in HookRegistry._patched]
         with get_context("fork").Pool(2, maxtasksperchild=1) as pool:  # environment and settings are a process's
             rows = pool.starmap(row, specs, chunksize=1)
-    found.write_text(json.dumps({"hooks": problems, "rows": list(dict.fromkeys(rows))}))
+            quantizations = dict(pool.starmap(quantization, float8, chunksize=1))
+    found.write_text(json.dumps({"hooks": problems, "rows": list(dict.fromkeys(rows)), "quantizations": quantizations}))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,12 @@ def test_the_file_says_what_sglang_decides(engines: Any) -> None:
     assert rows == engines["rows"], "\n".join([f"expected in {CHOICES.name}:", *engines["rows"]])
 
 
+def test_sglang_takes_published_float8_for_float8(engines: Any) -> None:
+    found = engines["quantizations"]
+    assert {"deepseek-v3", "glm-4.5", "minimax-m2", "qwen3-4b", "qwen3-30b-a3b"} <= found.keys()
+    assert set(found.values()) == {"fp8"}
+
+
 def test_a_server_starts_up_to_the_first_use_of_a_device(
     environment: Callable[[bool], dict[str, str]], tmp_path: Path
 ) -> None:

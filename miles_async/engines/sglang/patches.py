@@ -68,12 +68,14 @@ def have_no_cache_scales() -> None:
     """Leave the scales of a quantized model's KV cache at 1: a dummy load draws them, and no publication has any."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(f"{CACHE_SCALES}.process_weights_after_loading", forget_cache_scales, HookType.BEFORE)
+    HookRegistry.register(f"{CACHE_SCALES}.process_weights_after_loading", without_cache_scales, HookType.AROUND)
 
 
-def forget_cache_scales(_: Any, layer: Any) -> None:
+def without_cache_scales(process: Callable[..., None], method: Any, layer: Any) -> None:
+    """``process(...)`` of a layer of attention whose scales were in no checkpoint."""
     for scale in (layer.k_scale, layer.v_scale):
-        scale.data.fill_(-1.0)  # "not in the checkpoint"
+        scale.data.fill_(-1.0)
+    process(method, layer)
 
 
 def limit_weight_groups() -> None:

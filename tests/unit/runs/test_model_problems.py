@@ -10,8 +10,10 @@ import pytest
 from miles_async.arguments import Arguments
 from miles_async.arguments.algorithm_checks import check_critic
 from miles_async.arguments.parser import parse_arguments
+from miles_async.backends.megatron.families.known import FAMILIES
 from miles_async.errors import ConfigurationError
 from miles_async.runs.checks import check_hooks, model_problems
+from tests.unit.arguments.test_model_presets import CASES, MODELS, config_of
 
 GLM5 = {
     "model_type": "glm_moe_dsa",
@@ -192,6 +194,21 @@ def test_a_model_whose_blocks_engines_cannot_hold_is_refused(
     for text, problem in zip(expected, found, strict=True):
         assert problem.startswith("--rollout-quantization fp8: ")
         assert text in problem
+
+
+@pytest.mark.parametrize(("preset", "name"), CASES)
+def test_float8_fits_every_preset_of_a_family_that_was_compared_in_it(
+    preset: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("miles_async.runtime.device.count_gpus", lambda: 64)
+    config = json.loads(config_of(name).read_text())
+    found = problems(
+        f"@preset:{preset}", "--hf-checkpoint", model(tmp_path, config), "--device", "cuda", "--ray-address", "auto",
+        "--rollout-num-gpus", "64", "--actor-num-gpus-per-node", MODELS[preset][1], "--rollout-quantization", "fp8",
+    )  # fmt: skip
+    kind = config["model_type"]
+    refusal = f"--rollout-quantization fp8: model_type {kind!r} was not compared in it"
+    assert [problem.partition(";")[0] for problem in found] == ([] if FAMILIES[kind].float8 else [refusal])
 
 
 def test_quantized_weights_want_bf16_on_gpus_and_a_family_that_was_compared(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from miles_async.engines.sglang.patches import CACHE_SCALES, forget_cache_scales
+from miles_async.engines.sglang.patches import CACHE_SCALES, without_cache_scales
 from tests.sglang_source import module_source
 
 
@@ -28,7 +28,8 @@ def test_scales_that_a_dummy_load_drew_are_forgotten(forgotten: bool, process: C
     layer = SimpleNamespace(k_scale=torch.tensor(5e-4), v_scale=torch.tensor(5e-4))
     for _ in range(2):  # after every publication
         if forgotten:
-            forget_cache_scales(None, layer)
-        process(None, layer)
+            without_cache_scales(process, None, layer)
+        else:
+            process(None, layer)
     expected = 1.0 if forgotten else pytest.approx(5e-4)
     assert layer.k_scale.item() == layer.k_scale_float == layer.v_scale.item() == layer.v_scale_float == expected
