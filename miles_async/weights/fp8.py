@@ -117,6 +117,6 @@ def shape_problems(
         if part % BLOCK:
             yield (
                 f"{field} of config.json leaves {part} on each of an engine's GPUs, expected a multiple of {BLOCK}; "
-                "give engines fewer GPUs (--rollout-num-gpus-per-engine), keep experts whole (--sglang-ep-size), or "
-                "leave it out"
+                "give engines fewer GPUs (--rollout-num-gpus-per-engine), keep experts whole (--sglang-ep-size; shared "
+                "ones too: --sglang-moe-a2a-backend deepep), or leave it out"
             )
