@@ -28,6 +28,7 @@ from miles_async.simulation.estimates import (
     publication,
 )
 from miles_async.train_data.work import ModelWork, model_work
+from miles_async.weights.fp8 import published_bytes
 from miles_async.weights.transports.choice import count_senders, find_transport
 
 PARTS = ("--latency", "--train-seconds", "--publish-seconds")  # the last one is 0 by default
@@ -124,7 +125,9 @@ def job_of(arguments: Arguments, work: ModelWork, prompt_tokens: int, slots: int
     engines = [engine for engine in engine_bytes(arguments, work.weights) if engine.group.role == "train"]
     if not engines:
         raise ConfigurationError("--gpu estimates engines that the run starts, not external ones: give --latency")
-    engine = engines[0]
+    engine, config = engines[0], read_config(model.directory)
+    quantization = arguments.weights.rollout_quantization
+    size = published_bytes(config, work.weights, item=2 if model.bf16 else 4, quantization=quantization)
     return Job(
         samples=arguments.rollout.samples_per_rollout,
         prompt_tokens=prompt_tokens,
@@ -136,7 +139,7 @@ def job_of(arguments: Arguments, work: ModelWork, prompt_tokens: int, slots: int
         slots=slots or arguments.rollout.rollout_concurrency_per_engine,
         caches=engine.caches,
         cache_tokens=None if engine.cache_tokens is None else engine.caches * engine.cache_tokens,
-        bytes_per_weight=2 if model.bf16 else 4,
+        bytes_per_weight=size / work.weights,
         cache_per_token=engine.cache_per_token * engine.group.gpus_per_engine // engine.caches,
     )
 

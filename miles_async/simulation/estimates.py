@@ -95,7 +95,7 @@ class Job:
     slots: int  # requests that an engine runs at once, if its cache has room
     caches: int  # of an engine; with data-parallel attention several, each next to its attention weights
     cache_tokens: int | None  # that an engine has room for, in all of its caches; None: unknown
-    bytes_per_weight: int
+    bytes_per_weight: float  # of engines' weights, on average
     cache_per_token: int  # bytes of keys and values, on all GPUs that have some of them
 
 
@@ -157,7 +157,7 @@ def assumptions(job: Job, work: ModelWork, gpu: Gpu, seen: Measured) -> dict[str
     }
 
 
-def publication(transport: Transport, weights: int, assumed: Assumptions) -> Publication:
+def publication(transport: Transport, weights: float, assumed: Assumptions) -> Publication:
     """Estimate a publication of ``weights`` bytes. Senders work side by side, and so do engines."""
     share = weights / transport.senders
     bring, pause = 0.0, share / assumed.link
