@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 
 from miles_async.types import JsonObject
@@ -30,14 +29,3 @@ def needs_text_arguments(renders: Renders) -> bool:
         return renders([asked, called, answered]) is None
 
     return refuses({"d": "e"}) and not refuses('{"d": "e"}')
-
-
-def with_text_arguments(message: JsonObject) -> JsonObject:
-    """Write arguments of a message's calls as JSON texts, unless they are texts already."""
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        arguments = function["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**function, "arguments": text}})
-    return {**message, "tool_calls": calls}

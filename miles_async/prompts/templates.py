@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from miles_async.errors import ConfigurationError, TrajectoryError
-from miles_async.prompts.template_forms import PROBE, needs_text_arguments, with_text_arguments, writes_developer
+from miles_async.prompts.template_forms import PROBE, needs_text_arguments, writes_developer
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
 from miles_async.runtime.texts import shortened
-from miles_async.trajectory.messages import text_of
+from miles_async.trajectory.messages import as_sent, text_of
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:  # imported when a tokenizer is loaded
@@ -285,7 +285,7 @@ class ChatTemplate:
         if any(message["role"] == "developer" for message in messages) and not self._writes_developer:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         if any(message.get("tool_calls") for message in messages) and self._needs_text_arguments:
-            messages = [with_text_arguments(m) if m.get("tool_calls") else m for m in messages]
+            messages = [as_sent(message) for message in messages]
         return messages
 
     @cached_property
