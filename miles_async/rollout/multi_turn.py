@@ -7,7 +7,7 @@ the environment answers is tokenized and appended, and carries no loss.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,8 +23,7 @@ from miles_async.runtime.services import Circuit
 from miles_async.runtime.user_code import expect, run_user_code, wrong_value
 from miles_async.trajectory.context import Turn
 from miles_async.trajectory.messages import as_sent, canonical, with_kept_images
-from miles_async.trajectory.taker import Limits, TurnRequest, TurnTaker
-from miles_async.trajectory.tree import Trajectory
+from miles_async.trajectory.taker import Limits, MakeTrajectory, TurnRequest, TurnTaker
 from miles_async.types import AssistantTurn, Attempt, JsonObject, Observation, Prompt, Rewarded, Sample
 
 log = structlog.get_logger(__name__)
@@ -35,7 +34,7 @@ class MultiTurnGenerate:
     """A Generate whose samples come from episodes with an environment."""
 
     make_environment: MakeEnvironment
-    make_trajectory: Callable[[], Trajectory]
+    make_trajectory: MakeTrajectory
     sampling: JsonObject
     limits: Limits
     max_turns: int
