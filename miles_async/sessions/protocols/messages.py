@@ -67,14 +67,14 @@ class _Answer:
         """Keep the conversation if that is asked for; return why the turn ended."""
         if self.request.thread is not None:
             self.history.conversations[self.message_id] = Kept(turn=turn, tools=self.tools)
+        reason, stop = "end_turn", None
         if turn.sampled.finish_reason == "length":
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if turn.reply.get("tool_calls"):
-            return {"stop_reason": "tool_use", "stop_sequence": None}
-        found = {at: stop for stop in self.request.stops if (at := turn.text.find(stop)) >= 0}
-        if found:
-            return {"stop_reason": "stop_sequence", "stop_sequence": found[min(found)]}
-        return {"stop_reason": "end_turn", "stop_sequence": None}
+            reason = "max_tokens"
+        elif turn.reply.get("tool_calls"):
+            reason = "tool_use"
+        elif found := {at: stop for stop in self.request.stops if (at := turn.text.find(stop)) >= 0}:
+            reason, stop = "stop_sequence", found[min(found)]
+        return {"stop_reason": reason, "stop_sequence": stop}
 
 
 class _MessageWriter:
