@@ -5,26 +5,23 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from miles_async.errors import ConfigurationError, TrajectoryError
 from miles_async.prompts.template_forms import PROBE, needs_text_arguments, writes_developer
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
+from miles_async.runtime.own_thread import in_daemon_thread
 from miles_async.runtime.texts import shortened
 from miles_async.trajectory.messages import as_sent, text_of
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:  # imported when a tokenizer is loaded
     from transformers import PreTrainedTokenizerBase
-
-T = TypeVar("T")
 
 RENDER_SECONDS = 10.0  # that a template may take for a short conversation, which is thousands of times what it needs
 CONVERSATION_SECONDS = 15.0  # that a template may take for any conversation
@@ -130,7 +127,8 @@ class ChatTemplate:
                 )
         marked = [{**message, "content": f"message number {index}."} for index, message in enumerate(messages)]
         try:
-            text = _within(RENDER_SECONDS, lambda: self.render(marked, (), {}, generation_prompt=True))
+            rendering = in_daemon_thread(lambda: self.render(marked, (), {}, generation_prompt=True), "time-limit")
+            text = rendering.result(RENDER_SECONDS)
         except TimeoutError:
             raise ConfigurationError(
                 f"--hf-checkpoint: the chat template {self._file} takes more than {RENDER_SECONDS:g} s for a "
@@ -334,20 +332,3 @@ class _TimedMessage(dict[str, Any]):
         if time.monotonic() > self._deadline:
             raise TimeoutError(f"it takes more than {CONVERSATION_SECONDS:g} s; send fewer messages")
         return super().__getitem__(key)
-
-
-def _within(seconds: float, function: Callable[[], T]) -> T:
-    """Return what ``function`` returns, or raise what it raises.
-
-    Raises TimeoutError if it takes longer. It then continues in a daemon thread, since Python cannot end it.
-    """
-    outcome: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:  # raised again where the result is waited for
-            outcome.set_exception(error)
-
-    threading.Thread(target=call, daemon=True, name="time-limit").start()
-    return outcome.result(seconds)
