@@ -13,9 +13,8 @@ import numpy as np
 from miles_async.api import EngineClient
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.errors import TransientEngineError
-from miles_async.runtime.picture_processor import PictureProcessor
 from miles_async.staleness.versions import oldest_version
-from miles_async.trajectory.rendering import Decoder
+from miles_async.trajectory.rendering import Decoder, ImageFormat
 from miles_async.trajectory.turn import take_turn, with_last_token
 from miles_async.types import (
     HIGHEST_LOGPROB,
@@ -69,7 +68,7 @@ class SingleTurnGenerate:
         decoder: Decoder,
         *,
         began: Began = lambda key, version: None,
-        images: PictureProcessor | None = None,
+        images: ImageFormat | None = None,
     ) -> None:
         """``sampling``: SGLang sampling parameters with ``max_new_tokens``. ``images``: None for a model that reads
         none. A response ends at a placeholder: after it, engine and trainer would look for an image.

@@ -10,11 +10,10 @@ Changes that a template makes inside of a turn, such as dropping earlier reasoni
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from miles_async.errors import TrajectoryError
-from miles_async.runtime.picture_processor import PictureProcessor
 from miles_async.trajectory.messages import Message
 from miles_async.types import JsonObject, Picture
 
@@ -79,10 +78,35 @@ class ChatFormat(Decoder, Protocol):
         ...
 
 
+class ImageFormat(Protocol):
+    """How a model reads images (``runtime.picture_processor.PictureProcessor``)."""
+
+    @property
+    def image_token(self) -> int:
+        """The token that stands for a part of an image."""
+        ...
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """All tokens in whose place the model reads something else."""
+        ...
+
+    def read(self, url: str, known: Mapping[str, Picture]) -> Picture:
+        """Read the image of a ``data:`` URL, unless its digest is ``known``. Raises TrajectoryError."""
+        ...
+
+    def expand(self, token_ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Sequence[int]:
+        """Repeat the token that the template wrote for each image as often as the image has parts.
+
+        Raises TrajectoryError unless it wrote one for each.
+        """
+        ...
+
+
 class Renderer:
     """Renders conversations in pieces."""
 
-    def __init__(self, chat: ChatFormat, images: PictureProcessor | None = None) -> None:
+    def __init__(self, chat: ChatFormat, images: ImageFormat | None = None) -> None:
         """``images``: None for a model that reads none."""
         self.chat = chat
         self.images = images
@@ -107,7 +131,7 @@ class Renderer:
         return _MARK in text
 
     def tokenize(self, text: str, pictures: Sequence[Picture]) -> Sequence[int]:
-        """Tokenize rendered text with these images. Raises TrajectoryError as ``PictureProcessor.expand`` does."""
+        """Tokenize rendered text with these images. Raises TrajectoryError as ``ImageFormat.expand`` does."""
         tokens = self.chat.tokenize(text)
         if self.images is None:
             return tokens

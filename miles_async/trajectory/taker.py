@@ -10,10 +10,9 @@ from typing import Any
 from miles_async.api import EngineClient
 from miles_async.arguments.sessions import TurnHistory
 from miles_async.errors import NoRoomError
-from miles_async.runtime.picture_processor import PictureProcessor
 from miles_async.trajectory.constraints import GRAMMAR, Constraint, grammar
 from miles_async.trajectory.context import Context, Tools, Turn
-from miles_async.trajectory.rendering import Renderer
+from miles_async.trajectory.rendering import ImageFormat, Renderer
 from miles_async.trajectory.replies import ReplyParser
 from miles_async.trajectory.streamed import StreamedTurn
 from miles_async.trajectory.tree import Trajectory
@@ -131,7 +130,7 @@ MakeTrajectory = Callable[[], Trajectory]
 
 
 def trajectory_factory(
-    parser: ReplyParser, *, turn_history: TurnHistory, images: PictureProcessor | None
+    parser: ReplyParser, *, turn_history: TurnHistory, images: ImageFormat | None
 ) -> MakeTrajectory:
     """Make trajectories with the chat template and parsers of the run.
 
