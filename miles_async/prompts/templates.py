@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_async.errors import ConfigurationError, TrajectoryError
-from miles_async.prompts.template_forms import PROBE, needs_text_arguments, writes_developer
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
 from miles_async.runtime.own_thread import in_daemon_thread
 from miles_async.runtime.texts import shortened
@@ -26,6 +25,7 @@ if TYPE_CHECKING:  # imported when a tokenizer is loaded
 RENDER_SECONDS = 10.0  # that a template may take for a short conversation, which is thousands of times what it needs
 CONVERSATION_SECONDS = 15.0  # that a template may take for any conversation
 
+_PROBE = "a message that no template has"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})  # of OpenAI's API, which templates follow
 
@@ -191,9 +191,9 @@ class ChatTemplate:
         return re.compile(rf"\A(?:{opening})+"), re.compile(rf"\A(?:{closing})(?:\s*(?:{closing}))*")
 
     def _written_after_a_turn(self) -> str:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
         try:
-            return self.render(turns, (), {}, generation_prompt=False).partition(PROBE)[2]
+            return self.render(turns, (), {}, generation_prompt=False).partition(_PROBE)[2]
         except TrajectoryError:
             return ""
 
@@ -287,12 +287,23 @@ class ChatTemplate:
         return messages
 
     @cached_property
-    def _needs_text_arguments(self) -> bool:
-        return needs_text_arguments(self._renders)
+    def _writes_developer(self) -> bool:
+        """Whether the template renders the role developer; many silently skip roles that they don't know."""
+        text = self._renders([{"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}])
+        return text is not None and _PROBE in text
 
     @cached_property
-    def _writes_developer(self) -> bool:
-        return writes_developer(self._renders)
+    def _needs_text_arguments(self) -> bool:
+        """Whether the template renders arguments of calls only as JSON texts, as DeepSeek-V3's does."""
+
+        def refuses(arguments: object) -> bool:
+            call = {"id": "call00000", "type": "function", "function": {"name": "a", "arguments": arguments}}
+            asked = {"role": "user", "content": "b"}
+            called = {"role": "assistant", "content": "", "tool_calls": [call]}
+            answered = {"role": "tool", "content": "c", "tool_call_id": "call00000", "name": "a"}
+            return self._renders([asked, called, answered]) is None
+
+        return refuses({"d": "e"}) and not refuses('{"d": "e"}')
 
     def _renders(self, messages: Sequence[JsonObject]) -> str | None:
         """Render a short conversation; None if the template refuses it."""
