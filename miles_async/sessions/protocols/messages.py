@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles_async.sessions.protocols.exchange import Delta, Exchange, History, Kept, Progress, Surroundings, sse
 from miles_async.sessions.protocols.messages_request import UNPARSED, MessagesRequest, read_counted, read_request
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import Message, arguments_text
+from miles_async.trajectory.messages import Message
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
@@ -119,7 +120,8 @@ class _MessageWriter:
                 return opened + self._delta("text_delta", text=part.text)
             case "call":
                 opened = self._begin(f"call {part.number}", {**_tool_use(part.call), "input": {}})
-                return opened + self._delta("input_json_delta", partial_json=_input_text(part.call))
+                text = json.dumps(_input(part.call), ensure_ascii=False)
+                return opened + self._delta("input_json_delta", partial_json=text)
 
     def _begin(self, kind: str, block: JsonObject) -> bytes:
         if self._open == kind:
@@ -152,10 +154,6 @@ def _tool_use(call: JsonObject) -> JsonObject:
 def _input(call: JsonObject) -> JsonObject:
     arguments = call["function"]["arguments"]
     return arguments if isinstance(arguments, dict) else {UNPARSED: arguments}
-
-
-def _input_text(call: JsonObject) -> str:
-    return arguments_text({"function": {"arguments": _input(call)}})
 
 
 def _usage(turn: Turn) -> JsonObject:
