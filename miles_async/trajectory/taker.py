@@ -129,9 +129,7 @@ class TurnTaker:
 MakeTrajectory = Callable[[], Trajectory]
 
 
-def trajectory_factory(
-    parser: ReplyParser, *, turn_history: TurnHistory, images: ImageFormat | None
-) -> MakeTrajectory:
+def trajectory_factory(parser: ReplyParser, *, turn_history: TurnHistory, images: ImageFormat | None) -> MakeTrajectory:
     """Make trajectories with the chat template and parsers of the run.
 
     ``turn_history``: what a turn continues (``--turn-history``). ``images``: None for a model that reads none.
