@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import gymnasium
 from gymnasium.spaces import Text
 
 from miles_async.errors import ConfigurationError, UserCodeError
+from miles_async.runtime.own_thread import in_daemon_thread
 from miles_async.runtime.user_code import wrong_value
 from miles_async.types import AssistantTurn, JsonObject, Observation, Prompt
 
@@ -140,19 +139,5 @@ def _checked(returned: Any) -> tuple[str, float, bool, bool]:
 
 
 async def _in_own_thread(work: Callable[[], _T]) -> _T:
-    """Await blocking code that may never return, in a separate thread.
-
-    Not ``asyncio.to_thread``: a call that hangs would hold one of its few threads, and the process at its end. A thread
-    of a cancelled call is left behind.
-    """
-    outcome = Future[_T]()
-    outcome.set_running_or_notify_cancel()  # a caller that is cancelled does not cancel it
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:  # supervision point: raised to the caller, SystemExit too
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="environment", daemon=True).start()
-    return await asyncio.wrap_future(outcome)
+    """Await blocking code that may never return. A thread of a cancelled call is left behind."""
+    return await asyncio.wrap_future(in_daemon_thread(work, "environment"))

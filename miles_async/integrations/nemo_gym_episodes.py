@@ -11,6 +11,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ import aiohttp
 import msgspec
 
 from miles_async.errors import ConfigurationError, ServiceUnavailableError, TrajectoryError, UserCodeError
-from miles_async.integrations.tool_calls import Answer, answered
+from miles_async.integrations.tool_calls import Answer, answered, no_server
 from miles_async.runtime.texts import shortened
 from miles_async.runtime.user_code import wrong_value
 from miles_async.sessions.protocols.exchange import Surroundings
@@ -36,28 +37,24 @@ class _Verified(msgspec.Struct, frozen=True):
     failure_reason: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class NemoGym:
     """A MakeEnvironment for one resources server, and a service of the run that first looks whether it is one."""
 
-    def __init__(self, url: str, *, answer_timeout: float, max_turns: int) -> None:
-        """``answer_timeout``: seconds for the first answer. ``max_turns``: of an episode; its last one is verified."""
-        self.url = url
-        self.max_turns = max_turns
-        self._answer_timeout = answer_timeout
+    url: str
+    _: KW_ONLY
+    answer_timeout: float  # seconds for the first answer
+    max_turns: int  # of an episode; its last one is verified
 
     async def start(self) -> None:
         """Raises ConfigurationError if no resources server answers."""
-        timeout = aiohttp.ClientTimeout(total=self._answer_timeout)
+        timeout = aiohttp.ClientTimeout(total=self.answer_timeout)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as http:
                 async with http.get(f"{self.url}/openapi.json", raise_for_status=True) as response:
                     paths = [*(await response.json())["paths"]]
         except Exception as error:  # the server is third-party code: any error is shown with the flag
-            cause = f"{type(error).__name__}: {error}"
-            reason = f"nothing within {self._answer_timeout:g} s" if isinstance(error, TimeoutError) else cause
-            raise ConfigurationError(
-                f"expected a resources server of NeMo Gym at {self.url} (--environment), found {shortened(reason)}"
-            ) from error
+            raise no_server("a resources server of NeMo Gym", self.url, error, self.answer_timeout) from error
         if missing := {"/seed_session", "/verify"} - {*paths}:
             stepped = "; servers with /reset and /step (GymnasiumServer) are not supported" if "/step" in paths else ""
             raise ConfigurationError(
@@ -141,8 +138,6 @@ class NemoGymEpisode:
 
     async def _verify(self, answer: Response, *, cut: bool = False) -> float:
         response = {**answer.begun("incomplete" if cut else "completed"), "output": self._output}
-        if cut:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
         text = await self._expected("verify", {**self._task, "response": response})
         try:
             verified = msgspec.json.decode(text, type=_Verified)

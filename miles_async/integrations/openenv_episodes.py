@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import aiohttp
@@ -18,8 +18,7 @@ import msgspec
 
 from miles_async.errors import ConfigurationError, UserCodeError
 from miles_async.integrations.openenv_session import ActionRefusedError, OpenEnvSession, Seen
-from miles_async.integrations.tool_calls import Answer, answered, described
-from miles_async.runtime.texts import shortened
+from miles_async.integrations.tool_calls import Answer, answered, described, no_server
 from miles_async.runtime.user_code import wrong_value
 from miles_async.types import AssistantTurn, JsonObject, Observation, Prompt
 
@@ -125,7 +124,7 @@ class OpenEnv:
         ]
 
     async def _first_texts(self, resets: Sequence[JsonObject]) -> list[str]:
-        async with _session(self.url) as session:
+        async with aclosing(OpenEnvSession(self.url)) as session:
             seen = [await self._answered(session.reset(reset)) for reset in resets]
         return [self.text(each.observation) for each in seen]
 
@@ -134,7 +133,7 @@ class OpenEnv:
             return msgspec.json.decode(await response.read(), type=_Schemas)
 
     async def _listed(self) -> list[JsonObject]:
-        async with _session(self.url) as session:
+        async with aclosing(OpenEnvSession(self.url)) as session:
             await session.reset(self.settings.reset)
             listed = (await session.step({"type": "list_tools"})).observation["tools"]
         return [described(tool["name"], tool.get("description"), tool["input_schema"]) for tool in listed]
@@ -145,11 +144,7 @@ class OpenEnv:
             async with asyncio.timeout(self._answer_timeout):
                 return await asking
         except Exception as error:  # the server is third-party code: any error is shown with the flag
-            cause = f"{type(error).__name__}: {error}"
-            reason = f"nothing within {self._answer_timeout:g} s" if isinstance(error, TimeoutError) else cause
-            raise ConfigurationError(
-                f"expected an OpenEnv server at {self.url} (--environment), found {shortened(reason)}"
-            ) from error
+            raise no_server("an OpenEnv server", self.url, error, self._answer_timeout) from error
 
 
 class OpenEnvEpisode:
@@ -183,7 +178,7 @@ class OpenEnvEpisode:
 
     async def close(self) -> None:
         """End the session; the server closes its environment."""
-        await self._session.close()
+        await self._session.aclose()
 
     async def _begin(self) -> None:
         """Reset as the prompt's metadata say, after the model's first turn: earlier ones would hold a session."""
@@ -224,15 +219,6 @@ class OpenEnvEpisode:
     def _add(self, seen: Seen) -> None:
         if seen.reward is not None:
             self._reward = (self._reward or 0.0) + seen.reward
-
-
-@asynccontextmanager
-async def _session(url: str) -> AsyncIterator[OpenEnvSession]:
-    session = OpenEnvSession(url)
-    try:
-        yield session
-    finally:
-        await session.close()
 
 
 def _field(schema: JsonObject, wanted: str | None, kind: str) -> str | None:

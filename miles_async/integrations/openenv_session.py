@@ -59,7 +59,7 @@ class OpenEnvSession:
             seen = await self._ask("reset", arguments)
             if seen is not None:
                 return seen
-            await self.close()
+            await self.aclose()
             await asyncio.sleep(_FULL_PAUSE * random.uniform(0.5, 1.5))
 
     async def step(self, action: JsonObject) -> Seen:
@@ -75,7 +75,7 @@ class OpenEnvSession:
             raise ServiceUnavailableError(f"the OpenEnv server {self._url} has no room for this session anymore")
         return seen
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End the session, whatever state it is in."""
         if self._reader is not None:
             self._reader.cancel()

@@ -1,10 +1,12 @@
-"""Calls of tools that a server answers: what the model is told, and what is counted."""
+"""Calls of tools that a server answers: what the model is told, and what is counted; and a server that is not there."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from miles_async.errors import ConfigurationError
+from miles_async.runtime.texts import shortened
 from miles_async.types import JsonObject
 
 
@@ -15,6 +17,12 @@ class Answer:
     text: str
     is_error: bool = False
     ends: bool = False  # the episode ended with it
+
+
+def no_server(kind: str, url: str, error: Exception, seconds: float) -> ConfigurationError:
+    """The error of a run whose ``--environment`` gave no first answer within ``seconds``. ``kind``: of server."""
+    reason = f"nothing within {seconds:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+    return ConfigurationError(f"expected {kind} at {url} (--environment), found {shortened(reason)}")
 
 
 def described(name: str, description: str | None, schema: JsonObject) -> JsonObject:

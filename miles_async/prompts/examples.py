@@ -51,7 +51,6 @@ class ExampleSource(RowSource[tuple[Prompt, list[Answered]]]):
         none. Raises DataError when a file cannot be used, or a row has no answer to learn.
         """
         self.template = template
-        self._skips = arguments.bad_rows == "skip"
         self._templated = arguments.apply_chat_template
         self._images = images
         self._longest = PromptLimit(
@@ -59,7 +58,7 @@ class ExampleSource(RowSource[tuple[Prompt, list[Answered]]]):
             f"an example has at most {most_tokens}, with its answer",
             "raise --max-tokens-per-gpu, up to the model's positions",
         )
-        check = None if self._skips else self._require_answer
+        check = None if arguments.bad_rows == "skip" else self._require_answer
         super().__init__(arguments, self._longest, anyway=anyway, reads_images=images is not None, check=check)
 
     def take(self, count: int) -> list[Example]:

@@ -58,7 +58,7 @@ def changed_prompts(
     rows: PromptRows,
     arguments: DataArguments,
     earlier: Mapping[int, float],
-    anyway: Collection[str] = (),
+    anyway: Collection[str],
 ) -> Sequence[str]:
     """Describe how these rows in this order differ from ``state``, a cursor.
 

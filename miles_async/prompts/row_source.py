@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -55,6 +55,7 @@ class RowSource(ABC, Generic[Made]):
         ``check``: a further check of every row.
         """
         self._arguments = arguments
+        self._skips = arguments.bad_rows == "skip"
         self._limit = limit
         self._anyway = anyway
         self._reads_images = reads_images
@@ -133,15 +134,14 @@ class RowSource(ABC, Generic[Made]):
 
         ``check`` raises TrajectoryError for a row that is refused. Raises DataError naming the first such rows.
         """
-        if self._arguments.bad_rows != "skip" and (refused := self._refused_rows(check)):
+        if not self._skips and (refused := self._refused_rows(check)):
             raise self._refused(*refused)
 
-    def refused_note(self, check: Callable[[Content, Tools], None]) -> str | None:
-        """How many of the rows that :meth:`require_rendered` looks at are refused, with the first; None for none."""
-        if not (refused := self._refused_rows(check)):
-            return None
-        looked_at = min(len(self._rows), CHECKED_ROWS)
-        return f"{len(refused)} of {looked_at} rows are skipped (--bad-rows skip), the first: {refused[0]}"
+    def skip_notes(self, check: Callable[[Content, Tools], None]) -> Iterator[str]:
+        """Yield a note if some of the rows that :meth:`require_rendered` looks at are refused, and will be skipped."""
+        if self._skips and (refused := self._refused_rows(check)):
+            looked_at = min(len(self._rows), CHECKED_ROWS)
+            yield f"{len(refused)} of {looked_at} rows are skipped (--bad-rows skip), the first: {refused[0]}"
 
     def _refused_rows(self, check: Callable[[Content, Tools], None]) -> list[str]:
         refused: list[str] = []
@@ -205,7 +205,7 @@ class RowSource(ABC, Generic[Made]):
 
     def _none_usable(self, number: int) -> DataError:
         name, rows = self._stream_rows(number)
-        if self._arguments.bad_rows == "skip":
+        if self._skips:
             first = self._made(self._rows.read(rows.start), rows.start)
             location = self._rows.location(rows.start)
             return DataError(f"{name}: all {len(rows)} rows are skipped, the first, {location}, since: {first}")

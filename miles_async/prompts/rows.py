@@ -132,7 +132,7 @@ def open_prompts(arguments: DataArguments, check: CheckRow | None = None) -> Pro
     return rows
 
 
-def open_row_file(place: str, arguments: DataArguments, name: str | None = None) -> RowFile:
+def open_row_file(place: str, arguments: DataArguments, name: str | None) -> RowFile:
     """Open ``place``; ``name``: the beginning of its prompts' ids. Raises DataError when it is unreadable, empty or of
     another kind, ConfigurationError for a place that cannot be one.
     """

@@ -131,7 +131,7 @@ class FilePromptSource(RowSource[Prompt]):
                 return tokens
             return self._expand(tokens, [image.size() for image in row.images])
         except TrajectoryError as error:
-            if self._arguments.bad_rows == "skip":
+            if self._skips:
                 return str(error)
             raise self._refused(f"{self._rows.location(index)}: {error}") from error
 

@@ -5,30 +5,27 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from miles_async.errors import ConfigurationError, TrajectoryError
-from miles_async.prompts.template_forms import PROBE, needs_text_arguments, with_text_arguments, writes_developer
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
+from miles_async.runtime.own_thread import in_daemon_thread
 from miles_async.runtime.texts import shortened
-from miles_async.trajectory.messages import text_of
+from miles_async.trajectory.messages import as_sent, text_of
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:  # imported when a tokenizer is loaded
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
-
 RENDER_SECONDS = 10.0  # that a template may take for a short conversation, which is thousands of times what it needs
 CONVERSATION_SECONDS = 15.0  # that a template may take for any conversation
 
+_PROBE = "a message that no template has"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})  # of OpenAI's API, which templates follow
 
@@ -130,7 +127,8 @@ class ChatTemplate:
                 )
         marked = [{**message, "content": f"message number {index}."} for index, message in enumerate(messages)]
         try:
-            text = _within(RENDER_SECONDS, lambda: self.render(marked, (), {}, generation_prompt=True))
+            rendering = in_daemon_thread(lambda: self.render(marked, (), {}, generation_prompt=True), "time-limit")
+            text = rendering.result(RENDER_SECONDS)
         except TimeoutError:
             raise ConfigurationError(
                 f"--hf-checkpoint: the chat template {self._file} takes more than {RENDER_SECONDS:g} s for a "
@@ -193,9 +191,9 @@ class ChatTemplate:
         return re.compile(rf"\A(?:{opening})+"), re.compile(rf"\A(?:{closing})(?:\s*(?:{closing}))*")
 
     def _written_after_a_turn(self) -> str:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
         try:
-            return self.render(turns, (), {}, generation_prompt=False).partition(PROBE)[2]
+            return self.render(turns, (), {}, generation_prompt=False).partition(_PROBE)[2]
         except TrajectoryError:
             return ""
 
@@ -285,16 +283,27 @@ class ChatTemplate:
         if any(message["role"] == "developer" for message in messages) and not self._writes_developer:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         if any(message.get("tool_calls") for message in messages) and self._needs_text_arguments:
-            messages = [with_text_arguments(m) if m.get("tool_calls") else m for m in messages]
+            messages = [as_sent(message) for message in messages]
         return messages
 
     @cached_property
-    def _needs_text_arguments(self) -> bool:
-        return needs_text_arguments(self._renders)
+    def _writes_developer(self) -> bool:
+        """Whether the template renders the role developer; many silently skip roles that they don't know."""
+        text = self._renders([{"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}])
+        return text is not None and _PROBE in text
 
     @cached_property
-    def _writes_developer(self) -> bool:
-        return writes_developer(self._renders)
+    def _needs_text_arguments(self) -> bool:
+        """Whether the template renders arguments of calls only as JSON texts, as DeepSeek-V3's does."""
+
+        def refuses(arguments: object) -> bool:
+            call = {"id": "call00000", "type": "function", "function": {"name": "a", "arguments": arguments}}
+            asked = {"role": "user", "content": "b"}
+            called = {"role": "assistant", "content": "", "tool_calls": [call]}
+            answered = {"role": "tool", "content": "c", "tool_call_id": "call00000", "name": "a"}
+            return self._renders([asked, called, answered]) is None
+
+        return refuses({"d": "e"}) and not refuses('{"d": "e"}')
 
     def _renders(self, messages: Sequence[JsonObject]) -> str | None:
         """Render a short conversation; None if the template refuses it."""
@@ -334,20 +343,3 @@ class _TimedMessage(dict[str, Any]):
         if time.monotonic() > self._deadline:
             raise TimeoutError(f"it takes more than {CONVERSATION_SECONDS:g} s; send fewer messages")
         return super().__getitem__(key)
-
-
-def _within(seconds: float, function: Callable[[], T]) -> T:
-    """Return what ``function`` returns, or raise what it raises.
-
-    Raises TimeoutError if it takes longer. It then continues in a daemon thread, since Python cannot end it.
-    """
-    outcome: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:  # raised again where the result is waited for
-            outcome.set_exception(error)
-
-    threading.Thread(target=call, daemon=True, name="time-limit").start()
-    return outcome.result(seconds)

@@ -27,30 +27,24 @@ _FENCED = re.compile(r"```([\w+#.-]*)[^\n`]*\n(.*?)```", re.DOTALL)  # language,
 _PYTHON = ("python", "py", "python3")
 
 
-class CodeReward:
+async def code_reward(
+    workers: WorkerPool, limits: Callable[[], Limits], timeout: float, prompt: Prompt, sample: Sample
+) -> float:
     """1 if the last fenced block of Python passes all tests, else 0: also if it crashes, loops or prints without end.
 
     Tests are ``tests`` of the row's metadata, or its label as JSON: ``{"inputs": [...], "outputs": [...]}``
     that the program reads and prints, or a list of statements such as ``"assert double(2) == 4"``, run after it.
+
+    ``limits``: of one test, asked for when there is one. ``timeout``: seconds for all tests of a sample; a slower
+    program is wrong.
     """
-
-    def __init__(self, workers: WorkerPool, limits: Callable[[], Limits], timeout: float) -> None:
-        """``limits``: of one test, asked for when there is one.
-
-        ``timeout``: seconds for all tests of a sample; a slower program is wrong.
-        """
-        self._workers = workers
-        self._limits = limits
-        self._timeout = timeout
-
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        tests = tests_of(prompt)
-        program = last_program(sample.text)
-        if program is None:
-            return 0.0
-        check, cases = (runs_through, (tests,)) if isinstance(tests, list) else (prints, (tests.inputs, tests.outputs))
-        arguments = (program, *cases, asdict(self._limits()), self._timeout)
-        return float(await self._workers.call(check, *arguments, more_seconds=_END_SECONDS))
+    tests = tests_of(prompt)
+    program = last_program(sample.text)
+    if program is None:
+        return 0.0
+    check, cases = (runs_through, (tests,)) if isinstance(tests, list) else (prints, (tests.inputs, tests.outputs))
+    arguments = (program, *cases, asdict(limits()), timeout)
+    return float(await workers.call(check, *arguments, more_seconds=_END_SECONDS))
 
 
 def last_program(response: str) -> str | None:

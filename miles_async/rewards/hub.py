@@ -8,15 +8,15 @@ from functools import cache, partial
 from miles_async.api import GroupReward, Reward
 from miles_async.arguments.rewards import RewardArguments, parse_rm_type
 from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
-from miles_async.rewards.code_tests import CONFINED, CodeReward, sandbox_level
+from miles_async.rewards.code_tests import CONFINED, code_reward, sandbox_level
 from miles_async.rewards.guard import GuardedGroupReward, GuardedReward
 from miles_async.rewards.judge import JudgeReward
-from miles_async.rewards.math_answer import MathReward
+from miles_async.rewards.math_answer import math_reward
 from miles_async.rewards.multiple_choice import multiple_choice
 from miles_async.rewards.programs import Limits
-from miles_async.rewards.reasoning_gym_task import ReasoningGymReward
+from miles_async.rewards.reasoning_gym_task import reasoning_gym_reward
 from miles_async.rewards.remote import RemoteReward
-from miles_async.rewards.text_match import FormatReward, exact_match, f1
+from miles_async.rewards.text_match import exact_match, f1, format_reward
 from miles_async.rewards.workers import WorkerPool
 from miles_async.runtime.hooks import load_object
 from miles_async.runtime.packages import require
@@ -62,12 +62,12 @@ class RewardHub:
         verifiers = "the processes that verify (--rm-workers)"
         rows: dict[str, tuple[OneReward, str | None]] = {  # name → reward, and the service that it needs
             "exact_match": (exact_match, None),
-            "math": (MathReward(workers), verifiers),
+            "math": (partial(math_reward, workers), verifiers),
             "f1": (f1, None),
             "multiple_choice": (multiple_choice, None),
-            "code": (CodeReward(workers, limits, arguments.reward_timeout), verifiers),
-            "format": (FormatReward(workers, arguments.rm_format), verifiers),
-            "reasoning_gym": (ReasoningGymReward(confined, lambda: limits().level), verifiers),
+            "code": (partial(code_reward, workers, limits, arguments.reward_timeout), verifiers),
+            "format": (partial(format_reward, workers, arguments.rm_format), verifiers),
+            "reasoning_gym": (partial(reasoning_gym_reward, confined, lambda: limits().level), verifiers),
             "remote_rm": (remote, f"the server at --rm-url {arguments.rm_url}"),
             "judge": (judge, f"the server at --judge-url {arguments.judge_url}"),
         }

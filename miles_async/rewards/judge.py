@@ -45,9 +45,7 @@ class JudgeReward:
     tries, can't judge this sample, which is the sample's failure.
     """
 
-    def __init__(
-        self, url: str | None, model: str, template: Path | None, timeout: float, scale: str | None = None
-    ) -> None:
+    def __init__(self, url: str | None, model: str, template: Path | None, timeout: float, scale: str | None) -> None:
         """``url``: as clients of chat completions have it, ending in /v1. ``timeout``: seconds for one
         answer. ``scale``: of the judge's marks, as ``--judge-scale`` has it. Raises ConfigurationError for
         the template and the scale.

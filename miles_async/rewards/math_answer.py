@@ -25,19 +25,14 @@ _SPELLED_OUT = re.compile(r"[A-Za-z]{4,}\.?$")  # 5 dollars, but not 2 mg, which
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 
 
-class MathReward:
-    r"""1 if the last answer in the response (``answers.find_answer``) equals a label, 0 if it doesn't.
+async def math_reward(workers: WorkerPool, prompt: Prompt, sample: Sample) -> float:
+    """1 if the last answer in the response (``answers.find_answer``) equals a label, 0 if it doesn't.
 
     If equality cannot be decided, or not in time, that is a RewardError and not a 0.
     """
-
-    def __init__(self, workers: WorkerPool) -> None:
-        self._workers = workers
-
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        answer, labels = find_answer(sample.text), labels_of(prompt)
-        arguments = (answer.text, answer.mark != "none", labels)
-        return float(await self._workers.call(is_any_right, *arguments, needs=["math_verify"]))
+    answer, labels = find_answer(sample.text), labels_of(prompt)
+    arguments = (answer.text, answer.mark != "none", labels)
+    return float(await workers.call(is_any_right, *arguments, needs=["math_verify"]))
 
 
 def is_any_right(answer: str, marked: bool, labels: Sequence[str]) -> bool:

@@ -63,14 +63,14 @@ def run_statements(source: str, statements: str, limits: Limits) -> bool:
     return ended and judging.status == sandbox.PASSED
 
 
+@dataclass(slots=True)
 class _Confined:
     """A confined process. Its input and output are files, so that writing never blocks it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], stdout: IO[bytes], status_end: int) -> None:
-        self.process = process
-        self._stdout = stdout
-        self._status_end = status_end
-        self.status: int | None = None
+    process: subprocess.Popen[bytes]
+    stdout: IO[bytes]
+    status_end: int
+    status: int | None = None
 
     def end(self) -> str:
         """Return what the program printed; kill it if it still runs.
@@ -80,12 +80,12 @@ class _Confined:
         too_slow = self.process.poll() is None
         self.process.kill()
         self.status = self.process.wait()
-        report = os.read(self._status_end, 4096)
+        report = os.read(self.status_end, 4096)
         if report != sandbox.STARTED and (report or not too_slow):  # a busy machine may not even have started it
             found = report.decode(errors="replace") or f"no answer, exit status {self.status}"
             raise ServiceUnavailableError(f"the sandbox for code cannot be set up: {found}")
-        self._stdout.seek(0)
-        return self._stdout.read().decode(errors="replace")
+        self.stdout.seek(0)
+        return self.stdout.read().decode(errors="replace")
 
 
 @contextmanager

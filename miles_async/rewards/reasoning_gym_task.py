@@ -14,21 +14,19 @@ from miles_async.rewards.workers import WorkerPool
 from miles_async.types import JsonObject, Prompt, Sample
 
 
-class ReasoningGymReward:
-    """The task's own score, 0 to 1. Its name is ``source_dataset`` in the metadata, as reasoning-gym writes it."""
+async def reasoning_gym_reward(
+    workers: WorkerPool, level: Callable[[], Level], prompt: Prompt, sample: Sample
+) -> float:
+    """The task's own score, 0 to 1. Its name is ``source_dataset`` in the metadata, as reasoning-gym writes it.
 
-    def __init__(self, workers: WorkerPool, level: Callable[[], Level]) -> None:
-        """``workers``: of this reward alone, since some tasks evaluate the answer as Python: they are confined."""
-        self._workers = workers
-        self._level = level
-
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        task = prompt.metadata.get("source_dataset")
-        if not isinstance(task, str):
-            raise RewardError(f"prompt {prompt.prompt_id}: its metadata names no task (source_dataset)")
-        entry = {"question": prompt.text, "answer": prompt.label, "metadata": prompt.metadata}
-        arguments = (task, final_answer(sample.text), entry, self._level())
-        return float(await self._workers.call(score, *arguments, needs=["reasoning_gym"]))
+    ``workers``: of this reward alone, since some tasks evaluate the answer as Python: they are confined.
+    """
+    task = prompt.metadata.get("source_dataset")
+    if not isinstance(task, str):
+        raise RewardError(f"prompt {prompt.prompt_id}: its metadata names no task (source_dataset)")
+    entry = {"question": prompt.text, "answer": prompt.label, "metadata": prompt.metadata}
+    arguments = (task, final_answer(sample.text), entry, level())
+    return float(await workers.call(score, *arguments, needs=["reasoning_gym"]))
 
 
 def final_answer(response: str) -> str:

@@ -49,16 +49,12 @@ def _words(text: str) -> Counter[str]:
     return Counter(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_WITHOUT_PUNCTUATION)).split())
 
 
-class FormatReward:
-    """``format``: 1 if the whole response matches ``--rm-format``, up to white space around it, else 0."""
+async def format_reward(workers: WorkerPool, pattern: str, prompt: Prompt, sample: Sample) -> float:
+    """``format``: 1 if the whole response matches ``--rm-format``, up to white space around it, else 0.
 
-    def __init__(self, workers: WorkerPool, pattern: str) -> None:
-        """``pattern``: a regular expression whose dots match line ends too."""
-        self._workers = workers
-        self._pattern = pattern
-
-    async def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        return float(await self._workers.call(matches, self._pattern, sample.text.strip()))
+    ``pattern``: a regular expression whose dots match line ends too.
+    """
+    return float(await workers.call(matches, pattern, sample.text.strip()))
 
 
 def matches(pattern: str, text: str) -> bool:

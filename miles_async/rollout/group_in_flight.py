@@ -42,7 +42,7 @@ class GroupInFlight:
         arguments: RolloutArguments,
         fewest: int,
         make: MakeSample,
-        reward: RewardSamples | None = None,
+        reward: RewardSamples | None,
     ) -> None:
         """``fewest``: samples that the group needs (C7)."""
         self.attempt = attempt

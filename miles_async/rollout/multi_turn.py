@@ -7,7 +7,7 @@ the environment answers is tokenized and appended, and carries no loss.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,8 +23,7 @@ from miles_async.runtime.services import Circuit
 from miles_async.runtime.user_code import expect, run_user_code, wrong_value
 from miles_async.trajectory.context import Turn
 from miles_async.trajectory.messages import as_sent, canonical, with_kept_images
-from miles_async.trajectory.taker import Limits, TurnRequest, TurnTaker
-from miles_async.trajectory.tree import Trajectory
+from miles_async.trajectory.taker import Limits, MakeTrajectory, TurnRequest, TurnTaker
 from miles_async.types import AssistantTurn, Attempt, JsonObject, Observation, Prompt, Rewarded, Sample
 
 log = structlog.get_logger(__name__)
@@ -35,7 +34,7 @@ class MultiTurnGenerate:
     """A Generate whose samples come from episodes with an environment."""
 
     make_environment: MakeEnvironment
-    make_trajectory: Callable[[], Trajectory]
+    make_trajectory: MakeTrajectory
     sampling: JsonObject
     limits: Limits
     max_turns: int
@@ -120,19 +119,18 @@ def _is_number(value: object) -> bool:
     return hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0  # also an array or a tensor of one number
 
 
+@dataclass(frozen=True, slots=True)
 class GivenReward:
     """A Reward that keeps the reward given by an environment or agent. Cut at the length limit before it gave any, and
     without a reward of the run, a sample has earned nothing: 0.
     """
 
-    def __init__(self, otherwise: Reward | None) -> None:
-        """``otherwise``: rewards samples that have none."""
-        self._otherwise = otherwise
+    otherwise: Reward | None  # rewards samples that have none
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Rewarded:
         """Raises RewardError if there is none, or one that cannot be trained on."""
-        if sample.reward is None and self._otherwise is not None:
-            return await self._otherwise(prompt, sample)
+        if sample.reward is None and self.otherwise is not None:
+            return await self.otherwise(prompt, sample)
         if sample.reward is None and sample.finish_reason == "length":
             return 0.0
         if sample.reward is None:
@@ -146,5 +144,5 @@ class GivenReward:
             raise RewardError(f"prompt {prompt.prompt_id}: given by the environment or agent: {error}") from None
 
     async def close(self) -> None:
-        if close := getattr(self._otherwise, "close", None):
+        if close := getattr(self.otherwise, "close", None):
             await close()

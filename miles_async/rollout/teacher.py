@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -20,15 +21,14 @@ Score = Callable[[Sequence[int], int], Awaitable[Float32]]
 AnyBranch = TypeVar("AnyBranch", bound=Branch)
 
 
+@dataclass(frozen=True, slots=True)
 class Teacher:
     """Adds ``teacher_logprobs`` to every branch of a sample. It fails like a reward, and is asked again while it is
     down.
     """
 
-    def __init__(self, score: Score, circuit: Circuit) -> None:
-        """``circuit``: of the engines that score."""
-        self._score = score
-        self._circuit = circuit
+    score: Score
+    circuit: Circuit  # of the engines that score
 
     async def __call__(self, sample: Sample) -> Sample:
         """Raises what ``Circuit.call`` raises, and RequestRejectedError for a sample that the teacher cannot score."""
@@ -38,12 +38,12 @@ class Teacher:
     async def _taught(self, branch: AnyBranch) -> AnyBranch:
         first = max(1, int(np.argmax(branch.loss_mask != 0)))  # nothing precedes token 0: no model predicts it
         logprobs = np.zeros(len(branch.tokens), np.float32)
-        found = await self._circuit.call(partial(self._scored, branch.tokens.tolist(), first))
+        found = await self.circuit.call(partial(self._scored, branch.tokens.tolist(), first))
         logprobs[first:] = np.where(branch.loss_mask[first:] != 0, found, 0.0)
         return msgspec.structs.replace(branch, teacher_logprobs=logprobs)
 
     async def _scored(self, tokens: Sequence[int], first: int) -> Float32:
-        found = await self._score(tokens, first)
+        found = await self.score(tokens, first)
         if not (found >= LOWEST_LOGPROB).all():  # nor is NaN
             raise ServiceUnavailableError(
                 f"the teacher: expected log-probs of at least {LOWEST_LOGPROB:g}, found {found.min():g}: its numerics "

@@ -63,9 +63,10 @@ def check_tokenizer(arguments: Arguments) -> list[str]:
     from miles_async.wiring.run_prompts import open_source, prompt_notes
 
     if arguments.algorithm.supervised:
-        from miles_async.wiring.prepared_batches import example_notes, example_source
+        from miles_async.wiring.prepared_batches import example_source
 
-        return list(example_notes(arguments, example_source(arguments)))
+        examples = example_source(arguments)
+        return list(examples.skip_notes(examples.check))
     template = run_template(arguments)
     notes = list(prompt_notes(arguments, open_source(arguments, template), template))
     for held_out in evaluation_sets(arguments.evaluation):

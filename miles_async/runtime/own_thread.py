@@ -1,11 +1,12 @@
-"""A thread for blocking work of ours."""
+"""Threads for blocking work: one for calls of ours, and one for each call that may never return."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -25,3 +26,21 @@ class OwnThread:
         """As ``asyncio.to_thread``."""
         bound = partial(contextvars.copy_context().run, call, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._pool, bound)
+
+
+def in_daemon_thread(call: Callable[[], Result], name: str) -> Future[Result]:
+    """Start a call that may never return, in a thread that holds up neither other calls nor the end of the process.
+
+    The future gets whatever the call returns or raises. Cancelling it has no effect: Python cannot end a thread.
+    """
+    outcome = Future[Result]()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # supervision point: raised to the caller, SystemExit too
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome

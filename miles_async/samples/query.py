@@ -83,7 +83,7 @@ def find(
             yield from filter(query.matches, rows)
 
 
-def ordered(rows: Sequence[SampleSummary], order: Order, *, reverse: bool = False) -> list[SampleSummary]:
+def ordered(rows: Sequence[SampleSummary], order: Order, *, reverse: bool) -> list[SampleSummary]:
     """Order rows, the largest first unless ``reverse``; rows without a value come last."""
     value: Callable[[SampleSummary], float | None] = attrgetter(order)
     known = [(number, row) for row in rows if (number := value(row)) is not None]

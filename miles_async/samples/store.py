@@ -24,7 +24,7 @@ class SampleStore:
     goes, and from then on every second step of that kind is written. Not thread-safe, but for :meth:`drop`.
     """
 
-    def __init__(self, directory: Path, *, limit_bytes: int, only_file: bool = False) -> None:
+    def __init__(self, directory: Path, *, limit_bytes: int, only_file: bool) -> None:
         """``only_file``: the first file is the last, and may take the whole limit."""
         self.largest_file = limit_bytes if only_file else limit_bytes // SHARE_OF_LIMIT
         self._directory = directory

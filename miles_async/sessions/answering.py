@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -26,14 +27,13 @@ _PAUSE_SECONDS = 0.05  # between readings of a reply, each of which takes time i
 _SHORT_BYTES = 1 << 16  # of a request: parsed faster than handed to a thread and back
 
 
+@dataclass(frozen=True, slots=True)
 class Answering:
     """Answers the requests of all sessions of a process."""
 
-    def __init__(self, instance_id: str, counts: Counter[str], in_thread: InThread) -> None:
-        """``counts``: of requests, turns and tokens, which it raises."""
-        self._instance_id = instance_id
-        self._counts = counts
-        self._in_thread = in_thread
+    instance_id: str
+    counts: Counter[str]  # of requests, turns and tokens, which it raises
+    in_thread: InThread
 
     async def answer(self, request: web.Request, session: Session, read: Read) -> web.StreamResponse:
         """Answer a request of a protocol.
@@ -54,14 +54,14 @@ class Answering:
         Raises TrajectoryError.
         """
         body, around = await _body(request, session), self._around(session)
-        count = await self._in_thread(lambda: session.count(messages.read_count(body, around)))
+        count = await self.in_thread(lambda: session.count(messages.read_count(body, around)))
         return web.json_response({"input_tokens": count})
 
     def _around(self, session: Session) -> Surroundings:
-        self._counts["requests"] += 1
+        self.counts["requests"] += 1
         trajectory = session.taker.trajectory
         return Surroundings(
-            answer_id=f"{self._instance_id}-{self._counts['requests']}",
+            answer_id=f"{self.instance_id}-{self.counts['requests']}",
             decode=trajectory.renderer.chat.decode_all,
             variables=trajectory.renderer.chat.variables,
             history=session.history,
@@ -73,7 +73,7 @@ class Answering:
         images = session.taker.trajectory.renderer.images is not None  # a small one may be many pixels to decode
         if len(body) <= _SHORT_BYTES and not images:
             return read(body, around)
-        asked: Exchange = await self._in_thread(read, body, around)
+        asked: Exchange = await self.in_thread(read, body, around)
         return asked
 
     async def _check_text(self, session: Session, turn: TurnRequest, body: int) -> None:
@@ -81,7 +81,7 @@ class Answering:
         most = most_text(session.taker.limits.total)
         if body <= most:
             return
-        size = len(await self._in_thread(msgspec.json.encode, [turn.messages, turn.tools]))
+        size = len(await self.in_thread(msgspec.json.encode, [turn.messages, turn.tools]))
         if size > most:
             with session.request():
                 raise NoRoomError(f"the conversation has {size} bytes without its images, more than {most}")
@@ -93,11 +93,11 @@ class Answering:
         with session.request(asked.turn.messages) as outcome:
             turns = await gathered(*(session.taker.take(asked.turn, one) for one in each))
             outcome.cut = all(map(session.taker.limits.cut, turns))  # some agents fail for that alone
-        self._counts["turns"] += len(turns)
+        self.counts["turns"] += len(turns)
         for turn in turns:
-            self._counts["prompt_tokens"] += turn.sampled.prompt_tokens
-            self._counts["cached_tokens"] += turn.sampled.cached_tokens
-            self._counts["sampled_tokens"] += len(turn.sampled.output_ids)
+            self.counts["prompt_tokens"] += turn.sampled.prompt_tokens
+            self.counts["cached_tokens"] += turn.sampled.cached_tokens
+            self.counts["sampled_tokens"] += len(turn.sampled.output_ids)
         return turns
 
     async def _stream(

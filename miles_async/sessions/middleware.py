@@ -119,7 +119,7 @@ def most_text(max_total: int) -> int:
     return _ALWAYS + BYTES_PER_TOKEN * max_total
 
 
-async def read_conversation(request: web.Request, max_total: int, *, images: bool = False) -> bytes:
+async def read_conversation(request: web.Request, max_total: int, *, images: bool) -> bytes:
     """Read a body. Raises NoRoomError if it is longer than any conversation of ``max_total`` tokens.
 
     ``images``: there may be images in it.

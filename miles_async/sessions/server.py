@@ -54,6 +54,7 @@ T = TypeVar("T")
 
 _MAX_BODY = 1 << 20  # of the run's requests; conversations have a separate limit
 _BACKLOG = 4096  # agents of a whole batch may connect at once
+_THREADS = 2  # for long work on tokens; more would only compete for the interpreter
 
 
 class SessionServer:
@@ -66,19 +67,15 @@ class SessionServer:
         *,
         keys: SessionKeys,
         session_timeout: float,
-        threads: int = 2,
     ) -> None:
-        """``session_timeout``: seconds without a request or heartbeat after which a session expires.
-
-        ``threads``: for long work on tokens. More would only compete for the interpreter.
-        """
+        """``session_timeout``: seconds without a request or heartbeat after which a session expires."""
         self.instance_id = uuid.uuid4().hex
         self.url = ""
         self._client = client
         self._make_trajectory = make_trajectory
         self._keys = keys
         self._session_timeout = session_timeout
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokens")
         self._sessions: dict[str, Session] = {}
         self._began: dict[str, int] = {}  # since the last call of ``began``
         self._counts: Counter[str] = Counter()
@@ -140,7 +137,7 @@ class SessionServer:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(work, *arguments, **named))
 
     # ---------------------------------------------------------------------------------------- sessions
     async def _health(self, request: web.Request) -> web.Response:

@@ -55,7 +55,7 @@ def canonical(message: object) -> Message:
     return _known_fields(message, None if parts is None else [*_joined(parts)])
 
 
-def _known_fields(message: JsonObject, parts: list[Message] | None = None) -> Message:
+def _known_fields(message: JsonObject, parts: list[Message] | None) -> Message:
     """``parts``: content with images, see :func:`_parts`."""
     result: dict[str, object] = {"role": message["role"], "content": _text(message) if parts is None else parts}
     reasoning = message.get("reasoning_content") or message.get("reasoning")

@@ -55,7 +55,7 @@ class TurnRequest:
     """A request for a turn, whatever protocol it came in."""
 
     messages: Sequence[object]  # the conversation, in the form of chat completions; must not be changed afterwards
-    tools: Tools = ()  # offered to the model
+    tools: Tools  # offered to the model
     options: JsonObject = field(default_factory=dict)  # for the chat template
     max_tokens: int | None = None  # of this turn, within the limits
     stops: Sequence[str] = ()  # more texts that end the turn; the reply leaves them out, the tokens have them
@@ -73,7 +73,7 @@ class TurnTaker:
     limits: Limits
     routing_key: str
     in_thread: InThread
-    began: Callable[[int], None] = lambda version: None  # called with the version of a token that carries loss
+    began: Callable[[int], None]  # called with the version of a token that carries loss
 
     async def take(self, request: TurnRequest, streamed: StreamedTurn | None = None) -> Turn:
         """Sample the model's answer to a conversation and keep it in the trajectory. ``streamed``: gets its tokens
@@ -129,9 +129,7 @@ class TurnTaker:
 MakeTrajectory = Callable[[], Trajectory]
 
 
-def trajectory_factory(
-    parser: ReplyParser, *, turn_history: TurnHistory = "sampled", images: ImageFormat | None = None
-) -> MakeTrajectory:
+def trajectory_factory(parser: ReplyParser, *, turn_history: TurnHistory, images: ImageFormat | None) -> MakeTrajectory:
     """Make trajectories with the chat template and parsers of the run.
 
     ``turn_history``: what a turn continues (``--turn-history``). ``images``: None for a model that reads none.

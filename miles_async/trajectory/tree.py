@@ -126,7 +126,7 @@ class Trajectory:
         latest = self._latest
         return latest.input_ids if latest.context is context else context.input_ids()
 
-    def adds_little(self, messages: Sequence[object], tools: Tools = ()) -> bool:
+    def adds_little(self, messages: Sequence[object], tools: Tools) -> bool:
         """Return whether :meth:`extend` takes less time than handing it to a thread and back."""
         messages, latest = list(messages), self._latest
         if not latest.begins(messages):

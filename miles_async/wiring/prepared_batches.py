@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,7 +37,7 @@ VERSION = 0  # nothing is published, and all examples are equally new
 
 
 def example_source(arguments: Arguments) -> ExampleSource:
-    """The examples of a run; :func:`example_notes` is about them. Raises ConfigurationError, DataError."""
+    """The examples of a run. Raises ConfigurationError, DataError."""
     model = arguments.model
     tokenizer = load_tokenizer(model.directory, model.trust_remote_code)
     template = ChatTemplate(tokenizer, arguments.data.apply_chat_template)
@@ -51,12 +51,6 @@ def example_source(arguments: Arguments) -> ExampleSource:
     return source
 
 
-def example_notes(arguments: Arguments, source: ExampleSource) -> Iterator[str]:
-    """Yield a note about rows that will be skipped, if there are any."""
-    if arguments.data.bad_rows == "skip" and (note := source.refused_note(source.check)) is not None:
-        yield note
-
-
 class SupervisedBatches:
     """Examples in the order of the prompt source, split over ranks and packed like samples; also their cursor's part
     of a checkpoint.
@@ -65,7 +59,7 @@ class SupervisedBatches:
     def __init__(self, arguments: Arguments) -> None:
         """Raises ConfigurationError, DataError."""
         self._source = example_source(arguments)
-        for note in example_notes(arguments, self._source):
+        for note in self._source.skip_notes(self._source.check):
             log.warning("examples", note=note)
         self._count = arguments.rollout.rollout_batch_size
         self._samples = sample_recorder(arguments.observability, self._source.template.decode_all, sampled=False)

@@ -39,8 +39,7 @@ def open_source(
 def prompt_notes(arguments: Arguments, source: FilePromptSource, template: ChatTemplate) -> Iterator[str]:
     """Notes about the training prompts before a run starts."""
     yield from turn_end_notes(arguments, template)
-    if arguments.data.bad_rows == "skip" and (note := source.refused_note(template.check)) is not None:
-        yield note
+    yield from source.skip_notes(template.check)
     yield from length_notes(arguments, source, prompt_limit(arguments))
 
 

@@ -15,7 +15,7 @@ from miles_async.trajectory.messages import with_kept_images
 from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import THINK_TAGS, ReplyParser
 from miles_async.trajectory.tree import Trajectory
-from miles_async.types import Generation, JsonObject
+from miles_async.types import Generation, JsonObject, Sample
 from miles_async.types.pictures import data_url
 from tests.fakes.chat_formats import ORDINARY_TOKENS, STOPS, TOOLS, chat_format
 from tests.fakes.pictures import picture, picture_processor
@@ -122,6 +122,12 @@ class Episode:
         self.messages.append(as_client_sends(turn.reply))
         self.histories[turn] = list(self.messages)
         return turn
+
+    def sample(self) -> Sample:
+        """The episode so far, which has turns."""
+        sample = self.trajectory.sample()
+        assert sample is not None
+        return sample
 
     def output_ids(self, say: Say, appended: Sequence[JsonObject]) -> list[int]:
         stops = self.chat.tokenizer.convert_tokens_to_ids(list(STOPS[self.style]))

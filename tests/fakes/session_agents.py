@@ -19,7 +19,7 @@ from miles_async.trajectory.rendering import Renderer
 from miles_async.trajectory.replies import THINK_TAGS, ReplyParser
 from miles_async.trajectory.taker import Limits, MakeTrajectory
 from miles_async.trajectory.tree import Trajectory
-from miles_async.types import CollectedSession, JsonObject, OpenSession
+from miles_async.types import CollectedSession, JsonObject, OpenSession, Sample
 from tests.fakes.chat_formats import chat_format
 from tests.fakes.keys import KEYS
 from tests.fakes.reply_parsers import BEGINS, parse_qwen, split_think
@@ -90,10 +90,15 @@ class Agent:
             assert response.status == 200, await response.text()
             return decode(await response.read(), CollectedSession)
 
-    async def turns_and_branches(self) -> tuple[int, int]:
-        """Collect the session; return how many its sample has."""
+    async def sample(self) -> Sample:
+        """Collect the session; return its sample, which there is."""
         sample = (await self.collect()).sample
         assert sample is not None
+        return sample
+
+    async def turns_and_branches(self) -> tuple[int, int]:
+        """Collect the session; return how many its sample has."""
+        sample = await self.sample()
         return sample.metadata["turns"], len(sample.branches)
 
 

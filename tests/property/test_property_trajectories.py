@@ -54,8 +54,7 @@ def test_sampled_tokens_stay_and_the_rest_is_what_the_template_writes(
     turns = [episode.turn(data.draw(questions()), data.draw(anything()))]
     for appended, say in data.draw(rounds(anything())):
         turns.append(episode.turn(appended, say))
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
     assert not sample.more_branches
 
     mask = sample.loss_mask.astype(bool)
@@ -88,8 +87,7 @@ def test_images_stand_where_the_template_writes_them(data: st.DataObject) -> Non
         episode.messages = [] if parent is None else list(episode.histories[parent])
         turns.append(episode.turn(appended, data.draw(answers)))
         assert turns[-1].context.parent is parent
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
     for branch in sample.branches:
         found = images_of(branch.tokens, np.array([0, len(branch.tokens)]), [branch.pictures], episode.images)
         assert found == branch.pictures
@@ -158,8 +156,7 @@ def test_a_model_that_writes_as_the_template_does_gives_the_templates_own_tokens
         turn = episode.turn(appended, say)
         assert turn.context.parent is (None if len(episode.trajectory.turns) == 1 else episode.trajectory.turns[-2])
         appended = following
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
     assert not sample.more_branches
     *history, _ = (canonical(message) for message in episode.messages)
     prompt = episode.chat.render(history, tools, {}, generation_prompt=True)
@@ -182,8 +179,7 @@ def test_an_agent_that_goes_back_forks_and_each_sampled_token_carries_loss_once(
         episode.messages = [] if parent is None else list(episode.histories[parent])
         turns.append(episode.turn(messages, say))
         assert turns[-1].context.parent is parent
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
 
     parents = {turn.context.parent for turn in turns}
     leaves = [turn for turn in turns if turn not in parents]
@@ -234,8 +230,7 @@ def test_a_history_as_the_template_writes_it_is_what_it_makes_of_the_replies(
         written = episode.chat.render(history, tools, options, generation_prompt=True)
         assert episode.chat.decode_all(turn.context.input_ids()) == written
         replies.append(turn.reply)
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
     turns = episode.trajectory.turns
     carrying = np.concatenate([branch.weight_versions[branch.loss_mask == 1] for branch in sample.branches]).tolist()
     for number, turn in enumerate(turns, start=1):

@@ -31,23 +31,8 @@ from miles_async.types import JsonObject
 _MOST_CHOICES = 128  # OpenAI's limit of n
 
 
-class _Ignored(IgnoredOfOpenAI, frozen=True, kw_only=True):
-    """Further fields without effect."""
-
-    top_k: object = None
-    min_p: object = None
-    presence_penalty: object = None
-    frequency_penalty: object = None
-    repetition_penalty: object = None
-    logit_bias: object = None
-    seed: object = None
-    store: object = None
-    prediction: object = None
-    verbosity: object = None
-
-
-class ChatRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request. Fields that are neither here nor ignored are refused by name."""
+class ChatRequest(IgnoredOfOpenAI, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request. Fields that are neither here nor in its base class are refused by name."""
 
     messages: list[JsonObject]
     model: str = ""
@@ -66,6 +51,17 @@ class ChatRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     reasoning_effort: object = None
     modalities: object = None
     chat_template_kwargs: JsonObject | None = None
+    # Without effect:
+    top_k: object = None
+    min_p: object = None
+    presence_penalty: object = None
+    frequency_penalty: object = None
+    repetition_penalty: object = None
+    logit_bias: object = None
+    seed: object = None
+    store: object = None
+    prediction: object = None
+    verbosity: object = None
 
     @property
     def limit(self) -> int | None:

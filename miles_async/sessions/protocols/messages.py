@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles_async.sessions.protocols.exchange import Delta, Exchange, History, Kept, Progress, Surroundings, sse
 from miles_async.sessions.protocols.messages_request import UNPARSED, MessagesRequest, read_counted, read_request
 from miles_async.trajectory.context import Turn
-from miles_async.trajectory.messages import Message, arguments_text
+from miles_async.trajectory.messages import Message
 from miles_async.trajectory.taker import TurnRequest
 from miles_async.types import JsonObject
 
@@ -67,14 +68,14 @@ class _Answer:
         """Keep the conversation if that is asked for; return why the turn ended."""
         if self.request.thread is not None:
             self.history.conversations[self.message_id] = Kept(turn=turn, tools=self.tools)
+        reason, stop = "end_turn", None
         if turn.sampled.finish_reason == "length":
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if turn.reply.get("tool_calls"):
-            return {"stop_reason": "tool_use", "stop_sequence": None}
-        found = {at: stop for stop in self.request.stops if (at := turn.text.find(stop)) >= 0}
-        if found:
-            return {"stop_reason": "stop_sequence", "stop_sequence": found[min(found)]}
-        return {"stop_reason": "end_turn", "stop_sequence": None}
+            reason = "max_tokens"
+        elif turn.reply.get("tool_calls"):
+            reason = "tool_use"
+        elif found := {at: stop for stop in self.request.stops if (at := turn.text.find(stop)) >= 0}:
+            reason, stop = "stop_sequence", found[min(found)]
+        return {"stop_reason": reason, "stop_sequence": stop}
 
 
 class _MessageWriter:
@@ -119,7 +120,8 @@ class _MessageWriter:
                 return opened + self._delta("text_delta", text=part.text)
             case "call":
                 opened = self._begin(f"call {part.number}", {**_tool_use(part.call), "input": {}})
-                return opened + self._delta("input_json_delta", partial_json=_input_text(part.call))
+                text = json.dumps(_input(part.call), ensure_ascii=False)
+                return opened + self._delta("input_json_delta", partial_json=text)
 
     def _begin(self, kind: str, block: JsonObject) -> bytes:
         if self._open == kind:
@@ -152,10 +154,6 @@ def _tool_use(call: JsonObject) -> JsonObject:
 def _input(call: JsonObject) -> JsonObject:
     arguments = call["function"]["arguments"]
     return arguments if isinstance(arguments, dict) else {UNPARSED: arguments}
-
-
-def _input_text(call: JsonObject) -> str:
-    return arguments_text({"function": {"arguments": _input(call)}})
 
 
 def _usage(turn: Turn) -> JsonObject:

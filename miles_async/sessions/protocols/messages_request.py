@@ -29,20 +29,8 @@ UNPARSED = "unparsed_arguments"
 _BILLING = "x-anthropic-billing-header:"  # begins a block of Claude Code's system prompt that differs at every request
 
 
-class _Ignored(Ignored, frozen=True, kw_only=True):
-    """Further fields without effect."""
-
-    top_k: object = None
-    inference_geo: object = None
-    speed: object = None
-    betas: object = None
-    cache_control: object = None
-    context_management: object = None
-    diagnostics: object = None
-
-
-class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request. Fields that are neither here nor ignored are refused by name."""
+class MessagesRequest(Ignored, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request. Fields that are neither here nor in its base class are refused by name."""
 
     messages: list[JsonObject]
     model: str = ""
@@ -56,6 +44,14 @@ class MessagesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields
     thread: JsonObject | None = None  # keep the conversation, or continue one that was kept
     output_config: JsonObject | None = None
     output_format: JsonObject | None = None  # earlier name of output_config.format
+    # Without effect:
+    top_k: object = None
+    inference_geo: object = None
+    speed: object = None
+    betas: object = None
+    cache_control: object = None
+    context_management: object = None
+    diagnostics: object = None
 
     @property
     def stops(self) -> list[str]:

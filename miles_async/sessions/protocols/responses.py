@@ -44,13 +44,8 @@ class Answer:
         if self.request.store is not False:
             instructions = 1 if self.request.instructions else 0
             self.history.conversations[self.response_id] = Kept(turn=turn, skipped=instructions)
-        cut = turn.sampled.finish_reason == "length"
-        return {
-            **self.begun("incomplete" if cut else "completed"),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": self.items(turn.reply),
-            "usage": _usage(turn),
-        }
+        response = self.begun("incomplete" if turn.sampled.finish_reason == "length" else "completed")
+        return {**response, "output": self.items(turn.reply), "usage": _usage(turn)}
 
     def begun(self, status: str) -> JsonObject:
         """A response without output."""
@@ -61,7 +56,7 @@ class Answer:
             "created_at": self.created,
             "status": status,
             "error": None,
-            "incomplete_details": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": request.instructions,
             "model": request.model,
             "output": [],

@@ -28,18 +28,8 @@ FREE_TEXT = "input"
 _ITEMS_OF_THE_MODEL = ("reasoning", "function_call", "custom_tool_call")
 
 
-class _Ignored(IgnoredOfOpenAI, frozen=True, kw_only=True):
-    """Further fields without effect."""
-
-    truncation: object = None
-    include: object = None
-    max_tool_calls: object = None
-    stream_options: object = None
-    client_metadata: object = None
-
-
-class ResponsesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request. Fields that are neither here nor ignored are refused by name."""
+class ResponsesRequest(IgnoredOfOpenAI, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request. Fields that are neither here nor in its base class are refused by name."""
 
     input: str | list[JsonObject] = ""
     model: str = ""
@@ -55,6 +45,12 @@ class ResponsesRequest(_Ignored, frozen=True, kw_only=True, forbid_unknown_field
     text: JsonObject | None = None
     top_logprobs: int | None = None
     background: bool | None = None
+    # Without effect, but for log-probs, which ``include`` may not ask for:
+    include: object = None
+    truncation: object = None
+    max_tool_calls: object = None
+    stream_options: object = None
+    client_metadata: object = None
 
     @property
     def functions(self) -> list[JsonObject]:

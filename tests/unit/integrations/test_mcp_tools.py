@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from miles_async.errors import ConfigurationError, OverdueError, ServiceUnavailableError
@@ -19,6 +18,7 @@ from tests.fakes import mcp_server
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.turns import calling
 from tests.unit.rollout.test_multi_turn import ATTEMPT, Lookup, generate_with, says
+from tests.unit.runtime.processes.waiting import gone
 from tests.waiting import until
 
 COMMAND = f"python {mcp_server.__file__}"
@@ -48,12 +48,6 @@ async def started(tmp_path: Path, *, shared: bool = False, seconds: float = 20.0
         yield servers
     finally:
         await servers.stop()
-
-
-def gone(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
 
 
 async def contents(environment: WithTools, *calls: tuple[str, object]) -> list[str]:

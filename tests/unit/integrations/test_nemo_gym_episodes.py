@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def episode(url: str, *, max_turns: int = 8) -> NemoGymEpisode:
     return NemoGym(url, answer_timeout=20.0, max_turns=max_turns)(prompt())
 
 
+@asynccontextmanager
+async def playing(app: web.Application, *, max_turns: int = 8) -> AsyncIterator[NemoGymEpisode]:
+    async with serving(app) as url:
+        yield (played := episode(url, max_turns=max_turns))
+        await played.close()
+
+
 async def test_an_episode_is_seeded_calls_tools_and_is_verified_in_one_session() -> None:
     async with serving(nemo_gym(GYM)) as url:
         gym = NemoGym(url, answer_timeout=20.0, max_turns=8)
@@ -58,8 +66,7 @@ async def test_an_episode_is_seeded_calls_tools_and_is_verified_in_one_session()
 
 
 async def test_a_tools_errors_are_the_models_to_read_and_a_cut_turn_is_verified() -> None:
-    async with serving(nemo_gym(GYM)) as url:
-        played = episode(url)
+    async with playing(nemo_gym(GYM)) as played:
         asked = [{"formula": "17*23"}, {"expression": "17"}]
         observed = await played.step(calling(*((CALCULATOR, arguments) for arguments in asked)))
         refused, raised = [message["content"] for message in observed.messages]
@@ -67,7 +74,6 @@ async def test_a_tools_errors_are_the_models_to_read_and_a_cut_turn_is_verified(
         assert raised == "Internal Server Error"
         assert observed.metrics == {"tool_calls": 2, "tool_errors": 2}
         assert await played.step(answer("3", 1, "length")) == Observation(done=True, reward=0.0)
-        await played.close()
 
 
 Respond = Callable[[str, Any], Awaitable[tuple[int, object]]]
@@ -97,8 +103,7 @@ def failing_at(path: str, status: int, told: object = "") -> web.Application:
 
 
 async def test_only_tools_of_the_task_are_called() -> None:
-    async with serving(app := failing_at("", 200)) as url:
-        played = episode(url)
+    async with playing(app := failing_at("", 200)) as played:
         observed = await played.step(calling(("verify", {}), ("../x", {}), (CALCULATOR, "no object")))
         assert [message["content"] for message in observed.messages] == [
             "error: there is no tool 'verify'",
@@ -107,12 +112,10 @@ async def test_only_tools_of_the_task_are_called() -> None:
         ]
         assert observed.metrics["tool_errors"] == 3
         assert [path for path, _ in app[ASKED]] == ["/seed_session"]
-        await played.close()
 
 
 async def test_the_last_turn_that_is_allowed_is_verified_with_what_its_tools_said() -> None:
-    async with serving(app := failing_at("", 200)) as url:
-        played = episode(url, max_turns=1)
+    async with playing(app := failing_at("", 200), max_turns=1) as played:
         observed = await played.step(calling((CALCULATOR, {"expression": "1*1"})))
         assert (observed.done, observed.reward) == (False, 1.0)
         *_, (path, body) = app[ASKED]
@@ -120,28 +123,23 @@ async def test_the_last_turn_that_is_allowed_is_verified_with_what_its_tools_sai
         kinds = [item["type"] for item in body["response"]["output"]]
         assert kinds == ["function_call", "function_call_output"]
         assert body["answer"] == TASK["answer"]
-        await played.close()
 
 
 @pytest.mark.parametrize(("path", "says_what"), [("/seed_session", "seed_session"), ("/verify", "verify")])
 @pytest.mark.parametrize("status", [422, 500])
 async def test_an_environment_that_refuses_or_raises_costs_the_attempt(path: str, says_what: str, status: int) -> None:
-    async with serving(failing_at(path, status, "KeyError('answer')")) as url:
-        played = episode(url)
+    async with playing(failing_at(path, status, "KeyError('answer')")) as played:
         with pytest.raises(UserCodeError, match=rf"refused /{says_what} with status {status}: KeyError\('answer'\)"):
             await played.step(answer("391"))
-        await played.close()
 
 
 @pytest.mark.parametrize("path", ["/seed_session", "/calculator", "/verify"])
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 async def test_a_server_that_is_overloaded_or_away_is_down(path: str, status: int) -> None:
     # covers: C6
-    async with serving(failing_at(path, status, "busy")) as url:
-        played = episode(url)
+    async with playing(failing_at(path, status, "busy")) as played:
         with pytest.raises(ServiceUnavailableError, match=rf"answered {path} with status {status}: busy"):
             await played.step(answer("1", 1) if path == "/verify" else calling((CALCULATOR, {"expression": "1*1"})))
-        await played.close()
 
 
 async def test_a_server_that_dies_or_was_never_there_is_down() -> None:
@@ -168,20 +166,16 @@ async def test_a_server_that_dies_or_was_never_there_is_down() -> None:
 async def test_a_reward_that_the_server_calls_failed_is_none() -> None:
     # covers: C6
     masked = {"reward": 0.0, "mask_sample": True, "failure_reason": "the judge is away"}
-    async with serving(failing_at("/verify", 200, masked)) as url:
-        played = episode(url)
+    async with playing(failing_at("/verify", 200, masked)) as played:
         with pytest.raises(ServiceUnavailableError, match="failed to verify: the judge is away"):
             await played.step(answer("391"))
-        await played.close()
 
 
 @pytest.mark.parametrize("told", ["hello", '{"reward": NaN}', {"score": 1}, {"reward": "much"}, [1]])
 async def test_nonsense_costs_the_attempt(told: object) -> None:
-    async with serving(failing_at("/verify", 200, told)) as url:
-        played = episode(url)
+    async with playing(failing_at("/verify", 200, told)) as played:
         with pytest.raises(UserCodeError, match="expected a reward of /verify"):
             await played.step(answer("391"))
-        await played.close()
 
 
 async def test_a_step_that_hangs_costs_its_attempt() -> None:
@@ -203,19 +197,15 @@ async def test_connections_that_the_server_closes_after_an_answer_are_not_missed
 
     app = web.Application()
     app.router.add_post("/{path}", asked)
-    async with serving(app) as url:
-        played = episode(url)
+    async with playing(app) as played:
         for _ in range(20):
             await played.step(calling((CALCULATOR, {"expression": "1*1"})))
-        await played.close()
 
 
 async def test_a_megabyte_is_an_answer() -> None:
-    async with serving(failing_at("/calculator", 200, "x" * 1_000_000)) as url:
-        played = episode(url)
+    async with playing(failing_at("/calculator", 200, "x" * 1_000_000)) as played:
         (message,) = (await played.step(calling((CALCULATOR, {"expression": "1*1"})))).messages
         assert len(message["content"]) == 1_000_000
-        await played.close()
 
 
 async def test_two_hundred_episodes_at_once_have_a_session_each() -> None:

@@ -72,7 +72,7 @@ async def test_what_the_server_refuses_and_raises_is_said_in_its_words() -> None
         await session.reset({"seed": 7})
         with pytest.raises(ActionRefusedError, match=r"^digits: Field required; digit: Extra inputs "):
             await session.step({"digit": "1"})
-        await session.close()
+        await session.aclose()
         episode = OpenEnv(url, {})(prompt())
         await episode._session._open()
         with pytest.raises(UserCodeError, match=r"raised at a step: EXECUTION_ERROR: 'Reverse' object has"):
@@ -391,7 +391,7 @@ async def test_pings_are_answered_while_the_model_speaks() -> None:
         await alone.reset({})
         await alone.step({})
         await asyncio.wait_for(ponged.wait(), 20)  # without another step
-        await alone.close()
+        await alone.aclose()
 
 
 async def test_a_megabyte_is_an_observation_and_ends_an_episode_that_has_no_room_for_it() -> None:

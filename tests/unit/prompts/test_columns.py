@@ -19,7 +19,7 @@ import pytest
 from miles_async.arguments import Arguments, CheckpointArguments
 from miles_async.arguments.data import DataArguments
 from miles_async.arguments.evaluation import parse_data_sets
-from miles_async.errors import CheckpointError, ConfigurationError, DataError
+from miles_async.errors import CheckpointError, ConfigurationError
 from miles_async.prompts.examples import ExampleSource
 from miles_async.prompts.source import FilePromptSource
 from miles_async.runs.prompt_checks import check_prompts
@@ -140,11 +140,6 @@ class TestSeveralAnswers:
         for label in ([], [["2"]], [None], ["2", {"a": 1}]):
             message = refusal(write(tmp_path / "p.jsonl", [{"prompt": QUESTION, "label": label}]))
             assert "p.jsonl:1: 'label' (--label-key) must be a text or a number, or a list of accepted ones" in message
-
-    def test_cannot_be_learned(self, tmp_path: Path) -> None:
-        path = write(tmp_path / "p.jsonl", [{"prompt": QUESTION, "label": ["2", "two"]}])
-        with pytest.raises(DataError, match=r"p\.jsonl:1: expected one answer to learn, found 2"):
-            ExampleSource(DataArguments(prompt_data=(str(path),)), chat_format("qwen3"), 10_000).take(1)
 
 
 @pytest.mark.parametrize(

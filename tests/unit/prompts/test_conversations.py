@@ -256,8 +256,7 @@ def test_rows_that_the_template_refuses_are_named_before_training_or_skipped(tmp
     assert examples.skipped == 1
     path = rows(tmp_path / "c.jsonl", good, {"prompt": [QUESTION], "label": ["1", "one"]}, REFUSED)
     examples = source(path, bad_rows="skip")
-    note = examples.refused_note(examples.check)
-    assert note is not None
+    (note,) = examples.skip_notes(examples.check)
     assert note.startswith("2 of 3 rows are skipped (--bad-rows skip), the first: ")
     assert "c.jsonl:2: " in note
     nothing_else = source(rows(tmp_path / "b.jsonl", REFUSED), bad_rows="skip")

@@ -366,11 +366,10 @@ class TestRefusedRows:
                 self.source(tmp_path, [{"prompt": "bad"}], bad_rows="skip", **flags).require_usable()
 
     def test_a_note_counts_those_that_will_be_skipped(self, tmp_path: Path):
-        note = self.source(tmp_path, bad_rows="skip").refused_note(self.encode)
-        assert note is not None
+        (note,) = self.source(tmp_path, bad_rows="skip").skip_notes(self.encode)
         assert note.startswith("4 of 6 rows are skipped (--bad-rows skip), the first: ")
         assert note.endswith("train.jsonl:2: the chat template refuses this conversation: roles must alternate")
-        assert self.source(tmp_path, [{"prompt": "rev"}], bad_rows="skip").refused_note(self.encode) is None
+        assert not [*self.source(tmp_path, [{"prompt": "rev"}], bad_rows="skip").skip_notes(self.encode)]
 
     def test_a_large_file_is_looked_at_in_samples(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("miles_async.prompts.row_source.CHECKED_ROWS", 3)

@@ -15,10 +15,10 @@ from miles_async.arguments.rewards import RewardArguments
 from miles_async.errors import ConfigurationError, RewardError
 from miles_async.rewards.answers import find_answer
 from miles_async.rewards.hub import resolve_reward
-from miles_async.rewards.math_answer import MathReward, is_right
+from miles_async.rewards.math_answer import is_right, math_reward
 from miles_async.rewards.multiple_choice import chosen_letter, multiple_choice
 from miles_async.rewards.reasoning_gym_task import final_answer, score
-from miles_async.rewards.text_match import FormatReward, f1
+from miles_async.rewards.text_match import f1, format_reward
 from miles_async.rewards.workers import WorkerPool
 from miles_async.runtime import packages
 from miles_async.runtime.services import Services
@@ -41,7 +41,6 @@ async def workers() -> AsyncIterator[WorkerPool]:
 
 # -------------------------------------------------------------------------------------------------------------- math
 async def test_mathematical_answers_are_compared_by_what_they_mean(workers: WorkerPool):
-    math = MathReward(workers)
     for response, label, right in [
         (r"So it is \boxed{\frac{1}{2}}.", "0.5", 1.0),
         (r"<think>\boxed{42}</think> It is \boxed{41}.", "42", 0.0),  # thoughts are not the answer
@@ -53,7 +52,7 @@ async def test_mathematical_answers_are_compared_by_what_they_mean(workers: Work
         ("<|channel|>analysis<|message|>41<|end|><|start|>assistant<|channel|>final<|message|>42", "42", 1.0),
         (r"\boxed{\frac{1}{}}", "42", 0.0),
     ]:
-        assert await math(prompt(label), make_sample([0], text=response)) == right, response
+        assert await math_reward(workers, prompt(label), make_sample([0], text=response)) == right, response
 
 
 def test_answers_in_the_formats_of_the_literature():
@@ -83,18 +82,17 @@ def test_a_response_that_repeats_itself_holds_up_nothing(repeated: str):
 
 
 async def test_an_undecidable_answer_is_an_error_and_the_next_one_is_judged(workers: WorkerPool):
-    math = MathReward(workers)
-    assert await math(prompt("5"), make_sample([0], text="5")) == 1.0
+    assert await math_reward(workers, prompt("5"), make_sample([0], text="5")) == 1.0
     with pytest.raises(RewardError, match=r"took longer than --reward-timeout 5 s"):
-        await math(prompt("5"), make_sample([0], text=r"\boxed{10^{10^{10}}}"))
-    assert await math(prompt("5"), make_sample([0], text="5")) == 1.0
+        await math_reward(workers, prompt("5"), make_sample([0], text=r"\boxed{10^{10^{10}}}"))
+    assert await math_reward(workers, prompt("5"), make_sample([0], text="5")) == 1.0
 
 
 async def test_a_label_without_mathematics_is_an_error(workers: WorkerPool):
     with pytest.raises(RewardError, match="no mathematics in the label"):
-        await MathReward(workers)(prompt("$$"), make_sample([0], text="5"))
+        await math_reward(workers, prompt("$$"), make_sample([0], text="5"))
     with pytest.raises(RewardError, match="p:1 has no label"):
-        await MathReward(workers)(prompt(None), make_sample([0], text="5"))
+        await math_reward(workers, prompt(None), make_sample([0], text="5"))
 
 
 # ---------------------------------------------------------------------------------------------------------- F1, choice
@@ -147,15 +145,15 @@ async def test_a_label_that_is_no_letter_is_an_error():
     ],
 )
 async def test_the_format_by_default_is_thoughts_and_an_answer(workers: WorkerPool, response: str, reward: float):
-    format_reward = FormatReward(workers, RewardArguments().rm_format)
-    assert await format_reward(prompt(None), make_sample([0], text=response)) == reward
+    found = await format_reward(workers, RewardArguments().rm_format, prompt(None), make_sample([0], text=response))
+    assert found == reward
 
 
 async def test_a_pattern_that_never_ends_costs_the_sample():
     workers = WorkerPool(1, timeout=0.5)
     try:
         with pytest.raises(RewardError, match="took longer"):
-            await FormatReward(workers, "(a+)+b")(prompt(None), make_sample([0], text="a" * 50))
+            await format_reward(workers, "(a+)+b", prompt(None), make_sample([0], text="a" * 50))
     finally:
         await workers.close()
 

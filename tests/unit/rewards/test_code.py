@@ -9,6 +9,7 @@ import os
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,9 +19,9 @@ import structlog
 from miles_async.arguments import RewardArguments
 from miles_async.errors import ConfigurationError, RewardError, ServiceUnavailableError
 from miles_async.rewards import code_tests, confinement
-from miles_async.rewards.code_tests import CodeReward, last_program, sandbox_level
+from miles_async.rewards.code_tests import code_reward, last_program, sandbox_level
 from miles_async.rewards.confinement import landlock_version
-from miles_async.rewards.hub import RewardHub
+from miles_async.rewards.hub import OneReward, RewardHub
 from miles_async.rewards.programs import Limits, run_program, run_statements
 from miles_async.rewards.workers import WorkerPool
 from miles_async.runtime.services import Services
@@ -51,16 +52,16 @@ def prompt(tests: object = None, label: str | None = None) -> Prompt:
 
 # ------------------------------------------------------------------------------------------------------------ judging
 @asynccontextmanager
-async def judging(timeout: float = 60.0, **options: object) -> AsyncIterator[CodeReward]:
+async def judging(timeout: float = 60.0, **options: object) -> AsyncIterator[OneReward]:
     workers = WorkerPool(2, timeout)
     try:
-        yield CodeReward(workers, lambda: limits(**options), timeout)
+        yield partial(code_reward, workers, lambda: limits(**options), timeout)
     finally:
         await workers.close()
 
 
 @pytest.fixture
-async def reward() -> AsyncIterator[CodeReward]:
+async def reward() -> AsyncIterator[OneReward]:
     async with judging() as made:
         yield made
 
@@ -76,7 +77,7 @@ async def reward() -> AsyncIterator[CodeReward]:
         ("", 0.0),
     ],
 )
-async def test_a_program_is_right_if_it_prints_what_every_test_expects(reward: CodeReward, program: str, right: float):
+async def test_a_program_is_right_if_it_prints_what_every_test_expects(reward: OneReward, program: str, right: float):
     thoughts = "<think>```python\nno\n```</think>"
     response = f"{thoughts}First try:\n```python\nprint(0)\n```\nBetter:\n```python\n{program}\n```\nDone."
     assert await reward(prompt(SUMS), make_sample([0], text=response)) == right
@@ -92,7 +93,7 @@ async def test_a_program_is_right_if_it_prints_what_every_test_expects(reward: C
         ("import os\nos._exit(0)", 0.0),
     ],
 )
-async def test_a_program_is_right_if_no_statement_after_it_fails(reward: CodeReward, program: str, right: float):
+async def test_a_program_is_right_if_no_statement_after_it_fails(reward: OneReward, program: str, right: float):
     tests = ["assert double(2) == 4", "assert double(0) == 0"]
     assert await reward(prompt(tests), make_sample([0], text=f"```py\n{program}\n```")) == right
     assert await reward(prompt(label=json.dumps(tests)), make_sample([0], text=f"```\n{program}\n```")) == right
@@ -117,7 +118,7 @@ def test_a_block_of_another_language_is_no_program():
 
 
 @pytest.mark.parametrize("tests", [["assert total([1, 2]) == 3"], {"inputs": ["1 2"], "outputs": ["3"]}], ids=str)
-async def test_programs_may_have_data_classes_and_annotations_without_imports(reward: CodeReward, tests: object):
+async def test_programs_may_have_data_classes_and_annotations_without_imports(reward: OneReward, tests: object):
     program = """
 from dataclasses import dataclass
 from typing import ClassVar
@@ -150,7 +151,7 @@ if __name__ == "__main__" and (line := input() if tests_read else ""):
     ],
 )
 async def test_a_program_cannot_stand_in_for_a_module_of_its_tests(
-    reward: CodeReward, program: str, statement: str, right: float
+    reward: OneReward, program: str, statement: str, right: float
 ):
     assert await reward(prompt([statement]), make_sample([0], text=f"```python\n{program}\n```")) == right
 
@@ -166,7 +167,7 @@ print(len(pairs))
     assert run(program) is None
 
 
-async def test_a_response_without_a_program_is_wrong(reward: CodeReward):
+async def test_a_response_without_a_program_is_wrong(reward: OneReward):
     assert await reward(prompt(SUMS), make_sample([0], text="I don't know; print(3)?")) == 0.0
     thought = "<think>```python\nprint(sum(map(int, input().split())))\n```</think> I don't know."
     assert await reward(prompt(SUMS), make_sample([0], text=thought)) == 0.0
@@ -182,7 +183,7 @@ async def test_a_response_without_a_program_is_wrong(reward: CodeReward):
         ([], None, "p:1: its list of tests is empty"),
     ],
 )
-async def test_a_row_without_tests_is_an_error(reward: CodeReward, tests: object, label: str | None, message: str):
+async def test_a_row_without_tests_is_an_error(reward: OneReward, tests: object, label: str | None, message: str):
     with pytest.raises(RewardError, match=message):
         await reward(prompt(tests, label), make_sample([0], text="```\n```"))
 

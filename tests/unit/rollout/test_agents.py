@@ -9,12 +9,10 @@ import asyncio
 import json
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import openai
-import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -30,6 +28,8 @@ from tests.fakes.keys import KEYS
 from tests.fakes.pictures import picture
 from tests.fakes.scripted_model import ScriptedModel
 from tests.property.builders import make_sample
+from tests.unit.runtime.processes.waiting import gone
+from tests.waiting import until
 
 PROMPT = Prompt(
     prompt_id="p0",
@@ -388,16 +388,8 @@ def left_behind(tmp_path: Path, then: str) -> str:
 
 
 async def started(tmp_path: Path) -> list[int]:
-    async with asyncio.timeout(20):
-        while not (tmp_path / "pids").exists():  # noqa: ASYNC110  (a file tells nobody)
-            await asyncio.sleep(0.02)
+    await until((tmp_path / "pids").exists)
     return json.loads((tmp_path / "pids").read_text())
-
-
-def gone(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
 
 
 async def test_processes_that_a_command_leaves_behind_cost_no_time_and_end_with_it(tmp_path: Path) -> None:
@@ -418,9 +410,7 @@ async def test_a_command_that_is_not_wanted_any_more_is_gone_with_all_that_it_st
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(20):
-        while not all(map(gone, pids)):  # noqa: ASYNC110  (they are no children of ours)
-            await asyncio.sleep(0.02)
+    await until(lambda: all(map(gone, pids)))
 
 
 async def test_a_command_ends_with_the_process_that_runs_it_whatever_it_started(tmp_path: Path) -> None:
@@ -431,6 +421,4 @@ async def test_a_command_ends_with_the_process_that_runs_it_whatever_it_started(
     pids = await started(tmp_path)
     runner.kill()
     await runner.wait()
-    async with asyncio.timeout(20):
-        while not all(map(gone, pids)):  # noqa: ASYNC110  (they are no children of ours)
-            await asyncio.sleep(0.02)
+    await until(lambda: all(map(gone, pids)))

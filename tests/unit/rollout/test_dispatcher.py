@@ -123,6 +123,11 @@ async def reward(prompt: Prompt, sample: Sample) -> float:
 Generating = Callable[[Engine, Attempt, int], Awaitable[Sample]]
 
 
+async def plainly(generate: Generating, client: Engine, attempt: Attempt, index: int) -> Sample:
+    """A user's Generate around the default one."""
+    return await generate(client, attempt, index)
+
+
 class Bench:
     def __init__(self, **options: Any) -> None:
         self.engine, self.source = Engine(), options.pop("source", None) or Prompts()
@@ -131,7 +136,7 @@ class Bench:
         decoder = TextOfTokens(lambda ids: "".join(map(str, ids)))
         generate = SingleTurnGenerate({"max_new_tokens": 6}, decoder, began=oldest.note)
         hooks = Hooks(
-            generate=options.pop("wrap", lambda generate: generate)(generate),
+            generate=partial(options.pop("around", plainly), generate),
             reward=GuardedReward(
                 options.pop("reward", reward), options.pop("reward_timeout", 60.0), circuits.circuit("rewards")
             ),
@@ -255,14 +260,11 @@ async def test_attempts_of_one_prompt_in_overlapping_epochs_are_never_mixed() ->
             self.taken += count
             return [(self.taken - count + number, prompt) for number in range(count)]
 
-    def signed(generate: Generating) -> Generating:
-        async def sign(client: Engine, attempt: Attempt, sample_index: int) -> Sample:
-            sample = await generate(client, attempt, sample_index)
-            return msgspec.structs.replace(sample, text=f"attempt {attempt.attempt_id}")
+    async def signed(generate: Generating, client: Engine, attempt: Attempt, index: int) -> Sample:
+        sample = await generate(client, attempt, index)
+        return msgspec.structs.replace(sample, text=f"attempt {attempt.attempt_id}")
 
-        return sign
-
-    async with running(Bench(source=OnePrompt(), wrap=signed)) as bench:
+    async with running(Bench(source=OnePrompt(), around=signed)) as bench:
         bench.engine.seconds = 0.005
         groups = await bench.dispatcher.cut(0)
     assert {group.attempt.prompt.prompt_id for group in groups} == {"p0"}
@@ -401,17 +403,14 @@ async def test_prompts_of_aborted_attempts_come_again_though_the_cut_waited_for_
     # covers: C1, C2, C3, P3
     later = asyncio.Event()
 
-    def wrap(generate: SingleTurnGenerate) -> Generating:
-        async def hang_or_wait(client: Engine, attempt: Attempt, index: int) -> Sample:
-            hangs = attempt.prompt.prompt_id in ("p0", "p1") and attempt.stale_count == 0
-            if not hangs:
-                await later.wait()
-            client.hangs_after = 0 if hangs else 1 << 30
-            return await generate(client, attempt, index)
+    async def hang_or_wait(generate: Generating, client: Engine, attempt: Attempt, index: int) -> Sample:
+        hangs = attempt.prompt.prompt_id in ("p0", "p1") and attempt.stale_count == 0
+        if not hangs:
+            await later.wait()
+        client.hangs_after = 0 if hangs else 1 << 30
+        return await generate(client, attempt, index)
 
-        return hang_or_wait
-
-    async with running(Bench(wrap=wrap)) as bench:
+    async with running(Bench(around=hang_or_wait)) as bench:
         await until(lambda: len(bench.engine.dispatched) == 2 * BATCH)
         bench.engine.version = 2
         later.set()
@@ -507,41 +506,31 @@ async def test_nothing_of_a_lost_try_is_held_against_the_next(error: Exception) 
 
 async def test_a_generate_that_does_not_let_itself_be_aborted_counts_once() -> None:
     # covers: C2, C3
-    ended: list[int] = []
-    stubborn = Stubborn(ended)
-    bench = Bench(wrap=lambda generate: stubborn, quarantine=10)
-    stubborn.bench = bench
+    begun, ended = list[str](), list[int]()
+
+    async def stubborn(generate: Generating, client: Engine, attempt: Attempt, index: int) -> Sample:
+        """Its first requests end only when they are cancelled: one with a sample, the other with an error."""
+        if client.version == 0:
+            key = f"{attempt.attempt_id}-{index}"
+            begun.append(key)
+            client.dispatched[key] = 0
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                ended.append(index)
+                if index:
+                    raise RuntimeError("could not close") from None
+        return await generate(client, attempt, index)
+
+    bench = Bench(around=stubborn, quarantine=10)
     async with running(bench):
-        await until(lambda: len(stubborn.begun) == 4 * BATCH)
+        await until(lambda: len(begun) == 4 * BATCH)
         bench.engine.version = 2
         await bench.dispatcher.cut(2)
         await until(lambda: len(ended) == 4 * BATCH)
         bench.dispatcher.pool.check()
         assert bench.dispatcher.pool.balance().aborted == 2 * BATCH
         assert bench.balance()["failed"] == 0
-
-
-class Stubborn:
-    """A Generate whose first requests end only when they are cancelled: one with a sample, the other with an error."""
-
-    def __init__(self, ended: list[int]) -> None:
-        self.bench: Bench
-        self.begun: list[str] = []
-        self._ended = ended
-
-    async def __call__(self, client: Engine, attempt: Attempt, sample_index: int) -> Sample:
-        plain = SingleTurnGenerate({"max_new_tokens": 6}, TextOfTokens(str))
-        if self.bench.engine.version == 0:
-            key = f"{attempt.attempt_id}-{sample_index}"
-            self.begun.append(key)
-            self.bench.engine.dispatched[key] = 0
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                self._ended.append(sample_index)
-                if sample_index:
-                    raise RuntimeError("could not close") from None
-        return await plain(client, attempt, sample_index)
 
 
 async def test_failing_sample_is_generated_again_alone() -> None:
@@ -671,29 +660,20 @@ async def test_failures_of_the_infrastructure_never_quarantine_a_prompt() -> Non
 FOREIGN = [KeyError("tool"), asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()]
 
 
-def fails_once(error: BaseException) -> Callable[[Generating], Generating]:
-    """A Generate whose second call raises what should not come from there."""
-
-    def wrap(generate: Generating) -> Generating:
-        calls = 0
-
-        async def failing(client: Engine, attempt: Attempt, index: int) -> Sample:
-            nonlocal calls
-            calls += 1
-            if calls == 2:
-                raise error
-            return await generate(client, attempt, index)
-
-        return failing
-
-    return wrap
-
-
 @pytest.mark.parametrize("error", FOREIGN)
 @pytest.mark.parametrize("min_samples", [None, 1])
 async def test_whatever_a_generate_raises_costs_its_attempt_only(error: BaseException, min_samples: int | None) -> None:
     # covers: C6, C7
-    bench = Bench(wrap=fails_once(error), min_samples=min_samples)
+    calls = 0
+
+    async def fails_once(generate: Generating, client: Engine, attempt: Attempt, index: int) -> Sample:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise error
+        return await generate(client, attempt, index)
+
+    bench = Bench(around=fails_once, min_samples=min_samples)
     async with running(bench):
         await until(lambda: bench.balance()["buffered"] == 2 * BATCH)
         sizes = sorted(len(group.samples) for group in await bench.dispatcher.cut(0))
@@ -701,51 +681,42 @@ async def test_whatever_a_generate_raises_costs_its_attempt_only(error: BaseExce
     assert sizes == ([2, 2] if min_samples is None else [1, 2])
 
 
-async def reasons_of_quarantine(bench: Bench) -> str:
-    """Cut a batch in spite of a prompt that fails, and return why that one is quarantined."""
+async def reasons_of_quarantine(bench: Bench, prompts: int = 1) -> str:
+    """Cut a batch in spite of prompts that fail, and return why these are quarantined."""
     async with running(bench):
         await bench.dispatcher.cut(0)
-        await until(lambda: bench.balance()["quarantined"] == 1)
-    (letter,) = bench.dispatcher.pool.dead_letters
-    return str(letter.reasons)
+        await until(lambda: bench.balance()["quarantined"] == prompts)
+    assert len(bench.dispatcher.pool.dead_letters) == prompts
+    return str([letter.reasons for letter in bench.dispatcher.pool.dead_letters])
 
 
 @pytest.mark.parametrize("value", [object(), 2**64, "\ud83d", {"turns": [1j]}])
 async def test_metadata_that_cannot_be_saved_costs_its_attempt_only(value: object) -> None:
-    def wrap(generate: Generating) -> Generating:
-        async def noting(client: Engine, attempt: Attempt, index: int) -> Sample:
-            sample = await generate(client, attempt, index)
-            metadata = {"agent_turns": value if attempt.prompt.prompt_id == "p0" else 3}
-            return msgspec.structs.replace(sample, metadata=metadata)
+    async def noting(generate: Generating, client: Engine, attempt: Attempt, index: int) -> Sample:
+        sample = await generate(client, attempt, index)
+        metadata = {"agent_turns": value if attempt.prompt.prompt_id == "p0" else 3}
+        return msgspec.structs.replace(sample, metadata=metadata)
 
-        return noting
-
-    assert "metadata cannot be saved" in await reasons_of_quarantine(Bench(wrap=wrap))
+    assert "metadata cannot be saved" in await reasons_of_quarantine(Bench(around=noting))
 
 
 async def test_a_generate_that_leaves_a_prompt_that_cannot_be_saved_costs_its_attempt_only() -> None:
-    def wrap(generate: Generating) -> Generating:
-        async def noting(client: Engine, attempt: Attempt, index: int) -> Sample:
-            if attempt.prompt.prompt_id == "p0":
-                attempt.prompt.metadata["state"] = {"game": object()}  # type: ignore[index]
-            return await generate(client, attempt, index)
-
-        return noting
+    async def noting(generate: Generating, client: Engine, attempt: Attempt, index: int) -> Sample:
+        if attempt.prompt.prompt_id == "p0":
+            attempt.prompt.metadata["state"] = {"game": object()}  # type: ignore[index]
+        return await generate(client, attempt, index)
 
     left = "generate left a Prompt whose metadata cannot be saved: ['state']['game']: expected plain data"
-    assert left in (await reasons_of_quarantine(Bench(wrap=wrap))).replace("\\", "")
+    assert left in (await reasons_of_quarantine(Bench(around=noting))).replace("\\", "")
 
 
 @pytest.mark.parametrize("error", FOREIGN)
 async def test_whatever_a_generate_reward_or_filter_always_raises_quarantines_its_prompt(error: BaseException) -> None:
     # covers: C6
-    def wrap(generate: Generating) -> Generating:
-        async def failing(client: Engine, attempt: Attempt, index: int) -> Sample:
-            if attempt.prompt.prompt_id == "p2":
-                raise error
-            return await generate(client, attempt, index)
-
-        return failing
+    async def failing(generate: Generating, client: Engine, attempt: Attempt, index: int) -> Sample:
+        if attempt.prompt.prompt_id == "p2":
+            raise error
+        return await generate(client, attempt, index)
 
     async def rewards(prompt: Prompt, sample: Sample) -> float:
         if prompt.prompt_id == "p0":
@@ -757,7 +728,7 @@ async def test_whatever_a_generate_reward_or_filter_always_raises_quarantines_it
             raise error
         return None
 
-    bench = Bench(wrap=wrap, reward=rewards, group_filter=filters)
+    bench = Bench(around=failing, reward=rewards, group_filter=filters)
     async with running(bench):
         groups = await bench.dispatcher.cut(0)
         await until(lambda: bench.balance()["quarantined"] == 3)
@@ -768,20 +739,13 @@ async def test_whatever_a_generate_reward_or_filter_always_raises_quarantines_it
 
 async def test_a_generate_or_filter_that_returns_something_else_is_told_what_was_expected() -> None:
     # covers: C6
-    def wrap(generate: Generating) -> Callable[..., Awaitable[Sample | None]]:
-        async def forgetful(client: Engine, attempt: Attempt, index: int) -> Sample | None:
-            return None if attempt.prompt.prompt_id == "p0" else await generate(client, attempt, index)
-
-        return forgetful
+    async def forgetful(generate: Generating, client: Engine, attempt: Attempt, index: int) -> Sample | None:
+        return None if attempt.prompt.prompt_id == "p0" else await generate(client, attempt, index)
 
     def keeps(group: Group) -> object:
         return True if group.attempt.prompt.prompt_id == "p1" else None
 
-    bench = Bench(wrap=wrap, group_filter=keeps)
-    async with running(bench):
-        await bench.dispatcher.cut(0)
-        await until(lambda: bench.balance()["quarantined"] == 2)
-    reasons = str(bench.dispatcher.pool.dead_letters)
+    reasons = await reasons_of_quarantine(Bench(around=forgetful, group_filter=keeps), prompts=2)
     assert "generate returned None, expected a Sample" in reasons
     assert "group filter returned True, expected None or the reason, a text" in reasons
 
@@ -793,11 +757,7 @@ async def test_a_filter_cannot_change_what_is_trained_on(name: str) -> None:
         if group.attempt.prompt.prompt_id == "p0":
             getattr(group.samples[0], name)[-1:] = 0
 
-    bench = Bench(group_filter=changes)
-    async with running(bench):
-        await bench.dispatcher.cut(0)
-        await until(lambda: bench.balance()["quarantined"] == 1)
-    assert "group filter raised ValueError" in str(bench.dispatcher.pool.dead_letters)
+    assert "group filter raised ValueError" in await reasons_of_quarantine(Bench(group_filter=changes))
 
 
 async def test_what_a_filter_changes_all_the_same_is_named() -> None:
@@ -807,11 +767,8 @@ async def test_what_a_filter_changes_all_the_same_is_named() -> None:
             group.samples[1].rollout_logprobs.flags.writeable = True
             group.samples[1].rollout_logprobs[-1] = -7.5
 
-    bench = Bench(group_filter=changes)
-    async with running(bench):
-        await bench.dispatcher.cut(0)
-        await until(lambda: bench.balance()["quarantined"] == 1)
-    assert "group filter changed rollout_logprobs of a sample in place" in str(bench.dispatcher.pool.dead_letters)
+    changed = "group filter changed rollout_logprobs of a sample in place"
+    assert changed in await reasons_of_quarantine(Bench(group_filter=changes))
 
 
 @pytest.mark.parametrize("error", [ValueError, RewardError])
@@ -848,17 +805,14 @@ async def test_while_a_service_that_generation_needs_is_down_one_sample_at_a_tim
     # covers: C6
     down, tries = True, 0
 
-    def wrap(generate: Generating) -> Generating:
-        async def unreachable(client: Engine, attempt: Attempt, index: int) -> Sample:
-            nonlocal tries
-            tries += 1
-            if down:
-                raise ConnectionRefusedError("the tool server")
-            return await generate(client, attempt, index)
+    async def unreachable(generate: Generating, client: Engine, attempt: Attempt, index: int) -> Sample:
+        nonlocal tries
+        tries += 1
+        if down:
+            raise ConnectionRefusedError("the tool server")
+        return await generate(client, attempt, index)
 
-        return unreachable
-
-    bench = Bench(wrap=wrap, quarantine=0)
+    bench = Bench(around=unreachable, quarantine=0)
     async with running(bench):
         await asyncio.sleep(1.0)
         assert tries < 4 * BATCH + 8

@@ -33,7 +33,7 @@ def branch(length: int, prompt_length: int, seed: int) -> Branch:
 def sample(length: int, seed: int, *, branches: int = 1, prompt_length: int = 3, **fields: object) -> Sample:
     first, *others = [branch(length + more, prompt_length, seed) for more in range(branches)]
     given = {"text": f"answer {seed}", "finish_reason": "stop", "reward": 0.5, **fields}
-    return Sample(**msgspec.structs.asdict(first), more_branches=tuple(others), **given)
+    return Sample(**{**msgspec.structs.asdict(first), **given}, more_branches=tuple(others))
 
 
 def group(attempt_id: int, *samples: Sample) -> Group:
@@ -57,6 +57,11 @@ DUMP = RolloutDump(
         group(2, sample(4, 6)),
     ),
 )
+
+
+def with_samples(*samples: Sample) -> RolloutDump:
+    """A dump of one group."""
+    return msgspec.structs.replace(DUMP, groups=(msgspec.structs.replace(DUMP.groups[2], samples=samples),))
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
@@ -90,21 +95,17 @@ def test_experts_are_read_as_they_were_or_are_absent(dtype: type[np.integer], tm
 
 
 def test_a_teacher_s_log_probs_are_read_as_they_were(tmp_path: Path) -> None:
-    whole = DUMP.groups[2]
     logprobs = np.array([0.0, 0.0, 0.0, -1.5], np.float32)
-    (taught,) = (msgspec.structs.replace(sample, teacher_logprobs=logprobs) for sample in whole.samples)
-    dump = msgspec.structs.replace(DUMP, groups=(msgspec.structs.replace(whole, samples=(taught,)),))
+    dump = with_samples(sample(4, 6, teacher_logprobs=logprobs))
     write_dump(path := tmp_path / "17.parquet", dump)
     assert encode(read_dump(path)) == encode(dump)
 
 
 def test_rewards_of_tokens_are_read_as_they_were(tmp_path: Path) -> None:
     """A sample without is one whose tokens earned nothing."""
-    (plain,) = DUMP.groups[2].samples
     rewards = np.array([0.0, 0.0, 0.0, 0.25], np.float32)
     for given in (rewards, None):
-        samples = tuple(msgspec.structs.replace(plain, token_rewards=array) for array in (rewards, given))
-        dump = msgspec.structs.replace(DUMP, groups=(msgspec.structs.replace(DUMP.groups[2], samples=samples),))
+        dump = with_samples(*(sample(4, 6, token_rewards=array) for array in (rewards, given)))
         write_dump(path := tmp_path / "17.parquet", dump)
         found = [sample.token_rewards.tolist() for sample in read_dump(path).groups[0].samples]
         assert found == [rewards.tolist(), [0.0] * 4 if given is None else rewards.tolist()]
@@ -125,9 +126,7 @@ def test_a_row_is_a_branch_with_its_tokens(tmp_path: Path) -> None:
 def test_the_page_explains_every_column(tmp_path: Path) -> None:
     """Those that are not always there included."""
     optional = {name: np.zeros(4, np.float32) for name in ("teacher_logprobs", "token_rewards")}
-    samples = tuple(msgspec.structs.replace(sample, **optional) for sample in DUMP.groups[2].samples)
-    dump = msgspec.structs.replace(DUMP, groups=(msgspec.structs.replace(DUMP.groups[2], samples=samples),))
-    write_dump(path := tmp_path / "17.parquet", dump)
+    write_dump(path := tmp_path / "17.parquet", with_samples(sample(4, 6, **optional)))
     page = Path(__file__).parents[3] / "docs" / "debugging.md"
     cells = re.findall(r"^\| (`.*?) \|", page.read_text().partition("## Rollout data")[2], re.MULTILINE)
     explained = [name for cell in cells for name in re.findall("`(.*?)`", cell)]

@@ -83,7 +83,7 @@ def question(number: int) -> JsonObject:
 async def played(generate: Generating, model: Model, asked: Callable[[int], JsonObject] = question) -> None:
     """Play the episodes of two batches, and train them."""
     bench = Bench(
-        wrap=lambda _: lambda client, attempt, index: generate(model, attempt, index),
+        around=lambda _, client, attempt, index: generate(model, attempt, index),
         source=Questions(asked),
         n_samples_per_prompt=SAMPLES,
         total_groups=GROUPS,

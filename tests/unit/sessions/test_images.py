@@ -48,13 +48,12 @@ async def test_each_turn_has_the_images_of_the_conversation_and_a_sample_each_on
         said = {"role": "assistant", "content": "yes"}
         await agent.chat(asks(data_url(SMALL)), said, asks(data_url(LARGE), "And that?"))
         await agent.chat(asks(data_url(LARGE)), said, asks(data_url(LARGE)))  # another branch
-        sample = (await agent.collect()).sample
+        sample = await agent.sample()
     assert model.pictures == [(SMALL,), (SMALL, LARGE), (LARGE, LARGE)]
     assert model.sampling[0]["stop_token_ids"] == sorted(IMAGES.placeholders)
     written = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is it?<|im_end|>"
     assert written.replace("<|image_pad|>", 2 * "<|image_pad|>") in CHAT.decode_all(model.requests[0])
     assert first.usage.prompt_tokens == len(model.requests[0])
-    assert sample is not None
     branches = [[(each.digest, len(each.content) > 0) for each in branch.pictures] for branch in sample.branches]
     assert branches == [[(SMALL.digest, True), (LARGE.digest, True)], [(LARGE.digest, False)] * 2]
 
@@ -66,8 +65,7 @@ async def test_a_placeholder_that_is_sampled_ends_its_turn_alone() -> None:
         first = (await agent.chat(asks(data_url(SMALL)))).choices[0].message
         assert first.content == "yes"
         await agent.chat(asks(data_url(SMALL)), first, {"role": "user", "content": "Sure?"})
-        sample = (await agent.collect()).sample
-    assert sample is not None
+        sample = await agent.sample()
     assert not sample.more_branches
     assert sample.tokens.tolist().count(IMAGES.image_token) == 2
 

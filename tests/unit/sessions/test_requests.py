@@ -48,8 +48,7 @@ async def test_the_text_of_a_stop_is_in_the_tokens_and_not_in_the_answer() -> No
         assert answer.message.content == "one. two"
         assert model.sampling[0]["stop"] == ["three", "; "]
         await agent.chat(QUESTION, answer.message, {"role": "user", "content": "go on"})
-        sample = (await agent.collect()).sample
-    assert sample is not None
+        sample = await agent.sample()
     assert CHAT.decode_all(model.requests[1]).startswith(
         CHAT.decode_all(model.requests[0]) + "one. two; three<|im_end|>"
     )
@@ -104,7 +103,7 @@ async def test_logprobs_are_those_of_the_tokens_that_were_sampled(stream: bool) 
             (found,) = [c.choices[0].logprobs async for c in answer if c.choices[0].logprobs]
         else:
             found = answer.choices[0].logprobs
-        sample = (await agent.collect()).sample
+        sample = await agent.sample()
     assert "".join(entry.token for entry in found.content) == "It is 68.<|im_end|>"
     assert [entry.logprob for entry in found.content] == sample.rollout_logprobs[sample.loss_mask == 1].tolist()
 
@@ -204,10 +203,10 @@ async def test_tokens_that_a_grammar_forced_carry_no_loss_and_their_turns_are_co
 
     async with agent_of(Forced(says('{"number": 68}'), version=4)) as agent:
         await agent.chat(QUESTION, response_format={"type": "json_object"})
-        constrained = (await agent.collect()).sample
+        constrained = await agent.sample()
     async with agent_of(Forced(says('{"number": 68}'), version=4)) as agent:
         await agent.chat(QUESTION)
-        free = (await agent.collect()).sample
+        free = await agent.sample()
     assert [sample.metadata["constrained_turns"] for sample in (constrained, free)] == [1, 0]
     said = slice(constrained.prompt_length, None)
     assert constrained.loss_mask[said].tolist() == [n % 2 for n in range(len(constrained.tokens[said]))]
@@ -225,7 +224,7 @@ async def test_a_broken_log_prob_is_not_taken_for_a_token_that_a_grammar_forced(
 
     async with agent_of(Broken(says('{"number": 68}'), version=4)) as agent:
         await agent.chat(QUESTION, response_format={"type": "json_object"})
-        sample = (await agent.collect()).sample
+        sample = await agent.sample()
     with pytest.raises(TransientEngineError, match="found nan"):
         check_sample(sample)
 
@@ -236,7 +235,7 @@ async def test_a_turn_under_a_grammar_that_a_publication_aborts_begins_again() -
     model.aborts = {0: 3}
     async with agent_of(model) as agent:
         answer = await agent.chat(QUESTION, response_format={"type": "json_object"})
-        sample = (await agent.collect()).sample
+        sample = await agent.sample()
     assert answer.choices[0].message.content == '{"number": 68}'
     assert model.requests[0] == model.requests[1]  # a grammar begins with what a request generates
     assert model.sampling[0] == model.sampling[1]

@@ -99,8 +99,7 @@ async def test_a_tool_call_and_its_result_extend_the_tokens() -> None:
         second = (await agent.chat(QUESTION, first.message, result, tools=TOOLS)).choices[0]
         assert second.message.content == "68"
         status = await agent.status()
-        sample = (await agent.collect()).sample
-    assert sample is not None
+        sample = await agent.sample()
     assert model.requests[1][: len(model.requests[0])] == model.requests[0]
     assert CHAT.decode_all(model.requests[1]).endswith("68\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert (sample.metadata["turns"], sample.text) == (2, "68")

@@ -54,6 +54,19 @@ async def events_of(agent: Agent, protocol: str, **options: object) -> AsyncIter
         yield events()
 
 
+async def all_events(agent: Agent, protocol: str, model: ScriptedModel, **options: object) -> list[JsonObject]:
+    """All events of an answer; tokens that the model holds come one after another, so that each is shown."""
+
+    async def let_go() -> None:
+        for held in model.holds.values():
+            await asyncio.sleep(0.01)
+            held.set()
+
+    async with events_of(agent, protocol, **options) as events, asyncio.TaskGroup() as scope:
+        scope.create_task(let_go())
+        return [event async for event in events]
+
+
 async def until_text(events: AsyncIterator[JsonObject]) -> list[JsonObject]:
     """The first events, up to one that shows something."""
     came: list[JsonObject] = []
@@ -71,9 +84,8 @@ async def test_text_is_there_before_the_engine_has_finished(protocol: str) -> No
         assert LONG.startswith(joined(first)["content"])
         finish.set()
         rest = [event async for event in events]
-        sample = (await agent.collect()).sample
+        sample = await agent.sample()
     assert joined([*first, *rest]) == {"content": LONG}
-    assert sample is not None
     assert sample.tokens[sample.loss_mask == 1].tolist() == [*CHAT.tokenize(LONG), *END]
 
 
@@ -104,17 +116,8 @@ async def test_reasoning_text_and_call_are_those_of_an_answer_that_is_whole(prot
     model = ScriptedModel(says(THOUGHT))
     model.holds = {at: asyncio.Event() for at in range(1, len(CHAT.tokenize(THOUGHT)))}
     async with asyncio.timeout(60), agent_of(model) as agent:
-        async with events_of(agent, protocol, tools=TOOLS) as events:
-            going = asyncio.create_task(_let_go(model))
-            came = [event async for event in events]
-            await going
+        came = await all_events(agent, protocol, model, tools=TOOLS)
     assert joined(came) == {"reasoning": "hm", "content": "Let me see.", "call": '{"query": "17*4"}'}
-
-
-async def _let_go(model: ScriptedModel) -> None:
-    for held in model.holds.values():
-        await asyncio.sleep(0.01)
-        held.set()
 
 
 @each_protocol
@@ -136,12 +139,10 @@ async def test_a_publication_that_aborts_goes_unnoticed(protocol: str) -> None:
     model = ScriptedModel(lambda call, input_ids: ids if call == 0 else ids[8:])
     model.aborts = {0: 8}
     async with asyncio.timeout(30), agent_of(model) as agent:
-        async with events_of(agent, protocol) as events:
-            came = [event async for event in events]
-        sample = (await agent.collect()).sample
+        came = await all_events(agent, protocol, model)
+        sample = await agent.sample()
     assert joined(came) == {"content": LONG}
     assert len(model.requests) == 2
-    assert sample is not None
     assert sample.tokens[sample.loss_mask == 1].tolist() == ids
 
 
@@ -153,13 +154,9 @@ async def test_a_stop_of_the_run_may_be_split_by_a_publication(protocol: str) ->
     model.aborts = {0: begun}
     model.holds = {at: asyncio.Event() for at in range(begun + 1, len(ids))}  # after the publication
     async with asyncio.timeout(60), agent_of(model, sampling={"temperature": 1.0, "stop": ["### Next"]}) as agent:
-        async with events_of(agent, protocol) as events:
-            going = asyncio.create_task(_let_go(model))
-            came = [event async for event in events]
-            await going
-        sample = (await agent.collect()).sample
+        came = await all_events(agent, protocol, model)
+        sample = await agent.sample()
     assert "question" not in joined(came)["content"]
-    assert sample is not None
     assert CHAT.decode_all(sample.tokens[sample.loss_mask == 1].tolist()) == "It is 68.\n### Next"
 
 
@@ -196,13 +193,9 @@ async def test_a_stop_is_in_the_tokens_and_not_in_the_stream(protocol: str) -> N
     model.holds = {at: asyncio.Event() for at in range(1, len(CHAT.tokenize(text)))}
     stop = {"stop_sequences": ["###"]} if protocol == "messages" else {"stop": ["###"]}
     async with asyncio.timeout(60), agent_of(model) as agent:
-        async with events_of(agent, protocol, **stop) as events:
-            going = asyncio.create_task(_let_go(model))
-            came = [event async for event in events]
-            await going
-        sample = (await agent.collect()).sample
+        came = await all_events(agent, protocol, model, **stop)
+        sample = await agent.sample()
     assert joined(came) == {"content": "It is 68.\n"}
-    assert sample is not None
     assert sample.tokens[sample.loss_mask == 1].tolist() == CHAT.tokenize(text)
 
 
@@ -212,10 +205,10 @@ async def test_of_parallel_calls_that_are_not_allowed_the_first_one_is_streamed(
     alone = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
     options = alone if protocol == "messages" else {"parallel_tool_calls": False}
     both = {"query": "17*4"}, {"query": "x"}
-    async with asyncio.timeout(30), agent_of(ScriptedModel(says(f"So: {CALL}\n{other}"))) as agent:
+    model = ScriptedModel(says(f"So: {CALL}\n{other}"))
+    async with asyncio.timeout(30), agent_of(model) as agent:
         for more, calls in (({}, both), (options, both[:1])):
-            async with events_of(agent, protocol, tools=TOOLS, **more) as events:
-                came = [event async for event in events]
+            came = await all_events(agent, protocol, model, tools=TOOLS, **more)
             assert joined(came) == {"content": "So:", "call": "".join(map(json.dumps, calls))}
 
 
@@ -255,11 +248,9 @@ async def test_an_answer_to_a_result_of_a_megabyte_is_streamed() -> None:
     async with asyncio.timeout(120), agent_of(model, max_response=1_000_000, max_total=1_000_000) as agent:
         reply = (await agent.chat(QUESTION, tools=TOOLS)).choices[0].message
         asked = [QUESTION, reply.model_dump(), {"role": "tool", "tool_call_id": "call00000", "content": result}]
-        async with events_of(agent, "chat completions", messages=asked, tools=TOOLS) as events:
-            came = [event async for event in events]
-        sample = (await agent.collect()).sample
+        came = await all_events(agent, "chat completions", model, messages=asked, tools=TOOLS)
+        sample = await agent.sample()
     assert joined(came) == {"content": LONG}
-    assert sample is not None
     assert not sample.more_branches
     assert result in CHAT.decode_all(sample.tokens.tolist())
     trained = [*CHAT.tokenize(CALL), *END, *CHAT.tokenize(LONG), *END]

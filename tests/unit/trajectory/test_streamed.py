@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from miles_async.errors import EngineError, TransientEngineError
 from miles_async.trajectory.messages import Message
 from miles_async.trajectory.replies import extends
 from miles_async.trajectory.streamed import StreamedTurn
-from miles_async.types import Generation
 from tests.fakes.chat_formats import TOOLS
 from tests.fakes.session_agents import CALL, CHAT, PARSER, QUESTION, make_trajectory
+from tests.property.builders import make_generation
 
 PROMPT = "<|im_start|>assistant\n"
 
@@ -140,14 +139,7 @@ def test_text_that_was_shown_as_content_stays_content() -> None:
 def test_a_turn_that_does_not_continue_what_was_shown_is_not_kept() -> None:
     trajectory = make_trajectory()
     context = trajectory.extend([QUESTION])
-    output = np.array(CHAT.tokenize("It is 68."), np.int32)
-    sampled = Generation(
-        output_ids=output,
-        logprobs=np.full(len(output), -0.5, np.float32),
-        weight_versions=np.zeros(len(output), np.int32),
-        finish_reason="stop",
-        engines=("engine-0",),
-    )
+    sampled = make_generation(CHAT.tokenize("It is 68."), engines=("engine-0",))
     with pytest.raises(EngineError, match=r"It is 6[.].* was streamed, but the whole answer is .*It is 68"):
         trajectory.add(context, sampled, shown={"role": "assistant", "content": "It is 6."})
     assert trajectory.turns == []

@@ -44,8 +44,7 @@ def episode_with(template: str, stop_texts: Sequence[str] = ()) -> Episode:
 def test_a_turn_that_was_cut_is_closed_by_the_template() -> None:
     episode = Episode("qwen3")
     turns = [episode.turn([user("a")], Say(text="b", stop=None)), episode.turn([user("c")], Say(text="d"))]
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
     assert episode.chat.decode_all(sample.tokens) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
         "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>"
@@ -61,8 +60,7 @@ def test_a_stop_token_that_opens_the_wrong_message_is_replaced_where_the_turn_go
     first = episode.turn([user("a")], Say(calls=(("search", "b"),), stop=1))
     assert episode.chat.decode_all(first.sampled.output_ids[-1:]) == "<|user|>"
     second = episode.turn([result("c")], Say(text="d", stop=1))
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
     assert "</tool_call><|observation|>\n<tool_response>" in episode.chat.decode_all(sample.tokens)
     assert sample.loss_mask.sum() == len(first.sampled.output_ids) - 1 + len(second.sampled.output_ids)
 
@@ -112,8 +110,7 @@ def test_a_history_as_the_template_writes_it_branches_where_earlier_reasoning_is
     assert "hm" in asked[1]
     assert not any(word in asked[2] for word in ("hm", "so", "think"))
     assert "well" not in asked[3]
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
     assert len(sample.branches) == 3
     said = sum(len(turn.sampled.output_ids) for turn in turns)
     assert sum(int(branch.loss_mask.sum()) for branch in sample.branches) == said
@@ -196,8 +193,7 @@ def test_a_turn_renders_and_reads_as_much_after_100_turns_as_after_3(monkeypatch
     whole = {0, 1, 2, 4, 8, 16, 32, 64}
     assert {work[n] for n in range(3, 100) if n not in whole} == {5 + 2}  # 5 messages rendered, 2 read
     assert sum(work) < 15 * 100
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
     messages = [canonical(message) for message in episode.messages[:-1]]
     written = episode.chat.render(messages, (), {}, generation_prompt=True)
     assert episode.chat.decode_all(sample.tokens).startswith(written)
@@ -258,8 +254,7 @@ def test_past_turns_may_be_opened_otherwise_than_the_next_one() -> None:
         turn = episode.turn(new, Say(text=call))
         new = [result("y")]
     assert turn.reply["tool_calls"]
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
     assert not sample.more_branches
     asked = "<|im_start|>assistant\n<think>"
     assert episode.chat.decode_all(sample.tokens.tolist()) == (
@@ -338,8 +333,7 @@ def test_edited_history_forks_at_the_last_turn_that_was_left_alone() -> None:
     third = episode.turn([user("e")], Say(text="f"))
     assert (second.context.parent, third.context.parent) == (first, first)
     assert [message["content"] for message in third.context.messages] == ["c", "edited", "e"]
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
     longest, other = sample.branches
     assert longest.loss_mask.sum() == 4
     assert other.loss_mask.sum() == 2  # "f" and its end: what was said before is counted with the first
@@ -363,8 +357,7 @@ def test_a_branch_without_a_sampled_token_of_its_own_is_none() -> None:
     episode.messages = history
     nothing = episode.turn([user("e")], Say(text="", stop=None))
     assert len(nothing.sampled.output_ids) == 0
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
     assert len(sample.branches) == 1
     assert sample.text == ""
 
@@ -377,8 +370,7 @@ def test_truncated_history_begins_another_branch() -> None:
     turn = episode.turn([user("e")], Say(text="f"))
     assert turn.context.parent is None
     assert turn.context.prompt_length == turn.context.length
-    sample = episode.trajectory.sample()
-    assert sample is not None
+    sample = episode.sample()
     assert len(sample.branches) == 2
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 import psutil
 
 from miles_async.runtime.processes.child_process import ChildProcess
+from tests.waiting import until
 
 
 async def number_in(child: ChildProcess) -> int:
@@ -39,9 +40,13 @@ def children_with(word: str, parent: int | None = None) -> list[psutil.Process]:
     return found
 
 
-async def until_gone(pid: int) -> None:
-    """Wait for the end of a process, which need not have been reaped."""
+def gone(pid: int) -> bool:
+    """Whether a process has ended; it need not have been reaped."""
     with suppress(psutil.NoSuchProcess):
-        async with asyncio.timeout(50):
-            while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+async def until_gone(pid: int) -> None:
+    """Wait for the end of a process."""
+    await until(lambda: gone(pid))

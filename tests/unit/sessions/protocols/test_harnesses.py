@@ -50,7 +50,7 @@ async def test_openai_agents(model_class: type[Model], stream: bool, stateful: b
                 pass
         else:
             result = await Runner.run(agent, "17*4?", **options)
-        sample = (await session.collect()).sample
+        sample = await session.sample()
     assert result.final_output == "68"
     assert (sample.metadata["turns"], len(sample.branches)) == (3, 1)
     text = CHAT.decode_all(model.requests[-1])
@@ -76,7 +76,7 @@ async def test_the_tool_runner_of_anthropic(stream: bool) -> None:
             stream=stream,
         )
         final = await runner.until_done()
-        sample = (await session.collect()).sample
+        sample = await session.sample()
     assert final.content[-1].text == "68"
     assert (sample.metadata["turns"], len(sample.branches)) == (3, 1)
     assert CHAT.decode_all(model.requests[-1]).count("result of 17*4") == 2

@@ -61,9 +61,8 @@ async def test_results_of_tools_and_questions_continue_the_tokens(stream: bool) 
         kept = [block for block in second.content if block.type != "thinking"]
         conversation += [{"role": "assistant", "content": kept}, {"role": "user", "content": "really?"}]
         third = await ask(agent, *conversation, **options)
-        sample = (await agent.collect()).sample
+        sample = await agent.sample()
     assert (second.content[0].text, third.content[0].text, third.stop_reason) == ("68", "sure", "end_turn")
-    assert sample is not None
     assert (sample.metadata["turns"], len(sample.branches)) == (3, 1)
     for before, after in zip(model.requests, model.requests[1:], strict=False):
         assert after[: len(before)] == before
@@ -115,7 +114,7 @@ async def test_tokens_are_counted_as_they_would_be_sent() -> None:
         whole = await count(model="policy", messages=[*conversation, asked], tools=TOOLS, system="Be brief.")
         other = await count(model="policy", messages=conversation)  # the model's own turn is the last
         await agent.message(*conversation, asked, tools=TOOLS, system="Be brief.")
-        sample = (await agent.collect()).sample
+        sample = await agent.sample()
     assert whole.input_tokens == len(model.requests[1])
     assert 0 < other.input_tokens < whole.input_tokens
     assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)  # counting leaves no trace

@@ -8,18 +8,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import openai
 import pydantic
 import pytest
 
 from miles_async.errors import TransientEngineError
 from miles_async.trajectory.constraints import GRAMMAR
-from miles_async.types import Generation
 from tests.fakes.chat_formats import TOOLS as CHAT_TOOLS
 from tests.fakes.protocol_clients import CLIENTS
 from tests.fakes.scripted_model import ScriptedModel
 from tests.fakes.session_agents import CALL, CHAT, QUESTION, Agent, agent_of, make_trajectory, says
+from tests.property.builders import make_generation
 
 TOOLS = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]  # type: ignore[dict-item]
 THINKS = f"<think>\nhm\n</think>\n\nLet me see.\n{CALL}"
@@ -84,9 +83,8 @@ async def test_outputs_and_questions_continue_the_tokens(stream: bool, stateful:
         new = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "sure?"}]}]
         items += [*second.output, *new]
         third = await ask(agent, *(new if stateful else items), **options, **continuing(second, stateful))
-        sample = (await agent.collect()).sample
+        sample = await agent.sample()
     assert (second.output_text, third.output_text) == ("68", "sure")
-    assert sample is not None
     assert (sample.metadata["turns"], len(sample.branches)) == (3, 1)
     for before, after in zip(model.requests, model.requests[1:], strict=False):
         assert after[: len(before)] == before
@@ -170,11 +168,7 @@ def test_messages_of_stored_responses_are_in_memory_once() -> None:
     client, trajectory = CLIENTS["responses"](), make_trajectory()
     for number in range(3):
         exchange = client.exchange([{"role": "user", "content": f"question {number}"}])
-        output = np.array(CHAT.tokenize(f"answer {number}"), np.int32)
-        logprobs, versions = np.zeros(len(output), np.float32), np.zeros(len(output), np.int32)
-        sampled = Generation(
-            output_ids=output, logprobs=logprobs, weight_versions=versions, finish_reason="stop", engines=("engine-0",)
-        )
+        sampled = make_generation(CHAT.tokenize(f"answer {number}"), engines=("engine-0",))
         client.take(trajectory, exchange, sampled)
     first, *_, last = (kept.messages for kept in client.history.conversations.values())
     assert [message["content"] for message in last] == [
@@ -194,7 +188,7 @@ async def test_tools_of_a_namespace_are_called_by_their_names(stream: bool) -> N
         await agent.respond(QUESTION, call.to_dict(), output(call, "68"), tools=offered)
         with pytest.raises(openai.BadRequestError, match="several open_page, search"):
             await agent.respond(QUESTION, tools=[*offered, *TOOLS])
-        sample = (await agent.collect()).sample
+        sample = await agent.sample()
     assert model.requests[0] == [*CHAT.encode([QUESTION], CHAT_TOOLS)]
     assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
 

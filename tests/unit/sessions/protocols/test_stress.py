@@ -61,7 +61,7 @@ async def test_a_megabyte_of_a_tool_is_in_the_tokens(protocol: str) -> None:
         await ask(agent, agent.opened.url, protocol, client, [QUESTION])
         result = {"role": "tool", "content": text, "tool_call_id": "call00000"}
         await ask(agent, agent.opened.url, protocol, client, [result])
-        sample = (await agent.collect()).sample
+        sample = await agent.sample()
     assert text.strip() in CHAT.decode_all(model.requests[1])
     assert (sample.metadata["turns"], len(sample.branches)) == (2, 1)
     assert sample.loss_mask.sum() == 2 * len([*CHAT.tokenize("68"), *END])
