@@ -26,11 +26,7 @@ from miles_async.machine.gpus import GpuFacts
 RECIPES = Path(__file__).parents[2] / "recipes"
 PATHS = {"--hf-checkpoint", "--ref-load", "--load", "--save", "--prompt-data", "--eval-prompt-data", "--dump-details"}
 CLUSTER = {
-    "--actor-num-nodes",
-    "--actor-num-gpus-per-node",
-    "--rollout-num-gpus",
-    "--num-gpus-per-node",
-    "--colocate",
+    *("--actor-num-nodes", "--actor-num-gpus-per-node", "--rollout-num-gpus", "--num-gpus-per-node", "--colocate")
 }
 
 # Recipe → (model, GPUs that train, what else a user changes).

@@ -25,17 +25,8 @@ CONFIG = {
     "intermediate_size": 4096,
     "vocab_size": 32000,
 }
-SMALL = (
-    "--rollout-batch-size",
-    "2",
-    "--n-samples-per-prompt",
-    "2",
-    "--steps",
-    "2",
-    "--sweep",
-    "max-weight-staleness=2",
-)
-CORRECTED = ("--use-rollout-logprobs", *SMALL)
+SMALL = "--rollout-batch-size 2 --n-samples-per-prompt 2 --steps 2 --sweep max-weight-staleness=2"
+CORRECTED = ("--use-rollout-logprobs", *SMALL.split())
 ONE_TRILLION = "@examples/one_trillion/run.args"
 
 
