@@ -39,8 +39,7 @@ def samples(run: Run, kind: Kind, step: int | None) -> JsonObject:
 def search(run: Run, kind: Kind, text: str, before: int | None = None) -> JsonObject:
     """Search all samples of a kind from step ``before`` backwards: {"rows", "next", "notes"}."""
     files = [each for each in files_of(run.directory) if each.kind == kind and (before is None or each.step <= before)]
-    found = search_files(files if text else [], text)
-    return {"rows": found.rows, "next": found.next_step, "notes": found.notes}
+    return search_files(files if text else [], text)
 
 
 def sample(
