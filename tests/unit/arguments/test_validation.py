@@ -45,6 +45,10 @@ def valid(tmp_path: Path) -> dict[str, object]:
 
 BOUNDED = [flag for flag in flag_specifications().values() if set(flag.bounds.values()) != {None}]
 PPO = {"token_advantages": "gae", "advantage_estimator": "reinforce"}
+DECOUPLED = {"use_rollout_logprobs": False, "use_tis": True}
+KL_LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+CONTEXT_PARALLEL = {"context_parallel_size": 2, "actor_num_gpus_per_node": 2}
+SINGLE = {"n_samples_per_prompt": 1, "advantage_estimator": "reinforce"}
 
 
 def case(*change_and_messages: object) -> ParameterSet:
@@ -181,12 +185,7 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "--max-weight-staleness of 3 or more",
         ),
         case(
-            {
-                "batch_order": "reward_variance",
-                "max_weight_staleness": 3,
-                "n_samples_per_prompt": 1,
-                "advantage_estimator": "reinforce",
-            },
+            SINGLE | {"batch_order": "reward_variance", "max_weight_staleness": 3},
             "--batch-order reward_variance with --n-samples-per-prompt 1",
         ),
         case(
@@ -197,12 +196,8 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "--allow-uncorrected-off-policy",
         ),
         case(
-            {
-                "use_rollout_logprobs": False,
-                "max_weight_staleness": None,
-                "max_rollout_lead": 1,
-                "debug_publication_lag": 2,
-            },
+            {"max_weight_staleness": None, "max_rollout_lead": 1, "debug_publication_lag": 2}
+            | {"use_rollout_logprobs": False},
             "--debug-publication-lag 2",
         ),
         case(
@@ -219,28 +214,18 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         case({"policy_loss": "kl_cov", "eps_clip": 0.1}, "--eps-clip 0.1 has no effect with --policy-loss kl_cov"),
         case({"policy_loss": "clip_cov", "clip_cov_lb": 5.0}, "--clip-cov-lb 5.0 is not less than --clip-cov-ub 5.0"),
         case(
-            {
-                "prox_logp_method": "snapshots",
-                "use_tis": True,
-                "use_rollout_logprobs": False,
-                "max_weight_staleness": None,
-            },
+            DECOUPLED | {"prox_logp_method": "snapshots", "max_weight_staleness": None},
             "--prox-logp-method snapshots keeps the weights of --max-weight-staleness versions",
         ),
         case(
-            {"policy_loss": "sat", "use_rollout_logprobs": False, "use_tis": True},
+            DECOUPLED | {"policy_loss": "sat"},
             "--policy-loss sat compares with the policy that sampled",
             "add --use-rollout-logprobs, and leave --use-tis out",
         ),
         case({"sat_quantile": 0.5}, "--sat-quantile 0.5 has no effect with --policy-loss ppo_clip"),
         case({"policy_loss": "dis", "eps_clip_c": 4.0}, "--eps-clip-c 4.0 has no effect"),
         case(
-            {
-                "policy_loss": "clip_cov",
-                "prox_logp_method": "loglinear",
-                "use_tis": True,
-                "use_rollout_logprobs": False,
-            },
+            DECOUPLED | {"policy_loss": "clip_cov", "prox_logp_method": "loglinear"},
             "--policy-loss clip_cov chooses tokens before the first optimizer step",
         ),
         case({"tau_neg": 2.0}, "--tau-neg 2.0 has no effect with --policy-loss ppo_clip"),
@@ -251,31 +236,15 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         case({"kl_target": 0.1}, "--kl-target 0.1 has no effect without --use-kl-loss or"),
         case({"kl_target": 0.1, "use_kl_loss": True}, "--kl-target 0.1 multiplies --kl-loss-coef, which is 0"),
         case(
-            {
-                "kl_target": 0.1,
-                "use_kl_loss": True,
-                "kl_loss_coef": 0.1,
-                "token_advantages": "kl_in_reward",
-                "kl_coef": 0.1,
-            },
+            KL_LOSS | {"kl_target": 0.1, "token_advantages": "kl_in_reward", "kl_coef": 0.1},
             "--kl-target 0.1 adapts one coefficient",
         ),
         case(
-            {
-                "kl_target": 0.1,
-                "use_kl_loss": True,
-                "kl_loss_coef": 0.1,
-                "kl_horizon": 12,
-                "rollout_batch_size": 8,
-                "n_samples_per_prompt": 8,
-            },
+            KL_LOSS | {"kl_target": 0.1, "kl_horizon": 12, "rollout_batch_size": 8, "n_samples_per_prompt": 8},
             "--kl-horizon 12: expected more than a fifth of the 64 sequences of a rollout step; a KL below --kl-target",
         ),
         case({"ref_update_interval": 5}, "--ref-update-interval 5 has no effect"),
-        case(
-            {"ref_update_interval": 5, "use_kl_loss": True, "kl_loss_coef": 0.1, "lora_rank": 4},
-            "--ref-update-interval 5 with --lora-rank",
-        ),
+        case(KL_LOSS | {"ref_update_interval": 5, "lora_rank": 4}, "--ref-update-interval 5 with --lora-rank"),
         case({"entropy_coef_end": 0.0}, "--entropy-coef-end 0.0 is --entropy-coef"),
         case({"token_advantages": "kl_in_reward"}, "--token-advantages kl_in_reward with --kl-coef 0"),
         case(
@@ -300,10 +269,7 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             {"use_rs": True, "rs_lower_bound": 2.0, "rs_upper_bound": 1.0},
             "--rs-lower-bound 2.0 is more than --rs-upper-bound 1.0",
         ),
-        case(
-            {"use_rollout_logprobs": False, "use_tis": True, "tis_clip_low": 3.0},
-            "--tis-clip-low 3.0 is more than --tis-clip 2.0",
-        ),
+        case(DECOUPLED | {"tis_clip_low": 3.0}, "--tis-clip-low 3.0 is more than --tis-clip 2.0"),
         case({"prox_logp_method": "loglinear"}, "--prox-logp-method loglinear with --use-rollout-logprobs"),
         case(
             {"prox_logp_method": "loglinear", "use_rollout_logprobs": False, "allow_uncorrected_off_policy": True},
@@ -385,7 +351,7 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
         case({"rm_format": "("}, "--rm-format (: expected a regular expression"),
         case({"group_filter": ("zero_std",)}, "--group-filter: expected one of zero_variance"),
         case(
-            {"group_filter": ("zero_variance",), "n_samples_per_prompt": 1, "advantage_estimator": "reinforce"},
+            SINGLE | {"group_filter": ("zero_variance",)},
             "--group-filter zero_variance: with --n-samples-per-prompt 1",
         ),
         case({"group_filter": ("max_length:0",)}, "--group-filter max_length:0"),
@@ -429,7 +395,7 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "--share-prefixes with --device cuda: attention on GPUs takes whole samples",
         ),
         case(
-            {"share_prefixes": True, "device": "cpu", "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            CONTEXT_PARALLEL | {"share_prefixes": True, "device": "cpu"},
             "--share-prefixes with --context-parallel-size 2, which splits every sample",
         ),
         case(
@@ -440,7 +406,7 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "--enable-mtp-training with --share-prefixes is not implemented",
         ),
         case(
-            {"enable_mtp_training": True, "context_parallel_size": 2, "actor_num_gpus_per_node": 2},
+            CONTEXT_PARALLEL | {"enable_mtp_training": True},
             "--enable-mtp-training with --context-parallel-size 2 is not implemented",
         ),
         case({"min_lr": 1.0}, "--min-lr 1.0 is larger than --lr"),
@@ -457,12 +423,7 @@ def test_the_fewest_flags_pass(valid: dict[str, object]):
             "at least 1152",
         ),
         case(
-            {
-                "agent_command": "agent",
-                "max_tokens_per_gpu": 500,
-                "context_parallel_size": 2,
-                "actor_num_gpus_per_node": 2,
-            },
+            CONTEXT_PARALLEL | {"agent_command": "agent", "max_tokens_per_gpu": 500},
             "--max-tokens-per-gpu 500 on each of 2 context-parallel ranks",
             "at least 513",
         ),
@@ -519,8 +480,8 @@ def test_all_problems_are_reported_together(valid: dict[str, object]):
         {"on_policy": True, "max_rollout_lead": 2},  # flags of an asynchronous run with --on-policy after them
         {"max_weight_staleness": 0, "use_rollout_logprobs": False},
         {"use_rollout_logprobs": False, "allow_uncorrected_off_policy": True},
-        {"use_rollout_logprobs": False, "use_tis": True},
-        {"n_samples_per_prompt": 1, "advantage_estimator": "reinforce"},
+        DECOUPLED,
+        SINGLE,
         {"n_samples_per_prompt": 8, "min_group_fraction": 0.25},
         {"max_weight_staleness": None, "max_rollout_lead": 16},
         {"max_weight_staleness": 8, "max_rollout_lead": 1, "debug_publication_lag": 8},
