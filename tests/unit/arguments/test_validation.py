@@ -601,8 +601,7 @@ def test_routing_that_can_be_replayed(valid: dict[str, object]):
     # covers: M19
     describe_model(valid, MIXTURE | {"num_experts_per_tok": 2})
     validate(assemble(valid | {"use_rollout_routing_replay": True}, {}))
-    old_policy = {"use_routing_replay": True, "use_rollout_logprobs": False, "use_tis": True}
-    validate(assemble(valid | old_policy, {}))
+    validate(assemble(valid | DECOUPLED | {"use_routing_replay": True}, {}))
 
 
 def describe_model(values: dict[str, object], more: dict[str, object]) -> None:
@@ -614,7 +613,7 @@ def describe_model(values: dict[str, object], more: dict[str, object]) -> None:
     ("flags", "refused"),
     [
         ({}, True),
-        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, False),
+        (KL_LOSS, False),
         ({"token_advantages": "kl_in_reward", "kl_coef": 0.1}, False),
         (PPO, True),
         (PPO | {"kl_coef": 0.1}, False),
@@ -695,9 +694,8 @@ class TestResolvedValues:
     def test_sizes(self):
         arguments = Arguments()
         assert arguments.rollout.samples_per_rollout == arguments.global_batch_size == 256
-        cluster = dataclasses.replace(arguments.cluster, actor_num_nodes=2, actor_num_gpus_per_node=4)
-        model = dataclasses.replace(arguments.model, tensor_model_parallel_size=2)
-        assert dataclasses.replace(arguments, cluster=cluster, model=model).data_parallel_size == 4
+        split = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 4, "tensor_model_parallel_size": 2}
+        assert assemble(split, {}).data_parallel_size == 4
 
 
 def test_resuming_from_inside_the_run_directory_is_refused(valid: dict[str, object], tmp_path: Path):
