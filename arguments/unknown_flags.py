@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from difflib import SequenceMatcher, get_close_matches
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS
@@ -23,12 +23,19 @@ def explain_unknown(name: str, valid: Sequence[str]) -> str:
         return f"{name} does not exist here: {row.note}"
     is_for_router = name.startswith("--sglang-router-")
     words = _words(name)
-    nearest = _most_similar(words, [*valid, *FOREIGN_FLAGS], _is_close)
+    known = {flag: _words(flag) for flag in (*valid, *FOREIGN_FLAGS)}
+    similarity = {
+        flag: SequenceMatcher(None, "-".join(words), "-".join(others)).ratio() for flag, others in known.items()
+    }
+    ranked = sorted(known, key=similarity.__getitem__, reverse=True)
+    nearest = [flag for flag in ranked[:1] if similarity[flag] >= _CLOSE_NAME]
     if not nearest and is_for_router:
         return f"unknown flag {name}; arguments of the router are passed as --router-{name[16:]}"
     if nearest and (row := FOREIGN_FLAGS.get(nearest[0])):
         return f"unknown flag {name}; did you mean {nearest[0]}? {_describe_foreign(row)}"
-    meant = [*nearest[:1], *_most_similar(words, valid, _are_among)] or _most_similar(words, valid, _hold_all)
+    ours = [flag for flag in ranked if flag in valid]
+    meant = nearest + [flag for flag in ours if _are_among(words, known[flag])]
+    meant = meant or [flag for flag in ours if _are_among(known[flag], words)]
     meant = list(dict.fromkeys(meant))[:_SUGGESTIONS]
     if not meant:
         return f"unknown flag {name}; `miles-async train --help-all` lists the flags"
@@ -44,24 +51,6 @@ def _words(name: str) -> list[str]:
     return name.lstrip("-").replace("_", "-").lower().split("-")
 
 
-def _most_similar(words: Sequence[str], flags: Iterable[str], fits: Callable[..., bool]) -> list[str]:
-    """Flags that fit ``words``, most similar first."""
-    found = [flag for flag in flags if fits(words, _words(flag))]
-    return sorted(found, key=lambda flag: -_similarity(words, _words(flag)))
-
-
-def _is_close(words: Sequence[str], others: Sequence[str]) -> bool:
-    return _similarity(words, others) >= _CLOSE_NAME
-
-
 def _are_among(words: Sequence[str], others: Sequence[str]) -> bool:
     """True if each word is one of the others, or a misspelling of it."""
     return all(get_close_matches(word, others, n=1, cutoff=_CLOSE_WORD) for word in words)
-
-
-def _hold_all(words: Sequence[str], others: Sequence[str]) -> bool:
-    return _are_among(others, words)
-
-
-def _similarity(words: Sequence[str], others: Sequence[str]) -> float:
-    return SequenceMatcher(None, "-".join(words), "-".join(others)).ratio()

@@ -116,26 +116,13 @@ def check_required(arguments: Arguments) -> Iterator[str]:
 
 def check_counts(arguments: Arguments) -> Iterator[str]:
     """Check that steps are given as a number, or as epochs or a share, from which ``runs.counts`` makes one."""
-    rollout, optimizer, critic = arguments.rollout, arguments.optimizer, arguments.critic
-    twice: tuple[tuple[str, float | None, str, int, int], ...] = (
-        ("--num-epoch", rollout.num_epoch, "--num-rollout", rollout.num_rollout, 1),
-        ("--lr-warmup-fraction", optimizer.lr_warmup_fraction, "--lr-warmup-iters", optimizer.lr_warmup_iters, 0),
-        (
-            "--critic-lr-warmup-fraction",
-            critic.critic_lr_warmup_fraction,
-            "--critic-lr-warmup-iters",
-            critic.critic_lr_warmup_iters,
-            0,
-        ),
-    )
-    for share_flag, share, count_flag, count, default in twice:
-        if share is not None and count != default:
-            yield f"{share_flag} {share:g} with {count_flag} {count}: both say the same thing; leave one out"
-    if rollout.num_epoch is not None and arguments.data.prompt_data_weights:
-        yield (
-            f"--num-epoch {rollout.num_epoch} with --prompt-data-weights, which draw rows without epochs: give "
-            "--num-rollout"
-        )
+    for names in SHARES.items():
+        share, count = (flag_specifications()[name] for name in names)
+        asked, number = share.value_in(arguments), count.value_in(arguments)
+        if asked is not None and number != count.default:
+            yield f"{share.flag} {asked} with {count.flag} {number}: both say the same thing; leave one out"
+    if (epochs := arguments.rollout.num_epoch) is not None and arguments.data.prompt_data_weights:
+        yield f"--num-epoch {epochs} with --prompt-data-weights, which draw rows without epochs: give --num-rollout"
 
 
 def check_sampling(arguments: Arguments) -> Iterator[str]:
@@ -218,6 +205,13 @@ def check_weights(arguments: Arguments) -> Iterator[str]:
             "keys meanwhile: --pause-generation-mode retract or abort, not in_place"
         )
 
+
+SHARES = {
+    "num_epoch": "num_rollout",
+    "lr_warmup_fraction": "lr_warmup_iters",
+    "critic_lr_warmup_fraction": "critic_lr_warmup_iters",
+}
+"""Field with a share, or with epochs → the field with the number that it becomes."""
 
 GREEDY_BELOW = 1e-6  # SGLang (0.5) samples greedily below this temperature, and reports log-probs at temperature 1
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from miles_async.arguments.parser import build_parser
-from miles_async.observability.metric_names import registry
+from miles_async.observability.metric_names import sections
 from scripts import behaviours, families_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +59,7 @@ def flags_page() -> str:
 def metrics_tables() -> str:
     """A section per section of the registry of metrics."""
     parts = []
-    for section in registry().sections:
+    for section in sections():
         rows = "\n".join(f"| {row.names} | {row.unit} | {row.meaning} | {row.worries} |" for row in section.rows)
         table = f"| metric | unit | meaning | look closer when |\n|---|---|---|---|\n{rows}"
         parts += [

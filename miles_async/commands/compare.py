@@ -16,12 +16,13 @@ from miles_async.arguments.words import did_you_mean
 from miles_async.commands.parser import CommandParser
 from miles_async.commands.tables import printed
 from miles_async.errors import ConfigurationError
-from miles_async.observability.metrics_file import FILE_NAME, read_metrics
+from miles_async.observability.metrics_file import FILE_NAME
 from miles_async.observability.plots import is_of_steps, moving_average, plot_curves, series
 from miles_async.observability.progress_state import AVERAGE_WINDOW, MISSING, sparkline
 from miles_async.runtime.files.run_directory import CONFIG_FILE, check_directory
 from miles_async.runtime.processes.run_process import read_run_process
 from miles_async.types import JsonObject
+from miles_async.watch.status import read_rows
 from miles_async.watch.views.flags import PLACE, as_words
 
 METRICS = ("reward/mean", "eval/reward", "age/mean", "time/step_seconds")
@@ -79,10 +80,7 @@ def _read(directory: Path, name: str) -> Run:
         tables = tomllib.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{directory}: cannot read {CONFIG_FILE}: {error}") from error
-    try:
-        rows = read_metrics(directory / FILE_NAME)
-    except FileNotFoundError:
-        rows = []
+    rows = read_rows(directory)
     if not any("time/step_seconds" in row for row in rows):
         raise ConfigurationError(f"{directory}: this run has trained no step yet")
     flags = {flag: value for table in tables.values() for flag, value in table.items() if flag != PLACE}

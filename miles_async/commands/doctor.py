@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -47,34 +47,23 @@ def doctor(words: Sequence[str], show: Callable[[str], None]) -> int:
     if parsed.ray_address and not parsed.cluster:
         raise ConfigurationError("--ray-address without --cluster: give --cluster, or leave it out")
     address = _address(parsed.ray_address) if parsed.cluster else None
-    report = Report(show)
+    counts: dict[Verdict, int] = dict.fromkeys(get_args(Verdict), 0)
+
+    def tell(findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            counts[finding.verdict] += 1
+            show(f"  {finding.verdict:8} {finding.check:14} {finding.found}\n")
+            if finding.mend:
+                show(f"  {'':8} {'':14} mend: {finding.mend}\n")
+
     show(f"miles-async {__version__} on {socket.gethostname()}\n")
-    for finding in _here(replace(intent, own_gpus=not parsed.cluster), parsed.hf_checkpoint):
-        report.add(finding)
+    tell(_here(replace(intent, own_gpus=not parsed.cluster), parsed.hf_checkpoint))
     if address is not None:
-        asyncio.run(_cluster(address, intent, report))
-    report.end()
-    return EXIT_FAILED if report.counts["failure"] else 0
-
-
-class Report:
-    """Shows findings as they come, and counts them."""
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self._show = show
-        self.counts: dict[Verdict, int] = dict.fromkeys(get_args(Verdict), 0)
-
-    def node(self, address: str) -> None:
-        self._show(f"node {address}\n")
-
-    def add(self, finding: Finding) -> None:
-        self.counts[finding.verdict] += 1
-        self._show(f"  {finding.verdict:8} {finding.check:14} {finding.found}\n")
-        if finding.mend:
-            self._show(f"  {'':8} {'':14} mend: {finding.mend}\n")
-
-    def end(self) -> None:
-        self._show(", ".join(f"{count} {verdict}" for verdict, count in self.counts.items()) + "\n")
+        for node, findings in asyncio.run(_cluster(address, intent)).items():
+            show(f"node {node}\n")
+            tell(findings)
+    show(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + "\n")
+    return EXIT_FAILED if counts["failure"] else 0
 
 
 def _here(intent: Intent, model: Path | None) -> Iterator[Finding]:
@@ -98,14 +87,12 @@ def _address(given: str | None) -> str:
     return address
 
 
-async def _cluster(address: str, intent: Intent, report: Report) -> None:
+async def _cluster(address: str, intent: Intent) -> Mapping[str, Sequence[Finding]]:
+    """Findings by node."""
     from miles_async.machine.cluster import cluster_findings
     from miles_async.runtime.cluster.ray_cluster import ray_cluster
     from miles_async.runtime.environment import worker_environment
 
     environment = worker_environment(ClusterArguments().forward_env, cpu=True)
     async with ray_cluster(address, environment, None):
-        for node, findings in (await cluster_findings(intent)).items():
-            report.node(node)
-            for finding in findings:
-                report.add(finding)
+        return await cluster_findings(intent)

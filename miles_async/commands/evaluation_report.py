@@ -38,14 +38,6 @@ class Evaluated:
     data_sets: Mapping[str, DataSet]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """A report as text, and as evaluation.json has it."""
-
-    text: str
-    record: Mapping[str, object]
-
-
 def evaluated(run_dir: Path) -> Evaluated:
     """Read the last evaluation of a run. Raises ConfigurationError if there is none, DataError for a broken file."""
     check_directory(run_dir)
@@ -82,8 +74,8 @@ def _data_set(rewards: Mapping[str, list[float]], asked: Mapping[str, int], note
     )
 
 
-def report(found: Evaluated, before: Evaluated | None = None) -> Report:
-    """Describe an evaluation, and what differs from the one ``before``."""
+def report(found: Evaluated, before: Evaluated | None = None) -> tuple[str, Mapping[str, object]]:
+    """Describe an evaluation, and what differs from the one ``before``: as text, and as evaluation.json has it."""
     lines = [] if found.note.why_fewer is None else [f"not all of it: {found.note.why_fewer}"]
     data_sets = {}
     for name, data_set in found.data_sets.items():
@@ -99,7 +91,7 @@ def report(found: Evaluated, before: Evaluated | None = None) -> Report:
     record: dict[str, object] = {"run_dir": str(found.run_dir), "confidence": CONFIDENCE, "data_sets": data_sets}
     if before is not None:
         record["against"] = {"run_dir": str(before.run_dir), "data_sets": _differences(found, before, lines)}
-    return Report(text="\n".join([*lines, METHOD]) + "\n", record=record)
+    return "\n".join([*lines, METHOD]) + "\n", record
 
 
 def _differences(found: Evaluated, before: Evaluated, lines: list[str]) -> dict[str, object]:

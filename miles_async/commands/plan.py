@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from rich_argparse import RawDescriptionRichHelpFormatter
 
 from miles_async.arguments.cluster import ClusterArguments
@@ -23,6 +22,7 @@ from miles_async.arguments.surroundings import check_model_fits
 from miles_async.arguments.validation import check_deadlines, range_problems
 from miles_async.commands.durations import Timing, durations
 from miles_async.commands.parser import CommandParser, at_least_one
+from miles_async.commands.tables import printed
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.device import with_precision
 from miles_async.runtime.files.run_directory import CONFIG_FILE, check_directory
@@ -85,10 +85,7 @@ def plan(words: Sequence[str]) -> str:
     recommended = recommend(rows)
     if recommended is None:
         refuse([f"{row.label}: {row.reason}" for row in rows if isinstance(row, Refusal)])
-    console = Console()
-    with console.capture() as capture:
-        console.print(plan_table(rows, recommended))
-    text = estimated + capture.get() + plan_text(rows, recommended)
+    text = estimated + printed(plan_table(rows, recommended)) + plan_text(rows, recommended)
     if own.output is not None:
         try:
             plot_plan(rows, recommended, own.output)

@@ -110,27 +110,27 @@ def _run(name: str, text: str, words: Sequence[str], show: Show) -> int:
     _keep_training(run_dir)
     with signals_interrupt():
         if load is not None:
-            exported = _export(run_dir, parsed, show)
+            exported = _export(load, run_dir, parsed, show)
             arguments = replace(arguments, model=replace(arguments.model, hf_checkpoint=exported))
         status = train_config(Config(tuple(rest), replace(parsed, arguments=arguments)), show)
     if parsed.dry_run or parsed.print_config:
         return status
     if status and not samples_files(run_dir):
         return status  # interrupted before a sample ended
-    result = report(evaluated(run_dir), before)
-    (run_dir / REPORT_FILE).write_text(json.dumps(result.record, indent=2) + "\n")
-    show(result.text)
+    described, record = report(evaluated(run_dir), before)
+    (run_dir / REPORT_FILE).write_text(json.dumps(record, indent=2) + "\n")
+    show(described)
     return status
 
 
-def _export(run_dir: Path, parsed: ParsedCommandLine, show: Show) -> Path:
-    """Write the weights of ``--load`` as Hugging Face files next to ``run_dir``, in a process that trains nothing.
+def _export(load: Path, run_dir: Path, parsed: ParsedCommandLine, show: Show) -> Path | None:
+    """Write the weights of ``load`` as Hugging Face files next to ``run_dir``, in a process that trains nothing.
 
     Returns where they are; for a dry run, which exports nothing, ``--hf-checkpoint``. Raises MilesAsyncError.
     """
-    checkpoint = find_checkpoint(_required(parsed.arguments.checkpoint.load))
+    checkpoint = find_checkpoint(load)
     if parsed.dry_run or parsed.print_config:
-        return _required(parsed.arguments.model.hf_checkpoint)
+        return parsed.arguments.model.hf_checkpoint
     directory, export_dir = (run_dir.with_name(f"{run_dir.name}.{ending}") for ending in ("hf", "export"))
     show(f"exporting {checkpoint.directory} to {directory}\n")
     arguments = _exporting(parsed.arguments, checkpoint.directory, directory, export_dir)
@@ -169,12 +169,6 @@ def _finished(command: Sequence[str]) -> int:
         process.terminate()
         process.wait()
         raise
-
-
-def _required(path: Path | None) -> Path:
-    if path is None:
-        raise ConfigurationError("--hf-checkpoint is required: a Hugging Face directory of the model")
-    return path
 
 
 def _require_shared(before: Evaluated, names: Sequence[str]) -> None:

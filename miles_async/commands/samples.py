@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import get_args
 
 from miles_async.commands.parser import CommandParser, at_least_one
-from miles_async.commands.samples_view import conversation, state_notes, summary_table, token_table
+from miles_async.commands.samples_view import conversation, summary_table, token_table
 from miles_async.errors import ConfigurationError, DataError
 from miles_async.runtime.files.run_directory import check_directory
+from miles_async.runtime.texts import escaped
 from miles_async.samples.columns import Kind, SampleSummary
 from miles_async.samples.query import Order, Query, find, ordered
 from miles_async.samples.reader import read_sample, read_state, samples_files
@@ -56,7 +57,7 @@ def samples(words: Sequence[str]) -> Iterator[str]:
             yield f"and {len(rows) - parsed.limit} more: --limit {len(rows)} shows them\n"
         yield "--show ROW prints one of them (--tokens: by token), with the same words before it\n"
         if (state := read_state(run_dir)) is not None:
-            yield state_notes(state)
+            yield "".join(f"{escaped(note)}\n" for note in state.notes)
     else:
         yield from _one(run_dir, rows, parsed.show, by_token=parsed.tokens)
 

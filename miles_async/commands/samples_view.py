@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -12,7 +11,6 @@ from rich.text import Text
 from miles_async.commands.tables import printed
 from miles_async.runtime.texts import escaped
 from miles_async.samples.columns import LOSS, MASK_REASONS, SampleRow, SampleSummary
-from miles_async.samples.files import SamplesState
 
 NONE = "–"
 TOKENS_WIDTH = 150  # columns that all figures of a token need
@@ -41,7 +39,7 @@ def summary_table(rows: Sequence[SampleSummary]) -> str:
 def conversation(row: SampleRow) -> str:
     """Facts about a sample, and its messages, or prompt and response."""
     lines = [*_facts(row), ""]
-    for role, text in _messages(row):
+    for role, text in row.conversation():
         lines += [f"── {escaped(role)} " + "─" * 20, escaped(text, keep="\n\t"), ""]
     return "\n".join(lines)
 
@@ -77,21 +75,6 @@ def token_table(row: SampleRow) -> str:
     return "\n".join(_facts(row)) + "\n" + printed(table, least=TOKENS_WIDTH)
 
 
-def state_notes(state: SamplesState) -> str:
-    """Describe which samples the directory lacks, one line per cause; empty if it has all."""
-    every = {"train": state.train_every, "eval": state.eval_every}
-    lines = [
-        f"{kind}: one step of {count} is kept, as all took more than {state.limit_bytes / 2**30:g} GiB"
-        for kind, count in every.items()
-        if count > 1
-    ]
-    if state.dropped:
-        lines.append(f"{state.dropped} batches or parts of evaluations could not be written in time, or at all")
-    if state.stopped is not None:
-        lines.append(f"nothing more was written: {escaped(state.stopped)}")
-    return "".join(f"{line}\n" for line in lines)
-
-
 def _facts(row: SampleRow) -> Iterator[str]:
     where = f"step {row.step}" if row.kind == "train" else f"evaluation after {row.step} steps, {row.data_set}"
     branch = f", branch {row.branch} of {row.branches}" if row.branches > 1 else ""
@@ -107,21 +90,6 @@ def _facts(row: SampleRow) -> Iterator[str]:
         yield escaped(f"not trained: {row.filtered}")
     if seconds := [turn.seconds for turn in row.turns if turn.seconds is not None]:
         yield f"{len(row.turns)} turns, {sum(seconds):.2f} s of generation"
-
-
-def _messages(row: SampleRow) -> Iterator[tuple[str, str]]:
-    if row.messages is None:
-        yield "prompt", row.prompt
-        yield "response", row.response
-        return
-    for message in json.loads(row.messages):
-        if reasoning := message.get("reasoning_content"):
-            yield f"{message.get('role')} (thinking)", str(reasoning)
-        content = message.get("content")
-        if content:
-            yield str(message.get("role")), content if isinstance(content, str) else json.dumps(content, indent=1)
-        for call in message.get("tool_calls") or ():
-            yield f"{message.get('role')} (calls a tool)", json.dumps(call.get("function", call), ensure_ascii=False)
 
 
 def _number(value: float | None) -> str:

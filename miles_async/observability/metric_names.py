@@ -44,10 +44,6 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
 
 
-class Registry(msgspec.Struct, frozen=True, kw_only=True):
-    sections: tuple[Section, ...]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
     """Section, position and meaning of one metric; texts are plain, and empty for a metric that no row describes."""
@@ -61,8 +57,9 @@ class Description:
 
 
 @cache
-def registry() -> Registry:
-    return msgspec.toml.decode(FILE.read_bytes(), type=Registry)
+def sections() -> tuple[Section, ...]:
+    """All sections, in the order of the page."""
+    return msgspec.toml.decode(FILE.read_bytes(), type=dict[str, tuple[Section, ...]])["sections"]
 
 
 @lru_cache(maxsize=10_000)
@@ -76,9 +73,7 @@ def describe(name: str) -> Description:
     if name in exact:
         return exact[name]
     fitting = (found for pattern, found in patterns if pattern.fullmatch(name))
-    nothing = Description(
-        section=OTHER, section_rank=len(registry().sections), rank=0, unit="number", meaning="", worries=""
-    )
+    nothing = Description(section=OTHER, section_rank=len(sections()), rank=0, unit="number", meaning="", worries="")
     return next(fitting, nothing)
 
 
@@ -86,7 +81,7 @@ def describe(name: str) -> Description:
 def _rows() -> tuple[dict[str, Description], list[tuple[re.Pattern[str], Description]]]:
     exact: dict[str, Description] = {}
     patterns: list[tuple[re.Pattern[str], Description]] = []
-    for section_rank, section in enumerate(registry().sections):
+    for section_rank, section in enumerate(sections()):
         for rank, row in enumerate(section.rows):
             found = Description(
                 section=section.title,

@@ -12,7 +12,6 @@ from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.errors import ConfigurationError
 from miles_async.observability.tracker_parts import TrackedRun, flat_settings, save_run_id
 
-NAME = "mlflow"
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100  # in one request
 
@@ -55,7 +54,7 @@ class MlflowTracker:
             parameters = [Param(name, value) for name, value in flat_settings(run.settings).items()]
             for some in batched(parameters, _MOST_PARAMETERS):
                 self._client.log_batch(self._run_id, params=some)
-        save_run_id(arguments.run_dir, NAME, self._run_id)
+        save_run_id(arguments.run_dir, "mlflow", self._run_id)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         from mlflow.entities import Metric

@@ -25,10 +25,13 @@ REFRESH_PER_SECOND = 4  # a redraw costs a millisecond; more would only flicker 
 
 
 class Progress:
-    """A progress display: a context manager that ends it."""
+    """One plain line per phase, step, evaluation and heartbeat: for log files and pipes. A context manager that ends
+    the display.
+    """
 
-    def __init__(self, state: ProgressState) -> None:
+    def __init__(self, state: ProgressState, write: Callable[[str], None] | None = None) -> None:
         self._state = state
+        self._write = write or _write_line
 
     def __enter__(self) -> Self:
         return self
@@ -39,6 +42,7 @@ class Progress:
     def phase(self, name: str) -> None:
         """Begin a phase of start-up ("engines") and end the one before. The first step ends the last phase."""
         self._end_phase(name)
+        self._write(f"starting {name} ...")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._end_phase(None)
@@ -71,34 +75,6 @@ class Progress:
             self._phase_ended(*ended)
 
     def _phase_ended(self, name: str, seconds: float) -> None:
-        raise NotImplementedError
-
-    def _stepped(self, view: StepView) -> None:
-        raise NotImplementedError
-
-    def _say(self, line: str, style: str) -> None:
-        raise NotImplementedError
-
-
-def open_progress(total_steps: int, *, live: bool = True, console: Console | None = None) -> Progress:
-    """Open the display: live on a terminal if ``live`` (``--progress``), plain lines otherwise."""
-    console = console or Console(file=cast(IO[str], _Outlived(sys.stdout)))
-    state = ProgressState(total_steps)
-    return LiveProgress(state, console) if live and console.is_terminal else PlainProgress(state)
-
-
-class PlainProgress(Progress):
-    """One line per phase, step, evaluation and heartbeat: for log files and pipes."""
-
-    def __init__(self, state: ProgressState, write: Callable[[str], None] | None = None) -> None:
-        super().__init__(state)
-        self._write = write or _write_line
-
-    def phase(self, name: str) -> None:
-        super().phase(name)
-        self._write(f"starting {name} ...")
-
-    def _phase_ended(self, name: str, seconds: float) -> None:
         self._write(f"{name} ready after {seconds:.1f} s")
 
     def _stepped(self, view: StepView) -> None:
@@ -106,6 +82,13 @@ class PlainProgress(Progress):
 
     def _say(self, line: str, style: str) -> None:
         self._write(line)
+
+
+def open_progress(total_steps: int, *, live: bool = True, console: Console | None = None) -> Progress:
+    """Open the display: live on a terminal if ``live`` (``--progress``), plain lines otherwise."""
+    console = console or Console(file=cast(IO[str], _Outlived(sys.stdout)))
+    state = ProgressState(total_steps)
+    return LiveProgress(state, console) if live and console.is_terminal else Progress(state)
 
 
 class LiveProgress(Progress):
@@ -125,6 +108,10 @@ class LiveProgress(Progress):
     def __enter__(self) -> Self:
         self._live.start()
         return self
+
+    def phase(self, name: str) -> None:
+        """Show it until it ends."""
+        self._end_phase(name)
 
     def close(self) -> None:
         super().close()

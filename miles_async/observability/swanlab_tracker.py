@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-NAME = "swanlab"
 DIRECTORY = "swanlog"  # in the run directory
 
 
@@ -47,7 +46,7 @@ class SwanlabTracker:
             )
             self._run = _open(run, "offline", None)
         else:
-            save_run_id(run_dir, NAME, self._run.id)
+            save_run_id(run_dir, "swanlab", self._run.id)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._run.log(dict(metrics), step=step)

@@ -1,9 +1,10 @@
-"""The trackers of a run, by their flags. A new one is a file with its class, and an entry of ``TRACKERS``."""
+"""The trackers of a run, by their flags. A new one is a file with its class, and a condition in ``_trackers``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import structlog
 
@@ -24,37 +25,31 @@ from miles_async.runtime.network.addresses import LOCAL, Network
 log = structlog.get_logger(__name__)
 
 
-Open = Callable[[TrackedRun], Tracker | None]
-"""Opens a tracker; None if the flags don't ask for it."""
-
-
 def open_trackers(arguments: ObservabilityArguments, settings: Settings, network: Network = LOCAL) -> CompositeTracker:
     """Open the trackers that the flags ask for. Raises ConfigurationError, and OSError for metrics.jsonl."""
-    run = TrackedRun(arguments=arguments, settings=settings, network=network)
-    opened = (open_tracker(run) for open_tracker in TRACKERS.values())
-    return CompositeTracker([tracker for tracker in opened if tracker is not None])
+    return CompositeTracker([*_trackers(TrackedRun(arguments=arguments, settings=settings, network=network))])
 
 
-def _metrics_file(run: TrackedRun) -> Tracker:
-    return MetricsFile(run.arguments.run_dir / FILE_NAME)
-
-
-def _wandb(run: TrackedRun) -> Tracker | None:
-    if (mode := wandb_mode(run.arguments)) == "disabled":
-        return None
-    continued = run.arguments.wandb_run_id or earlier_run_id("wandb")
-    return open_wandb(run, mode, continued or new_run_id(), resume=continued is not None)
-
-
-def _tensorboard(run: TrackedRun) -> Tracker | None:
-    if not run.arguments.use_tensorboard:
-        return None
-    directory = tensorboard_directory(run.arguments)
-    return BackgroundTracker("tensorboard", lambda: TensorBoardTracker(directory))
-
-
-def _prometheus(run: TrackedRun) -> Tracker | None:
-    return BackgroundTracker("prometheus", lambda: _open_prometheus(run)) if run.arguments.use_prometheus else None
+def _trackers(run: TrackedRun) -> Iterator[Tracker]:
+    arguments = run.arguments
+    if (path := arguments.custom_tracker_path) is not None:  # the user's first: if it is unusable, nothing is open yet
+        custom = load_object(path, Tracker, "--custom-tracker-path")
+        yield BackgroundTracker(path, lambda: custom)
+    yield MetricsFile(arguments.run_dir / FILE_NAME)
+    if (mode := wandb_mode(arguments)) != "disabled":
+        continued = arguments.wandb_run_id or earlier_run_id("wandb")
+        yield open_wandb(run, mode, continued or new_run_id(), resume=continued is not None)
+    if arguments.use_tensorboard:
+        yield BackgroundTracker("tensorboard", partial(TensorBoardTracker, tensorboard_directory(arguments)))
+    if arguments.use_prometheus:
+        yield BackgroundTracker("prometheus", partial(_open_prometheus, run))
+    if arguments.use_mlflow:
+        continued = arguments.mlflow_run_id or earlier_run_id("mlflow")
+        yield BackgroundTracker("mlflow", partial(MlflowTracker, run, tracking_uri(arguments), continued))
+    if arguments.use_trackio:
+        yield BackgroundTracker("trackio", partial(TrackioTracker, run, earlier_run_id("trackio")))
+    if arguments.use_swanlab and (swanlab := swanlab_mode(arguments)) != "disabled":
+        yield BackgroundTracker("swanlab", partial(SwanlabTracker, run, swanlab, earlier_run_id("swanlab")))
 
 
 def _open_prometheus(run: TrackedRun) -> PrometheusTracker:
@@ -63,52 +58,10 @@ def _open_prometheus(run: TrackedRun) -> PrometheusTracker:
     return tracker
 
 
-def _mlflow(run: TrackedRun) -> Tracker | None:
-    if not run.arguments.use_mlflow:
-        return None
-    uri, continued = tracking_uri(run.arguments), run.arguments.mlflow_run_id or earlier_run_id("mlflow")
-    return BackgroundTracker("mlflow", lambda: MlflowTracker(run, uri, continued))
-
-
-def _trackio(run: TrackedRun) -> Tracker | None:
-    if not run.arguments.use_trackio:
-        return None
-    continued = earlier_run_id("trackio")
-    return BackgroundTracker("trackio", lambda: TrackioTracker(run, continued))
-
-
-def _swanlab(run: TrackedRun) -> Tracker | None:
-    arguments = run.arguments
-    if not arguments.use_swanlab or (mode := swanlab_mode(arguments)) == "disabled":
-        return None
-    continued = earlier_run_id("swanlab")
-    return BackgroundTracker("swanlab", lambda: SwanlabTracker(run, mode, continued))
-
-
-def _custom(run: TrackedRun) -> Tracker | None:
-    if (path := run.arguments.custom_tracker_path) is None:
-        return None
-    tracker = load_object(path, Tracker, "--custom-tracker-path")
-    return BackgroundTracker(path, lambda: tracker)
-
-
 def check_tracker(arguments: ObservabilityArguments) -> None:
     """Check what ``--custom-tracker-path`` names, and make none of it yet. Raises ConfigurationError."""
     if arguments.custom_tracker_path is not None:
         check_object(arguments.custom_tracker_path, Tracker, "--custom-tracker-path")
-
-
-# The user's comes first: if it cannot be used, nothing is open yet.
-TRACKERS: Mapping[str, Open] = {
-    "custom": _custom,
-    "metrics.jsonl": _metrics_file,
-    "wandb": _wandb,
-    "tensorboard": _tensorboard,
-    "prometheus": _prometheus,
-    "mlflow": _mlflow,
-    "trackio": _trackio,
-    "swanlab": _swanlab,
-}
 
 
 class CompositeTracker:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from miles_async.observability.tracker_parts import TrackedRun, flat_settings, save_run_id
 
-NAME = "trackio"
-
 
 class TrackioTracker:
     """The Tracker itself. Trackio sends in separate threads, and may print where it logs."""
@@ -30,7 +28,7 @@ class TrackioTracker:
             auto_log_cpu=False,
             auto_log_gpu=False,
         )
-        save_run_id(arguments.run_dir, NAME, self._run.name)
+        save_run_id(arguments.run_dir, "trackio", self._run.name)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Hand the metrics of a step to Trackio's thread."""

@@ -122,7 +122,7 @@ def _memory(arguments: Arguments) -> str:
 def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
     """Describe the run that would start, for people."""
     cluster, supervised = arguments.cluster, arguments.algorithm.supervised
-    steps, alone = arguments.optimizer_steps_per_rollout, arguments.evaluation.eval_only
+    alone = arguments.evaluation.eval_only
     ranks = f"{cluster.trainer_world_size} ranks on {cluster.device}: " + ", ".join(
         f"{name} {size}" for name, size in arguments.layout.items() if size > 1 or name == "DP"
     )
@@ -131,13 +131,7 @@ def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
         "trainer": "none" if alone else ranks,
         **({} if supervised else {"engines": "; ".join(map(_describe_group, server_groups(arguments)))}),
         **{f"prompts {number}": f"{path} ({count})" for number, (path, count) in enumerate(prompts.items(), start=1)},
-        **(
-            _evaluated(arguments)
-            if alone
-            else _supervised(arguments, steps)
-            if supervised
-            else _sampled(arguments, steps)
-        ),
+        **_work(arguments),
         "Ray": f"joins the cluster at {cluster.ray_address}" if cluster.ray_address else "a cluster of the run's own",
         "run directory": arguments.observability.run_dir,
         **({"resumes from": find_checkpoint(arguments.checkpoint.load).directory} if arguments.checkpoint.load else {}),
@@ -147,30 +141,23 @@ def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
     )
 
 
-def _supervised(arguments: Arguments, steps: int) -> Mapping[str, object]:
-    rollout = arguments.rollout
-    batches = f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} examples, {steps} optimizer step(s) each"
-    return {"fine-tuning": f"supervised, {batches}; no engines"}
-
-
-def _evaluated(arguments: Arguments) -> Mapping[str, object]:
-    evaluation, rollout = arguments.evaluation, arguments.rollout
-    return {
-        "evaluation": "; ".join(
+def _work(arguments: Arguments) -> Mapping[str, str]:
+    """What is trained on, or evaluated."""
+    evaluation, rollout, staleness = arguments.evaluation, arguments.rollout, arguments.staleness
+    if evaluation.eval_only:
+        sets = (
             f"{each.name}: {each.samples(evaluation)} samples per prompt at temperature "
             f"{each.temperature_in_force(evaluation, rollout):g}"
             for each in evaluation_sets(evaluation)
-        ),
-        "reward": _rewarded(arguments),
-    }
-
-
-def _sampled(arguments: Arguments, steps: int) -> Mapping[str, object]:
-    rollout, staleness = arguments.rollout, arguments.staleness
+        )
+        return {"evaluation": "; ".join(sets), "reward": _rewarded(arguments)}
+    batches = f"{rollout.num_rollout} steps of {rollout.rollout_batch_size}"
+    steps = f"{arguments.optimizer_steps_per_rollout} optimizer step(s) each"
+    if arguments.algorithm.supervised:
+        return {"fine-tuning": f"supervised, {batches} examples, {steps}; no engines"}
     bound = "not bounded" if staleness.bound is None else f"at most {staleness.bound}"
     return {
-        "rollout": f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts × "
-        f"{rollout.n_samples_per_prompt} samples, {steps} optimizer step(s) each",
+        "rollout": f"{batches} prompts × {rollout.n_samples_per_prompt} samples, {steps}",
         "staleness": f"age {bound}, {staleness.lead} batch(es) admitted ahead",
         "reward": _rewarded(arguments),
     }

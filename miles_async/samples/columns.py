@@ -6,11 +6,13 @@ A row is written as :class:`SampleRow` describes it; :data:`PER_TOKEN` has the c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from miles_async.types import FinishReason
+from miles_async.runtime.json_texts import decoded
+from miles_async.types import FinishReason, JsonObject
 
 if TYPE_CHECKING:
     import pyarrow
@@ -99,6 +101,13 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
     prompt_metadata: str  # JSON
     metadata: str  # of the sample, JSON, without what has columns
 
+    def conversation(self) -> list[tuple[str, str]]:
+        """(role, text) of each message; of a prompt without messages its text and the response."""
+        messages = None if self.messages is None else decoded(self.messages)
+        if not isinstance(messages, list):
+            return [("prompt", self.prompt), ("response", self.response)]
+        return [part for message in messages if isinstance(message, dict) for part in _parts(message)]
+
 
 class SampleRow(SampleSummary, frozen=True, kw_only=True):
     """All columns. Lists have an entry per token, prompt included, T = prompt_length + length."""
@@ -120,6 +129,20 @@ class SampleRow(SampleSummary, frozen=True, kw_only=True):
         """Age of each token, [T]: None where no engine sampled it, or where the row is not of training."""
         target = self.target_version
         return [target - version if target is not None and version >= 0 else None for version in self.weight_versions]
+
+
+def _parts(message: JsonObject) -> Iterator[tuple[str, str]]:
+    role, content = str(message.get("role", "message")), message.get("content")
+    if reasoning := message.get("reasoning_content"):
+        yield f"{role}, reasoning", str(reasoning)
+    if content not in (None, ""):
+        yield role, content if isinstance(content, str) else _json(content)
+    if calls := message.get("tool_calls"):
+        yield f"{role}, tool calls", _json(calls)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode()
 
 
 PER_TOKEN = tuple(name for name in SampleRow.__struct_fields__ if name not in SampleSummary.__struct_fields__)

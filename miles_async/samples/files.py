@@ -47,6 +47,20 @@ class SamplesState(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int = 0  # steps and evaluations that were not written because the disk was too slow
     stopped: str | None = None  # why nothing more was written, such as a full disk; None: still writing
 
+    @property
+    def notes(self) -> list[str]:
+        """Which samples the directory lacks, one line per cause; none if it has all."""
+        found = [
+            f"{kind}: one step of {count} is kept, as all took more than {self.limit_bytes / 2**30:g} GiB"
+            for kind, count in (("train", self.train_every), ("eval", self.eval_every))
+            if count > 1
+        ]
+        if self.dropped:
+            found.append(f"{self.dropped} batches or parts of evaluations could not be written in time, or at all")
+        if self.stopped is not None:
+            found.append(f"nothing more was written: {self.stopped}")
+        return found
+
 
 def file_of(directory: Path, kind: Kind, step: int) -> Path:
     """File of a step or evaluation.

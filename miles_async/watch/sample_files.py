@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, reduce
 from pathlib import Path
 
-import msgspec
-
 from miles_async.errors import DataError
 from miles_async.samples.columns import SampleSummary
 from miles_async.samples.files import DIRECTORY, SamplesFile
@@ -26,14 +24,6 @@ _CONVERSATION = "messages"  # JSON
 _LEFT_OUT = (_CONVERSATION, "prompt_metadata", "metadata", "kind", "written_at")  # of a list
 _COLUMNS = [*(name for name in SampleSummary.__struct_fields__ if name not in _LEFT_OUT), "turns"]
 _BATCH = 128  # rows in memory at once
-
-
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a search: rows as :func:`previews` has them."""
-
-    rows: list[JsonObject]
-    next_step: int | None  # where to search on, backwards; None: all was searched
-    notes: list[str]  # files that were skipped, the first ones
 
 
 def files_of(run_dir: Path) -> tuple[SamplesFile, ...]:
@@ -54,19 +44,23 @@ def previews(path: Path) -> list[JsonObject]:
     return _previews(path, path.stat().st_mtime_ns) if path.is_file() else []
 
 
-def search(files: Sequence[SamplesFile], text: str, *, clock: Callable[[], float] = time.monotonic) -> Found:
-    """Search prompts, responses, labels and conversations, in any case, the newest step first."""
+def search(files: Sequence[SamplesFile], text: str, *, clock: Callable[[], float] = time.monotonic) -> JsonObject:
+    """Search prompts, responses, labels and conversations, in any case, the newest step first.
+
+    {"rows": as :func:`previews` has them, "next": step from which to search on, backwards; None: all was searched,
+    "notes": files that were skipped, the first ones}.
+    """
     end = clock() + SEARCH_SECONDS
     rows: list[JsonObject] = []
     notes: list[str] = []
     for file in sorted(files, reverse=True):
         if len(rows) >= MOST_FOUND or clock() > end:
-            return Found(rows=rows, next_step=file.step, notes=notes[:MOST_NOTES])
+            return {"rows": rows, "next": file.step, "notes": notes[:MOST_NOTES]}
         try:
             rows += _read(file.path, text)
         except DataError as error:
             notes.append(str(error))
-    return Found(rows=rows, next_step=None, notes=notes[:MOST_NOTES])
+    return {"rows": rows, "next": None, "notes": notes[:MOST_NOTES]}
 
 
 @lru_cache(maxsize=4)  # a view sorts and filters one file again and again

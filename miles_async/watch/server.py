@@ -25,8 +25,9 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 from urllib.parse import quote
@@ -45,7 +46,6 @@ from miles_async.runtime.network.control import call
 from miles_async.runtime.network.keys import Secret
 from miles_async.runtime.processes.run_process import control_of
 from miles_async.samples.columns import Kind
-from miles_async.types import JsonObject
 from miles_async.watch.access import CHANGE, Doorkeeper
 from miles_async.watch.run import Run
 from miles_async.watch.timeline.build import FILE_NAME as TIMELINE
@@ -62,7 +62,7 @@ View = Callable[[Sequence[Run], QueryParams], object]
 
 
 class BadRequest(Exception):
-    """A parameter that is missing or wrong."""
+    """A parameter or a change that is missing or wrong."""
 
 
 def make_app(runs: Sequence[Run], key: Secret, write_key: Secret | None = None) -> Starlette:
@@ -71,11 +71,16 @@ def make_app(runs: Sequence[Run], key: Secret, write_key: Secret | None = None) 
         Route("/", lambda _: FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8")),
         Mount("/static", StaticFiles(directory=STATIC)),
         *(Route(f"/api/{name}", _endpoint(view, runs)) for name, view in VIEWS.items()),
-        Route("/api/file", _answering(lambda asked: _file(_chosen(runs, asked)[0], asked.get("name", "")))),
-        Route("/api/settings", _settings_endpoint(runs, write_key)),
-        Route(CHANGE, _change_endpoint(runs), methods=["POST"]),
+        Route("/api/file", lambda request: _file(_chosen(runs, request)[0], request.query_params.get("name", ""))),
+        Route("/api/settings", partial(_settings, runs, write_key)),
+        Route(CHANGE, partial(_change, runs), methods=["POST"]),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(Doorkeeper, key=key, write_key=write_key)])
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Doorkeeper, key=key, write_key=write_key)],
+        # An OSError: a file that was removed or is no longer whole.
+        exception_handlers={BadRequest: _refused(400), MilesAsyncError: _refused(404), OSError: _refused(404)},
+    )
 
 
 def make_server(runs: Sequence[Run], key: Secret, write_key: Secret | None = None) -> uvicorn.Server:
@@ -98,7 +103,12 @@ def _read_ahead(runs: Sequence[Run]) -> None:
 
 
 def _endpoint(view: View, runs: Sequence[Run]) -> Callable[[Request], Response]:
-    return _answering(lambda parameters: _json(view(_chosen(runs, parameters), parameters)))
+    """Not a coroutine: starlette calls it in a thread."""
+    return lambda request: _json(view(_chosen(runs, request), request.query_params))
+
+
+def _refused(status: int) -> Callable[[Request, Exception], Response]:
+    return lambda _, error: _json({"error": str(error)}, status)
 
 
 def _file(run: Run, name: str) -> Response:
@@ -112,50 +122,24 @@ def _file(run: Run, name: str) -> Response:
     return FileResponse(path, media_type="application/octet-stream", headers=headers)
 
 
-def _settings_endpoint(runs: Sequence[Run], write_key: Secret | None) -> Callable[[Request], Response]:
-    answer_writer = _answering(lambda parameters: _json(_settings(_chosen(runs, parameters)[0])))
-
-    def answer(request: Request) -> Response:
-        if write_key is None or not write_key.opens_for(request.headers.get("authorization")):
-            return _json(None)
-        return answer_writer(request)
-
-    return answer
-
-
-def _settings(run: Run) -> JsonObject:
+def _settings(runs: Sequence[Run], write_key: Secret | None, request: Request) -> Response:
+    if write_key is None or not write_key.opens_for(request.headers.get("authorization")):
+        return _json(None)
+    directory = _chosen(runs, request)[0].directory
     try:
-        return {"settings": call(control_of(run.directory), "settings").splitlines(), "over": None}
+        return _json({"settings": call(control_of(directory), "settings").splitlines(), "over": None})
     except MilesAsyncError as error:  # not a failure of the page
-        return {"settings": [], "over": str(error)}
+        return _json({"settings": [], "over": str(error)})
 
 
-def _change_endpoint(runs: Sequence[Run]) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        try:
-            changes = msgspec.json.decode(await request.body(), type=dict[str, str])
-            directory = _chosen(runs, request.query_params)[0].directory
-            return _json({"said": await asyncio.to_thread(_change, directory, changes)})
-        except (BadRequest, MilesAsyncError, msgspec.MsgspecError) as error:
-            return _json({"error": str(error)}, 400)
-
-    return answer
-
-
-def _change(run_dir: Path, changes: Mapping[str, str]) -> str:
-    return call(control_of(run_dir), "set", changes=dict(changes))
-
-
-def _answering(make: Callable[[QueryParams], Response]) -> Callable[[Request], Response]:
-    def answer(request: Request) -> Response:  # not a coroutine: starlette calls it in a thread
-        try:
-            return make(request.query_params)
-        except BadRequest as error:
-            return _json({"error": str(error)}, 400)
-        except (MilesAsyncError, OSError) as error:  # a file that was removed or is no longer whole
-            return _json({"error": str(error)}, 404)
-
-    return answer
+async def _change(runs: Sequence[Run], request: Request) -> Response:
+    directory = _chosen(runs, request)[0].directory
+    try:
+        changes = msgspec.json.decode(await request.body(), type=dict[str, str])
+        said = await asyncio.to_thread(lambda: call(control_of(directory), "set", changes=changes))
+    except (MilesAsyncError, msgspec.MsgspecError) as error:
+        raise BadRequest(str(error)) from error
+    return _json({"said": said})
 
 
 def _json(value: object, status: int = 200) -> Response:
@@ -178,8 +162,8 @@ def _encodable(value: object) -> object:
     return [_encodable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _chosen(runs: Sequence[Run], parameters: QueryParams) -> list[Run]:
-    words = parameters.getlist("run")
+def _chosen(runs: Sequence[Run], request: Request) -> list[Run]:
+    words = request.query_params.getlist("run")
     numbers = [_number(word, "run") for word in words] if words else range(len(runs))
     if not all(0 <= number < len(runs) for number in numbers):
         raise BadRequest(f"run: expected 0 to {len(runs) - 1}")

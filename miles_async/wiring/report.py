@@ -10,8 +10,8 @@ from pathlib import Path
 import structlog
 from msgspec import to_builtins
 
-from miles_async.errors import LedgerError, SummaryError
-from miles_async.ledger.reader import open_ledger
+from miles_async.errors import SummaryError
+from miles_async.observability.heartbeat import read_balance
 from miles_async.observability.plots import plot_run
 from miles_async.observability.summary import Ending, RunSummary, write_summary
 from miles_async.observability.summary_view import print_summary
@@ -69,8 +69,10 @@ class RunReport:
         Raises SummaryError if summary.json cannot be written.
         """
         stats = self._stats
+        # By the ledger if the rollout side is gone; it may lack the last moment.
+        on_disk = None if stats else read_balance(self._run_dir / LEDGER_FILE)
         summary = self.summary.finish(
-            balance=stats.balance if stats else self._balance_on_disk(),
+            balance=stats.balance if stats else on_disk.summary() if on_disk else {},
             rollout_idle_seconds=stats.seconds - stats.busy_seconds if stats else 0.0,
             rollout_seconds=stats.seconds if stats else 0.0,
             wall_seconds=time.monotonic() - self._started,
@@ -103,11 +105,3 @@ class RunReport:
             self.write(ending, error)
         except Exception as problem:  # supervision point: the first error must surface
             log.warning("the run cannot be summarized", error=repr(problem))
-
-    def _balance_on_disk(self) -> dict[str, int]:
-        """Balance by the ledger on disk, if the rollout side is gone; it may lack the last moment."""
-        try:
-            with open_ledger(self._run_dir / LEDGER_FILE) as ledger:
-                return ledger.balance().summary()
-        except LedgerError:
-            return {}

@@ -58,15 +58,15 @@ def trainer_ranks(
             shares_gpu=arguments.cluster.colocate,
         ),
         backend=partial(
-            _backend_on_node,
+            make_backend,
+            arguments,
+            device,
+            secret_environment(arguments.cluster.forward_env),
             NodeFiles(
                 present=arguments.model_directories | ({"--lora-adapter-path": adapter} if adapter else {}),
                 shared=marks,
                 otherwise="keep trainer ranks on the run's machine (--actor-node-labels)",
             ),
-            arguments,
-            device,
-            secret_environment(arguments.cluster.forward_env),
         ),
         sender=partial(
             make_sender,
@@ -124,13 +124,6 @@ def _version_bytes(model: ModelArguments, quantization: Quantization) -> int | N
         return None
 
 
-def _backend_on_node(
-    files: NodeFiles, arguments: Arguments, device: Device, secrets: SecretEnvironment, *, rank: int, **others: object
-) -> TrainBackend:
-    files.check()
-    return make_backend(arguments, device, secrets, rank=rank, **others)
-
-
 def report_node(arguments: Arguments, rank: int) -> None:
     """Let the first rank of each node report its machine (``--wandb-shared``)."""
     node, local = divmod(rank, arguments.cluster.actor_num_gpus_per_node)
@@ -139,9 +132,10 @@ def report_node(arguments: Arguments, rank: int) -> None:
 
 
 def make_backend(
-    arguments: Arguments, device: Device, secrets: SecretEnvironment, *, rank: int, **others: object
+    arguments: Arguments, device: Device, secrets: SecretEnvironment, files: NodeFiles, *, rank: int, **others: object
 ) -> TrainBackend:
-    """The training backend of one rank, in its process; ``others``: who the other ranks are."""
+    """Check ``files``; return the training backend of one rank, in its process. ``others``: who the other ranks are."""
+    files.check()
     apply_secrets(secrets)
     report_node(arguments, rank)
     from miles_async.algorithms.objective import make_objective  # needs torch, which the driver must not import

@@ -18,6 +18,7 @@ import numpy as np
 import torch.distributed as dist
 
 from miles_async.arguments import Arguments
+from miles_async.runtime.cluster.node_files import NodeFiles
 from miles_async.types import NOT_SHOWN, Prompt, TrainBatch, TrainShard
 from miles_async.wiring.trainer_process import make_backend
 
@@ -30,7 +31,7 @@ def plain_loop(
     rank: int, size: int, store: dist.Store, url: str, arguments: Arguments, prompts: Sequence[Prompt], files: Path
 ) -> list[Step]:
     """Runs in a process of its own (``rank_processes``). ``prompts``: of all steps, one batch after the other."""
-    backend = make_backend(arguments, "cpu", {}, rank=rank, world_size=size, local_rank=0, store=store)
+    backend = make_backend(arguments, "cpu", {}, NodeFiles(), rank=rank, world_size=size, local_rank=0, store=store)
     rollout, steps = arguments.rollout, []
     for version in range(rollout.num_rollout):
         batch_prompts = prompts[version * rollout.rollout_batch_size :][: rollout.rollout_batch_size]

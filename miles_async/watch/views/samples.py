@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 
 from miles_async.errors import DataError
-from miles_async.runtime.json_texts import decoded
 from miles_async.samples.columns import MASK_REASONS, Kind, SampleRow, SampleSummary
 from miles_async.samples.files import DIRECTORY, file_of
 from miles_async.samples.reader import read_note, read_sample, read_state
@@ -40,8 +39,7 @@ def samples(run: Run, kind: Kind, step: int | None) -> JsonObject:
 def search(run: Run, kind: Kind, text: str, before: int | None = None) -> JsonObject:
     """Search all samples of a kind from step ``before`` backwards: {"rows", "next", "notes"}."""
     files = [each for each in files_of(run.directory) if each.kind == kind and (before is None or each.step <= before)]
-    found = search_files(files if text else [], text)
-    return {"rows": found.rows, "next": found.next_step, "notes": found.notes}
+    return search_files(files if text else [], text)
 
 
 def sample(
@@ -84,12 +82,7 @@ def _state_notes(run: Run) -> list[str]:
         state = read_state(run.directory)
     except DataError as error:
         return [str(error)]
-    if state is None:
-        return []
-    notes = [] if state.stopped is None else [f"no more samples were written: {state.stopped}"]
-    if state.dropped:
-        notes.append(f"{state.dropped} steps or evaluations were not written, since the disk was too slow")
-    return notes
+    return [] if state is None else state.notes
 
 
 def _about(row: SampleRow, whole: bool) -> JsonObject:
@@ -99,34 +92,11 @@ def _about(row: SampleRow, whole: bool) -> JsonObject:
         **values,
         "turns": msgspec.to_builtins(row.turns),
         "conversation": [
-            {"role": role, "text": text[:limit], "characters": len(text)} for role, text in _conversation(row)
+            {"role": role, "text": text[:limit], "characters": len(text)} for role, text in row.conversation()
         ],
         "prompt_metadata": row.prompt_metadata[:limit],
         "metadata": row.metadata[:limit],
     }
-
-
-def _conversation(row: SampleRow) -> list[tuple[str, str]]:
-    """(role, text) of each message; of a prompt without messages its text and the response."""
-    messages = decoded(row.messages) if row.messages is not None else None
-    if not isinstance(messages, list):
-        return [("prompt", row.prompt), ("response", row.response)]
-    return [part for message in messages if isinstance(message, dict) for part in _parts(message)]
-
-
-def _parts(message: dict[str, object]) -> list[tuple[str, str]]:
-    role = str(message.get("role", "message"))
-    content = message.get("content")
-    parts = [(f"{role}, reasoning", str(text))] if (text := message.get("reasoning_content")) else []
-    if content not in (None, ""):
-        parts.append((role, content if isinstance(content, str) else _json(content)))
-    if calls := message.get("tool_calls"):
-        parts.append((f"{role}, tool calls", _json(calls)))
-    return parts
-
-
-def _json(value: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(value)).decode()
 
 
 def _window(row: SampleRow, first: int | None) -> JsonObject:

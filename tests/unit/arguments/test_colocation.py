@@ -3,74 +3,60 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from miles_async.arguments import (
-    Arguments,
-    ClusterArguments,
-    EnginesArguments,
-    StalenessArguments,
-    WeightsArguments,
-)
+from miles_async.arguments import Arguments
 from miles_async.arguments.cluster_checks import check_colocation, check_network
+from miles_async.arguments.parser import assemble
 
 # covers: C3
 
-FINE = Arguments(
-    cluster=ClusterArguments(colocate=True, actor_num_gpus_per_node=4, rollout_num_gpus=4),
-    engines=EnginesArguments(engine_max_restarts=0),
-    staleness=StalenessArguments(on_policy=True),
-    weights=WeightsArguments(weight_transport="ipc"),
-)
+GPUS = {"colocate": True, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 4}
+FINE = {**GPUS, "on_policy": True, "engine_max_restarts": 0, "weight_transport": "ipc"}
+
+
+def problems(**changes: object) -> list[str]:
+    """Of a run with these changes of flags, by field."""
+    return list(check_colocation(assemble(FINE | changes, {})))
+
+
+def on_nodes(transport: str, **changes: object) -> list[str]:
+    """Problems of a run on two nodes of 4 GPUs."""
+    return problems(**{"actor_num_nodes": 2, "rollout_num_gpus": 8, "weight_transport": transport} | changes)
 
 
 def test_engines_may_use_the_trainers_gpus() -> None:
-    assert list(check_colocation(FINE)) == []
+    assert problems() == []
     assert list(check_colocation(Arguments())) == []
 
 
 @pytest.mark.parametrize(
-    ("group", "change", "named"),
+    ("change", "named"),
     [
-        ("staleness", {"on_policy": False}, "--on-policy"),
-        ("cluster", {"device": "cpu"}, "--device cpu"),
-        ("cluster", {"actor_num_nodes": 2}, "ipc and --actor-num-nodes 2: engines on other nodes"),
-        ("cluster", {"rollout_num_nodes_per_engine": 2}, "--rollout-num-nodes-per-engine 2, and only 1 train"),
-        ("cluster", {"rollout_num_gpus": 5}, "--actor-num-gpus-per-node"),
-        ("engines", {"server_groups": Path("x")}, "--server-groups"),
-        ("engines", {"rollout_external": ("x:1",)}, "--rollout-external"),
-        ("cluster", {"rollout_node_labels": ("pool=b",)}, "use --actor-node-labels"),
-        ("engines", {"engine_max_restarts": 1}, "--engine-max-restarts 1"),
-        ("weights", {"weight_transport": "distributed"}, "use ipc"),
-        ("weights", {"weight_delta": "xor"}, "--weight-delta xor"),
+        ({"on_policy": False}, "--on-policy"),
+        ({"device": "cpu"}, "--device cpu"),
+        ({"actor_num_nodes": 2}, "ipc and --actor-num-nodes 2: engines on other nodes"),
+        ({"rollout_num_nodes_per_engine": 2}, "--rollout-num-nodes-per-engine 2, and only 1 train"),
+        ({"rollout_num_gpus": 5}, "--actor-num-gpus-per-node"),
+        ({"server_groups": Path("x")}, "--server-groups"),
+        ({"rollout_external": ("x:1",)}, "--rollout-external"),
+        ({"rollout_node_labels": ("pool=b",)}, "use --actor-node-labels"),
+        ({"engine_max_restarts": 1}, "--engine-max-restarts 1"),
+        ({"weight_transport": "distributed"}, "use ipc"),
+        ({"weight_delta": "xor"}, "--weight-delta xor"),
     ],
 )
-def test_what_contradicts_turns_is_refused(group: str, change: dict[str, object], named: str) -> None:
-    arguments: Any = replace(FINE, **{group: replace(getattr(FINE, group), **change)})
-    (problem,) = check_colocation(arguments)
+def test_what_contradicts_turns_is_refused(change: dict[str, object], named: str) -> None:
+    (problem,) = problems(**change)
     assert problem.startswith("--colocate ")
     assert named in problem
 
 
 def test_files_without_a_shared_directory_have_an_alternative_that_is_not_refused_in_turn() -> None:
-    arguments = replace(
-        FINE,
-        cluster=replace(FINE.cluster, ray_address="auto"),
-        weights=WeightsArguments(weight_transport="disk"),
-    )
-    (problem,) = check_network(arguments)
+    (problem,) = check_network(assemble(FINE | {"ray_address": "auto", "weight_transport": "disk"}, {}))
     assert problem.endswith("or use object_store")
-
-
-def on_nodes(transport: str, **cluster: object) -> list[str]:
-    """Problems of a run on two nodes of 4 GPUs."""
-    changed: Any = {"actor_num_nodes": 2, "rollout_num_gpus": 8, **cluster}
-    weights = replace(FINE.weights, weight_transport=transport)
-    return list(check_colocation(replace(FINE, cluster=replace(FINE.cluster, **changed), weights=weights)))
 
 
 def test_engines_may_use_the_gpus_of_several_nodes() -> None:
@@ -88,7 +74,7 @@ def test_transports_that_reach_one_node_or_take_gpus_twice_are_refused(transport
 
 
 @pytest.mark.parametrize(
-    ("cluster", "named"),
+    ("layout", "named"),
     [
         (
             {"rollout_num_gpus": 7, "rollout_num_gpus_per_engine": 7},
@@ -112,6 +98,6 @@ def test_transports_that_reach_one_node_or_take_gpus_twice_are_refused(transport
         ({"rollout_num_gpus": 9}, "--rollout-num-gpus 9, and only 8 GPUs train"),
     ],
 )
-def test_engines_that_would_straddle_nodes_are_refused(cluster: dict[str, object], named: str) -> None:
-    (problem,) = on_nodes("object_store", **cluster)
+def test_engines_that_would_straddle_nodes_are_refused(layout: dict[str, object], named: str) -> None:
+    (problem,) = on_nodes("object_store", **layout)
     assert re.search(named, problem)

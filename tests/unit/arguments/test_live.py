@@ -6,21 +6,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from miles_async.arguments import (
-    AlgorithmArguments,
-    Arguments,
-    DataArguments,
-    ModelArguments,
-    OptimizerArguments,
-    RewardArguments,
-    StalenessArguments,
-)
-from miles_async.arguments.evaluation import EvaluationArguments
+from miles_async.arguments import Arguments
+from miles_async.arguments.flag import FlagValue
 from miles_async.arguments.live import (
     IN_FORCE,
     check_change,
@@ -34,21 +25,15 @@ from miles_async.arguments.specification import flag_specifications
 from miles_async.errors import ConfigurationError
 from miles_async.types import KeptSetting
 
-BASE = Arguments(
-    model=ModelArguments(hf_checkpoint=Path("model")),
-    data=DataArguments(prompt_data=("prompts.jsonl",)),
-    staleness=StalenessArguments(max_weight_staleness=2),
-    algorithm=AlgorithmArguments(use_rollout_logprobs=True),
-    rewards=RewardArguments(rm_type="exact_match"),
+BASE = with_flags(
+    Arguments(),
+    {"hf_checkpoint": Path("model"), "prompt_data": ("prompts.jsonl",), "rm_type": "exact_match"}
+    | {"max_weight_staleness": 2, "use_rollout_logprobs": True},
 )
 
 
-def algorithm(**changes: object) -> Arguments:
-    return replace(BASE, algorithm=replace(BASE.algorithm, **changes))  # type: ignore[arg-type]
-
-
-def staleness(**changes: object) -> Arguments:
-    return replace(BASE, staleness=replace(BASE.staleness, **changes))  # type: ignore[arg-type]
+def base(**flags: FlagValue) -> Arguments:
+    return with_flags(BASE, flags)
 
 
 def change(arguments: Arguments, words: dict[str, str], *, started: Arguments | None = None) -> Arguments:
@@ -58,8 +43,9 @@ def change(arguments: Arguments, words: dict[str, str], *, started: Arguments | 
     return wanted
 
 
-DECAYING = replace(BASE, optimizer=OptimizerArguments(lr=1e-5, min_lr=1e-6, lr_decay_style="linear"))
-SNAPSHOTS = algorithm(prox_logp_method="snapshots", use_rollout_logprobs=False, use_tis=True)
+DECAYING = base(lr=1e-5, min_lr=1e-6, lr_decay_style="linear")
+SNAPSHOTS = base(prox_logp_method="snapshots", use_rollout_logprobs=False, use_tis=True)
+ADAPTIVE = base(use_kl_loss=True, kl_loss_coef=0.1, kl_target=0.01)
 
 
 def test_every_name_is_a_flag() -> None:
@@ -96,7 +82,7 @@ def test_words_that_mean_nothing(word: str, text: str, message: str) -> None:
 def test_the_lead_follows_the_bound_unless_it_was_given() -> None:
     wider = change(BASE, {"max-weight-staleness": "4"})
     assert (in_force(wider)["max_weight_staleness"], in_force(wider)["max_rollout_lead"]) == (4, 5)
-    given = staleness(max_rollout_lead=2)
+    given = base(max_rollout_lead=2)
     assert in_force(change(given, {"max-weight-staleness": "4"}))["max_rollout_lead"] == 2
 
 
@@ -110,14 +96,10 @@ def test_the_lead_follows_the_bound_unless_it_was_given() -> None:
         (BASE, {"kl-loss-coef": "0.1"}, "--kl-loss-coef 0.1 has no effect without --use-kl-loss"),
         (BASE, {"kl-coef": "0.1"}, "--kl-coef 0.1 has no effect without --token-advantages"),
         (BASE, {"rollout-concurrency-per-engine": "257"}, "expected at most 256"),
-        (staleness(stale_group_action="wait"), {"max-weight-staleness": "1"}, "expected 2 or more"),
-        (algorithm(entropy_coef_end=0.1), {"entropy-coef": "0.2"}, "--entropy-coef-end 0.1 moves it"),
-        (
-            algorithm(use_kl_loss=True, kl_loss_coef=0.1, kl_target=0.01),
-            {"kl-loss-coef": "0.2"},
-            "kl-loss-coef: --kl-target 0.01 adapts it",
-        ),
-        (algorithm(token_advantages="gae"), {"kl-coef": "0.1"}, "with --token-advantages kl_in_reward only"),
+        (base(stale_group_action="wait"), {"max-weight-staleness": "1"}, "expected 2 or more"),
+        (base(entropy_coef_end=0.1), {"entropy-coef": "0.2"}, "--entropy-coef-end 0.1 moves it"),
+        (ADAPTIVE, {"kl-loss-coef": "0.2"}, "kl-loss-coef: --kl-target 0.01 adapts it"),
+        (base(token_advantages="gae"), {"kl-coef": "0.1"}, "with --token-advantages kl_in_reward only"),
         (
             SNAPSHOTS,
             {"max-weight-staleness": "3"},
@@ -134,11 +116,11 @@ def test_what_a_live_run_cannot_follow_is_refused(arguments: Arguments, words: d
     ("arguments", "words"),
     [
         (BASE, {"max-weight-staleness": "0"}),
-        (staleness(max_weight_staleness=None), {"max-weight-staleness": "3"}),
+        (base(max_weight_staleness=None), {"max-weight-staleness": "3"}),
         (BASE, {"max-weight-staleness": "none", "max-rollout-lead": "9"}),
-        (staleness(stale_group_action="wait"), {"max-weight-staleness": "3"}),
-        (algorithm(use_kl_loss=True), {"kl-loss-coef": "0.1"}),
-        (algorithm(token_advantages="kl_in_reward", kl_coef=0.1), {"kl-coef": "0.2"}),
+        (base(stale_group_action="wait"), {"max-weight-staleness": "3"}),
+        (base(use_kl_loss=True), {"kl-loss-coef": "0.1"}),
+        (base(token_advantages="kl_in_reward", kl_coef=0.1), {"kl-coef": "0.2"}),
         (SNAPSHOTS, {"max-weight-staleness": "1"}),
     ],
 )
@@ -147,16 +129,16 @@ def test_what_it_can_follow_is_accepted(arguments: Arguments, words: dict[str, s
 
 
 def test_what_parts_were_made_for_is_the_limit_not_what_is_in_force() -> None:
-    fewer = with_flags(BASE, {"rollout_concurrency_per_engine": 8})
-    assert change(fewer, {"rollout-concurrency-per-engine": "256"}, started=BASE) == BASE
+    assert (
+        change(base(rollout_concurrency_per_engine=8), {"rollout-concurrency-per-engine": "256"}, started=BASE) == BASE
+    )
 
 
 def test_requests_need_what_they_ask_for() -> None:
     with pytest.raises(ConfigurationError, match=r"2 problems:(\n.*)*--eval-config(\n.*)*--save"):
         check_requests(BASE, {"evaluation": "now", "checkpoint": "now", "stop": "after-step"})
     check_requests(BASE, {"stop": "after-step", "generation": "paused"})
-    held_out = replace(BASE, evaluation=EvaluationArguments(eval_config=Path("eval.yaml")))
-    check_requests(held_out, {"evaluation": "now"})
+    check_requests(base(eval_config=Path("eval.yaml")), {"evaluation": "now"})
 
 
 def test_a_kept_setting_replaces_the_flag_that_it_replaced_before_and_no_other() -> None:

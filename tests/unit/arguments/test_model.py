@@ -8,6 +8,15 @@ from miles_async.arguments.model import ModelArguments
 from miles_async.errors import ConfigurationError
 
 
+def model(stages: int, first: int | None, last: int | None) -> ModelArguments:
+    """``first``, ``last``: layers of these stages."""
+    return ModelArguments(
+        pipeline_model_parallel_size=stages,
+        decoder_first_pipeline_num_layers=first,
+        decoder_last_pipeline_num_layers=last,
+    )
+
+
 @pytest.mark.parametrize(
     ("stages", "first", "last", "layers", "expected"),
     [
@@ -22,12 +31,7 @@ from miles_async.errors import ConfigurationError
 def test_layers_of_the_stages(
     stages: int, first: int | None, last: int | None, layers: int, expected: list[int]
 ) -> None:
-    model = ModelArguments(
-        pipeline_model_parallel_size=stages,
-        decoder_first_pipeline_num_layers=first,
-        decoder_last_pipeline_num_layers=last,
-    )
-    assert model.stage_layers(layers) == expected
+    assert model(stages, first, last).stage_layers(layers) == expected
 
 
 @pytest.mark.parametrize(
@@ -44,13 +48,8 @@ def test_layers_of_the_stages(
 def test_what_does_not_add_up_is_refused(
     stages: int, first: int | None, last: int | None, layers: int, message: str
 ) -> None:
-    model = ModelArguments(
-        pipeline_model_parallel_size=stages,
-        decoder_first_pipeline_num_layers=first,
-        decoder_last_pipeline_num_layers=last,
-    )
     with pytest.raises(ConfigurationError, match=message):
-        model.stage_layers(layers)
+        model(stages, first, last).stage_layers(layers)
 
 
 @pytest.mark.parametrize(

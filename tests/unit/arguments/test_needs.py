@@ -119,23 +119,26 @@ def test_a_tracker_that_is_off_is_only_noted() -> None:
     ]
 
 
-def test_a_flag_that_another_takes_the_place_of_is_noted() -> None:
-    arguments = assemble({"on_policy": True, "max_weight_staleness": 4, "server_groups": Path("a.toml")}, {})
-    assert list(need_notes(arguments)) == [
-        "--max-weight-staleness 4 has no effect with --on-policy, which takes its place"
-    ]
-    action = assemble({"on_policy": True, "stale_group_action": "drop"}, {})
-    assert list(need_notes(action)) == [
-        "--stale-group-action drop has no effect with --on-policy, which takes its place"
-    ]
-    groups = assemble({"server_groups": Path("a.toml"), "rollout_num_gpus": 2}, {})
-    assert list(need_notes(groups)) == [
-        "--rollout-num-gpus 2 has no effect with --server-groups, which takes its place"
-    ]
-    external = assemble({"rollout_external": ("a:1",), "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 4}, {})
-    assert list(need_notes(external)) == [
-        "--rollout-num-gpus 2 has no effect with --rollout-external, which takes its place"
-    ]
+@pytest.mark.parametrize(
+    ("values", "note"),
+    [
+        (
+            {"on_policy": True, "max_weight_staleness": 4, "server_groups": Path("a.toml")},
+            "--max-weight-staleness 4 has no effect with --on-policy",
+        ),
+        ({"on_policy": True, "stale_group_action": "drop"}, "--stale-group-action drop has no effect with --on-policy"),
+        (
+            {"server_groups": Path("a.toml"), "rollout_num_gpus": 2},
+            "--rollout-num-gpus 2 has no effect with --server-groups",
+        ),
+        (
+            {"rollout_external": ("a:1",), "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 4},
+            "--rollout-num-gpus 2 has no effect with --rollout-external",
+        ),
+    ],
+)
+def test_a_flag_that_another_takes_the_place_of_is_noted(values: dict[str, object], note: str) -> None:
+    assert list(need_notes(assemble(values, {}))) == [f"{note}, which takes its place"]
 
 
 def test_what_recipes_give_and_a_bound_may_still_use_is_only_noted() -> None:

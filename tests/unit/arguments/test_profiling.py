@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.debug import DebugArguments
 from miles_async.arguments.debug_checks import check_profiling
+from miles_async.arguments.flag import FlagValue
+from miles_async.arguments.parser import assemble
 from miles_async.runs.checks import device_problems
 from miles_async.runtime import device
 
 
-def arguments(**debug: object) -> Arguments:
+def arguments(**flags: FlagValue) -> Arguments:
     """40 steps on 2 ranks."""
-    plain = Arguments(debug=DebugArguments(**debug))  # type: ignore[arg-type]
-    rollout = dataclasses.replace(plain.rollout, num_rollout=40)
-    return dataclasses.replace(
-        plain, rollout=rollout, cluster=dataclasses.replace(plain.cluster, actor_num_gpus_per_node=2)
-    )
+    return assemble({"num_rollout": 40, "actor_num_gpus_per_node": 2, **flags}, {})
 
 
 @pytest.mark.parametrize(

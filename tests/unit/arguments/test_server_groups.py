@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.arguments import Arguments, EnginesArguments, EvaluationArguments, SessionsArguments, WeightsArguments
+from miles_async.arguments import Arguments
 from miles_async.arguments.cluster_checks import check_engine_sizes
+from miles_async.arguments.parser import assemble
 from miles_async.arguments.server_groups import (
     ServerGroup,
     check_server_groups,
@@ -20,7 +21,7 @@ from miles_async.arguments.server_groups import (
 from miles_async.errors import ConfigurationError
 from miles_async.weights.staging_options import StagingOptions
 
-CANARY = WeightsArguments(verify_weights="canary")
+CANARY = {"verify_weights": "canary"}
 FLEET = """
 [groups.small]
 engines = 6
@@ -35,13 +36,14 @@ role = "frozen"
 model = "/models/judge"
 port = 8400
 """
+EVALUATED = '[groups.a]\n[groups.b]\nrole = "evaluation"'
+EXTERNAL = '[groups.a]\nexternal = ["a:1"]'
 
 
-def with_fleet(tmp_path: Path, content: str, **groups: object) -> Arguments:
+def with_fleet(tmp_path: Path, content: str, **flags: object) -> Arguments:
     path = tmp_path / "fleet.toml"
     path.write_text(content)
-    groups.setdefault("evaluation", EvaluationArguments(eval_prompt_data=("test.jsonl",)))
-    return replace(Arguments(), engines=EnginesArguments(server_groups=path), **groups)
+    return assemble({"server_groups": path, "eval_prompt_data": ("test.jsonl",), **flags}, {})
 
 
 def test_a_fleet_of_all_kinds(tmp_path: Path) -> None:
@@ -73,22 +75,19 @@ def test_a_group_drops_a_flag_of_all_engines_that_it_makes_false(tmp_path: Path)
 
 
 def test_without_a_file_there_is_one_group_by_flags() -> None:
-    arguments = replace(Arguments(), cluster=replace(Arguments().cluster, rollout_num_gpus=4))
-    assert server_groups(arguments) == (ServerGroup(name="engine", engines=4),)
-    engines = EnginesArguments(rollout_external=("a:30000", "b:30000"))
-    external = replace(arguments, engines=engines, weights=CANARY)
+    assert server_groups(assemble({"rollout_num_gpus": 4}, {})) == (ServerGroup(name="engine", engines=4),)
+    flags = {"rollout_external": ("a:30000", "b:30000"), "rollout_num_gpus": 4, **CANARY}
+    external = assemble(flags, {})
     assert [group.num_engines for group in server_groups(external)] == [2]
     assert list(check_server_groups(external)) == []
-    wide = replace(external, cluster=replace(external.cluster, rollout_num_gpus_per_engine=4))  # --rollout-num-gpus 1
+    wide = assemble({**flags, "rollout_num_gpus": 1, "rollout_num_gpus_per_engine": 4}, {})
     assert [*check_server_groups(wide), *check_engine_sizes(wide)] == []
 
 
 def test_sizes_by_flags_are_not_judged_next_to_a_file() -> None:
-    cluster = replace(Arguments().cluster, rollout_num_gpus_per_engine=3, rollout_num_nodes_per_engine=2)
-    odd = replace(Arguments(), cluster=cluster)
-    assert len(list(check_engine_sizes(odd))) == 2
-    by_file = replace(odd, engines=EnginesArguments(server_groups=Path("fleet.toml")))
-    assert list(check_engine_sizes(by_file)) == []
+    odd = {"rollout_num_gpus_per_engine": 3, "rollout_num_nodes_per_engine": 2}
+    assert len(list(check_engine_sizes(assemble(odd, {})))) == 2
+    assert list(check_engine_sizes(assemble({**odd, "server_groups": Path("fleet.toml")}, {}))) == []
 
 
 @pytest.mark.parametrize(
@@ -116,48 +115,26 @@ def test_a_file_that_is_absent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "rest", "message"),
+    ("content", "flags", "message"),
     [
         ('[groups.a]\nrole = "frozen"', {}, 'at least one group with role = "train"'),
         ("[groups.A-b]\n", {}, "group 'A-b': expected a name of small letters"),
         ("[groups.a]\nengines = 0", {}, "group a: expected at least one engine"),
         ('[groups.a]\nmodel = "m"', {}, 'model and port are for groups with role = "frozen", not train'),
-        ('[groups.a]\nexternal = ["a"]', {"weights": CANARY}, "expected external engines as host:port, found 'a'"),
-        (
-            '[groups.a]\nexternal = ["a:1"]\nsglang = { x = 1 }',
-            {"weights": CANARY},
-            "external engines are up already",
-        ),
-        (
-            '[groups.a]\n[groups.b]\nrole = "evaluation"',
-            {"evaluation": EvaluationArguments()},
-            "a group for evaluation, and no --eval-prompt-data",
-        ),
-        (
-            '[groups.a]\n[groups.b]\nrole = "evaluation"',
-            {"sessions": SessionsArguments(agent_path="a:b")},
-            "agents always talk to the engines of training",
-        ),
-        (
-            '[groups.a]\nexternal = ["a:1"]',
-            {},
-            "external engines with --verify-weights full: only servers that we start",
-        ),
-        (
-            '[groups.a]\nexternal = ["a:1"]',
-            {"weights": WeightsArguments(verify_weights="sample")},
-            "external engines with --verify-weights sample",
-        ),
+        ('[groups.a]\nexternal = ["a"]', CANARY, "expected external engines as host:port, found 'a'"),
+        (EXTERNAL + "\nsglang = { x = 1 }", CANARY, "external engines are up already"),
+        (EVALUATED, {"eval_prompt_data": None}, "a group for evaluation, and no --eval-prompt-data"),
+        (EVALUATED, {"agent_path": "a:b"}, "agents always talk to the engines of training"),
+        (EXTERNAL, {}, "external engines with --verify-weights full: only servers that we start"),
+        (EXTERNAL, {"verify_weights": "sample"}, "external engines with --verify-weights sample"),
     ],
 )
-def test_what_cannot_work_is_refused(tmp_path: Path, content: str, rest: dict[str, object], message: str) -> None:
+def test_what_cannot_work_is_refused(tmp_path: Path, content: str, flags: dict[str, object], message: str) -> None:
     # covers: C3
-    (problem,) = check_server_groups(with_fleet(tmp_path, content, **rest))
+    (problem,) = check_server_groups(with_fleet(tmp_path, content, **flags))
     assert message in problem
 
 
 def test_external_engines_are_named_in_one_place(tmp_path: Path) -> None:
-    arguments = with_fleet(tmp_path, FLEET)
-    both = replace(arguments, engines=replace(arguments.engines, rollout_external=("a:1",)))
-    (problem,) = check_server_groups(both)
+    (problem,) = check_server_groups(with_fleet(tmp_path, FLEET, rollout_external=("a:1",)))
     assert "write `external = [...]` in the file" in problem

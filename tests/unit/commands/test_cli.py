@@ -301,15 +301,7 @@ def test_exit_code_tells_how_a_run_ended(
         (["--run-dir", "/proc/run"], "--run-dir /proc/run: /proc cannot be written to"),
         (["--actor-num-nodes", "2"], "--actor-num-nodes 2 without --ray-address"),
         (
-            [
-                "--device",
-                "cpu",
-                "--recompute-granularity",
-                "selective",
-                "--recompute-modules",
-                "layernorm",
-                "core_attn",
-            ],
+            "--device cpu --recompute-granularity selective --recompute-modules layernorm core_attn".split(),
             "--recompute-modules layernorm: needs Transformer Engine",
         ),
         (["--custom-tracker-path", "no_module:Tracker"], "--custom-tracker-path no_module:Tracker: there is no"),

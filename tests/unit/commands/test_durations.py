@@ -25,17 +25,9 @@ CONFIG = {
     "intermediate_size": 4096,
     "vocab_size": 32000,
 }
-SMALL = (
-    "--rollout-batch-size",
-    "2",
-    "--n-samples-per-prompt",
-    "2",
-    "--steps",
-    "2",
-    "--sweep",
-    "max-weight-staleness=2",
-)
-CORRECTED = ("--use-rollout-logprobs", *SMALL)
+SMALL = "--rollout-batch-size 2 --n-samples-per-prompt 2 --steps 2 --sweep max-weight-staleness=2"
+CORRECTED = ("--use-rollout-logprobs", *SMALL.split())
+ESTIMATED = ("--gpu", "h100", "--response-tokens", "1000")
 ONE_TRILLION = "@examples/one_trillion/run.args"
 
 
@@ -46,7 +38,7 @@ def model(tmp_path: Path) -> tuple[str, ...]:
 
 
 def test_what_is_not_given_is_estimated(model: tuple[str, ...]) -> None:
-    text = plan([*model, "--gpu", "h100", "--response-tokens", "1000"])
+    text = plan([*model, *ESTIMATED])
     assert text.startswith("Estimated, not measured")
     assert "Recommended" in text
 
@@ -56,13 +48,12 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_simulated(
     name: str, message: str, model: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        plan([*model, "--gpu", "h100", "--response-tokens", "1000", "--output", str(tmp_path / name)])
+        plan([*model, *ESTIMATED, "--output", str(tmp_path / name)])
 
 
 def test_what_is_given_wins(model: tuple[str, ...]) -> None:
-    estimated = ("--gpu", "h100", "--response-tokens", "1000")
-    assert "T_train 77," in plan([*model, *estimated, "--train-seconds", "77"])
-    assert "T_train 77," not in plan([*model, *estimated])
+    assert "T_train 77," in plan([*model, *ESTIMATED, "--train-seconds", "77"])
+    assert "T_train 77," not in plan([*model, *ESTIMATED])
 
 
 @pytest.fixture
@@ -122,7 +113,6 @@ def publications(text: str) -> dict[str, tuple[str, ...]]:
 
 # 2 × 32000 × 1024 weights of embedding and output, 4 × (4 × 1024² + 3 × 1024 × 4096) of layers: 0.2653 GB in bf16.
 FOUR_STAGES = ("--pipeline-model-parallel-size", "4", "--actor-num-gpus-per-node", "4")
-ESTIMATED = ("--gpu", "h100", "--response-tokens", "1000")
 
 
 def test_every_transport_has_its_senders(model: tuple[str, ...]) -> None:
@@ -222,9 +212,9 @@ def test_without_an_estimate_durations_are_required(model: tuple[str, ...]) -> N
     ("words", "problem"),
     [
         (("--gpu", "h100"), "--response-tokens is missing"),
-        (("--gpu", "h100", "--response-tokens", "9", "--hf-checkpoint", "absent"), "no sizes in absent"),
-        (("--gpu", "h100", "--response-tokens", "9", "--rollout-external", "10.0.0.1:80"), "not external ones"),
-        (("--gpu", "h100", "--response-tokens", "9", "--mfu", "2"), "a share of at most 1, found 2"),
+        ((*ESTIMATED, "--hf-checkpoint", "absent"), "no sizes in absent"),
+        ((*ESTIMATED, "--rollout-external", "10.0.0.1:80"), "not external ones"),
+        ((*ESTIMATED, "--mfu", "2"), "a share of at most 1, found 2"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(model: tuple[str, ...], words: tuple[str, ...], problem: str) -> None:

@@ -252,20 +252,21 @@ def test_a_report_has_estimates_per_data_set_and_the_paired_difference(
 def test_samples_that_failed_are_counted_and_their_prompts_kept(tmp_path: Path) -> None:
     found = evaluated(write_samples(tmp_path / "run", {"a": [1.0, -1.0], "b": [0.0, 0.0], "c": [-1.0, -1.0]}))
     assert found.data_sets["held_out"].rewards == {"a": [1.0], "b": [0.0, 0.0]}
-    assert "2 prompts, 3 samples, 3 failed or not done\n" in report(found).text
-    assert report(found).record["data_sets"]["held_out"]["missing_samples"] == 3
+    text, record = report(found)
+    assert "2 prompts, 3 samples, 3 failed or not done\n" in text
+    assert record["data_sets"]["held_out"]["missing_samples"] == 3
 
 
 def test_an_evaluation_whose_samples_all_failed_says_so(tmp_path: Path) -> None:
     found = evaluated(write_samples(tmp_path / "run", {"a": [-1.0, -1.0]}))
-    assert "held_out: 0 prompts, 0 samples, 2 failed or not done\n" in report(found).text
+    assert "held_out: 0 prompts, 0 samples, 2 failed or not done\n" in report(found)[0]
 
 
 def test_of_an_interrupted_evaluation_only_prompts_with_all_samples_count(tmp_path: Path) -> None:
     why = "the evaluation was interrupted"
     found = evaluated(write_samples(tmp_path / "run", {"a": [1.0, -1.0], "b": [0.0, 0.0]}, why=why))
     assert found.data_sets["held_out"].rewards == {"b": [0.0, 0.0]}
-    text = report(found).text
+    text, _ = report(found)
     assert text.startswith(f"not all of it: {why}\n")
     assert "1 prompts without all of their samples left out" in text
 

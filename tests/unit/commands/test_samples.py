@@ -114,7 +114,7 @@ def test_one_sample_is_shown_as_a_conversation(tmp_path: Path) -> None:
     write(tmp_path, [row(messages=msgspec.json.encode(messages).decode(), reward_parts='{"calls":1.0}')])
     text = shown(tmp_path, "--show", "1")
     assert found(tmp_path, "--text", 'IT is "5"') == ["10 17.0"]
-    for expected in ("user", "2 + 3?", "(thinking)", "I should compute", '"name": "add"', "tool", '{"calls":1.0}'):
+    for expected in ("user", "2 + 3?", "reasoning", "I should compute", "tool calls", '"name": "add"', '{"calls":1.0}'):
         assert expected in text
 
 

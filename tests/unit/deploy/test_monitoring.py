@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from miles_async.arguments.observability import ObservabilityArguments
-from miles_async.observability.metric_names import names_in, registry
+from miles_async.observability.metric_names import names_in, sections
 from miles_async.observability.prometheus_tracker import PATH, PREFIX, prometheus_name
 from miles_async.runtime.network.keys import METRICS_KEY_VARIABLE
 from tests.json_dict import JsonDict
@@ -65,7 +65,7 @@ def test_the_dashboard_asks_the_source_that_is_set_up() -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_metrics_of_runs_are_in_the_registry(name: str) -> None:
-    rows = [row for section in registry().sections for row in section.rows]
+    rows = [row for section in sections() for row in section.rows]
     known = {prometheus_name(metric) for row in rows for metric in names_in(row.names)}
     assert name in known | {f"{PREFIX}step", f"{PREFIX}last_step_timestamp_seconds"}
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from miles_async.ledger.store import LedgerStore
 from miles_async.observability.heartbeat import LONGEST_REASON, commonest_reason, heartbeat, read_balance, standing_line
-from miles_async.observability.progress import PlainProgress
+from miles_async.observability.progress import Progress
 from miles_async.observability.progress_state import ProgressState
 from miles_async.observability.recorder import RunRecorder
 from miles_async.observability.summary import RunSummary
@@ -41,7 +41,7 @@ def test_a_run_that_filters_everything_is_not_silent(tmp_path: Path) -> None:
         heard.set()
 
     async def quiet_run() -> None:
-        async with heartbeat(PlainProgress(ProgressState(2), write), ledger, seconds=0.02), asyncio.timeout(20):
+        async with heartbeat(Progress(ProgressState(2), write), ledger, seconds=0.02), asyncio.timeout(20):
             await heard.wait()
 
     asyncio.run(quiet_run())
@@ -53,7 +53,7 @@ def test_a_run_that_filters_everything_is_not_silent(tmp_path: Path) -> None:
 
 def test_weights_that_are_published_are_not_what_a_quiet_run_waits_for(tmp_path: Path) -> None:
     lines: list[str] = []
-    progress = PlainProgress(ProgressState(2), lines.append)
+    progress = Progress(ProgressState(2), lines.append)
     recorder = RunRecorder(CompositeTracker([]), progress, RunSummary())
     progress.phase("the first publication")
     for version in (0, 1):

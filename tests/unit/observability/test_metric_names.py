@@ -6,17 +6,17 @@ import re
 
 import pytest
 
-from miles_async.observability.metric_names import OTHER, describe, names_in, registry
+from miles_async.observability.metric_names import OTHER, describe, names_in, sections
 from scripts.docs_site import metrics_tables
 
 
 def test_the_tables_have_a_row_for_every_metric() -> None:
     lines = metrics_tables().splitlines()
-    assert [line[3:] for line in lines if line.startswith("## ")] == [section.title for section in registry().sections]
+    assert [line[3:] for line in lines if line.startswith("## ")] == [section.title for section in sections()]
     cells = [
         line.strip("|").split("|") for line in lines if line.startswith("| ") and "| look closer when |" not in line
     ]
-    rows = [row for section in registry().sections for row in section.rows]
+    rows = [row for section in sections() for row in section.rows]
     assert [(first.strip(), unit.strip()) for first, unit, *_ in cells] == [(row.names, row.unit) for row in rows]
     assert {len(row) for row in cells} == {4}
 
@@ -43,7 +43,7 @@ def test_a_metric_has_the_meaning_of_its_row(name: str, section: str, words: str
 
 def test_units_agree_with_names() -> None:
     """A row that mixes units would tell a page or an alert the wrong one."""
-    units = {name: row.unit for section in registry().sections for row in section.rows for name in names_in(row.names)}
+    units = {name: row.unit for section in sections() for row in section.rows for name in names_in(row.names)}
     expected = {
         "_seconds": "seconds",
         "_fraction": "share",
@@ -58,7 +58,7 @@ def test_units_agree_with_names() -> None:
 
 
 def test_what_worries_names_metrics_that_exist() -> None:
-    named = {name for section in registry().sections for row in section.rows for name in _metrics_in(row.worries)}
+    named = {name for section in sections() for row in section.rows for name in _metrics_in(row.worries)}
     assert "train/rollout_kl_k3" in named
     assert not [name for name in named if not describe(name).meaning]
 
@@ -70,4 +70,4 @@ def _metrics_in(text: str) -> list[str]:
 def test_an_unknown_metric_is_shown_last() -> None:
     found = describe("my/own")
     assert (found.section, found.meaning, found.worries) == (OTHER, "", "")
-    assert found.section_rank == len(registry().sections)
+    assert found.section_rank == len(sections())

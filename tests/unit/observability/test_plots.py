@@ -11,7 +11,7 @@ from matplotlib.patches import StepPatch
 
 from miles_async.observability.metrics_file import MetricsFile, read_metrics
 from miles_async.observability.plots import MOST_STRETCHES, draw_ages, main, moving_average, plot_run
-from miles_async.observability.progress import PlainProgress
+from miles_async.observability.progress import Progress
 from miles_async.observability.progress_state import ProgressState
 from miles_async.observability.recorder import RunRecorder
 from miles_async.observability.summary import RunSummary
@@ -29,7 +29,7 @@ class FakePublication:
 def record_run(directory: Path) -> RunSummary:
     lines: list[str] = []
     file, summary = MetricsFile(directory / "metrics.jsonl"), RunSummary()
-    recorder = RunRecorder(file, PlainProgress(ProgressState(3), lines.append), summary)
+    recorder = RunRecorder(file, Progress(ProgressState(3), lines.append), summary)
     recorder.evaluation(0, {"eval/reward": 0.0})
     recorder.evaluation(0, {})
     for step in (1, 2, 3):
@@ -53,7 +53,7 @@ def test_a_recorded_run_can_be_plotted_and_summarised(tmp_path: Path) -> None:
 def test_an_evaluation_of_some_data_sets_is_kept_and_is_no_mean_over_all(tmp_path: Path) -> None:
     lines: list[str] = []
     file, summary = MetricsFile(tmp_path / "metrics.jsonl"), RunSummary()
-    recorder = RunRecorder(file, PlainProgress(ProgressState(3), lines.append), summary)
+    recorder = RunRecorder(file, Progress(ProgressState(3), lines.append), summary)
     recorder.evaluation(0, {"eval/reward": 0.5})
     recorder.evaluation(1, {"eval/aime/reward/mean": 1.0})
     file.finish()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from miles_async.arguments import Arguments, ClusterArguments, ModelArguments, SessionsArguments
+from miles_async.arguments import SessionsArguments
 from miles_async.arguments.parser import assemble
 from miles_async.arguments.surroundings import check_machine, check_outputs
 from miles_async.errors import ConfigurationError
@@ -16,21 +15,17 @@ from miles_async.wiring.environments import try_environment
 
 
 @pytest.mark.parametrize(
-    ("arguments", "problem"),
+    ("flags", "problem"),
     [
         (
-            Arguments(model=ModelArguments(train_backend="megatrn")),
+            {"train_backend": "megatrn"},
             "--train-backend megatrn: expected one of ['megatron'] (entry points miles_async.backends); did you mean",
         ),
-        (
-            Arguments(cluster=ClusterArguments(network_interface="eth99")),
-            "--network-interface eth99: expected an interface of every node, found",
-        ),
+        ({"network_interface": "eth99"}, "--network-interface eth99: expected an interface of every node, found"),
     ],
 )
-def test_a_backend_and_an_interface_that_are_not_there(arguments: Arguments, problem: str, tmp_path: Path) -> None:
-    observability = replace(arguments.observability, run_dir=tmp_path / "run")
-    (found,) = place_problems(replace(arguments, observability=observability))
+def test_a_backend_and_an_interface_that_are_not_there(flags: dict[str, str], problem: str, tmp_path: Path) -> None:
+    (found,) = place_problems(assemble({"run_dir": tmp_path / "run", **flags}, {}))
     assert found.startswith(problem)
 
 
@@ -50,10 +45,10 @@ def test_a_backend_and_an_interface_that_are_not_there(arguments: Arguments, pro
     ],
 )
 def test_folders_and_addresses_that_are_not_there(flags: dict[str, object], problem: str, tmp_path: Path) -> None:
-    arguments = assemble({"run_dir": tmp_path / "run", **flags}, {})
+    flags = {"run_dir": tmp_path / "run", **flags}
+    arguments, elsewhere = assemble(flags, {}), assemble(flags | {"ray_address": "head:6379"}, {})
     (found,) = [*check_outputs(arguments), *check_machine(arguments)]
     assert found.startswith(problem)
-    elsewhere = replace(arguments, cluster=replace(arguments.cluster, ray_address="head:6379"))
     assert len([*check_outputs(elsewhere), *check_machine(elsewhere)]) == ("proc" in problem)
 
 

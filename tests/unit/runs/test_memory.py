@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from miles_async.arguments import Arguments
-from miles_async.arguments.checkpoint import CheckpointArguments
-from miles_async.arguments.cluster import ClusterArguments
 from miles_async.arguments.engines import EnginesArguments
-from miles_async.arguments.model import ModelArguments
-from miles_async.arguments.rollout import RolloutArguments
+from miles_async.arguments.flag import FlagValue
+from miles_async.arguments.live import with_flags
+from miles_async.arguments.parser import assemble
 from miles_async.backends.megatron.memory.stages import StageMemory, StageRequest
 from miles_async.runs import memory
 
@@ -37,25 +36,23 @@ RECOMPUTED = [replace(STAGES[0], kept=GIB // 4, peak=2 * GIB)]
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Arguments:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(memory, "measure", lambda request: {None: STAGES, "full": RECOMPUTED})
-    return Arguments(
-        cluster=ClusterArguments(device="cpu", rollout_num_gpus=4, rollout_num_gpus_per_engine=4, gpu_memory_gb=80),
-        model=ModelArguments(hf_checkpoint=tmp_path, bf16=True),
-        rollout=RolloutArguments(rollout_max_response_len=1024),
-    )
+    cluster = {"device": "cpu", "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4, "gpu_memory_gb": 80}
+    return assemble({**cluster, "hf_checkpoint": tmp_path, "bf16": True, "rollout_max_response_len": 1024}, {})
 
 
 def write_config(arguments: Arguments, config: Mapping[str, object]) -> None:
     (arguments.model.directory / "config.json").write_text(json.dumps(config))
 
 
-def trainer_cells(arguments: Arguments) -> list[str]:
+def report(arguments: Arguments, **flags: FlagValue) -> str:
+    """That of a run with these flags, by field, changed."""
+    return memory.memory_report(with_flags(arguments, flags))
+
+
+def trainer_cells(arguments: Arguments, **flags: FlagValue) -> list[str]:
     """Weights, gradients, optimizer, reference, critic, activations, staging, sum, host copy, kept weights."""
-    line = next(line for line in memory.memory_report(arguments).splitlines() if line.startswith("│ 0 "))
+    line = next(line for line in report(arguments, **flags).splitlines() if line.startswith("│ 0 "))
     return [cell.strip() for cell in line.split("│")[2:-1]]
-
-
-def with_memory(arguments: Arguments, gib: float | None) -> Arguments:
-    return replace(arguments, cluster=replace(arguments.cluster, gpu_memory_gb=gib))
 
 
 def test_tables(arguments: Arguments) -> None:
@@ -76,15 +73,11 @@ def activation_cells(arguments: Arguments) -> tuple[list[str], list[list[str]]]:
 def test_activations_are_told_for_every_recomputation(arguments: Arguments) -> None:
     """Megatron refused one of them. The logits are those of 1,024 tokens in fp32, 128 Ki of them per token and rank."""
     write_config(arguments, CONFIG | {"vocab_size": 1 << 18})
-    split = replace(
-        arguments,
-        cluster=replace(arguments.cluster, actor_num_gpus_per_node=2),
-        model=replace(arguments.model, tensor_model_parallel_size=2),
-    )
+    split = with_flags(arguments, {"actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2})
     header, rows = activation_cells(split)
     assert header == ["stage", "none (chosen)", "selective", "full", "of which logits of 1024 tokens"]
     assert rows == [["0", "3.0", "refused", "2.0", "0.5"]]
-    full = replace(split, model=replace(split.model, recompute_granularity="full"))
+    full = with_flags(split, {"recompute_granularity": "full"})
     assert activation_cells(full)[0][1:4] == ["none", "selective", "full (chosen)"]
     assert trainer_cells(full)[5] == "2.0"
 
@@ -93,34 +86,27 @@ def test_the_last_stage_alone_has_logits(arguments: Arguments, monkeypatch: pyte
     write_config(arguments, CONFIG | {"vocab_size": 1 << 18})
     stages = [replace(STAGES[0], stages=range(1), under_way=2), replace(STAGES[0], stages=range(1, 2))]
     monkeypatch.setattr(memory, "measure", lambda request: {None: stages})
-    split = replace(
-        arguments,
-        cluster=replace(arguments.cluster, actor_num_gpus_per_node=2),
-        model=replace(arguments.model, pipeline_model_parallel_size=2),
-    )
+    split = with_flags(arguments, {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2})
     assert [(row[0], row[1], row[4]) for row in activation_cells(split)[1]] == [
         ("0 (fullest)", "4.0", "0.0"),
         ("1", "3.0", "1.0"),
     ]
 
 
-@pytest.mark.parametrize(("checkpoint", "host"), [
-    (CheckpointArguments(save=Path("checkpoints")), "7.0"),  # of bf16 weights 14 bytes each
-    (CheckpointArguments(save=Path("checkpoints"), async_save=False), "0.0"),
-])  # fmt: skip
-def test_saves_meanwhile_take_host_memory(arguments: Arguments, checkpoint: CheckpointArguments, host: str) -> None:
-    assert trainer_cells(replace(arguments, checkpoint=checkpoint))[-3:] == ["13.0", host, "0.0"]
+@pytest.mark.parametrize(("meanwhile", "host"), [(True, "7.0"), (False, "0.0")])  # of bf16 weights 14 bytes each
+def test_saves_meanwhile_take_host_memory(arguments: Arguments, meanwhile: bool, host: str) -> None:
+    cells = trainer_cells(arguments, save=Path("checkpoints"), async_save=meanwhile)
+    assert cells[-3:] == ["13.0", host, "0.0"]
 
 
 def test_kept_versions_take_host_memory(arguments: Arguments) -> None:
     """1 GiB for each of three versions that a token may have, and for one that is about to be kept."""
-    algorithm = replace(arguments.algorithm, prox_logp_method="snapshots", use_tis=True)
-    staleness = replace(arguments.staleness, max_weight_staleness=2)
-    assert trainer_cells(replace(arguments, algorithm=algorithm, staleness=staleness))[-3:] == ["13.0", "0.0", "4.0"]
+    cells = trainer_cells(arguments, prox_logp_method="snapshots", use_tis=True, max_weight_staleness=2)
+    assert cells[-3:] == ["13.0", "0.0", "4.0"]
 
 
 def test_room_for_tokens_is_not_guessed(arguments: Arguments) -> None:
-    assert "with --gpu-memory-gb" in memory.memory_report(with_memory(arguments, None))
+    assert "with --gpu-memory-gb" in report(arguments, gpu_memory_gb=None)
 
 
 def engine_cells(arguments: Arguments, *flags: str) -> list[str]:
@@ -184,14 +170,13 @@ def test_half_of_the_ranks_share_each_cache(arguments: Arguments) -> None:
 
 
 def test_ranks_that_do_not_fit_are_refused(arguments: Arguments) -> None:
-    memory.memory_report(with_memory(arguments, 13.0))
+    report(arguments, gpu_memory_gb=13.0)
     with pytest.raises(memory.ConfigurationError, match=r"stage 0 needs 13\.0 GiB and --gpu-memory-gb is 12\.9"):
-        memory.memory_report(with_memory(arguments, 12.9))
+        report(arguments, gpu_memory_gb=12.9)
 
 
 def test_hosts_need_room_for_what_is_published_and_links_a_least_speed(arguments: Arguments) -> None:
-    weights = replace(arguments.weights, publication_timeout=100.0)
-    lines = memory.memory_report(replace(arguments, weights=weights)).splitlines()
+    lines = report(arguments, publication_timeout=100.0).splitlines()
     (line,) = (line for line in lines if line.startswith("Publication: "))
     assert "1.0 GiB from each of 1 sending ranks" in line
     assert "up to 3.0 GiB of files for 3 versions" in line
@@ -199,7 +184,7 @@ def test_hosts_need_room_for_what_is_published_and_links_a_least_speed(arguments
 
 
 def test_engines_that_share_a_gpu_have_less_of_it(arguments: Arguments) -> None:
-    shared = replace(arguments, cluster=replace(arguments.cluster, colocate=True))
+    shared = with_flags(arguments, {"colocate": True})
     own, part = (int(engine_cells(each)[-1].replace(",", "")) for each in (arguments, shared))
     assert part < own
 
@@ -207,10 +192,10 @@ def test_engines_that_share_a_gpu_have_less_of_it(arguments: Arguments) -> None:
 def test_engines_without_room_for_a_sample_are_refused(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
     small = StageMemory(stages=range(1), parameters=1000, expert_parameters=0, kept=0, peak=0, under_way=1)
     monkeypatch.setattr(memory, "measure", lambda request: {None: [small]})
-    tight = replace(arguments, weights=replace(arguments.weights, update_weight_buffer_size=1))
-    memory.memory_report(with_memory(tight, 0.0013))  # 1,000 KiB of cache for 1,025 tokens are too little, 1,100 enough
+    tight = with_flags(arguments, {"update_weight_buffer_size": 1})
+    report(tight, gpu_memory_gb=0.0013)  # 1,000 KiB of cache for 1,025 tokens are too little, 1,100 enough
     with pytest.raises(memory.ConfigurationError, match="a sample may have 1025: give it more GPUs"):
-        memory.memory_report(with_memory(tight, 0.0011))
+        report(tight, gpu_memory_gb=0.0011)
 
 
 def test_the_loss_decides_what_else_is_kept(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,8 +206,7 @@ def test_the_loss_decides_what_else_is_kept(arguments: Arguments, monkeypatch: p
         return {None: STAGES}
 
     monkeypatch.setattr(memory, "measure", measure)
-    algorithm = replace(arguments.algorithm, use_kl_loss=True, kl_loss_coef=0.1, log_entropy=True)
-    assert trainer_cells(replace(arguments, algorithm=algorithm))[3] == "1.0"  # the reference model
+    compared = with_flags(arguments, {"use_kl_loss": True, "kl_loss_coef": 0.1, "log_entropy": True})
+    assert trainer_cells(compared)[3] == "1.0"  # the reference model
     assert asked[0].entropy
-    adapted = replace(arguments, algorithm=algorithm, model=replace(arguments.model, lora_rank=8))
-    assert trainer_cells(adapted)[3] == "0.0"  # it is the model without its adapters
+    assert trainer_cells(compared, lora_rank=8)[3] == "0.0"  # it is the model without its adapters

@@ -102,8 +102,8 @@ def test_a_long_search_says_where_it_stopped(run: Run) -> None:
     ticks = iter(range(100))
     files = [each for each in samples_files(run.directory) if each.kind == "train"]
     found = sample_files.search(files, "answer", clock=lambda: next(ticks) * 0.4)
-    assert {each["step"] for each in found.rows} == {30, 20}
-    assert found.next_step == 10
+    assert {each["step"] for each in found["rows"]} == {30, 20}
+    assert found["next"] == 10
 
 
 def test_a_sample_has_its_tokens_and_its_group(run: Run) -> None:

@@ -31,6 +31,7 @@ from tests.unit.watch.timeline.trace_files import check_trace, recorded_run
 KEY = "read-key"
 SAMPLE = {"step": "10", "attempt": "2", "sample": "3"}
 PARAMETERS = {view: {"name": "driver.log", "subject": "1", **(SAMPLE if view == "sample" else {})} for view in VIEWS}
+FILES = ("ledger.sqlite", "config.toml", "summary.json", "metrics.jsonl", "run.json")
 BASE = "http://127.0.0.1:8741"
 
 
@@ -169,15 +170,7 @@ def test_no_module_parses_html_or_asks_elsewhere() -> None:
     for path in STATIC.rglob("*.js"):
         if "vendor" not in path.parts:
             text = path.read_text()
-            for word in (
-                "innerHTML",
-                "outerHTML",
-                "insertAdjacentHTML",
-                "document.write",
-                "eval(",
-                "http://",
-                "https://",
-            ):
+            for word in "innerHTML outerHTML insertAdjacentHTML document.write eval( http:// https://".split():
                 assert word not in text, (path, word)
             assert len(text.splitlines()) < 300
 
@@ -394,20 +387,7 @@ def test_an_engine_of_any_group_has_its_log_and_its_role(client: TestClient, run
     assert (judge["log"], judge["starts"], judge["role"]) == ("judge-1.1.log", 2, "frozen")
 
 
-@pytest.mark.parametrize(
-    "absent",
-    [
-        "ledger.sqlite",
-        "config.toml",
-        "summary.json",
-        "metrics.jsonl",
-        "run.json",
-        "logs",
-        "samples",
-        "engines.json",
-        "ranks.json",
-    ],
-)
+@pytest.mark.parametrize("absent", [*FILES, "logs", "samples", "engines.json", "ranks.json"])
 def test_a_directory_opens_with_what_there_is(run_dir: Path, absent: str) -> None:
     path = run_dir / absent
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -425,7 +405,7 @@ def test_a_directory_with_nothing_but_metrics_and_a_ledger_opens(tmp_path: Path)
         assert client.get("/api/attempts").json()["rows"]
 
 
-@pytest.mark.parametrize("broken", ["ledger.sqlite", "config.toml", "summary.json", "metrics.jsonl", "run.json"])
+@pytest.mark.parametrize("broken", FILES)
 def test_broken_files_are_said_and_do_no_harm(run_dir: Path, broken: str) -> None:
     (run_dir / broken).write_bytes(b"\xff\xfe{[")
     with client_of(*open_runs([run_dir])) as client:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import replace
 
 import psutil
 import pytest
 
-from miles_async.arguments import Arguments
+from miles_async.arguments.parser import assemble
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.processes.run_process import MARK
 from miles_async.wiring import early_imports as early
 from tests.unit.runtime.processes.waiting import environment_of
 
-CPU = Arguments(cluster=replace(Arguments().cluster, device="cpu"))
+CPU = assemble({"device": "cpu"}, {})
 
 
 @pytest.fixture(autouse=True)

@@ -105,8 +105,7 @@ def test_the_vocabulary_is_that_of_the_text_model(
 ) -> None:
     # covers: C12
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = replace(Arguments().model, hf_checkpoint=tmp_path)
-    maker = replace(maker_of(tmp_path), arguments=replace(Arguments(), model=model))
+    maker = replace(maker_of(tmp_path), arguments=Arguments(model=ModelArguments(hf_checkpoint=tmp_path)))
     assert maker(EngineStack, "router", [ServerGroup(name="group", role="train")]).client._vocabulary == vocabulary
     assert maker(EngineStack, "router", [ServerGroup(name="group", role="frozen")]).client._vocabulary is None
 

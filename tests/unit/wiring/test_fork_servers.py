@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.cluster import Device
+from miles_async.arguments.live import with_flags
 from miles_async.wiring.fork_servers import RunForkServers, fork_servers
 
-CPU = Arguments(cluster=replace(Arguments().cluster, device="cpu"))
+CPU = with_flags(Arguments(), {"device": "cpu"})
 
 
 def servers(tmp_path: Path, arguments: Arguments = CPU, device: Device = "cpu", threads: str = "1") -> RunForkServers:
@@ -37,11 +37,10 @@ def test_on_cuda_nothing_is_forked(tmp_path: Path) -> None:
 
 def test_what_is_not_forked(tmp_path: Path) -> None:
     assert list(servers(tmp_path, threads="2")) == [], "where imports start threads"
-    assert servers(tmp_path, replace(CPU, model=replace(CPU.model, train_backend="another"))).ranks is None
-    external = replace(CPU, engines=replace(CPU.engines, rollout_external=("host:1",)))
-    assert servers(tmp_path, external).engines is None
+    assert servers(tmp_path, with_flags(CPU, {"train_backend": "another"})).ranks is None
+    assert servers(tmp_path, with_flags(CPU, {"rollout_external": ("host:1",)})).engines is None
 
 
 def test_in_a_cluster_only_engines_are_forked(tmp_path: Path) -> None:
-    found = servers(tmp_path, replace(CPU, cluster=replace(CPU.cluster, ray_address="auto")))
+    found = servers(tmp_path, with_flags(CPU, {"ray_address": "auto"}))
     assert list(found) == [found.engines]

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from miles_async.arguments import (
     Arguments,
     CheckpointArguments,
-    ClusterArguments,
-    EnginesArguments,
     EvaluationArguments,
     OptimizerArguments,
     RolloutArguments,
@@ -25,6 +23,7 @@ from miles_async.arguments import (
     WeightsArguments,
 )
 from miles_async.arguments.cluster_checks import check_colocation
+from miles_async.arguments.parser import assemble
 from miles_async.controller import Controller
 from miles_async.engines.placement import EnginePlace
 from miles_async.errors import EngineError
@@ -280,19 +279,10 @@ async def test_sides_with_gpus_of_their_own_start_together() -> None:
 
 def sharing(nodes: int, gpus: int, size: int, engines: int, spread: int = 1, transport: str = "ipc") -> Arguments:
     """``size``: GPUs per engine. ``spread``: nodes per engine."""
-    return Arguments(
-        cluster=ClusterArguments(
-            colocate=True,
-            actor_num_nodes=nodes,
-            actor_num_gpus_per_node=gpus,
-            rollout_num_gpus=size * engines,
-            rollout_num_gpus_per_engine=size,
-            rollout_num_nodes_per_engine=spread,
-        ),
-        engines=EnginesArguments(engine_max_restarts=0),
-        staleness=StalenessArguments(on_policy=True),
-        weights=WeightsArguments(weight_transport=transport),
-    )
+    trainer = {"actor_num_nodes": nodes, "actor_num_gpus_per_node": gpus}
+    fleet = {"rollout_num_gpus": size * engines, "rollout_num_gpus_per_engine": size, "engine_max_restarts": 0}
+    turns = {"colocate": True, "on_policy": True, "weight_transport": transport}
+    return assemble({**trainer, **fleet, "rollout_num_nodes_per_engine": spread, **turns}, {})
 
 
 @pytest.mark.parametrize("transport", ["ipc", "mine:SPEC"])

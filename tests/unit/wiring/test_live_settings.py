@@ -5,22 +5,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from miles_async.arguments import CheckpointArguments, EvaluationArguments
 from miles_async.arguments.live import with_flags
 from miles_async.errors import ConfigurationError
 from miles_async.types import Changes, KeptSetting
 from miles_async.wiring.live_settings import LiveSettings
-from tests.unit.arguments.test_live import BASE, staleness
+from tests.unit.arguments.test_live import base
 
-READY = replace(
-    BASE,
-    evaluation=EvaluationArguments(eval_prompt_data=("test.jsonl",)),
-    checkpoint=CheckpointArguments(save="saved"),  # type: ignore[arg-type]
-)
+READY = base(eval_prompt_data=("test.jsonl",), save="saved")
 
 
 class Rollout:
@@ -76,7 +69,7 @@ async def test_of_several_changes_all_are_made_or_none() -> None:
 async def test_a_change_to_what_is_in_force_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"lr is 1e-06 already$"):
         await live_at(0).set({"lr": "1e-6"})
-    on_policy = staleness(max_weight_staleness=None, on_policy=True)
+    on_policy = base(max_weight_staleness=None, on_policy=True)
     with pytest.raises(ConfigurationError, match="max-weight-staleness is 0 already, by --on-policy"):
         await live_at(0, on_policy).set({"max-weight-staleness": "1"})
 

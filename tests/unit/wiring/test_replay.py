@@ -9,14 +9,16 @@ import asyncio
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+from miles_async.arguments import Arguments
 from miles_async.arguments.config_file import to_toml
+from miles_async.arguments.flag import FlagValue
+from miles_async.arguments.live import with_flags
 from miles_async.errors import ContractViolation, ReplayDifference, ScheduleError
 from miles_async.ledger.schedule import BatchFrame, Cut, Finished, Frame, PoolFrame, ScheduleWriter
 from miles_async.runtime.files.run_directory import CONFIG_FILE, SCHEDULE_FILE
@@ -164,48 +166,43 @@ def test_an_array_that_the_batch_no_longer_has_is_shown(run: RecordedRun, capsys
     assert f"frame {number + 1}: expected a batch with {{'teacher_logprobs': '00'}}" in said
 
 
-@pytest.mark.parametrize(
-    ("group", "flag", "value", "says"),
-    [
-        ("staleness", "max_weight_staleness", 2, "expected room"),
-        ("staleness", "max_weight_staleness", None, "expected room"),
-        ("staleness", "max_rollout_lead", 1, "expected room"),
-        ("staleness", "batch_order", "completion", "expected batch"),
-        ("staleness", "stale_group_action", "drop", "expected ended[0].outcome 'stale_recycled', found 'stale_drop"),
-        ("staleness", "min_group_fraction", 0.1, "expected trimmed [], found [{'attempt_id'"),
-        ("rollout", "max_prompt_attempts", 1, "expected ended[0].outcome"),
-        ("rollout", "rollout_batch_size", 3, "expected room"),
-        ("rollout", "num_rollout", 1, "expected room"),
-        ("algorithm", "advantage_estimator", "rloo", "expected a batch with {'advantages': "),
-        ("optimizer", "max_tokens_per_gpu", 1000, "expected a batch with {'layout': "),
-        ("cluster", "actor_num_gpus_per_node", 1, "expected a batch with {'layout': "),
-    ],
-)
-def test_other_flags_decide_something_else(tmp_path: Path, group: str, flag: str, value: object, says: str) -> None:
-    run = RecordedRun(tmp_path / "run", BASE, random.Random(3))
+def difference(run_dir: Path, arguments: Arguments, other: Arguments) -> str:
+    """What a replay with the ``other`` flags says of a run."""
+    run = RecordedRun(run_dir, arguments, random.Random(3))
     run.live(200)
     run.end()
-    assert list(Replay.of_run(run.run_dir))
-    other = replace(BASE, **{group: replace(getattr(BASE, group), **{flag: value})})
-    (run.run_dir / CONFIG_FILE).write_text(to_toml(other))
+    assert list(Replay.of_run(run_dir))
+    (run_dir / CONFIG_FILE).write_text(to_toml(other))
     with pytest.raises(ReplayDifference) as caught:
-        list(Replay.of_run(run.run_dir))
-    assert says in str(caught.value)
+        list(Replay.of_run(run_dir))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("max_weight_staleness", 2, "expected room"),
+        ("max_weight_staleness", None, "expected room"),
+        ("max_rollout_lead", 1, "expected room"),
+        ("batch_order", "completion", "expected batch"),
+        ("stale_group_action", "drop", "expected ended[0].outcome 'stale_recycled', found 'stale_drop"),
+        ("min_group_fraction", 0.1, "expected trimmed [], found [{'attempt_id'"),
+        ("max_prompt_attempts", 1, "expected ended[0].outcome"),
+        ("rollout_batch_size", 3, "expected room"),
+        ("num_rollout", 1, "expected room"),
+        ("advantage_estimator", "rloo", "expected a batch with {'advantages': "),
+        ("max_tokens_per_gpu", 1000, "expected a batch with {'layout': "),
+        ("actor_num_gpus_per_node", 1, "expected a batch with {'layout': "),
+    ],
+)
+def test_other_flags_decide_something_else(tmp_path: Path, flag: str, value: FlagValue, says: str) -> None:
+    assert says in difference(tmp_path / "run", BASE, with_flags(BASE, {flag: value}))
 
 
 def test_filters_decide_about_the_rests_of_groups_again(tmp_path: Path) -> None:
-    given = replace(
-        BASE,
-        staleness=replace(BASE.staleness, min_group_fraction=0.1),
-        rewards=replace(BASE.rewards, group_filter=("max_length:1",)),
-    )
-    run = RecordedRun(tmp_path / "run", given, random.Random(3))
-    run.live(200)
-    run.end()
-    assert list(Replay.of_run(run.run_dir))
-    (run.run_dir / CONFIG_FILE).write_text(to_toml(replace(given, rewards=BASE.rewards)))
-    with pytest.raises(ReplayDifference, match=r"expected trimmed \[\]"):
-        list(Replay.of_run(run.run_dir))
+    trimming = with_flags(BASE, {"min_group_fraction": 0.1})
+    filtering = with_flags(trimming, {"group_filter": ("max_length:1",)})
+    assert "expected trimmed []" in difference(tmp_path / "run", filtering, trimming)
 
 
 def test_a_batch_that_cannot_be_made_again_is_a_difference(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,8 +228,7 @@ def test_a_batch_that_was_recorded_without_work_was_shared_out_by_tokens() -> No
 
 def test_the_error_that_a_run_died_of_comes_again(tmp_path: Path) -> None:
     # covers: C6
-    arguments = replace(BASE, rollout=replace(BASE.rollout, max_quarantined_prompts=0))
-    run = RecordedRun(tmp_path / "run", arguments, random.Random(0))
+    run = RecordedRun(tmp_path / "run", with_flags(BASE, {"max_quarantined_prompts": 0}), random.Random(0))
     run.live(1000)
     assert run.over
     run.end()

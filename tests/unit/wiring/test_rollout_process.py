@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.data import DataArguments
-from miles_async.arguments.parser import parse_arguments
+from miles_async.arguments.live import with_flags
+from miles_async.arguments.parser import assemble, parse_arguments
 from miles_async.prompts.source import FilePromptSource
 from miles_async.wiring.rollout_process import canary_length, hook_keys, run_canary
 from tests.fakes.keys import KEYS
@@ -74,7 +74,7 @@ def arguments(tmp_path: Path) -> Arguments:
     """A run with frozen engines at port 8400."""
     fleet = tmp_path / "fleet.toml"
     fleet.write_text('[groups.train]\nengines = 1\n[groups.judge]\nrole = "frozen"\nport = 8400\n')
-    return replace(Arguments(), engines=replace(Arguments().engines, server_groups=fleet))
+    return assemble({"server_groups": fleet}, {})
 
 
 def test_rewards_find_the_key_of_frozen_engines(arguments: Arguments) -> None:
@@ -84,8 +84,7 @@ def test_rewards_find_the_key_of_frozen_engines(arguments: Arguments) -> None:
 
 def test_an_agent_finds_the_key_of_sessions_and_no_other_of_them(arguments: Arguments) -> None:
     # covers: C13
-    arguments = replace(arguments, sessions=replace(arguments.sessions, agent_path="m:solve"))
-    found = hook_keys(arguments, KEYS, {"OPENAI_API_KEY": "of the user"})
+    found = hook_keys(with_flags(arguments, {"agent_path": "m:solve"}), KEYS, {"OPENAI_API_KEY": "of the user"})
     assert found["OPENAI_API_KEY"] == AGENTS
     assert not {KEYS.sessions.run.reveal(), KEYS.engines.admin.reveal()} & {*found.values()}
 
@@ -103,5 +102,4 @@ def test_an_agent_finds_the_key_of_sessions_and_no_other_of_them(arguments: Argu
 )
 def test_a_judge_is_sent_the_key_if_it_is_the_runs_own(arguments: Arguments, url: str | None, own: bool) -> None:
     # covers: C13
-    arguments = replace(arguments, rewards=replace(arguments.rewards, judge_url=url))
-    assert hook_keys(arguments, KEYS, {}).get("JUDGE_API_KEY") == (API if own else None)
+    assert hook_keys(with_flags(arguments, {"judge_url": url}), KEYS, {}).get("JUDGE_API_KEY") == (API if own else None)
