@@ -9,6 +9,8 @@ from functools import partial
 from miles_async.arguments.foreign.record import ForeignFlag, renamed, rows
 
 _LOSS = "the policy gradient alone moves the weights"
+FLAGS_WIN = "a resumed run (--load) computes the schedule from its own flags and continues at the checkpoint's step"
+SAME_FLAGS = f"{FLAGS_WIN}: remove it, and give --lr, --min-lr, --lr-decay-style and the warm-up of the earlier run"
 
 _noted = partial(rows, "noted", origin="Megatron-LM")
 _refused = partial(rows, "refused", origin="Megatron-LM")
@@ -58,6 +60,8 @@ MEGATRON: tuple[ForeignFlag, ...] = (
     *_noted("a warm-up begins at 0", one="lr-warmup-init", only=("0",)),
     *_refused("the decay ends with the run: remove it", one="lr-decay-iters lr-decay-samples"),
     *_refused("use --lr-decay-style", one="lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style"),
+    *_noted(FLAGS_WIN, switches="override-opt_param-scheduler override-opt-param-scheduler"),
+    *_refused(SAME_FLAGS, switches="use-checkpoint-opt_param-scheduler use-checkpoint-opt-param-scheduler"),
     # Batches.
     *_noted("it is the default; --loss-aggregation has the alternatives", switches="calculate-per-token-loss"),
     *_refused("use --num-rollout (rollout steps)", one="train-iters"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.foreign.megatron import FLAGS_WIN, SAME_FLAGS
 from miles_async.arguments.foreign.record import Fact, ForeignFlag, ForeignValue, renamed, rows
 from miles_async.arguments.model_files import read_json
 from miles_async.types import JsonObject
@@ -263,6 +264,8 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("use --advantage-estimator reinforce: its advantage is the reward",
             switches="disable-rewards-normalization"),
     *_noted("trainer and engines are always compared", switches="get-mismatch-metrics"),
+    *_noted(FLAGS_WIN, switches="no-use-checkpoint-lr-scheduler override-lr-scheduler no-override-lr-scheduler"),
+    *_refused(SAME_FLAGS, switches="use-checkpoint-lr-scheduler"),
     *_refused("AdamW keeps its state: remove it", switches="reset-optimizer-states use-stateless-adam"),
     *_refused("use --on-policy, or --use-rollout-logprobs: log-probs of trainer and engines differ by rounding",
             switches="true-on-policy-mode recompute-logprobs-via-prefill"),
