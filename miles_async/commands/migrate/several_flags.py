@@ -18,6 +18,9 @@ CONVERTED = "_torch_dist"
 
 _QUANTIZED = re.compile(r"[-_](fp8|int4|nvfp4|mxfp4|mxfp8|w4a16|w8a8)$", re.IGNORECASE)
 _VARIABLES = "--train-env-vars"
+_REWARD, _REWARDS = "--custom-rm-path", "--custom-reward-post-process-path"
+_TEACHERS = tuple(f"{system}.rollout.on_policy_distillation" for system in ("slime", "miles"))
+"""Modules with a reward that asks a teacher for log-probs, and makes all rewards 0 afterwards."""
 _ONE_STEP = "--use-dynamic-global-batch-size"
 
 Scripted = Mapping[str, Sequence[str]]
@@ -37,6 +40,7 @@ def work_out(translation: Translation, scripted: Scripted) -> list[str]:
             "is one optimizer step per rollout batch, as without --global-batch-size, which is left out"
         )
         _leave_out(translation, "--global-batch-size")
+    remarks |= _about_the_teacher(translation, scripted)
     for flag, remark in remarks.items():
         if translation.problems.pop(flag, None) is not None:
             translation.notes[flag] = f"{' '.join((flag, *scripted[flag]))} {remark}"
@@ -65,6 +69,22 @@ def _about_the_reference(translation: Translation, scripted: Scripted) -> dict[s
         translation.words += ["--ref-hf-checkpoint", model]
         return {"--ref-load": f"is taken as --ref-hf-checkpoint {model}: by its name, it is the same model, converted"}
     return {}
+
+
+def _about_the_teacher(translation: Translation, scripted: Scripted) -> dict[str, str]:
+    """Flag → remark on a teacher that theirs ask by a reward, at --rm-url."""
+    paths = scripted.get(_REWARD), scripted.get(_REWARDS)
+    asks = any(paths == ((f"{module}.reward_func",), (f"{module}.post_process_rewards",)) for module in _TEACHERS)
+    if "--use-opd" not in scripted or not asks:
+        return {}
+    for flag in (_REWARD, "--rm-url", "--advantage-estimator"):
+        _leave_out(translation, flag)
+    translation.words += ["--advantage-estimator", "on_policy_distillation"]
+    translation.notes[_REWARD] = (
+        f"{_REWARD} and --rm-url change nothing: the teacher is a frozen group of --server-groups (docs/algorithms.md "
+        "has an example), whose model is what the server at --rm-url has"
+    )
+    return {_REWARDS: "is taken as --advantage-estimator on_policy_distillation: all rewards are 0"}
 
 
 def _leave_out(translation: Translation, left_out: str) -> None:

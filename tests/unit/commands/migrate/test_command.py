@@ -549,3 +549,28 @@ def test_what_the_environment_holds_here_is_named_and_a_key_is_not_shown(migrate
     assert "# Set in the environment:\n#   WANDB_API_KEY\n#   WANDB_BASE_URL\n" in shown
     assert "secret" not in shown
     assert (status, "Could not be mapped" in shown) == (0, False), shown
+
+
+@pytest.mark.parametrize("system", ["slime", "miles"])
+def test_a_reward_that_asks_a_teacher_is_the_teacher(system: str, tmp_path: Path, migrated: Migrate) -> None:
+    module = f"{system}.rollout.on_policy_distillation"
+    asked = f"--custom-rm-path {module}.reward_func --rm-url http://a:1/generate --use-opd --opd-type sglang"
+    zeros = f"--custom-reward-post-process-path {module}.post_process_rewards"
+    model = "--hf-checkpoint m --prompt-data p.jsonl --n-samples-per-prompt 4 --advantage-estimator gspo"
+    (tmp_path / "fleet.toml").write_text('[groups.train]\n[groups.teacher]\nrole = "frozen"\n')
+    status, text = migrated(f"{model} {asked} {zeros} --server-groups {tmp_path}/fleet.toml")
+    assert status == 0, text
+    (tmp_path / "run.args").write_text(text)
+    arguments = parse_arguments([f"@{tmp_path}/run.args"]).arguments
+    assert (arguments.algorithm.use_opd, arguments.algorithm.advantage_estimator) == (True, "on_policy_distillation")
+    assert arguments.algorithm.policy_loss == "gspo"
+    assert (arguments.rewards.custom_rm_path, arguments.rewards.rm_url) == (None, None)
+    notes = text.partition("# Not needed here:\n")[2]
+    assert "--custom-rm-path and --rm-url change nothing: the teacher is a frozen group of --server-groups" in notes
+    assert f"{zeros} is taken as --advantage-estimator on_policy_distillation" in notes
+    status, text = migrated(f"{model} {asked} {zeros}")
+    assert status == 1
+    assert '#   --use-opd: expected a group with role = "frozen" in --server-groups' in text
+    status, text = migrated(f"{model} {asked} --custom-reward-post-process-path mine.rewards")
+    assert status == 1
+    assert "#   --custom-reward-post-process-path does not exist here" in text
