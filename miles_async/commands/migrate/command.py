@@ -104,8 +104,8 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="the value of a variable that the script takes from the environment, or of its argument: 1=VALUE for $1. "
-        "May be repeated",
+        help="the value of a variable that the script takes from the environment or assigns under a condition, or of "
+        "its argument: 1=VALUE for $1. May be repeated",
     )
     parsed = parser.parse_args(words)
     script: Path | None = parsed.script

@@ -2,7 +2,8 @@
 
 Arrays, assignments, ``source``, arithmetic, ``seq``, comments and continued lines are read; variables are put in where
 the script, or who reads it, says their values. Conditions and loops are not followed, and what only the shell can know
-stays as it is: both are reported. What other programs would print stands in ``printed.py``.
+stays as it is: both are reported. A value that is given replaces those that the script assigns under a condition. What
+other programs would print stands in ``printed.py``.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def find_command(
 ) -> ShellCommand:
     """The last command that runs one of ``programs``. ``directory``: the script's, for what it sources.
 
-    ``given``: variable → its value, where the script does not say it. Raises ConfigurationError if there is no command,
-    it does not depend on a given variable, or a quote is never closed.
+    ``given``: variable → its value, where the script does not say it or says it under a condition. Raises
+    ConfigurationError if there is no command, it does not depend on a given variable, or a quote is never closed.
     """
     script = _Script(programs, given or {})
     script.read(text, directory)
@@ -88,7 +89,8 @@ def find_command(
     command.words = list(script.expand(script.command, command))
     if unused := script.unused():
         raise ConfigurationError(
-            f"{unused[0]} has no effect: the command does not depend on ${unused[0]}, or the script sets it itself"
+            f"{unused[0]} has no effect: the command does not depend on ${unused[0]}, or the script sets it itself, "
+            "under no condition"
         )
     return command
 
@@ -145,6 +147,9 @@ class _Script:
             return False
         name, added, opened, value = assigned.groups()
         words = list(_array(value, lines)) if opened else _scalar(value)
+        if under and not added and name in self._given and not _refers_to(name, words or [value]):
+            self._values[name] = None  # who gives a value has decided the condition
+            return True
         if not added:
             self._conditional.discard(name)  # what it held before is gone
         if under and (added or name not in self._times):
@@ -157,7 +162,9 @@ class _Script:
         return [name for name in self._given if name not in self._used]
 
     def _known(self, name: str) -> list[str] | None:
-        """Words of a variable. The script's count, but A=${A:-1} and what only the shell knows take the given ones."""
+        """Words of a variable. The script's count, but A=${A:-1}, what only the shell knows and what is assigned under
+        a condition take the given ones.
+        """
         own = None if name in self._open else self._values.get(name)
         if own is not None or name not in self._given:
             return own
@@ -332,6 +339,10 @@ def _scalar(value: str) -> list[str] | None:
 def _several_words(value: str) -> list[str]:
     """Words of a variable's value, which are put in without quotes if they are flags or overrides."""
     return _split(value) if value.startswith("--") or _OVERRIDES.fullmatch(value) else [value]
+
+
+def _refers_to(name: str, words: Sequence[str]) -> bool:
+    return any(re.search(rf"\$\{{?{name}\b", word) for word in words)
 
 
 def _masked(text: str) -> str:

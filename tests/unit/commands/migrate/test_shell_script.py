@@ -225,6 +225,43 @@ def test_variables_from_outside() -> None:
     assert command.unknown == []
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        'if [ "$X" = 1 ]; then\n  N=1\nelse\n  N=2\nfi',
+        'N=1\nif [ "$X" = 1 ]; then\n  N=2\nfi',
+        'if [ -z "$N" ]; then\n  N=1\nfi',
+        "case $X in\n  a)\n    N=1\n    ;;\nesac",
+        "for i in 1 2; do\n  N=$i\ndone",
+        'if [ "$X" = 1 ]; then\n  N=$(nproc)\nfi',
+        'if [ "$X" = 1 ]; then N=(1); else N=(2); fi',
+    ],
+)
+def test_a_value_that_is_given_decides_the_condition(script: str) -> None:
+    command = read(f"{script}\nM=$N/2\nARGS=(--n $N --m $M)", N="7")
+    assert command.words == ["--n", "7", "--m", "7/2"]
+    assert command.unknown == command.repeated == command.conditional == []
+
+
+def test_a_value_that_is_given_for_an_array_is_split() -> None:
+    script = "if true; then\n  MORE=(--a 1)\nelse\n  MORE=(--b 2)\nfi\nARGS=(--c ${MORE[@]})"
+    assert read(script, MORE="--a 1").words == ["--c", "--a", "1"]
+    assert read(script).words == ["--c", "--b", "2"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("x-$N", ["x-7"]), ("${N:-1}", ["7"]), ("(${N[@]} --b)", ["7", "--b"])],
+)
+def test_a_value_that_a_condition_extends_is_the_one_from_outside(value: str, words: list[str]) -> None:
+    assert read(f"if true; then\n  N={value}\nfi\nARGS=(--a ${{N[@]}})", N="7").words == ["--a", *words]
+
+
+def test_an_assignment_after_the_condition_wins() -> None:
+    with pytest.raises(ConfigurationError, match=r"N has no effect: .* the script sets it itself, under no condition"):
+        read("if true; then\n  N=1\nfi\nN=2\nARGS=(--n $N)", N="7")
+
+
 @pytest.mark.parametrize("name", ["NO_SUCH", "D"])
 def test_a_variable_from_outside_that_changes_nothing_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} has no effect"):
