@@ -30,7 +30,15 @@ _READ = re.compile(r"\s*read\s+(?:-\w+\s+)+(\w+)\s*<<<\s*(.*)")
 _SOURCE = re.compile(r"\s*(?:source|\.)\s+(\S.*)")
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _PLAIN = re.compile(r"\$\{?(\w+)\}?")
-_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?:(:?)-((?:[^{}]|\$\{(?:[^{}]|\$\{[^{}]*\})*\})*))?\}")
+# $A, ${A}, ${A:-text} and the like, ${A,,}; text may hold two more, each within the other.
+_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?:(:?)([-+])((?:[^{}]|\$\{(?:[^{}]|\$\{[^{}]*\})*\})*)|(,,?|\^\^?))?\}")
+_REQUIRED = re.compile(r"\$\{(\w+):?\?[^{}]*\}")  # ${A:?message}
+_IN_CASE = {
+    ",": lambda text: text[:1].lower() + text[1:],
+    "^": lambda text: text[:1].upper() + text[1:],
+    ",,": str.lower,
+    "^^": str.upper,
+}
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
 _SEQUENCE = re.compile(r"\$\(seq\s+([^()]*)\)")
 # Brackets in it may be nested three deep, as in $(f $(g $((1)))).
@@ -101,7 +109,7 @@ class _Script:
         self.program = ""
         self.missing: list[str] = []
         # Only what follows is split into words: before it may be the end of a quoted text of several lines.
-        self._call = re.compile(rf"(?:^|[\s/])({'|'.join(map(re.escape, programs))})(?:\s+(.*))?$")
+        self._call = re.compile(rf"(?:^|\s)([\"']?)(?:\S*/)?({'|'.join(map(re.escape, programs))})\1(?:\s+(.*))?$")
         # Variable → its words; None: only the shell knows.
         self._values: dict[str, list[str] | None] = {HOME: _TILDE, "PWD": _HERE, _OTHERS: None}
         self._given = dict(given)
@@ -114,8 +122,9 @@ class _Script:
         self._open: list[str] = []  # variables whose values are being put in, each in the one before it
 
     def read(self, text: str, directory: Path) -> None:
+        text = _REQUIRED.sub(r"${\1}", text.replace("\\\n", " "))
         # Without blanks in it, arithmetic is one word.
-        text = _ARITHMETIC.sub(lambda found: re.sub(r"\s", "", found[0]), text.replace("\\\n", " "))
+        text = _ARITHMETIC.sub(lambda found: re.sub(r"\s", "", found[0]), text)
         if _ELSEWHERE.search(text) and "PWD" not in self._given:
             self._values["PWD"] = None
         lines = deque(_with_arguments(text.split("\n")))
@@ -195,9 +204,9 @@ class _Script:
     def _take_call(self, line: str) -> bool:
         if (called := self._call.search(without_comment(line))) is None:
             return False
-        words = called[2] or ""
+        words = called[3] or ""
         end = _ENDS_COMMAND.search(_masked(words))
-        self.program, self.command = called[1], _split(words[: end.start()] if end else words)
+        self.program, self.command = called[2], _split(words[: end.start()] if end else words)
         return True
 
     def _assign(self, name: str, words: list[str] | None, added: bool) -> None:
@@ -242,13 +251,17 @@ class _Script:
                 yield word
 
     def _value(self, found: re.Match[str], command: ShellCommand) -> str:
-        name, colon, default = found[1] or found[2], found[3], found[4]
+        name, colon, operator, text, case = found[1] or found[2], *found.groups()[2:]
         values = self._known(name)
         known = None if values is None else " ".join(self._expanded(name, values, command))
-        if default is not None and (known is None or (colon and not known)):
-            return " ".join(self.expand([default], command))
+        if operator == "-" and (known is None or (colon and not known)):
+            return " ".join(self.expand([text], command))
         self._note(name, command)
-        return found[0] if known is None else known
+        if known is None:
+            return found[0]
+        if operator == "+":
+            return " ".join(self.expand([text], command)) if known or not colon else ""
+        return _IN_CASE[case](known) if case else known
 
     def _expanded(self, name: str, values: Sequence[str], command: ShellCommand) -> list[str]:
         self._open.append(name)

@@ -62,6 +62,18 @@ def test_words_of_arrays(script: str, words: list[str]) -> None:
         ("B=\nA=${B-7}", ""),
         ("H=${HOME_OF:-'/h'}\nA=${A:-\"${H}/x\"}", "/h/x"),
         ("A=$(($UNKNOWN + 1))", "$(($UNKNOWN+1))"),
+        ("M=Org/Model-B\nA=${M,,}", "org/model-b"),
+        ("M=Org/Model-B\nA=${M^^}", "ORG/MODEL-B"),
+        ("M=Org\nA=${M,}", "org"),
+        ("M=org\nA=${M^}", "Org"),
+        ("M=Org/Model-B\nA=$(basename ${M,,})-x", "model-b-x"),
+        ("A=${M,,}", "${M,,}"),
+        ('B=b\nA=a${B:+"-"}$B', "a-b"),
+        ("B=\nA=a${B:+-}$B", "a"),
+        ("B=\nA=a${B+-}", "a-"),
+        ("B=b\nC=c\nA=${B:+$C/}d", "c/d"),
+        ("A=${B:+-}", "${B:+-}"),
+        ("B=b\nA=${B:?give a B}", "b"),
     ],
 )
 def test_values_that_the_shell_would_compute(text: str, value: str) -> None:
@@ -129,6 +141,12 @@ def test_the_words_of_a_command_end_with_it(rest: str) -> None:
         f"python3 train.py --a '|' \"x > $(date)\" b;c {rest}\n", ["train.py"], Path("no_such_folder")
     )
     assert command.words == ["--a", "|", "x > $(date)", "b;c"]
+
+
+@pytest.mark.parametrize("program", ['"${DIR}/train.py"', "'/a/train.py'", '"$DIR"/train.py', '"train.py"', "train.py"])
+def test_a_program_may_be_quoted(program: str) -> None:
+    text = f'python3 {program} --a 1\necho "done: train.py"\necho "see /a/train.py" --b\n'
+    assert find_command(text, ["train.py"], Path("no_such_folder")).words == ["--a", "1"]
 
 
 def test_words_that_are_read_from_a_variable() -> None:
