@@ -178,7 +178,14 @@ def refusals(text: str, checks: Mapping[str, Sequence[str]]) -> list[str]:
         return [str(error)]
     arguments = replace(arguments, cluster=with_ray_address(arguments.cluster))
     given = {flag: tuple(values) for flag, values in checks.items()}
-    return [*flag_problems(arguments), *passed_on_problems(arguments), *check_foreign(arguments, given)]
+    problems = [*flag_problems(arguments), *check_foreign(arguments, given)]
+    try:
+        problems += passed_on_problems(arguments)
+    except ConfigurationError:  # a file of --server-groups that cannot be read, as flag_problems says
+        problems += passed_on_problems(replace(arguments, engines=replace(arguments.engines, server_groups=None)))
+    named = (("--eval-config", arguments.evaluation.eval_config), ("--server-groups", arguments.engines.server_groups))
+    elsewhere = tuple(f"{flag} {path}: " for flag, path in named if path is not None and not path.exists())
+    return [problem for problem in problems if not problem.startswith(elsewhere)]
 
 
 def _variable(text: str) -> tuple[str, str]:

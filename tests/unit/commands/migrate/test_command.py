@@ -298,6 +298,22 @@ def test_what_train_refuses_is_told(migrated: Migrate) -> None:
         assert reason in text.partition("# `train` would refuse this:\n#   ")[2]
 
 
+def test_files_that_are_elsewhere_are_not_looked_at(tmp_path: Path, migrated: Migrate) -> None:
+    here = tmp_path / "sets.yaml"
+    groups = tmp_path / "fleet.toml"
+    words = f"{FINE} --server-groups {groups} --use-opd --eval-config {here} --eval-interval 5"
+    status, text = migrated(words)
+    assert status == 0, text
+    here.write_text("eval: {datasets: [{name: a}]}")
+    groups.write_text("[group]")
+    status, text = migrated(f"{words} --sglang-frobnicate 1")
+    assert status == 1
+    refused = text.partition("# `train` would refuse this:\n")[2]
+    assert f"#   --eval-config {here}: " in refused
+    assert f"#   --server-groups {groups}: " in refused
+    assert "#   --sglang-frobnicate is passed on" in refused
+
+
 def test_sides_that_share_gpus_and_several_nodes(migrated: Migrate) -> None:
     status, text = migrated(f"{FINE} --colocate")
     assert status == 0, text
