@@ -104,8 +104,8 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="the value of a variable that the script takes from the environment or assigns under a condition, or of "
-        "its argument: 1=VALUE for $1. May be repeated",
+        help="the value of a variable that the script takes from the environment, assigns under a condition or leaves "
+        "empty, or of its argument: 1=VALUE for $1. May be repeated",
     )
     parsed = parser.parse_args(words)
     script: Path | None = parsed.script
@@ -291,6 +291,8 @@ def _remarks(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
     yield from _section("Assigned more than once, the last one was taken: look at them", command.repeated)
     title = "Set or extended under a condition or in a loop, taken once as if it held: look at them"
     yield from _section(title, command.conditional)
+    title = "A backslash is missing before these in the script, which were taken as a part of the command: look at them"
+    yield from _section(title, command.joined)
     yield from _section("Sourced by the script and not found, so its flags are missing", command.missing)
 
 

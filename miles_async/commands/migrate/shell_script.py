@@ -2,8 +2,8 @@
 
 Arrays, assignments, ``source``, arithmetic, ``seq``, comments and continued lines are read; variables are put in where
 the script, or who reads it, says their values. Conditions and loops are not followed, and what only the shell can know
-stays as it is: both are reported. A value that is given replaces those that the script assigns under a condition. What
-other programs would print stands in ``printed.py``.
+stays as it is: both are reported. A value that is given replaces those that the script assigns under a condition or
+leaves empty. What other programs would print stands in ``printed.py``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ _ENDS_VALUE = re.compile(r"[;\s]")
 _OVERRIDES = re.compile(r"(?:[+~]*[\w.]+=\S*(?:\s+|$))+")  # of Hydra
 _BLANK = "\x1f"  # stands for a blank that separates no words
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
+# A line of flags or keys by itself: the one before it lacks a backslash at its end.
+_CONTINUES = re.compile(r"""\s+(?:--\w|["']?\$\{\w+\[@\]\}|[+~]*\w+\.[\w.]+=)""")
+# Begins a line that has only flags or keys: the one before it lacks a backslash at its end.
+_CONTINUES = re.compile(r"""\s+(?:--\w|["']?\$\{\w+\[@\]\}|[+~]*\w+\.[\w.]+=)""")
 _ENDS_COMMAND = re.compile(r"\s(?:\d?>|[|&;])")  # a pipe, a redirection, or another command
 # An array, or an addition, that does not begin its line.
 _BEHIND = re.compile(r"(&&|\|\||;|\)|\bthen|\belse|\bdo)\s*(?=\w+(?:\+=|=\())")
@@ -78,6 +82,7 @@ class ShellCommand:
     conditional: list[str] = field(default_factory=list)  # variables that were set, or added to, under a condition
     described: list[str] = field(default_factory=list)  # variables whose flags describe the model
     missing: list[str] = field(default_factory=list)  # files that the script sources and that are not there
+    joined: list[str] = field(default_factory=list)  # first words of lines that a backslash should join to the command
     dated: list[str] = field(default_factory=list)  # values with the time of reading in them
 
 
@@ -86,14 +91,15 @@ def find_command(
 ) -> ShellCommand:
     """The last command that runs one of ``programs``. ``directory``: the script's, for what it sources.
 
-    ``given``: variable → its value, where the script does not say it or says it under a condition. Raises
-    ConfigurationError if there is no command, it does not depend on a given variable, or a quote is never closed.
+    ``given``: variable → its value, where the script does not say it, says it under a condition or leaves it empty.
+    Raises ConfigurationError if there is no command, it does not depend on a given variable, or a quote is never
+    closed.
     """
     script = _Script(programs, given or {})
     script.read(text, directory)
     if script.command is None:
         raise ConfigurationError(f"no command with one of {', '.join(programs)} was found")
-    command = ShellCommand(program=script.program, words=[], missing=script.missing)
+    command = ShellCommand(program=script.program, words=[], missing=script.missing, joined=script.joined)
     command.words = list(script.expand(script.command, command))
     if unused := script.unused():
         raise ConfigurationError(
@@ -107,6 +113,7 @@ class _Script:
     def __init__(self, programs: Sequence[str], given: Mapping[str, str]) -> None:
         self.command: list[str] | None = None
         self.program = ""
+        self.joined: list[str] = []
         self.missing: list[str] = []
         # Only what follows is split into words: before it may be the end of a quoted text of several lines.
         self._call = re.compile(rf"(?:^|\s)([\"']?)(?:\S*/)?({'|'.join(map(re.escape, programs))})\1(?:\s+(.*))?$")
@@ -133,9 +140,11 @@ class _Script:
             if first := _SEVERAL.match(line):
                 lines.appendleft(line[first.end() :])
                 line = first[1]
-            if self._call_after_assignments(line) or self._assignment(line, lines, under=self._blocks > 0):
+            if self._call_after_assignments(line):
+                self._continue_call(lines)
+            elif self._assignment(line, lines, under=self._blocks > 0):
                 continue
-            if (sourced := _SOURCE.match(line)) and (path := _split(sourced[1])):
+            elif (sourced := _SOURCE.match(line)) and (path := _split(sourced[1])):
                 self._source(path[0], directory)
             elif found := _READ.match(line):
                 self._read(found[1], found[2])
@@ -145,7 +154,8 @@ class _Script:
                 self._assignment(line[behind.end() :], lines, under=condition)
             else:
                 self._count_blocks(code)
-                self._take_call(line)
+                if self._take_call(line):
+                    self._continue_call(lines)
 
     def _assignment(self, line: str, lines: deque[str], *, under: bool) -> bool:
         """Take an assignment, with those ``lines`` that its array goes on in; False if the line is none.
@@ -156,8 +166,9 @@ class _Script:
             return False
         name, added, opened, value = assigned.groups()
         words = list(_array(value, lines)) if opened else _scalar(value)
-        if under and not added and name in self._given and not _refers_to(name, words or [value]):
-            self._values[name] = None  # who gives a value has decided the condition
+        replaceable = under or (not opened and words is not None and not any(words))  # under a condition, or empty
+        if replaceable and not added and name in self._given and not _refers_to(name, words or [value]):
+            self._values[name] = None
             return True
         if not added:
             self._conditional.discard(name)  # what it held before is gone
@@ -204,10 +215,15 @@ class _Script:
     def _take_call(self, line: str) -> bool:
         if (called := self._call.search(without_comment(line))) is None:
             return False
-        words = called[3] or ""
-        end = _ENDS_COMMAND.search(_masked(words))
-        self.program, self.command = called[2], _split(words[: end.start()] if end else words)
+        self.program, self.command, self.joined = called[2], _to_its_end(called[3] or ""), []
         return True
+
+    def _continue_call(self, lines: deque[str]) -> None:
+        """Take the words that a missing backslash separates from the command."""
+        while self.command is not None and lines and _CONTINUES.match(lines[0]):
+            words = _to_its_end(lines.popleft())
+            self.command += words
+            self.joined += words[:1]
 
     def _assign(self, name: str, words: list[str] | None, added: bool) -> None:
         if added:
@@ -356,6 +372,12 @@ def _several_words(value: str) -> list[str]:
 
 def _refers_to(name: str, words: Sequence[str]) -> bool:
     return any(re.search(rf"\$\{{?{name}\b", word) for word in words)
+
+
+def _to_its_end(text: str) -> list[str]:
+    """Words of a command, without what follows it."""
+    end = _ENDS_COMMAND.search(_masked(text))
+    return _split(text[: end.start()] if end else text)
 
 
 def _masked(text: str) -> str:

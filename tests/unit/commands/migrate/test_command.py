@@ -235,6 +235,12 @@ def test_what_has_an_effect_has_to_be_replaced(words: str, line: str, migrated: 
     assert line in text.partition("# Could not be mapped:\n")[2]
 
 
+def test_a_missing_backslash_is_told(migrated: Migrate) -> None:
+    _, text = migrated(script="python3 train.py --lr 1\n  --seed 3\n")
+    assert "--lr 1\n--seed 3\n" in text
+    assert "which were taken as a part of the command: look at them:\n#   --seed\n" in text
+
+
 def test_what_a_condition_decides_is_told(migrated: Migrate) -> None:
     script = "ARGS=(--lr 1)\nif true; then\n  ARGS+=(--seed 3)\nfi\npython3 train.py ${ARGS[@]}"
     _, text = migrated(script=script)

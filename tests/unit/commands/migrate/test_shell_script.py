@@ -143,6 +143,22 @@ def test_the_words_of_a_command_end_with_it(rest: str) -> None:
     assert command.words == ["--a", "|", "x > $(date)", "b;c"]
 
 
+@pytest.mark.parametrize(
+    ("rest", "words", "joined"),
+    [
+        ("\n   ${A[@]} \\\n   --c 2", ["--b", "1", "--c", "2"], ["${A[@]}"]),
+        ('  # a word\n   "${A[@]}"\n   --c 2 > a.log', ["--b", "1", "--c", "2"], ["${A[@]}", "--c"]),
+        (" \\\n   --c 2", ["--c", "2"], []),
+        ("\n${A[@]}", [], []),
+        ("\n   b=1", [], []),
+        ("\n   +c.d=1", ["+c.d=1"], ["+c.d=1"]),
+    ],
+)
+def test_lines_that_lack_a_backslash(rest: str, words: list[str], joined: list[str]) -> None:
+    command = find_command(f"A=(--b 1)\npython3 train.py --a{rest}\n", ["train.py"], Path("no_such_folder"))
+    assert (command.words, command.joined) == (["--a", *words], joined)
+
+
 @pytest.mark.parametrize("program", ['"${DIR}/train.py"', "'/a/train.py'", '"$DIR"/train.py', '"train.py"', "train.py"])
 def test_a_program_may_be_quoted(program: str) -> None:
     text = f'python3 {program} --a 1\necho "done: train.py"\necho "see /a/train.py" --b\n'
@@ -253,6 +269,8 @@ def test_variables_from_outside() -> None:
         "for i in 1 2; do\n  N=$i\ndone",
         'if [ "$X" = 1 ]; then\n  N=$(nproc)\nfi',
         'if [ "$X" = 1 ]; then N=(1); else N=(2); fi',
+        'N=""  # yours',
+        "export N=",
     ],
 )
 def test_a_value_that_is_given_decides_the_condition(script: str) -> None:
