@@ -28,6 +28,7 @@ MEGATRON: tuple[ForeignFlag, ...] = (
             switches="enable-experimental"),
     *_noted("layers are Transformer Engine's where it is installed, otherwise Megatron's", one="transformer-impl",
             only=("transformer_engine", "local")),
+    *_noted("--attention-backend names the kernels of attention", switches="use-flash-attn"),
     *_noted("every parameter is loaded from --hf-checkpoint", one="init-method-std"),
     *_noted("config.json says the size of the vocabulary", one="make-vocab-size-divisible-by"),
     *_noted("engines have no dropout, and the trainer's log-probs are to be theirs",

@@ -23,6 +23,7 @@ PROGRAMS = (
     "recipe.dapo.main_dapo",
     FULLY_ASYNC,
     "verl.experimental.one_step_off_policy.main_ppo",
+    "verl.experimental.transfer_queue.main_ppo",
 )
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
 """verl's names of trackers that are ours, too."""
@@ -30,6 +31,7 @@ TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs", "low_var_kl": "low_var_kl", "k3": "k3"}
 _OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+_COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 _NEVER = ("-1", "0")
 _AS_FLAGS = {  # subtree → beginning of our flag
     f"{_ACTOR}.megatron.override_transformer_config.": "--",
@@ -146,6 +148,7 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
     for words in (_prompts, _images, _gpus, _losses, _saving):
         done.words += words(values)
     _optimizer_steps(values, done)
+    _groups_of_one(values, done)
     _kl_in_reward(values, done)
     _critic_alone(values, done)
     _deadline(values, done)
@@ -219,6 +222,19 @@ def _losses(values: Mapping[str, str]) -> Iterator[str]:
     if values.get(f"{_OVERLONG}.enable") == "True":
         yield from ("--overlong-buffer-len", values.get(f"{_OVERLONG}.len", "0"))
         yield from ("--overlong-penalty-factor", values.get(f"{_OVERLONG}.penalty_factor", "1.0"))
+
+
+def _groups_of_one(values: Mapping[str, str], done: Migrated) -> None:
+    """With one answer per prompt, verl's estimators that compare answers leave the rewards as they are."""
+    estimator = values["algorithm.adv_estimator"]
+    if values[f"{_ROLLOUT}.n"] != "1" or estimator not in _COMPARING:
+        return
+    done.words[done.words.index("--advantage-estimator") + 1] = "reinforce"
+    done.words = [word for word in done.words if word != "--no-grpo-std-normalization"]
+    done.not_needed.append(
+        f"algorithm.adv_estimator={estimator} is taken as --advantage-estimator reinforce: with one answer per prompt "
+        "its advantage is the reward"
+    )
 
 
 def _kl_in_reward(values: Mapping[str, str], done: Migrated) -> None:

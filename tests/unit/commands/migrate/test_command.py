@@ -417,6 +417,18 @@ def test_keys_of_verl_that_are_left_over_have_reasons(migrated: Migrate) -> None
     assert "#   trainer.no_such_key=7: unknown key\n" in unmapped
 
 
+def test_the_program_of_verl_with_its_own_queue(migrated: Migrate) -> None:
+    words = (
+        "--config-path=config --config-name=transfer_queue_ppo_megatron_trainer data.train_files=a.parquet "
+        "data.train_batch_size=128 actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=8 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32 algorithm.adv_estimator=grpo transfer_queue.enable=True"
+    )
+    status, text = migrated(words, "-m verl.experimental.transfer_queue.main_ppo")
+    assert status == 0, text
+    assert "\n--rollout-batch-size 128\n" in text
+    assert "transfer_queue.enable=True: batches go through Ray's object store" in text
+
+
 def test_the_fully_asynchronous_program_of_verl_is_whole(migrated: Migrate) -> None:
     words = (
         "data.train_files=a.parquet data.val_files=b.parquet data.train_batch_size=0 rollout.test_freq=10 "
