@@ -34,6 +34,9 @@ _HYBRID = (
     "--linear-attention-freq 4 --linear-conv-kernel-dim 4 --linear-key-head-dim 128 --linear-num-value-heads 32 "
 )
 FAMILY_FLAGS = {
+    "gpt-oss-20b": "--softmax-type learnable --window-size 128,0 --window-attn-skip-freq 2 --rope-type yarn",
+    "gpt-oss-120b": "--window-size 127,0 --beta-fast 32 --beta-slow 1 --original-max-position-embeddings 4096",
+    "DeepSeek-R1": "--rope-type yarn --original-max-position-embeddings 4096 --beta-fast 32 --beta-slow 1.0",
     "GLM-4.7-Flash": _GLM + "1536 --add-qkv-bias --moe-layer-freq [0]*1+[1]*46 --make-vocab-size-divisible-by 64",
     "GLM-5": _GLM + "2048 --moe-layer-freq [0]*3+[1]*75 --enable-experimental",
     "DeepSeek-V3.2": "--qk-layernorm --moe-router-enable-expert-bias --kv-channels 128 --position-embedding-type rope",
@@ -293,6 +296,17 @@ class TestChecks:
             ("--rotary-scaling-factor 40", "nothing of rope_scaling.factor, which means 1.0"),
             ("--position-embedding-type yarn", "nothing of rope_scaling.rope_type, which means default"),
             ("--mscale 0.7", "nothing of rope_scaling.mscale, which means 1.0"),
+            ("--rope-type yarn", "nothing of rope_scaling.rope_type, which means default"),
+            (
+                "--original-max-position-embeddings 4096",
+                "nothing of rope_scaling.original_max_position_embeddings, which means none",
+            ),
+            ("--beta-fast 1", "nothing of rope_scaling.beta_fast, which means 32.0"),
+            ("--beta-slow 2", "nothing of rope_scaling.beta_slow, which means 1.0"),
+            ("--window-size 128,0", "sliding_window None"),
+            ("--window-attn-skip-freq 2", "layer_types"),
+            ("--softmax-type learnable", "model_type 'qwen3'"),
+            ("--moe-latent-size 1024", "nothing of moe_latent_size, which means none"),
             ("--mscale-all-dim 1", "nothing of rope_scaling.mscale_all_dim, which means 0.0"),
             ("--q-lora-rank 1536", "nothing of q_lora_rank, which means none"),
             ("--kv-lora-rank 512", "nothing of kv_lora_rank, which means none"),
@@ -338,6 +352,7 @@ class TestChecks:
             (DENSE, "--rotary-scaling-factor 1 --mscale 1 --mscale-all-dim 0 --position-embedding-type rope"),
             (DENSE, "--num-experts 0 --moe-layer-freq [0]*36 --mtp-num-layers 0 --moe-router-num-groups 1"),
             (DENSE, "--moe-router-topk-scaling-factor 1 --moe-router-score-function softmax"),
+            (DENSE, "--beta-fast 32 --beta-slow 1 --rope-type rope --softmax-type vanilla"),
             (MIXTURE, "--position-embedding-type rope"),
             (MIXTURE, "--position-embedding-type yarn --moe-router-pre-softmax"),
         ],
@@ -364,6 +379,13 @@ class TestChecks:
             ("Qwen3.5-4B", "--linear-num-key-heads 32"),
             ("GLM-5", "--kv-channels 128"),
             ("gpt-oss-20b", "--moe-router-enable-expert-bias"),
+            ("gpt-oss-20b", "--window-size 4096,0"),
+            ("gpt-oss-20b", "--window-attn-skip-freq 4"),
+            ("gpt-oss-20b", "--softmax-type vanilla"),
+            ("DeepSeek-R1", "--rope-type rope"),
+            ("DeepSeek-R1", "--beta-fast 1"),
+            ("Qwen3-14B", "--window-size 4096,0"),
+            ("Llama-3.1-8B-Instruct", "--window-attn-skip-freq 1"),
         ],
     )
     def test_model_files_of_another_model_do_not(self, tmp_path: Path, name: str, words: str):
