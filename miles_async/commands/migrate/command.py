@@ -23,10 +23,11 @@ from miles_async.arguments.pass_through import is_pass_through
 from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.arguments.validation import flag_problems
+from miles_async.commands.migrate import verl_sft
 from miles_async.commands.migrate.defaults import DEFAULTS, missing_defaults
 from miles_async.commands.migrate.several_flags import work_out
 from miles_async.commands.migrate.shell_script import HOME, ShellCommand, find_command
-from miles_async.commands.migrate.verl import PROGRAMS as VERL_PROGRAMS
+from miles_async.commands.migrate.verl import PROGRAMS as SAMPLING_PROGRAMS
 from miles_async.commands.migrate.verl import Migrated, from_verl
 from miles_async.commands.migrate.verl_keys import KEYS
 from miles_async.commands.parser import CommandParser
@@ -34,6 +35,7 @@ from miles_async.errors import ConfigurationError
 from miles_async.runs.checks import passed_on_problems
 from miles_async.runtime.cluster.ray_address import with_ray_address
 
+VERL_PROGRAMS = (*SAMPLING_PROGRAMS, verl_sft.PROGRAM)
 PROGRAMS = ("train.py", "train_async.py", *VERL_PROGRAMS)
 
 DESCRIPTION = """\
@@ -118,7 +120,7 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
         return 0
     command = _command(script, dict(map(_variable, parsed.set)))
     is_verl = command.program in VERL_PROGRAMS
-    migrated = from_verl(command.words, command.program, script.parent) if is_verl else Migrated(words=command.words)
+    migrated = _migrated(command, script.parent)
     translation = translate(migrated.words)
     scripted = {} if is_verl else values_by_flag(command.words)
     environment = work_out(translation, scripted)
@@ -132,6 +134,14 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
     remarks += _section("`train` would refuse this", refused)
     show("".join([title, *flags, *remarks]))
     return 1 if migrated.unmapped or command.missing or command.unknown or refused else 0
+
+
+def _migrated(command: ShellCommand, directory: Path) -> Migrated:
+    if command.program == verl_sft.PROGRAM:
+        return verl_sft.from_sft(command.words, command.launched)
+    if command.program in SAMPLING_PROGRAMS:
+        return from_verl(command.words, command.program, directory)
+    return Migrated(words=command.words)
 
 
 def _unknown(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
@@ -308,8 +318,10 @@ def table(system: System) -> Iterator[str]:
     slime and miles share a table, with the flags of Megatron-LM, SGLang and smg that they take.
     """
     if system == "verl":
-        for key in sorted(KEYS, key=lambda key: key.key):
-            yield _line(key.key, key.only, key.verdict, key.note)
+        for title, keys in (("", KEYS), (f"# {verl_sft.PROGRAM}\n", verl_sft.KEYS)):
+            yield title
+            for key in sorted(keys, key=lambda key: key.key):
+                yield _line(key.key, key.only, key.verdict, key.note)
         return
     rows = sorted(FOREIGN_FLAGS.values(), key=lambda row: (row.origin, row.flag))
     for origin, of_origin in groupby(rows, key=lambda row: row.origin):

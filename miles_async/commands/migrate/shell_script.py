@@ -59,6 +59,7 @@ _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
 _CONTINUES = re.compile(r"""\s+(?:--\w|["']?\$\{\w+\[@\]\}|[+~]*\w+\.[\w.]+=)""")
 # Begins a line that has only flags or keys: the one before it lacks a backslash at its end.
 _CONTINUES = re.compile(r"""\s+(?:--\w|["']?\$\{\w+\[@\]\}|[+~]*\w+\.[\w.]+=)""")
+_LAUNCHED = re.compile(r"--(nnodes|nproc[-_]per[-_]node)[= ]+(\S+)")  # of torchrun
 _ENDS_COMMAND = re.compile(r"\s(?:\d?>|[|&;])")  # a pipe, a redirection, or another command
 # An array, or an addition, that does not begin its line.
 _BEHIND = re.compile(r"(&&|\|\||;|\)|\bthen|\belse|\bdo)\s*(?=\w+(?:\+=|=\())")
@@ -75,6 +76,7 @@ class ShellCommand:
 
     program: str  # the last part of its path
     words: list[str]
+    launched: dict[str, str] = field(default_factory=dict)  # flag of torchrun → value: nnodes, nproc-per-node
     # Variables and substitutions that stand in words as they are; HOME, for which they have a ~; arrays, whose words
     # are missing.
     unknown: list[str] = field(default_factory=list)
@@ -101,6 +103,7 @@ def find_command(
         raise ConfigurationError(f"no command with one of {', '.join(programs)} was found")
     command = ShellCommand(program=script.program, words=[], missing=script.missing, joined=script.joined)
     command.words = list(script.expand(script.command, command))
+    command.launched = {flag: "".join(script.expand([value], command)) for flag, value in script.launched.items()}
     if unused := script.unused():
         raise ConfigurationError(
             f"{unused[0]} has no effect: the command does not depend on ${unused[0]}, or the script sets it itself, "
@@ -114,6 +117,7 @@ class _Script:
         self.command: list[str] | None = None
         self.program = ""
         self.joined: list[str] = []
+        self.launched: dict[str, str] = {}
         self.missing: list[str] = []
         # Only what follows is split into words: before it may be the end of a quoted text of several lines.
         self._call = re.compile(rf"(?:^|\s)([\"']?)(?:\S*/)?({'|'.join(map(re.escape, programs))})\1(?:\s+(.*))?$")
@@ -216,6 +220,8 @@ class _Script:
         if (called := self._call.search(without_comment(line))) is None:
             return False
         self.program, self.command, self.joined = called[2], _to_its_end(called[3] or ""), []
+        before = _LAUNCHED.findall(line[: called.start()])
+        self.launched = {flag.replace("_", "-"): value.strip("\"'") for flag, value in before}
         return True
 
     def _continue_call(self, lines: deque[str]) -> None:
