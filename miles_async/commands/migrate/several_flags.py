@@ -62,12 +62,18 @@ def _about_the_reference(translation: Translation, scripted: Scripted) -> dict[s
             "converted"
         )
         return {}
-    if "--use-kl-loss" not in scripted and same(" ".join(scripted.get("--kl-coef", ("0",))), "0"):
+    in_reward, in_loss = (
+        not same(" ".join(scripted.get(flag, ("0",))), "0") for flag in ("--kl-coef", "--kl-loss-coef")
+    )
+    if "--use-kl-loss" not in scripted and not in_reward:
         remark = "changes nothing: without a KL there is no reference, and the run starts from --hf-checkpoint"
         return dict.fromkeys(("--ref-load", "--ref-ckpt-step"), remark)
     if model and converted == name:
         translation.words += ["--ref-hf-checkpoint", model]
         return {"--ref-load": f"is taken as --ref-hf-checkpoint {model}: by its name, it is the same model, converted"}
+    if not in_reward and not in_loss:
+        remark = "changes nothing: with coefficient 0 the KL to --hf-checkpoint, where the run starts, is only logged"
+        return dict.fromkeys(("--ref-load", "--ref-ckpt-step"), remark)
     return {}
 
 

@@ -207,6 +207,10 @@ def test_a_loop_without_a_bound_gets_one(flag: str, migrated: Migrate) -> None:
             "--ref-load r --kl-coef 0.00",
             "--ref-load r changes nothing: without a KL there is no reference, and the run",
         ),
+        (
+            "--ref-load other_torch_dist --use-kl-loss --kl-loss-coef 0.00",
+            "--ref-load other_torch_dist changes nothing: with coefficient 0 the KL to --hf-checkpoint",
+        ),
         ("--num-epoch 3 --num-rollout 50", "--num-epoch changes nothing: --num-rollout is given"),
         ("--num-rollout 50 --num-epoch=3", "--num-epoch changes nothing: --num-rollout is given"),
     ],
@@ -220,11 +224,12 @@ def test_what_others_leave_without_effect_is_no_obstacle(words: str, line: str, 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--ref-load r --use-kl-loss", "--ref-load does not exist here: use --ref-hf-checkpoint"),
+        ("--ref-load r --use-kl-loss --kl-loss-coef 0.1", "--ref-load does not exist here: use --ref-hf-checkpoint"),
         ("--ref-load r --kl-coef 0.1", "--ref-load does not exist here: use --ref-hf-checkpoint"),
+        ("--ref-load r --use-kl-loss --kl-loss-coef $KL", "--ref-load does not exist here: use --ref-hf-checkpoint"),
         ("--ref-load r --kl-coef $KL", "--ref-load does not exist here: use --ref-hf-checkpoint"),
         (
-            "--ref-load other/m_torch_dist --hf-checkpoint m2 --use-kl-loss",
+            "--ref-load other/m_torch_dist --hf-checkpoint m2 --use-kl-loss --kl-loss-coef 0.1",
             "--ref-load does not exist here: use --ref-hf-checkpoint",
         ),
     ],
