@@ -81,6 +81,7 @@ CLUSTER = """\
 # Several nodes are a Ray cluster, which the run joins.
 --ray-address auto
 """
+OTHER_HOOKS = "; hooks have other signatures here: adapt yours (docs/extending/README.md)"
 CORRECTION = "--use-rollout-logprobs\n"
 CORRECTIONS = {"--use-rollout-logprobs", "--use-tis"}
 PROMPTS = {"--prompt-data", "--eval-prompt-data"}  # whose values are paths, too
@@ -195,7 +196,8 @@ def refusals(text: str, checks: Mapping[str, Sequence[str]]) -> list[str]:
         problems += passed_on_problems(replace(arguments, engines=replace(arguments.engines, server_groups=None)))
     named = (("--eval-config", arguments.evaluation.eval_config), ("--server-groups", arguments.engines.server_groups))
     elsewhere = tuple(f"{flag} {path}: " for flag, path in named if path is not None and not path.exists())
-    return [problem for problem in problems if not problem.startswith(elsewhere)]
+    told = (problem for problem in problems if not problem.startswith(elsewhere))
+    return [problem + OTHER_HOOKS if ": expected module:attr" in problem else problem for problem in told]
 
 
 def _variable(text: str) -> tuple[str, str]:

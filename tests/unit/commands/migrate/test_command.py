@@ -296,6 +296,7 @@ def test_what_train_refuses_is_told(migrated: Migrate) -> None:
     assert migrated(f"{fine} --eval-input-key input")[0] == 0
     refused = {
         words: "--rm-type math compares with a label: --label-key none leaves it without",
+        f"{words} --custom-rm-path a.reward": "my_function; hooks have other signatures here: adapt yours (docs/ext",
         f"{fine} --rollout-top-p 0.9": "--rollout-top-p 0.9: SGLang samples from what is left",
         f"{fine} --eval-input-key q": "--eval-input-key q: held-out files have the columns of --prompt-data, and",
         f"{fine} --lr fast": "--lr: expected a number, found 'fast'",
