@@ -23,9 +23,9 @@ from miles_async.errors import ConfigurationError
 
 _ASSIGNMENT = re.compile(r"\s*(?:(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(\(?)(.*)")
 _BEFORE = re.compile(r"""\s*(?:export\s+)?(\w+)=((?:[^\s"'(]|"[^"]*"|'[^']*')*)\s+(?:&&\s+)?""")  # A=1 command
-_SEVERAL = re.compile(  # A=1; B="2"; C=$((A+1))
-    r"""(\s*\w+=(?:\$\(\([^()]*\)\)|"[^"]*"|'[^']*'|[^\s;"'()])*);\s*(?=\w+=)"""
-)
+_ONE = r"""\w+=(?:\$\(\([^()]*\)\)|"[^"]*"|'[^']*'|[^\s;"'()])*"""
+_SEVERAL = re.compile(rf"(\s*{_ONE});\s*(?=\w+=)")  # A=1; B="2"; C=$((A+1))
+_ALONE = re.compile(rf"({_ONE})\s*(?=;|$)")  # A=1, and no command that it is for
 _READ = re.compile(r"\s*read\s+(?:-\w+\s+)+(\w+)\s*<<<\s*(.*)")
 _SOURCE = re.compile(r"\s*(?:source|\.)\s+(\S.*)")
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
@@ -61,8 +61,8 @@ _CONTINUES = re.compile(r"""\s+(?:--\w|["']?\$\{\w+\[@\]\}|[+~]*\w+\.[\w.]+=)"""
 _CONTINUES = re.compile(r"""\s+(?:--\w|["']?\$\{\w+\[@\]\}|[+~]*\w+\.[\w.]+=)""")
 _LAUNCHED = re.compile(r"--(nnodes|nproc[-_]per[-_]node)[= ]+(\S+)")  # of torchrun
 _ENDS_COMMAND = re.compile(r"\s(?:\d?>|[|&;])")  # a pipe, a redirection, or another command
-# An array, or an addition, that does not begin its line.
-_BEHIND = re.compile(r"(&&|\|\||;|\)|\bthen|\belse|\bdo)\s*(?=\w+(?:\+=|=\())")
+# An assignment that does not begin its line.
+_BEHIND = re.compile(rf"(&&|\|\||;|\)|\bthen|\belse|\bdo)\s*(?=\w+(?:\+=|=\()|{_ALONE.pattern})")
 _BEGINS_BLOCK = re.compile(r"(?:^|;)\s*(?:then|do)\b|^\s*case\s.*\sin\b")
 _ENDS_BLOCK = re.compile(r"(?:^|;)\s*(?:fi|done|esac|elif)\b")  # the then of an elif begins the next one
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
@@ -155,7 +155,11 @@ class _Script:
             elif behind := _BEHIND.search(code := without_comment(line)):
                 self._count_blocks(code[: behind.end()])
                 condition = self._blocks > 0 or behind[1] in ("&&", "||")
-                self._assignment(line[behind.end() :], lines, under=condition)
+                rest = line[behind.end() :]
+                if alone := _ALONE.match(code, behind.end()):
+                    lines.appendleft(code[alone.end() :])
+                    rest = alone[1]
+                self._assignment(rest, lines, under=condition)
             else:
                 self._count_blocks(code)
                 if self._take_call(line):

@@ -130,6 +130,31 @@ def test_what_no_condition_decides_is_not_told(script: str) -> None:
     assert (command.words, command.conditional) == (["--a"], [])
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if [ "$X" = 1 ]; then N=2; fi',
+        'if [ "$X" = 1 ]; then N=1; else N=2; fi  # one of them',
+        '[ "$X" = 1 ] && N="2"',
+        'test "$X" = 1 || N=2;',
+        "case $X in\n  1) N=2 ;;\nesac",
+        "for i in 1; do N=$((i + 1)); done\nN=$((1+1))",
+    ],
+)
+def test_a_value_that_a_condition_changes_is_told(line: str) -> None:
+    command = read(f"N=0\n{line}\nARGS=(--a $N)\nARGS+=(--c 3)")
+    assert command.words == ["--a", "2", "--c", "3"]
+    assert (command.repeated, command.conditional) == (["N"], [])
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [("cd a && N=1 make", "0"), ('echo "a; N=1"', "0"), ("true; N=1 make && echo", "0"), ("make; N=1", "1")],
+)
+def test_an_assignment_for_one_command_is_not_kept(line: str, value: str) -> None:
+    assert read(f"N=0\n{line}\nARGS=(--a $N)").words == ["--a", value]
+
+
 def test_a_variable_with_a_value_per_branch_is_told_once() -> None:
     command = read("if true; then\n  N=1\nelse\n  N=2\nfi\nARGS=(--a $N)")
     assert (command.words, command.repeated, command.conditional) == (["--a", "2"], ["N"], [])
@@ -269,6 +294,7 @@ def test_variables_from_outside() -> None:
         "for i in 1 2; do\n  N=$i\ndone",
         'if [ "$X" = 1 ]; then\n  N=$(nproc)\nfi',
         'if [ "$X" = 1 ]; then N=(1); else N=(2); fi',
+        'N=0\n[ -z "$N" ] && N=1',
         'N=""  # yours',
         "export N=",
     ],
