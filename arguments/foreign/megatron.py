@@ -47,6 +47,7 @@ MEGATRON: tuple[ForeignFlag, ...] = (
     # Memory and speed.
     *_noted("it always is: optimizer state is sharded over data-parallel ranks", switches="use-distributed-optimizer"),
     *_noted("gradients always are accumulated and reduced in fp32", switches="accumulate-allreduce-grads-in-fp32"),
+    *_refused("gradients always are accumulated and reduced in fp32: remove it", switches="grad-reduce-in-bf16"),
     *_noted("AdamW is the optimizer", one="optimizer", only=("adam",)),
     _turns_off("--no-rope-fusion", "apply_rope_fusion"),
     _turns_off("--no-bias-swiglu-fusion", "bias_activation_fusion"),
@@ -63,6 +64,9 @@ MEGATRON: tuple[ForeignFlag, ...] = (
     *_refused("use --lr-decay-style", one="lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style"),
     *_noted(FLAGS_WIN, switches="override-opt_param-scheduler override-opt-param-scheduler"),
     *_refused(SAME_FLAGS, switches="use-checkpoint-opt_param-scheduler use-checkpoint-opt-param-scheduler"),
+    # Checkpoints.
+    *_refused("use --load with the checkpoint's own directory, such as DIR/iter_0000040", one="ckpt-step"),
+    *_noted("--async-save writes checkpoints while training continues", switches="use-persistent-ckpt-worker"),
     # Batches.
     *_noted("it is the default; --loss-aggregation has the alternatives", switches="calculate-per-token-loss"),
     *_refused("use --num-rollout (rollout steps)", one="train-iters"),

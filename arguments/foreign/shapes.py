@@ -190,6 +190,11 @@ def _rope_type(config: JsonObject) -> Said:
     return kind and ("yarn" if kind[0] == "yarn" else "rope", kind[1])
 
 
+def _llama_scaling(config: JsonObject) -> Said:
+    kind = _rope_kind(config)
+    return kind and (kind[0] == "llama3", kind[1])
+
+
 def _window(config: JsonObject) -> Said:
     """Values of --window-size, in tokens: Megatron does not count the token itself, config.json and recipes do."""
     size = config.get("sliding_window")
@@ -261,6 +266,8 @@ SHAPES: tuple[ForeignFlag, ...] = (
     _shape("--rotary-interleaved", _family(*INTERLEAVED_ROTATIONS), "nothing"),
     _shape("--position-embedding-type", _position_types, only=("rope", "yarn", "none")),
     _named("--rotary-scaling-factor", *_of_rope("factor"), default=1.0),
+    _shape("--use-rope-scaling", _llama_scaling, "nothing"),
+    _named("--rope-scaling-factor", *_of_rope("factor"), default=None),
     _shape("--rope-type", _rope_type, only=("rope", "yarn")),
     _named("--original-max-position-embeddings", *_of_rope("original_max_position_embeddings"), default=None),
     _named("--beta-fast", *_of_rope("beta_fast"), default=32.0),
