@@ -173,17 +173,35 @@ class _Script:
         if (assigned := _ASSIGNMENT.fullmatch(line)) is None:
             return False
         name, added, opened, value = assigned.groups()
-        words = list(_array(value, lines)) if opened else _scalar(value)
+        words = list(_array(value, lines)) if opened else _scalar(_to_closing_quote(value, lines))
         replaceable = under or (not opened and words is not None and not any(words))  # under a condition, or empty
         if replaceable and not added and name in self._given and not _refers_to(name, words or [value]):
             self._values[name] = None
             return True
-        if not added:
+        extended = None if added or words is None else self._extended(name, words)
+        if extended is None and not added:
             self._conditional.discard(name)  # what it held before is gone
-        if under and (added or name not in self._times):
+        if under and (extended or added or name not in self._times):
             self._conditional.add(name)
-        self._assign(name, words, bool(added))
+        if extended is None:
+            self._assign(name, words, bool(added))
+        else:
+            self._values[name] = extended
         return True
+
+    def _extended(self, name: str, words: Sequence[str]) -> list[str] | None:
+        """``words`` with what the variable holds in place of itself; None if they or it have no such value."""
+        held = self._values.get(name)
+        if held is None or not _refers_to(name, words):
+            return None
+        itself = re.compile(rf"\$(?:{name}\b|\{{{name}(?:\[[@*]\]|:?-[^{{}}]*)?\}})")
+        done = list[str]()
+        for word in words:
+            # Flags or overrides, to which others are added, are words by themselves.
+            parts = word.split() if len(held) > 1 or _is_several("".join(held)) else [word]
+            for part in parts:
+                done += held if itself.fullmatch(part) else _several_words(itself.sub(lambda _: " ".join(held), part))
+        return done
 
     def unused(self) -> list[str]:
         """Variables that were given and put in nowhere."""
@@ -365,6 +383,18 @@ def _closing(line: str) -> int | None:
     return None
 
 
+def _to_closing_quote(value: str, lines: deque[str]) -> str:
+    """``value`` with those of ``lines`` that its quoted text continues on; without them if nothing closes it."""
+    whole = value
+    for taken, line in enumerate(["", *lines]):
+        whole += f" {line}" if taken else ""
+        if not re.search("[\"']", _QUOTED.sub("", without_comment(whole))):
+            for _ in range(taken):
+                lines.popleft()
+            return without_comment(whole)
+    return value
+
+
 def _scalar(value: str) -> list[str] | None:
     """Words of a value: several only where it holds flags, as scripts keep them in one variable."""
     if _DESCRIPTION in value:
@@ -377,7 +407,13 @@ def _scalar(value: str) -> list[str] | None:
 
 def _several_words(value: str) -> list[str]:
     """Words of a variable's value, which are put in without quotes if they are flags or overrides."""
-    return _split(value) if value.startswith("--") or _OVERRIDES.fullmatch(value) else [value]
+    return _split(value.strip()) if _is_several(value) else [value]
+
+
+def _is_several(value: str) -> bool:
+    """True for flags or overrides, even if it is one."""
+    text = value.strip()
+    return text.startswith("--") or _OVERRIDES.fullmatch(text) is not None
 
 
 def _refers_to(name: str, words: Sequence[str]) -> bool:

@@ -148,6 +148,46 @@ def test_a_value_that_a_condition_changes_is_told(line: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ('A="--x 1"\nA="$A --y 2"\nARGS=($A)', ["--x", "1", "--y", "2"]),
+        ('A="--x 1"\nA="--y 2 ${A}"\nARGS=($A)', ["--y", "2", "--x", "1"]),
+        ('A="a.b=1"\nB="c.d=2 e.f=3"\nA="$A $B"\nARGS=($A)', ["a.b=1", "c.d=2", "e.f=3"]),
+        ('A="a.b=1"\nB="c.d=2"\nA="$A $B"\nA="$A e.f=3"\nARGS=($A)', ["a.b=1", "c.d=2", "e.f=3"]),
+        ('A="x y"\nA="$A z"\nARGS=(--n "$A")', ["--n", "x y z"]),
+        ("N=a\nN=$N/b\nARGS=(--n $N)", ["--n", "a/b"]),
+        ("N=1\nN=${N:-2}\nARGS=(--n $N)", ["--n", "1"]),
+        ("ARGS=(--x)\nARGS=(${ARGS[@]} --y)", ["--x", "--y"]),
+        ('D=d\nD="${D}" make < a\nARGS=(--n $D/x)', ["--n", "d/x"]),
+    ],
+)
+def test_a_variable_that_is_extended_by_itself(script: str, words: list[str]) -> None:
+    command = read(script)
+    assert command.words == words
+    assert command.unknown == command.repeated == command.conditional == []
+
+
+def test_a_variable_that_a_condition_extends_by_itself_is_told() -> None:
+    command = read('A="--x 1"\nif true; then\n  A="$A --y 2"\nfi\nARGS=($A)')
+    assert (command.words, command.conditional) == (["--x", "1", "--y", "2"], ["A"])
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ('A="\n   a.b=1 \\\n   c.d=2\n   e.f=3"\nARGS=($A)', ["a.b=1", "c.d=2", "e.f=3"]),
+        ("A='\n  --x 1\n  --y \"2 3\"'\nARGS=($A)", ["--x", "1", "--y", "2 3"]),
+        ('A="{\n \\"ARGS=(no)\\": 1\n}"\nARGS=(--n "$A")', ["--n", '{  "ARGS=(no)": 1 }']),
+        ("A=5  # it's\nB='x' # \"\nARGS=(--a $A --b $B)", ["--a", "5", "--b", "x"]),
+        ('A="open\nARGS=(--b 2)', ["--b", "2"]),
+    ],
+)
+def test_a_text_of_several_lines(script: str, words: list[str]) -> None:
+    command = read(script)
+    assert (command.words, command.unknown) == (words, [])
+
+
+@pytest.mark.parametrize(
     ("line", "value"),
     [("cd a && N=1 make", "0"), ('echo "a; N=1"', "0"), ("true; N=1 make && echo", "0"), ("make; N=1", "1")],
 )
