@@ -25,7 +25,7 @@ from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.arguments.validation import flag_problems
 from miles_async.commands.migrate import verl_sft
 from miles_async.commands.migrate.defaults import DEFAULTS, missing_defaults
-from miles_async.commands.migrate.several_flags import work_out
+from miles_async.commands.migrate.several_flags import teacher_file, work_out
 from miles_async.commands.migrate.shell_script import HOME, ShellCommand, find_command
 from miles_async.commands.migrate.verl import PROGRAMS as SAMPLING_PROGRAMS
 from miles_async.commands.migrate.verl import Migrated, from_verl
@@ -131,7 +131,10 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
     command.unknown = [*_unknown(command, migrated)]
     refused = refusals("".join(flags), translation.checks)
     title = f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
-    remarks = [*_section("Set in the environment", environment), *_remarks(command, migrated)]
+    file = teacher_file(values_by_flag(migrated.words), scripted)
+    remarks = [*_section("Set in the environment", environment)]
+    remarks += _section("A file for --server-groups, with the teacher of --use-opd", file)
+    remarks += _remarks(command, migrated)
     remarks += _section("`train` would refuse this", refused)
     show("".join([title, *flags, *remarks]))
     return 1 if migrated.unmapped or command.missing or command.unknown or refused else 0

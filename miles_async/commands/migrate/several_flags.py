@@ -93,6 +93,25 @@ def _about_the_teacher(translation: Translation, scripted: Scripted) -> dict[str
     return {_REWARDS: "is taken as --advantage-estimator on_policy_distillation: all rewards are 0"}
 
 
+def teacher_file(given: Scripted, scripted: Scripted) -> list[str]:
+    """Lines of a file for --server-groups, with the teacher that a run lacks. ``given``: flag of ours → its values."""
+    if "--use-opd" not in given or "--server-groups" in given:
+        return []
+    (gpus, *_), (size, *_) = (
+        given.get(flag) or ("1",) for flag in ("--rollout-num-gpus", "--rollout-num-gpus-per-engine")
+    )
+    engines = int(gpus) // int(size) if gpus.isdigit() and size.isdigit() and int(size) else 1
+    teacher = " ".join(scripted.get("--opd-teacher-load", ())).rstrip("/").removesuffix(CONVERTED)
+    return [
+        "[groups.train]",
+        f"engines = {max(1, engines)}" + ("  # on GPUs of their own: leave out --colocate" * ("--colocate" in given)),
+        f"gpus_per_engine = {size}",
+        "[groups.teacher]",
+        'role = "frozen"',
+        f"model = {json.dumps(teacher or 'TEACHER')}  # its Hugging Face directory",
+    ]
+
+
 def _leave_out(translation: Translation, left_out: str) -> None:
     found = mentions(translation.words)
     translation.words = [

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import subprocess
+import tomllib
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -614,3 +616,27 @@ def test_a_reward_that_asks_a_teacher_is_the_teacher(system: str, tmp_path: Path
     status, text = migrated(f"{model} {asked} --custom-reward-post-process-path mine.rewards")
     assert status == 1
     assert "#   --custom-reward-post-process-path does not exist here" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "engines", "model"),
+    [
+        ("--opd-type megatron --opd-teacher-load /m/Qwen3-8B_torch_dist/", "engines = 1", "/m/Qwen3-8B"),
+        ("--opd-type sglang --rollout-num-gpus 8 --rollout-num-gpus-per-engine 2", "engines = 4", "TEACHER"),
+        ("--colocate", "engines = 1  # on GPUs of their own: leave out --colocate", "TEACHER"),
+        ("--rollout-num-gpus 8 --rollout-num-gpus-per-engine $N", "engines = 1", "TEACHER"),
+    ],
+)
+def test_a_file_with_the_teacher_is_written_out(words: str, engines: str, model: str, migrated: Migrate) -> None:
+    status, text = migrated(f"{FINE} --use-opd {words}")
+    assert status == 1
+    file = text.partition("# A file for --server-groups, with the teacher of --use-opd:\n")[2].splitlines()
+    lines = [line.removeprefix("#   ") for line in takewhile(lambda line: line.startswith("#   "), file)]
+    assert engines in lines
+    groups = tomllib.loads("\n".join(lines).replace("gpus_per_engine = $N", ""))["groups"]
+    assert groups["teacher"] == {"role": "frozen", "model": model}
+
+
+@pytest.mark.parametrize("words", ["", "--use-opd --server-groups fleet.toml"])
+def test_no_file_where_nothing_needs_it(words: str, migrated: Migrate) -> None:
+    assert "A file for --server-groups" not in migrated(f"{FINE} {words}")[1]
