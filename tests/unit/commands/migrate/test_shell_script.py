@@ -177,7 +177,7 @@ def test_a_variable_that_a_condition_extends_by_itself_is_told() -> None:
     [
         ('A="\n   a.b=1 \\\n   c.d=2\n   e.f=3"\nARGS=($A)', ["a.b=1", "c.d=2", "e.f=3"]),
         ("A='\n  --x 1\n  --y \"2 3\"'\nARGS=($A)", ["--x", "1", "--y", "2 3"]),
-        ('A="{\n \\"ARGS=(no)\\": 1\n}"\nARGS=(--n "$A")', ["--n", '{  "ARGS=(no)": 1 }']),
+        ('A="{\n \\"ARGS=(no)\\": 1\n}"\nARGS=(--n "$A")', ["--n", '{\n "ARGS=(no)": 1\n}']),
         ("A=5  # it's\nB='x' # \"\nARGS=(--a $A --b $B)", ["--a", "5", "--b", "x"]),
         ('A="open\nARGS=(--b 2)', ["--b", "2"]),
     ],
