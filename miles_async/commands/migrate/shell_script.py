@@ -33,6 +33,7 @@ from miles_async.commands.migrate.shell_words import (
     split,
     to_closing_quote,
     to_its_end,
+    value_and_rest,
     with_arguments,
 )
 from miles_async.errors import ConfigurationError
@@ -42,6 +43,8 @@ _BEFORE = re.compile(r"""\s*(?:export\s+)?(\w+)=((?:[^\s"'(]|"[^"]*"|'[^']*')*)\
 _ONE = r"""\w+=(?:\$\(\([^()]*\)\)|"[^"]*"|'[^']*'|[^\s;"'()])*"""
 _SEVERAL = re.compile(rf"(\s*{_ONE});\s*(?=\w+=)")  # A=1; B="2"; C=$((A+1))
 _ALONE = re.compile(rf"({_ONE})\s*(?=;|$)")  # A=1, and no command that it is for
+_ONE_BEGINS = re.compile(r"\w+=")
+_SEPARATORS = (";", "&", "|", "<", ">", ")")  # of commands and redirections
 _READ = re.compile(r"\s*read\s+(?:-\w+\s+)+(\w+)\s*<<<\s*(.*)")
 _SOURCE = re.compile(r"\s*(?:source|\.)\s+(\S.*)")
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
@@ -173,7 +176,18 @@ class _Script:
         if (assigned := _ASSIGNMENT.fullmatch(line)) is None:
             return False
         name, added, opened, value = assigned.groups()
-        words = list(array_words(value, lines)) if opened else scalar(to_closing_quote(value, lines))
+        if opened:
+            words: list[str] | None = list(array_words(value, lines))
+        else:
+            value = to_closing_quote(value, lines)
+            words, (_, rest) = scalar(value), value_and_rest(value)
+            is_builtin = bool(line[: assigned.start(1)].strip())  # such as export
+            if words is not None and rest and not is_builtin and not rest.startswith(_SEPARATORS):
+                return False  # it is for a command alone
+            if rest.startswith(_SEPARATORS):
+                lines.appendleft(rest.replace("&&", ";", 1) if rest.startswith("&&") else rest)
+            elif is_builtin and _ONE_BEGINS.match(rest):
+                lines.appendleft(f"export {rest}")
         replaceable = under or (not opened and words is not None and not any(words))  # under a condition, or empty
         if replaceable and not added and name in self._given and not refers_to(name, words or [value]):
             self._values[name] = None

@@ -65,14 +65,22 @@ def to_closing_quote(value: str, lines: deque[str]) -> str:
     return value
 
 
-def scalar(value: str) -> list[str] | None:
-    """Words of a value: several only where it holds flags, as scripts keep them in one variable."""
+def value_and_rest(text: str) -> tuple[str, str]:
+    """What is assigned by ``text``, the part of an assignment behind its =, and what follows it on the line."""
+    end = _ENDS_VALUE.search(_masked(_SUBSTITUTION.sub(lambda found: "x" * len(found[0]), text)))
+    return (text[: end.start()], text[end.start() :].strip()) if end else (text, "")
+
+
+def scalar(text: str) -> list[str] | None:
+    """Words of a value: several only where it holds flags, as scripts keep them in one variable; None if only the shell
+    knows it. What follows it is left out.
+    """
+    value, _ = value_and_rest(text)
     if DESCRIPTION in value:
         return [f"$({DESCRIPTION})"]
     if is_substituted(without_printed(value)) or value.count('"') % 2 or value.count("'") % 2:
         return None
-    end = _ENDS_VALUE.search(_masked(_SUBSTITUTION.sub(lambda found: "x" * len(found[0]), value)))
-    return [word for part in split(value[: end.start()] if end else value) for word in several_words(part)]
+    return [word for part in split(value) for word in several_words(part)]
 
 
 def several_words(value: str) -> list[str]:

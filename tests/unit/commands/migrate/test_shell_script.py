@@ -120,6 +120,9 @@ def test_what_a_condition_decides_is_taken_and_told(line: str) -> None:
     [
         "if true; then\n  echo 1\nfi\nARGS=(--a)\n",
         "if true; then echo 1; elif false; then echo 2; fi\nARGS=(--a)",
+        "if true; then\n  N=1; fi\nARGS=(--a)",
+        "for i in 1; do\n  N=1; M=2; done\nARGS=(--a)",
+        "case x in\n  a) N=1;; b) N=2;; esac\nARGS=(--a)",
         "main() {\n  ARGS=(--a)\n}",
         "if true; then\n  ARGS=(--b)\nfi\nARGS=(--a)",
         "python3 - <<PY\nfor x in y:\n    print(x)\nPY\nARGS=(--a)",
@@ -158,7 +161,7 @@ def test_a_value_that_a_condition_changes_is_told(line: str) -> None:
         ("N=a\nN=$N/b\nARGS=(--n $N)", ["--n", "a/b"]),
         ("N=1\nN=${N:-2}\nARGS=(--n $N)", ["--n", "1"]),
         ("ARGS=(--x)\nARGS=(${ARGS[@]} --y)", ["--x", "--y"]),
-        ('D=d\nD="${D}" make < a\nARGS=(--n $D/x)', ["--n", "d/x"]),
+        ('D=d\nD="${D}/y" make < a\nARGS=(--n $D/x)', ["--n", "d/x"]),
     ],
 )
 def test_a_variable_that_is_extended_by_itself(script: str, words: list[str]) -> None:
@@ -189,7 +192,15 @@ def test_a_text_of_several_lines(script: str, words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("line", "value"),
-    [("cd a && N=1 make", "0"), ('echo "a; N=1"', "0"), ("true; N=1 make && echo", "0"), ("make; N=1", "1")],
+    [
+        ("cd a && N=1 make", "0"),
+        ("N=1 make -j 8", "0"),
+        ("N= read -r a", "0"),
+        ("N=1 > a.log", "1"),
+        ('echo "a; N=1"', "0"),
+        ("true; N=1 make && echo", "0"),
+        ("make; N=1", "1"),
+    ],
 )
 def test_an_assignment_for_one_command_is_not_kept(line: str, value: str) -> None:
     assert read(f"N=0\n{line}\nARGS=(--a $N)").words == ["--a", value]
@@ -269,6 +280,9 @@ def test_a_file_next_to_the_script(path: str, tmp_path: Path) -> None:
         ('ARGS=(--a)\nARGS+=("$@" "${@:2}")', ["--a"]),
         ("M=$A; shift\nARGS=(--a $M)", ["--a", "a/b/c.d"]),
         ("M='x y;' && echo\nARGS=(--a \"$M\")", ["--a", "x y;"]),
+        ("M=1 && N=2\nARGS=(--a $M --b $N)", ["--a", "1", "--b", "2"]),
+        ("export M=1 N='2 3'\nARGS=(--a $M --b \"$N\")", ["--a", "1", "--b", "2 3"]),
+        ("M=1; O=$(nproc)\nARGS=(--a $M)", ["--a", "1"]),
         ('E="a.b=1 +c=[2,3]"\nARGS=($E)', ["a.b=1", "+c=[2,3]"]),
     ],
 )
