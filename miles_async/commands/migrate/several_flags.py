@@ -78,7 +78,7 @@ def _about_the_reference(translation: Translation, scripted: Scripted) -> dict[s
 
 
 def _about_the_teacher(translation: Translation, scripted: Scripted) -> dict[str, str]:
-    """Flag → remark on a teacher that theirs ask by a reward, at --rm-url."""
+    """Flag → remark, for a reward that asks a teacher at --rm-url."""
     paths = scripted.get(_REWARD), scripted.get(_REWARDS)
     asks = any(paths == ((f"{module}.reward_func",), (f"{module}.post_process_rewards",)) for module in _TEACHERS)
     if "--use-opd" not in scripted or not asks:
@@ -88,13 +88,13 @@ def _about_the_teacher(translation: Translation, scripted: Scripted) -> dict[str
     translation.words += ["--advantage-estimator", "on_policy_distillation"]
     translation.notes[_REWARD] = (
         f"{_REWARD} and --rm-url change nothing: the teacher is a frozen group of --server-groups (docs/algorithms.md "
-        "has an example), whose model is what the server at --rm-url has"
+        "has an example), with the model that the server at --rm-url has"
     )
     return {_REWARDS: "is taken as --advantage-estimator on_policy_distillation: all rewards are 0"}
 
 
 def teacher_file(given: Scripted, scripted: Scripted) -> list[str]:
-    """Lines of a file for --server-groups, with the teacher that a run lacks. ``given``: flag of ours → its values."""
+    """Lines of a file for --server-groups with a teacher, if the run lacks one. ``given``: our flag → its values."""
     if "--use-opd" not in given or "--server-groups" in given:
         return []
     (gpus, *_), (size, *_) = (

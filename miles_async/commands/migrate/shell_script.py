@@ -64,7 +64,7 @@ HOME, _TILDE = "HOME", ["~"]
 _HERE = ["."]  # where the script would be started, as is ``miles-async train``
 _ELSEWHERE = re.compile(r"^\s*(?:cd|pushd)\s", re.MULTILINE)
 _NOT_PUT_IN = re.compile(r"\$(?:\{[^}]*\}?|[@*?$!#])")
-# Begins a line that has only flags or keys: the one before it lacks a backslash at its end.
+# Begins a line of flags or keys only: the line before lacks a backslash at its end.
 _CONTINUES = re.compile(r"""\s+(?:--\w|["']?\$\{\w+\[@\]\}|[+~]*\w+\.[\w.]+=)""")
 _LAUNCHED = re.compile(r"--(nnodes|nproc[-_]per[-_]node)[= ]+(\S+)")  # of torchrun
 # An assignment that does not begin its line.
@@ -183,7 +183,7 @@ class _Script:
             words, (_, rest) = scalar(value), value_and_rest(value)
             is_builtin = bool(line[: assigned.start(1)].strip())  # such as export
             if words is not None and rest and not is_builtin and not rest.startswith(_SEPARATORS):
-                return False  # it is for a command alone
+                return False  # it applies to one command
             if rest.startswith(_SEPARATORS):
                 lines.appendleft(rest.replace("&&", ";", 1) if rest.startswith("&&") else rest)
             elif is_builtin and _ONE_BEGINS.match(rest):
@@ -204,7 +204,9 @@ class _Script:
         return True
 
     def _extended(self, name: str, words: Sequence[str]) -> list[str] | None:
-        """``words`` with what the variable holds in place of itself; None if they or it have no such value."""
+        """``words`` with the variable's current value in place of references to itself; None without such a value or
+        reference.
+        """
         held = self._values.get(name)
         if held is None or not refers_to(name, words):
             return None

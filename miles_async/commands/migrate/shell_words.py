@@ -54,7 +54,7 @@ def _closing(line: str) -> int | None:
 
 
 def to_closing_quote(value: str, lines: deque[str]) -> str:
-    """``value`` with those of ``lines`` that its quoted text continues on; without them if nothing closes it."""
+    """Append the ``lines`` on which quoted text of ``value`` continues, if a quote closes it."""
     whole = value
     for taken, line in enumerate(["", *islice(lines, _LONGEST_TEXT)]):
         whole += f"\n{line}" if taken else ""
@@ -66,7 +66,7 @@ def to_closing_quote(value: str, lines: deque[str]) -> str:
 
 
 def value_and_rest(text: str) -> tuple[str, str]:
-    """What is assigned by ``text``, the part of an assignment behind its =, and what follows it on the line."""
+    """Split ``text``, an assignment after its =, into the value and the rest of the line."""
     end = _ENDS_VALUE.search(_masked(_SUBSTITUTION.sub(lambda found: "x" * len(found[0]), text)))
     return (text[: end.start()], text[end.start() :].strip()) if end else (text, "")
 
@@ -95,7 +95,7 @@ def is_several(value: str) -> bool:
 
 
 def refers_to(name: str, words: Sequence[str]) -> bool:
-    """True if a variable is put into one of ``words``."""
+    """True if one of ``words`` contains the variable."""
     return any(re.search(rf"\$\{{?{name}\b", word) for word in words)
 
 

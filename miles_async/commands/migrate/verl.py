@@ -193,13 +193,13 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
 
 
 def betas(value: str) -> list[str]:
-    """Words for Adam's two."""
+    """Flags for Adam's betas."""
     first, second = (*items(value), "", "")[:2]
     return ["--adam-beta1", first, "--adam-beta2", second]
 
 
 def trackers(value: str) -> list[str]:
-    """Words for those of a list of loggers that exist here."""
+    """Flags for the loggers of a list that exist here."""
     named = items(value)
     return [f"--use-{tracker}" for tracker in TRACKERS if tracker in named]
 
@@ -226,7 +226,7 @@ def _optimizer_steps(values: Mapping[str, str], done: Migrated) -> None:
 
 
 def files(flag: str, value: str) -> Iterator[str]:
-    """Yield words for a list of files, each after the name of its folder if another one has its name."""
+    """Yield ``flag`` and its files, each after the name of its folder if another file has the same name."""
     found = [file for file in items(value) if file != "None"]
     names = [Path(file).name for file in found]
     if found:

@@ -13,7 +13,7 @@ class When:
 
     key: str
     values: tuple[str | None, ...]
-    others: bool = False  # it counts with all values but these
+    others: bool = False  # counts with any value except these
 
     def holds(self, given: Mapping[str, str]) -> bool:
         return (given.get(self.key) in self.values) != self.others

@@ -106,7 +106,7 @@ def from_sft(words: Sequence[str], launched: Mapping[str, str] | None = None) ->
 
 
 def _columns(values: Mapping[str, str]) -> Iterator[str]:
-    """Words for the columns of questions and answers, if a row is not a chat."""
+    """Yield flags for the columns of questions and answers."""
     if values.get("data.multiturn.enable") == "True":
         yield from ("--label-key", "none")
         return
