@@ -9,6 +9,8 @@ from functools import partial
 from miles_async.arguments.foreign.record import ForeignFlag, renamed, rows
 
 _LOSS = "the policy gradient alone moves the weights"
+FLAGS_WIN = "a resumed run (--load) computes the schedule from its own flags and continues at the checkpoint's step"
+SAME_FLAGS = f"{FLAGS_WIN}: remove it, and give --lr, --min-lr, --lr-decay-style and the warm-up of the earlier run"
 
 _noted = partial(rows, "noted", origin="Megatron-LM")
 _refused = partial(rows, "refused", origin="Megatron-LM")
@@ -26,6 +28,7 @@ MEGATRON: tuple[ForeignFlag, ...] = (
             switches="enable-experimental"),
     *_noted("layers are Transformer Engine's where it is installed, otherwise Megatron's", one="transformer-impl",
             only=("transformer_engine", "local")),
+    *_noted("--attention-backend names the kernels of attention", switches="use-flash-attn"),
     *_noted("every parameter is loaded from --hf-checkpoint", one="init-method-std"),
     *_noted("config.json says the size of the vocabulary", one="make-vocab-size-divisible-by"),
     *_noted("engines have no dropout, and the trainer's log-probs are to be theirs",
@@ -44,6 +47,7 @@ MEGATRON: tuple[ForeignFlag, ...] = (
     # Memory and speed.
     *_noted("it always is: optimizer state is sharded over data-parallel ranks", switches="use-distributed-optimizer"),
     *_noted("gradients always are accumulated and reduced in fp32", switches="accumulate-allreduce-grads-in-fp32"),
+    *_refused("gradients always are accumulated and reduced in fp32: remove it", switches="grad-reduce-in-bf16"),
     *_noted("AdamW is the optimizer", one="optimizer", only=("adam",)),
     _turns_off("--no-rope-fusion", "apply_rope_fusion"),
     _turns_off("--no-bias-swiglu-fusion", "bias_activation_fusion"),
@@ -58,6 +62,11 @@ MEGATRON: tuple[ForeignFlag, ...] = (
     *_noted("a warm-up begins at 0", one="lr-warmup-init", only=("0",)),
     *_refused("the decay ends with the run: remove it", one="lr-decay-iters lr-decay-samples"),
     *_refused("use --lr-decay-style", one="lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style"),
+    *_noted(FLAGS_WIN, switches="override-opt_param-scheduler override-opt-param-scheduler"),
+    *_refused(SAME_FLAGS, switches="use-checkpoint-opt_param-scheduler use-checkpoint-opt-param-scheduler"),
+    # Checkpoints.
+    *_refused("use --load with the checkpoint's own directory, such as DIR/iter_0000040", one="ckpt-step"),
+    *_noted("--async-save writes checkpoints while training continues", switches="use-persistent-ckpt-worker"),
     # Batches.
     *_noted("it is the default; --loss-aggregation has the alternatives", switches="calculate-per-token-loss"),
     *_refused("use --num-rollout (rollout steps)", one="train-iters"),

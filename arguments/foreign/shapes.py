@@ -22,6 +22,7 @@ BIASED_PROJECTIONS = ("qwen2", "qwen2_moe", *_LATENT)  # of latent attention Meg
 GATED_SHARED_EXPERTS = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 WITHOUT_POSITIONS = ("nemotron_h",)
 SANDWICH_NORMS = ("glm4", "gemma2", "gemma3", "gemma3_text", "gemma4_text")
+ATTENTION_SINKS = ("gpt_oss",)
 INTERLEAVED_ROTATIONS = ("glm", "glm4")
 
 Said = tuple[object, str] | None
@@ -68,6 +69,11 @@ def _field(*names: str, default: object = UNTOLD) -> Callable[[JsonObject], Said
 
 def _named(flag: str, *names: str, default: object = UNTOLD) -> ForeignFlag:
     return _shape(flag, _field(*names, default=default), must_be=f"{names[0]} of config.json")
+
+
+def _of_rope(key: str) -> tuple[str, str]:
+    """Where config.json may have a setting of the rotary embedding; transformers 5 writes the second."""
+    return f"rope_scaling.{key}", f"rope_parameters.{key}"
 
 
 _experts = _field(*EXPERT_COUNTS, default=0)
@@ -124,6 +130,12 @@ def _activation(*names: str) -> Callable[[JsonObject], Said]:
     return said
 
 
+_rope_kind = _field(
+    *("rope_scaling.rope_type", "rope_scaling.type", "rope_parameters.rope_type", "rope_parameters.type"),
+    default="default",
+)
+
+
 def _rotary(config: JsonObject) -> Said:
     kind = config.get("model_type")
     return kind not in WITHOUT_POSITIONS, f"model_type {kind!r}"
@@ -169,11 +181,39 @@ def _position_types(config: JsonObject) -> Said:
     """Values of --position-embedding-type. With YaRN rope is right, too: recipes of DeepSeek give it."""
     if config.get("model_type") in WITHOUT_POSITIONS:
         return frozenset({"none"}), f"model_type {config['model_type']!r}"
-    kind = _field(
-        *("rope_scaling.rope_type", "rope_scaling.type", "rope_parameters.rope_type", "rope_parameters.type"),
-        default="default",
-    )(config)
+    kind = _rope_kind(config)
     return kind and (frozenset(("rope", "yarn") if kind[0] == "yarn" else ("rope",)), kind[1])
+
+
+def _rope_type(config: JsonObject) -> Said:
+    kind = _rope_kind(config)
+    return kind and ("yarn" if kind[0] == "yarn" else "rope", kind[1])
+
+
+def _llama_scaling(config: JsonObject) -> Said:
+    kind = _rope_kind(config)
+    return kind and (kind[0] == "llama3", kind[1])
+
+
+def _window(config: JsonObject) -> Said:
+    """Values of --window-size, in tokens: Megatron does not count the token itself, config.json and recipes do."""
+    size = config.get("sliding_window")
+    if not isinstance(size, int) or not config.get("use_sliding_window", True):
+        return None, f"sliding_window {size}"
+    return frozenset({f"{size},0", f"{size - 1},0"}), f"sliding_window {size}"
+
+
+def _full_attention(config: JsonObject) -> Said:
+    """Every how many layers attention has no window; None if they are not evenly spaced."""
+    full = [kind == "full_attention" for kind in config.get("layer_types") or ()]
+    first = full.index(True) + 1 if True in full and not all(full) else 0
+    even = first and full == [(layer + 1) % first == 0 for layer in range(len(full))]
+    return (first if even else None), "layer_types"
+
+
+def _softmax(config: JsonObject) -> Said:
+    kind = config.get("model_type")
+    return ("learnable" if kind in ATTENTION_SINKS else "vanilla"), f"model_type {kind!r}"
 
 
 def _layer_kinds(config: JsonObject) -> Said:
@@ -225,9 +265,18 @@ SHAPES: tuple[ForeignFlag, ...] = (
     _shape("--use-rotary-position-embeddings", _rotary, "nothing"),
     _shape("--rotary-interleaved", _family(*INTERLEAVED_ROTATIONS), "nothing"),
     _shape("--position-embedding-type", _position_types, only=("rope", "yarn", "none")),
-    _named("--rotary-scaling-factor", "rope_scaling.factor", "rope_parameters.factor", default=1.0),
-    _named("--mscale", "rope_scaling.mscale", "rope_parameters.mscale", default=1.0),
-    _named("--mscale-all-dim", "rope_scaling.mscale_all_dim", "rope_parameters.mscale_all_dim", default=0.0),
+    _named("--rotary-scaling-factor", *_of_rope("factor"), default=1.0),
+    _shape("--use-rope-scaling", _llama_scaling, "nothing"),
+    _named("--rope-scaling-factor", *_of_rope("factor"), default=None),
+    _shape("--rope-type", _rope_type, only=("rope", "yarn")),
+    _named("--original-max-position-embeddings", *_of_rope("original_max_position_embeddings"), default=None),
+    _named("--beta-fast", *_of_rope("beta_fast"), default=32.0),
+    _named("--beta-slow", *_of_rope("beta_slow"), default=1.0),
+    _named("--mscale", *_of_rope("mscale"), default=1.0),
+    _named("--mscale-all-dim", *_of_rope("mscale_all_dim"), default=0.0),
+    _shape("--window-size", _window),
+    _shape("--window-attn-skip-freq", _full_attention),
+    _shape("--softmax-type", _softmax),
     _shape("--multi-latent-attention", _latent, "nothing"),
     _named("--q-lora-rank", "q_lora_rank", default=None),
     _named("--kv-lora-rank", "kv_lora_rank", default=None),
@@ -237,6 +286,7 @@ SHAPES: tuple[ForeignFlag, ...] = (
     _named("--num-experts", *EXPERT_COUNTS, default=0),
     _shape("--moe-ffn-hidden-size", _in_mixture(_field("moe_intermediate_size", "intermediate_size"))),
     _shape("--moe-shared-expert-intermediate-size", _shared_experts),
+    _named("--moe-latent-size", "moe_latent_size", default=None),
     _shape("--moe-shared-expert-gate", _family(*GATED_SHARED_EXPERTS), "nothing"),
     _shape("--moe-layer-freq", _layer_kinds),
     _named("--moe-router-topk", "num_experts_per_tok", "num_experts_per_token", "top_k_experts", default=0),

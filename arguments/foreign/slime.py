@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from miles_async.arguments import Arguments
+from miles_async.arguments.foreign.megatron import FLAGS_WIN, SAME_FLAGS
 from miles_async.arguments.foreign.record import Fact, ForeignFlag, ForeignValue, renamed, rows
 from miles_async.arguments.model_files import read_json
 from miles_async.types import JsonObject
@@ -46,6 +47,7 @@ _CHANGES_METRICS = "metrics do not depend on it: docs/metrics.md says where they
 _ONE_ADAPTER = "a run trains one adapter per layer: remove it"
 _NONZERO_STD = "rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 _NOT_ABORTED = "miles.rollout.filter_hub.dynamic_sampling_filters.check_no_aborted"
+_FROZEN = "a teacher is a frozen group of --server-groups"
 _NEVER_WAITS = "generation never waits for the trainer, but with --on-policy"
 FULLY_ASYNC_LOOPS = (
     "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
@@ -239,7 +241,8 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("use --critic-hf-checkpoint, a Hugging Face directory; a run that resumes finds its critic in --load",
             one="critic-load"),
     *_refused("the critic is a part of the checkpoints in --save: remove it", one="critic-save"),
-    *_noted("the teacher is a frozen group of --server-groups, whose engines score", one="opd-type", only=("sglang",)),
+    *_noted("the teacher is a frozen group of --server-groups, whose engines score", one="opd-type",
+            only=("sglang", "megatron")),
     *_refused("name the teacher as model of a frozen group in --server-groups",
             one="opd-teacher-load opd-teacher-ckpt-step"),
     *_refused("use --advantage-estimator module:attr (from groups of samples) or --token-advantages module:attr (on "
@@ -263,14 +266,26 @@ SLIME: tuple[ForeignFlag, ...] = (
     *_refused("use --advantage-estimator reinforce: its advantage is the reward",
             switches="disable-rewards-normalization"),
     *_noted("trainer and engines are always compared", switches="get-mismatch-metrics"),
+    *_noted(FLAGS_WIN, switches="no-use-checkpoint-lr-scheduler override-lr-scheduler no-override-lr-scheduler"),
+    *_refused(SAME_FLAGS, switches="use-checkpoint-lr-scheduler"),
     *_refused("AdamW keeps its state: remove it", switches="reset-optimizer-states use-stateless-adam"),
     *_refused("use --on-policy, or --use-rollout-logprobs: log-probs of trainer and engines differ by rounding",
             switches="true-on-policy-mode recompute-logprobs-via-prefill"),
     *_refused("use --use-rollout-logprobs, without which the old log-probs need that pass",
             switches="skip-actor-forward-only"),
+    *_noted("--use-opd compares sampled tokens", one="opd-log-prob-top-k", only=("0",)),
     *_refused("--use-opd compares sampled tokens with one teacher: remove it",
-            one="opd-log-prob-top-k opd-top-k-strategy opd-reward-weight-mode opd-teacher-key",
+            one="opd-top-k-strategy opd-reward-weight-mode opd-teacher-key",
             switches="opd-topk-per-position", many="opd-teacher-urls"),
+    # A teacher's own server.
+    *_refused(f"{_FROZEN}: give its table a port, that of its router", one="teacher-port"),
+    *_refused(f"{_FROZEN}, and the run waits until its engines are up: remove it",
+            one="teacher-warmup-port teacher-warmup-timeout-s",
+            switches="megatron-server-warmup no-megatron-server-warmup"),
+    *_refused(f"{_FROZEN}, and SGLang computes its log-probs: remove it",
+            one="teacher-sample-reduction-chunk-size teacher-label-reduction-chunk-size"),
+    *_refused(f"{_FROZEN}: give its table sglang = {{ context-length = ... }}", one="megatron-server-max-length"),
+    *_refused(f"{_FROZEN}, which keeps its weights: remove it", one="megatron-server-update-timeout-s"),
     *_refused("the trainer calls no hook there: remove it", one="custom-megatron-init-path "
             "custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path "
             "custom-megatron-post-save-hook-path"),

@@ -28,7 +28,11 @@ FILES_OF_OTHERS = {
     *("pytorch/attention/dot_product_attention/utils.py", "pytorch/attention/.../backends.py"),  # Transformer Engine
     *("entrypoints/engine.py", "managers/scheduler.py", "srt/utils/weight_versions.py"),  # SGLang
     *("setup_worker.py", "ray/_private/accelerators/nvidia_gpu.py"),  # Ray
-    *("trainer/config/ppo_megatron_trainer.yaml", "trainer/constants_ppo.py"),  # verl
+    *(
+        "trainer/config/ppo_megatron_trainer.yaml",
+        "trainer/config/sft_trainer.yaml",
+        "trainer/constants_ppo.py",
+    ),  # verl
     "verl/trainer/ppo/rollout_corr_helper.py",
     *("ray/actor_group.py", "areal/trainer/ppo/actor.py"),  # slime, AReaL
     *("entrypoint.py", "convert_hf_to_gguf.py"),  # NVIDIA's images, llama.cpp

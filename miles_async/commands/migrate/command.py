@@ -23,10 +23,11 @@ from miles_async.arguments.pass_through import is_pass_through
 from miles_async.arguments.specification import flag_specifications
 from miles_async.arguments.unknown_flags import explain_unknown
 from miles_async.arguments.validation import flag_problems
+from miles_async.commands.migrate import verl_sft
 from miles_async.commands.migrate.defaults import DEFAULTS, missing_defaults
-from miles_async.commands.migrate.several_flags import work_out
+from miles_async.commands.migrate.several_flags import teacher_file, work_out
 from miles_async.commands.migrate.shell_script import HOME, ShellCommand, find_command
-from miles_async.commands.migrate.verl import PROGRAMS as VERL_PROGRAMS
+from miles_async.commands.migrate.verl import PROGRAMS as SAMPLING_PROGRAMS
 from miles_async.commands.migrate.verl import Migrated, from_verl
 from miles_async.commands.migrate.verl_keys import KEYS
 from miles_async.commands.parser import CommandParser
@@ -34,6 +35,7 @@ from miles_async.errors import ConfigurationError
 from miles_async.runs.checks import passed_on_problems
 from miles_async.runtime.cluster.ray_address import with_ray_address
 
+VERL_PROGRAMS = (*SAMPLING_PROGRAMS, verl_sft.PROGRAM)
 PROGRAMS = ("train.py", "train_async.py", *VERL_PROGRAMS)
 
 DESCRIPTION = """\
@@ -79,6 +81,7 @@ CLUSTER = """\
 # Several nodes are a Ray cluster, which the run joins.
 --ray-address auto
 """
+OTHER_HOOKS = "; hooks have other signatures here: adapt yours (docs/extending/README.md)"
 CORRECTION = "--use-rollout-logprobs\n"
 CORRECTIONS = {"--use-rollout-logprobs", "--use-tis"}
 PROMPTS = {"--prompt-data", "--eval-prompt-data"}  # whose values are paths, too
@@ -104,8 +107,8 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="the value of a variable that the script takes from the environment, or of its argument: 1=VALUE for $1. "
-        "May be repeated",
+        help="the value of a variable that the script takes from the environment, assigns under a condition or leaves "
+        "empty, or of its argument: 1=VALUE for $1. May be repeated",
     )
     parsed = parser.parse_args(words)
     script: Path | None = parsed.script
@@ -118,7 +121,7 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
         return 0
     command = _command(script, dict(map(_variable, parsed.set)))
     is_verl = command.program in VERL_PROGRAMS
-    migrated = from_verl(command.words, command.program, script.parent) if is_verl else Migrated(words=command.words)
+    migrated = _migrated(command, script.parent)
     translation = translate(migrated.words)
     scripted = {} if is_verl else values_by_flag(command.words)
     environment = work_out(translation, scripted)
@@ -128,10 +131,21 @@ def migrate(words: Sequence[str], show: Callable[[str], None]) -> int:
     command.unknown = [*_unknown(command, migrated)]
     refused = refusals("".join(flags), translation.checks)
     title = f"# {script.name if script.name != '-' else 'A command line'} for miles-async train @THIS_FILE\n"
-    remarks = [*_section("Set in the environment", environment), *_remarks(command, migrated)]
+    file = teacher_file(values_by_flag(migrated.words), scripted)
+    remarks = [*_section("Set in the environment", environment)]
+    remarks += _section("A file for --server-groups, with the teacher of --use-opd", file)
+    remarks += _remarks(command, migrated)
     remarks += _section("`train` would refuse this", refused)
     show("".join([title, *flags, *remarks]))
     return 1 if migrated.unmapped or command.missing or command.unknown or refused else 0
+
+
+def _migrated(command: ShellCommand, directory: Path) -> Migrated:
+    if command.program == verl_sft.PROGRAM:
+        return verl_sft.from_sft(command.words, command.launched)
+    if command.program in SAMPLING_PROGRAMS:
+        return from_verl(command.words, command.program, directory)
+    return Migrated(words=command.words)
 
 
 def _unknown(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
@@ -178,7 +192,15 @@ def refusals(text: str, checks: Mapping[str, Sequence[str]]) -> list[str]:
         return [str(error)]
     arguments = replace(arguments, cluster=with_ray_address(arguments.cluster))
     given = {flag: tuple(values) for flag, values in checks.items()}
-    return [*flag_problems(arguments), *passed_on_problems(arguments), *check_foreign(arguments, given)]
+    problems = [*flag_problems(arguments), *check_foreign(arguments, given)]
+    try:
+        problems += passed_on_problems(arguments)
+    except ConfigurationError:  # a file of --server-groups that cannot be read, as flag_problems says
+        problems += passed_on_problems(replace(arguments, engines=replace(arguments.engines, server_groups=None)))
+    named = (("--eval-config", arguments.evaluation.eval_config), ("--server-groups", arguments.engines.server_groups))
+    elsewhere = tuple(f"{flag} {path}: " for flag, path in named if path is not None and not path.exists())
+    told = (problem for problem in problems if not problem.startswith(elsewhere))
+    return [problem + OTHER_HOOKS if ": expected module:attr" in problem else problem for problem in told]
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -284,6 +306,8 @@ def _remarks(command: ShellCommand, migrated: Migrated) -> Iterator[str]:
     yield from _section("Assigned more than once, the last one was taken: look at them", command.repeated)
     title = "Set or extended under a condition or in a loop, taken once as if it held: look at them"
     yield from _section(title, command.conditional)
+    title = "A backslash is missing before these in the script, which were taken as a part of the command: look at them"
+    yield from _section(title, command.joined)
     yield from _section("Sourced by the script and not found, so its flags are missing", command.missing)
 
 
@@ -299,8 +323,10 @@ def table(system: System) -> Iterator[str]:
     slime and miles share a table, with the flags of Megatron-LM, SGLang and smg that they take.
     """
     if system == "verl":
-        for key in sorted(KEYS, key=lambda key: key.key):
-            yield _line(key.key, key.only, key.verdict, key.note)
+        for title, keys in (("", KEYS), (f"# {verl_sft.PROGRAM}\n", verl_sft.KEYS)):
+            yield title
+            for key in sorted(keys, key=lambda key: key.key):
+                yield _line(key.key, key.only, key.verdict, key.note)
         return
     rows = sorted(FOREIGN_FLAGS.values(), key=lambda row: (row.origin, row.flag))
     for origin, of_origin in groupby(rows, key=lambda row: row.origin):

@@ -18,6 +18,9 @@ CONVERTED = "_torch_dist"
 
 _QUANTIZED = re.compile(r"[-_](fp8|int4|nvfp4|mxfp4|mxfp8|w4a16|w8a8)$", re.IGNORECASE)
 _VARIABLES = "--train-env-vars"
+_REWARD, _REWARDS = "--custom-rm-path", "--custom-reward-post-process-path"
+_TEACHERS = tuple(f"{system}.rollout.on_policy_distillation" for system in ("slime", "miles"))
+"""Modules with a reward that asks a teacher for log-probs, and makes all rewards 0 afterwards."""
 _ONE_STEP = "--use-dynamic-global-batch-size"
 
 Scripted = Mapping[str, Sequence[str]]
@@ -37,6 +40,7 @@ def work_out(translation: Translation, scripted: Scripted) -> list[str]:
             "is one optimizer step per rollout batch, as without --global-batch-size, which is left out"
         )
         _leave_out(translation, "--global-batch-size")
+    remarks |= _about_the_teacher(translation, scripted)
     for flag, remark in remarks.items():
         if translation.problems.pop(flag, None) is not None:
             translation.notes[flag] = f"{' '.join((flag, *scripted[flag]))} {remark}"
@@ -65,13 +69,54 @@ def _about_the_reference(translation: Translation, scripted: Scripted) -> dict[s
             "converted"
         )
         return {}
-    if "--use-kl-loss" not in scripted and same(" ".join(scripted.get("--kl-coef", ("0",))), "0"):
+    in_reward, in_loss = (
+        not same(" ".join(scripted.get(flag, ("0",))), "0") for flag in ("--kl-coef", "--kl-loss-coef")
+    )
+    if "--use-kl-loss" not in scripted and not in_reward:
         remark = "changes nothing: without a KL there is no reference, and the run starts from --hf-checkpoint"
         return dict.fromkeys(("--ref-load", "--ref-ckpt-step"), remark)
     if model and converted == name:
         translation.words += ["--ref-hf-checkpoint", model]
         return {"--ref-load": f"is taken as --ref-hf-checkpoint {model}: by its name, it is the same model, converted"}
+    if not in_reward and not in_loss:
+        remark = "changes nothing: with coefficient 0 the KL to --hf-checkpoint, where the run starts, is only logged"
+        return dict.fromkeys(("--ref-load", "--ref-ckpt-step"), remark)
     return {}
+
+
+def _about_the_teacher(translation: Translation, scripted: Scripted) -> dict[str, str]:
+    """Flag → remark, for a reward that asks a teacher at --rm-url."""
+    paths = scripted.get(_REWARD), scripted.get(_REWARDS)
+    asks = any(paths == ((f"{module}.reward_func",), (f"{module}.post_process_rewards",)) for module in _TEACHERS)
+    if "--use-opd" not in scripted or not asks:
+        return {}
+    for flag in (_REWARD, "--rm-url", "--advantage-estimator"):
+        _leave_out(translation, flag)
+    translation.words += ["--advantage-estimator", "on_policy_distillation"]
+    translation.notes[_REWARD] = (
+        f"{_REWARD} and --rm-url change nothing: the teacher is a frozen group of --server-groups (docs/algorithms.md "
+        "has an example), with the model that the server at --rm-url has"
+    )
+    return {_REWARDS: "is taken as --advantage-estimator on_policy_distillation: all rewards are 0"}
+
+
+def teacher_file(given: Scripted, scripted: Scripted) -> list[str]:
+    """Lines of a file for --server-groups with a teacher, if the run lacks one. ``given``: our flag → its values."""
+    if "--use-opd" not in given or "--server-groups" in given:
+        return []
+    (gpus, *_), (size, *_) = (
+        given.get(flag) or ("1",) for flag in ("--rollout-num-gpus", "--rollout-num-gpus-per-engine")
+    )
+    engines = int(gpus) // int(size) if gpus.isdigit() and size.isdigit() and int(size) else 1
+    teacher = " ".join(scripted.get("--opd-teacher-load", ())).rstrip("/").removesuffix(CONVERTED)
+    return [
+        "[groups.train]",
+        f"engines = {max(1, engines)}" + ("  # on GPUs of their own: leave out --colocate" * ("--colocate" in given)),
+        f"gpus_per_engine = {size}",
+        "[groups.teacher]",
+        'role = "frozen"',
+        f"model = {json.dumps(teacher or 'TEACHER')}  # its Hugging Face directory",
+    ]
 
 
 def _leave_out(translation: Translation, left_out: str) -> None:

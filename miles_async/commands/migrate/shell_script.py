@@ -2,58 +2,75 @@
 
 Arrays, assignments, ``source``, arithmetic, ``seq``, comments and continued lines are read; variables are put in where
 the script, or who reads it, says their values. Conditions and loops are not followed, and what only the shell can know
-stays as it is: both are reported. What other programs would print stands in ``printed.py``.
+stays as it is: both are reported. A value that is given replaces those that the script assigns under a condition or
+leaves empty. What other programs would print stands in ``printed.py``, what a word is in ``shell_words.py``.
 """
 
 from __future__ import annotations
 
 import ast
-import operator
 import re
-import shlex
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from miles_async.arguments.argument_files import outside_quotes, without_comment
-from miles_async.commands.migrate.printed import DATE, with_printed, without_printed
+from miles_async.arguments.argument_files import without_comment
+from miles_async.commands.migrate.printed import DATE, with_printed
+from miles_async.commands.migrate.shell_words import (
+    ARGUMENTS,
+    ARITHMETIC,
+    DESCRIPTION,
+    OTHERS,
+    array_words,
+    compute,
+    is_several,
+    is_substituted,
+    refers_to,
+    scalar,
+    sequence,
+    several_words,
+    split,
+    to_closing_quote,
+    to_its_end,
+    value_and_rest,
+    with_arguments,
+)
 from miles_async.errors import ConfigurationError
 
 _ASSIGNMENT = re.compile(r"\s*(?:(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*)?(\w+)(\+?)=(\(?)(.*)")
 _BEFORE = re.compile(r"""\s*(?:export\s+)?(\w+)=((?:[^\s"'(]|"[^"]*"|'[^']*')*)\s+(?:&&\s+)?""")  # A=1 command
-_SEVERAL = re.compile(  # A=1; B="2"; C=$((A+1))
-    r"""(\s*\w+=(?:\$\(\([^()]*\)\)|"[^"]*"|'[^']*'|[^\s;"'()])*);\s*(?=\w+=)"""
-)
+_ONE = r"""\w+=(?:\$\(\([^()]*\)\)|"[^"]*"|'[^']*'|[^\s;"'()])*"""
+_SEVERAL = re.compile(rf"(\s*{_ONE});\s*(?=\w+=)")  # A=1; B="2"; C=$((A+1))
+_ALONE = re.compile(rf"({_ONE})\s*(?=;|$)")  # A=1, and no command that it is for
+_ONE_BEGINS = re.compile(r"\w+=")
+_SEPARATORS = (";", "&", "|", "<", ">", ")")  # of commands and redirections
 _READ = re.compile(r"\s*read\s+(?:-\w+\s+)+(\w+)\s*<<<\s*(.*)")
 _SOURCE = re.compile(r"\s*(?:source|\.)\s+(\S.*)")
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 _PLAIN = re.compile(r"\$\{?(\w+)\}?")
-_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?:(:?)-((?:[^{}]|\$\{(?:[^{}]|\$\{[^{}]*\})*\})*))?\}")
-_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
+# $A, ${A}, ${A:-text} and the like, ${A,,}; text may hold two more, each within the other.
+_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?:(:?)([-+])((?:[^{}]|\$\{(?:[^{}]|\$\{[^{}]*\})*\})*)|(,,?|\^\^?))?\}")
+_REQUIRED = re.compile(r"\$\{(\w+):?\?[^{}]*\}")  # ${A:?message}
+_IN_CASE = {
+    ",": lambda text: text[:1].lower() + text[1:],
+    "^": lambda text: text[:1].upper() + text[1:],
+    ",,": str.lower,
+    "^^": str.upper,
+}
 _SEQUENCE = re.compile(r"\$\(seq\s+([^()]*)\)")
-# Brackets in it may be nested three deep, as in $(f $(g $((1)))).
-_SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)|`[^`]*`")
 _OF_THE_SYSTEM = ("/etc/", "/opt/", "/usr/")  # files of a compiler or a driver, which set no flags
 HOME, _TILDE = "HOME", ["~"]
 _HERE = ["."]  # where the script would be started, as is ``miles-async train``
 _ELSEWHERE = re.compile(r"^\s*(?:cd|pushd)\s", re.MULTILINE)
-_OTHERS = "ARGUMENTS_OF_A_FUNCTION"
-_ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*][^}]*\})")
-_FUNCTION = re.compile(r"\s*(?:function\s+[\w-]+|[\w-]+\s*\(\s*\))")
 _NOT_PUT_IN = re.compile(r"\$(?:\{[^}]*\}?|[@*?$!#])")
-_ENDS_VALUE = re.compile(r"[;\s]")
-_OVERRIDES = re.compile(r"(?:[+~]*[\w.]+=\S*(?:\s+|$))+")  # of Hydra
-_BLANK = "\x1f"  # stands for a blank that separates no words
-_QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
-_ENDS_COMMAND = re.compile(r"\s(?:\d?>|[|&;])")  # a pipe, a redirection, or another command
-# An array, or an addition, that does not begin its line.
-_BEHIND = re.compile(r"(&&|\|\||;|\)|\bthen|\belse|\bdo)\s*(?=\w+(?:\+=|=\())")
+# Begins a line of flags or keys only: the line before lacks a backslash at its end.
+_CONTINUES = re.compile(r"""\s+(?:--\w|["']?\$\{\w+\[@\]\}|[+~]*\w+\.[\w.]+=)""")
+_LAUNCHED = re.compile(r"--(nnodes|nproc[-_]per[-_]node)[= ]+(\S+)")  # of torchrun
+# An assignment that does not begin its line.
+_BEHIND = re.compile(rf"(&&|\|\||;|\)|\bthen|\belse|\bdo)\s*(?=\w+(?:\+=|=\()|{_ALONE.pattern})")
 _BEGINS_BLOCK = re.compile(r"(?:^|;)\s*(?:then|do)\b|^\s*case\s.*\sin\b")
 _ENDS_BLOCK = re.compile(r"(?:^|;)\s*(?:fi|done|esac|elif)\b")  # the then of an elif begins the next one
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
-_ONLY_THE_SHELL_KNOWS = ("$(", "`")
-_DESCRIPTION = "model_args_utils.py"  # of miles: prints flags that describe a model, which config.json does here
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,6 +79,7 @@ class ShellCommand:
 
     program: str  # the last part of its path
     words: list[str]
+    launched: dict[str, str] = field(default_factory=dict)  # flag of torchrun → value: nnodes, nproc-per-node
     # Variables and substitutions that stand in words as they are; HOME, for which they have a ~; arrays, whose words
     # are missing.
     unknown: list[str] = field(default_factory=list)
@@ -69,6 +87,7 @@ class ShellCommand:
     conditional: list[str] = field(default_factory=list)  # variables that were set, or added to, under a condition
     described: list[str] = field(default_factory=list)  # variables whose flags describe the model
     missing: list[str] = field(default_factory=list)  # files that the script sources and that are not there
+    joined: list[str] = field(default_factory=list)  # first words of lines that a backslash should join to the command
     dated: list[str] = field(default_factory=list)  # values with the time of reading in them
 
 
@@ -77,18 +96,21 @@ def find_command(
 ) -> ShellCommand:
     """The last command that runs one of ``programs``. ``directory``: the script's, for what it sources.
 
-    ``given``: variable → its value, where the script does not say it. Raises ConfigurationError if there is no command,
-    it does not depend on a given variable, or a quote is never closed.
+    ``given``: variable → its value, where the script does not say it, says it under a condition or leaves it empty.
+    Raises ConfigurationError if there is no command, it does not depend on a given variable, or a quote is never
+    closed.
     """
     script = _Script(programs, given or {})
     script.read(text, directory)
     if script.command is None:
         raise ConfigurationError(f"no command with one of {', '.join(programs)} was found")
-    command = ShellCommand(program=script.program, words=[], missing=script.missing)
+    command = ShellCommand(program=script.program, words=[], missing=script.missing, joined=script.joined)
     command.words = list(script.expand(script.command, command))
+    command.launched = {flag: "".join(script.expand([value], command)) for flag, value in script.launched.items()}
     if unused := script.unused():
         raise ConfigurationError(
-            f"{unused[0]} has no effect: the command does not depend on ${unused[0]}, or the script sets it itself"
+            f"{unused[0]} has no effect: the command does not depend on ${unused[0]}, or the script sets it itself, "
+            "under no condition"
         )
     return command
 
@@ -97,11 +119,13 @@ class _Script:
     def __init__(self, programs: Sequence[str], given: Mapping[str, str]) -> None:
         self.command: list[str] | None = None
         self.program = ""
+        self.joined: list[str] = []
+        self.launched: dict[str, str] = {}
         self.missing: list[str] = []
         # Only what follows is split into words: before it may be the end of a quoted text of several lines.
-        self._call = re.compile(rf"(?:^|[\s/])({'|'.join(map(re.escape, programs))})(?:\s+(.*))?$")
+        self._call = re.compile(rf"(?:^|\s)([\"']?)(?:\S*/)?({'|'.join(map(re.escape, programs))})\1(?:\s+(.*))?$")
         # Variable → its words; None: only the shell knows.
-        self._values: dict[str, list[str] | None] = {HOME: _TILDE, "PWD": _HERE, _OTHERS: None}
+        self._values: dict[str, list[str] | None] = {HOME: _TILDE, "PWD": _HERE, OTHERS: None}
         self._given = dict(given)
         for name in given:
             self._values.pop(name, None)
@@ -112,29 +136,37 @@ class _Script:
         self._open: list[str] = []  # variables whose values are being put in, each in the one before it
 
     def read(self, text: str, directory: Path) -> None:
+        text = _REQUIRED.sub(r"${\1}", text.replace("\\\n", " "))
         # Without blanks in it, arithmetic is one word.
-        text = _ARITHMETIC.sub(lambda found: re.sub(r"\s", "", found[0]), text.replace("\\\n", " "))
+        text = ARITHMETIC.sub(lambda found: re.sub(r"\s", "", found[0]), text)
         if _ELSEWHERE.search(text) and "PWD" not in self._given:
             self._values["PWD"] = None
-        lines = deque(_with_arguments(text.split("\n")))
+        lines = deque(with_arguments(text.split("\n")))
         while lines:
             line = lines.popleft()
             if first := _SEVERAL.match(line):
                 lines.appendleft(line[first.end() :])
                 line = first[1]
-            if self._call_after_assignments(line) or self._assignment(line, lines, under=self._blocks > 0):
+            if self._call_after_assignments(line):
+                self._continue_call(lines)
+            elif self._assignment(line, lines, under=self._blocks > 0):
                 continue
-            if (sourced := _SOURCE.match(line)) and (path := _split(sourced[1])):
+            elif (sourced := _SOURCE.match(line)) and (path := split(sourced[1])):
                 self._source(path[0], directory)
             elif found := _READ.match(line):
                 self._read(found[1], found[2])
             elif behind := _BEHIND.search(code := without_comment(line)):
                 self._count_blocks(code[: behind.end()])
                 condition = self._blocks > 0 or behind[1] in ("&&", "||")
-                self._assignment(line[behind.end() :], lines, under=condition)
+                rest = line[behind.end() :]
+                if alone := _ALONE.match(code, behind.end()):
+                    lines.appendleft(code[alone.end() :])
+                    rest = alone[1]
+                self._assignment(rest, lines, under=condition)
             else:
                 self._count_blocks(code)
-                self._take_call(line)
+                if self._take_call(line):
+                    self._continue_call(lines)
 
     def _assignment(self, line: str, lines: deque[str], *, under: bool) -> bool:
         """Take an assignment, with those ``lines`` that its array goes on in; False if the line is none.
@@ -144,30 +176,67 @@ class _Script:
         if (assigned := _ASSIGNMENT.fullmatch(line)) is None:
             return False
         name, added, opened, value = assigned.groups()
-        words = list(_array(value, lines)) if opened else _scalar(value)
-        if not added:
+        if opened:
+            words: list[str] | None = list(array_words(value, lines))
+        else:
+            value = to_closing_quote(value, lines)
+            words, (_, rest) = scalar(value), value_and_rest(value)
+            is_builtin = bool(line[: assigned.start(1)].strip())  # such as export
+            if words is not None and rest and not is_builtin and not rest.startswith(_SEPARATORS):
+                return False  # it applies to one command
+            if rest.startswith(_SEPARATORS):
+                lines.appendleft(rest.replace("&&", ";", 1) if rest.startswith("&&") else rest)
+            elif is_builtin and _ONE_BEGINS.match(rest):
+                lines.appendleft(f"export {rest}")
+        replaceable = under or (not opened and words is not None and not any(words))  # under a condition, or empty
+        if replaceable and not added and name in self._given and not refers_to(name, words or [value]):
+            self._values[name] = None
+            return True
+        extended = None if added or words is None else self._extended(name, words)
+        if extended is None and not added:
             self._conditional.discard(name)  # what it held before is gone
-        if under and (added or name not in self._times):
+        if under and (extended or added or name not in self._times):
             self._conditional.add(name)
-        self._assign(name, words, bool(added))
+        if extended is None:
+            self._assign(name, words, bool(added))
+        else:
+            self._values[name] = extended
         return True
+
+    def _extended(self, name: str, words: Sequence[str]) -> list[str] | None:
+        """``words`` with the variable's current value in place of references to itself; None without such a value or
+        reference.
+        """
+        held = self._values.get(name)
+        if held is None or not refers_to(name, words):
+            return None
+        itself = re.compile(rf"\$(?:{name}\b|\{{{name}(?:\[[@*]\]|:?-[^{{}}]*)?\}})")
+        done = list[str]()
+        for word in words:
+            # Flags or overrides, to which others are added, are words by themselves.
+            parts = word.split() if len(held) > 1 or is_several("".join(held)) else [word]
+            for part in parts:
+                done += held if itself.fullmatch(part) else several_words(itself.sub(lambda _: " ".join(held), part))
+        return done
 
     def unused(self) -> list[str]:
         """Variables that were given and put in nowhere."""
         return [name for name in self._given if name not in self._used]
 
     def _known(self, name: str) -> list[str] | None:
-        """Words of a variable. The script's count, but A=${A:-1} and what only the shell knows take the given ones."""
+        """Words of a variable. The script's count, but A=${A:-1}, what only the shell knows and what is assigned under
+        a condition take the given ones.
+        """
         own = None if name in self._open else self._values.get(name)
         if own is not None or name not in self._given:
             return own
         self._used.add(name)
-        return _several_words(self._given[name])
+        return several_words(self._given[name])
 
     def _read(self, name: str, text: str) -> None:
         """Take ``read -ra NAME <<< TEXT``, which splits a text, often another variable's."""
         other = _PLAIN.fullmatch(text.strip().strip('"'))
-        self._assign(name, self._values.get(other[1]) if other else _scalar(text), added=False)
+        self._assign(name, self._values.get(other[1]) if other else scalar(text), added=False)
 
     def _count_blocks(self, code: str) -> None:
         begun, ended = len(_BEGINS_BLOCK.findall(code)), len(_ENDS_BLOCK.findall(code))
@@ -182,16 +251,23 @@ class _Script:
         if not before or not self._take_call(line):
             return False
         for name, value in before:
-            self._assign(name, _scalar(value), added=False)
+            self._assign(name, scalar(value), added=False)
         return True
 
     def _take_call(self, line: str) -> bool:
         if (called := self._call.search(without_comment(line))) is None:
             return False
-        words = called[2] or ""
-        end = _ENDS_COMMAND.search(_masked(words))
-        self.program, self.command = called[1], _split(words[: end.start()] if end else words)
+        self.program, self.command, self.joined = called[2], to_its_end(called[3] or ""), []
+        before = _LAUNCHED.findall(line[: called.start()])
+        self.launched = {flag.replace("_", "-"): value.strip("\"'") for flag, value in before}
         return True
+
+    def _continue_call(self, lines: deque[str]) -> None:
+        """Take the words that a missing backslash separates from the command."""
+        while self.command is not None and lines and _CONTINUES.match(lines[0]):
+            words = to_its_end(lines.popleft())
+            self.command += words
+            self.joined += words[:1]
 
     def _assign(self, name: str, words: list[str] | None, added: bool) -> None:
         if added:
@@ -211,11 +287,11 @@ class _Script:
 
     def expand(self, words: Sequence[str], command: ShellCommand) -> Iterator[str]:
         for given in words:
-            if _ARGUMENTS.fullmatch(given):
+            if ARGUMENTS.fullmatch(given):
                 continue  # of the script, which has none
-            word = _ARITHMETIC.sub(lambda found: self._computed(found, command), given)
+            word = ARITHMETIC.sub(lambda found: self._computed(found, command), given)
             word = self._with_printed(word, command)
-            if _is_substituted(word):
+            if is_substituted(word):
                 yield from self._substituted(word, command)
                 continue
             array = _ARRAY.fullmatch(word)
@@ -235,13 +311,17 @@ class _Script:
                 yield word
 
     def _value(self, found: re.Match[str], command: ShellCommand) -> str:
-        name, colon, default = found[1] or found[2], found[3], found[4]
+        name, colon, operator, text, case = found[1] or found[2], *found.groups()[2:]
         values = self._known(name)
         known = None if values is None else " ".join(self._expanded(name, values, command))
-        if default is not None and (known is None or (colon and not known)):
-            return " ".join(self.expand([default], command))
+        if operator == "-" and (known is None or (colon and not known)):
+            return " ".join(self.expand([text], command))
         self._note(name, command)
-        return found[0] if known is None else known
+        if known is None:
+            return found[0]
+        if operator == "+":
+            return " ".join(self.expand([text], command)) if known or not colon else ""
+        return _IN_CASE[case](known) if case else known
 
     def _expanded(self, name: str, values: Sequence[str], command: ShellCommand) -> list[str]:
         self._open.append(name)
@@ -255,18 +335,18 @@ class _Script:
         text = re.sub(r"(?<![\w${])([A-Za-z_]\w*)", r"$\1", found[1])
         known = _VARIABLE.sub(lambda name: self._value(name, command), text)
         try:
-            return str(_compute(ast.parse(known, mode="eval").body))
+            return str(compute(ast.parse(known, mode="eval").body))
         except (SyntaxError, TypeError, ZeroDivisionError):
             return found[0]
 
     def _substituted(self, word: str, command: ShellCommand) -> Sequence[str]:
         """The numbers of ``$(seq ...)``; what another program would print is unknown, or about the model."""
-        if _DESCRIPTION in word:
-            command.described += self._open[-1:] or [_DESCRIPTION]
+        if DESCRIPTION in word:
+            command.described += self._open[-1:] or [DESCRIPTION]
             return []
         if found := _SEQUENCE.fullmatch(word):
             given = [_VARIABLE.sub(lambda name: self._value(name, command), number) for number in found[1].split()]
-            if (numbers := _sequence(given)) is not None:
+            if (numbers := sequence(given)) is not None:
                 return numbers
         if word not in command.unknown:
             command.unknown.append(word)
@@ -295,90 +375,3 @@ def places(path: str, directory: Path) -> Iterator[Path]:
     for parent in (directory, *directory.absolute().parents):
         yield from (parent.joinpath(*parts[first:]) for first in range(1, len(parts) - 1))
         yield parent / path
-
-
-def _array(first: str, lines: deque[str]) -> Iterator[str]:
-    """Words up to the closing bracket. What follows it becomes the first of ``lines``."""
-    lines.appendleft(first)
-    while lines:
-        inner = without_comment(lines.popleft())
-        end = _closing(inner)
-        yield from _split(inner[:end])
-        if end is not None:
-            lines.appendleft(inner[end + 1 :])
-            return
-
-
-def _closing(line: str) -> int | None:
-    """Place of the first closing bracket outside of quotes that nothing in ``line`` opened."""
-    depth = 0
-    for place, character in outside_quotes(line):
-        if character == ")" and not depth:
-            return place
-        depth += {"(": 1, ")": -1}.get(character, 0)
-    return None
-
-
-def _scalar(value: str) -> list[str] | None:
-    """Words of a value: several only where it holds flags, as scripts keep them in one variable."""
-    if _DESCRIPTION in value:
-        return [f"$({_DESCRIPTION})"]
-    if _is_substituted(without_printed(value)) or value.count('"') % 2 or value.count("'") % 2:
-        return None
-    end = _ENDS_VALUE.search(_masked(_SUBSTITUTION.sub(lambda found: "x" * len(found[0]), value)))
-    return [word for part in _split(value[: end.start()] if end else value) for word in _several_words(part)]
-
-
-def _several_words(value: str) -> list[str]:
-    """Words of a variable's value, which are put in without quotes if they are flags or overrides."""
-    return _split(value) if value.startswith("--") or _OVERRIDES.fullmatch(value) else [value]
-
-
-def _masked(text: str) -> str:
-    """``text`` with its quoted parts made letters."""
-    return _QUOTED.sub(lambda found: "x" * len(found[0]), text)
-
-
-def _with_arguments(lines: Sequence[str]) -> Iterator[str]:
-    """Lines in which a name stands for the arguments of a function, or of ``set --``: the script's own are none."""
-    inside = given = False
-    for line in lines:
-        begins = _FUNCTION.match(line) is not None
-        inside = inside or begins
-        given = given or re.match(r"\s*set\s+--\s+\S", line) is not None
-        yield _ARGUMENTS.sub(f"${{{_OTHERS}[@]}}", line) if inside or given else line
-        inside = inside and not line.startswith("}") and not (begins and line.rstrip().endswith("}"))
-
-
-def _is_substituted(text: str) -> bool:
-    """True if another program prints a part of it."""
-    return any(mark in _ARITHMETIC.sub("", text) for mark in _ONLY_THE_SHELL_KNOWS)
-
-
-def _sequence(given: Sequence[str]) -> list[str] | None:
-    """Output of ``seq LAST``, ``seq FIRST LAST`` or ``seq FIRST STEP LAST``; None unless all are whole numbers."""
-    try:
-        numbers = [int(number) for number in given]
-        first, step, last = {1: (1, 1, *numbers), 2: (numbers[0], 1, numbers[-1])}.get(len(numbers), numbers)
-        return [str(number) for number in range(first, last + (1 if step > 0 else -1), step)]
-    except (ValueError, IndexError):  # no number, not one to three, or a step of 0
-        return None
-
-
-def _split(line: str) -> list[str]:
-    """Words of a line. A substitution, ``$(...)``, is a part of one word, whatever blanks it has."""
-    joined = _SUBSTITUTION.sub(lambda found: re.sub(r"\s", _BLANK, found[0]), without_comment(line))
-    try:
-        return [word.replace(_BLANK, " ") for word in shlex.split(joined)]
-    except ValueError as error:
-        raise ConfigurationError(f"{error}: {line.strip()!r}") from None
-
-
-def _compute(node: ast.expr) -> int:
-    """Whole numbers with + - * /. Raises TypeError for anything else."""
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.BinOp(left=left, op=kind, right=right) if type(kind) in _OPERATORS:
-            return int(_OPERATORS[type(kind)](_compute(left), _compute(right)))
-    raise TypeError

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ PROGRAMS = (
     "recipe.dapo.main_dapo",
     FULLY_ASYNC,
     "verl.experimental.one_step_off_policy.main_ppo",
+    "verl.experimental.transfer_queue.main_ppo",
 )
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
 """verl's names of trackers that are ours, too."""
@@ -30,6 +31,7 @@ TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio", "swanlab")
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs", "low_var_kl": "low_var_kl", "k3": "k3"}
 _OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+_COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 _NEVER = ("-1", "0")
 _AS_FLAGS = {  # subtree → beginning of our flag
     f"{_ACTOR}.megatron.override_transformer_config.": "--",
@@ -37,6 +39,10 @@ _AS_FLAGS = {  # subtree → beginning of our flag
     f"{_ACTOR}.optim.override_optimizer_config.": "--",
     f"{_ROLLOUT}.engine_kwargs.sglang.": "--sglang-",
 }
+
+
+FindRow = Callable[[str], VerlKey | None]
+"""Key → its row in a table."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,16 +63,38 @@ def from_verl(words: Sequence[str], program: str = PROGRAMS[0], directory: Path 
     configured, missing = configuration(words, directory or Path.cwd())
     deleted = {word[1:].partition("=")[0] for word in words if word.startswith("~")}
     configured = [(key, value) for key, value in configured if not _is_in(key, deleted)]
-    typed = [*configured, *_overrides(words)]
+    typed = [*configured, *overrides(words)]
     names = {older_name(key): key for key, _ in typed}
     given = {older_name(key): value for key, value in typed}
     values = _in_steps({**DEFAULTS, **FULLY_ASYNC_DEFAULTS, **given}) if program == FULLY_ASYNC else DEFAULTS | given
-    done, noted = Migrated(unmapped=missing), dict[str, list[str]]()
+    done = Migrated(unmapped=missing)
+    noted = apply_rows(values, names, row_of, done, configured)
+    _several(values, done)
+    if program == FULLY_ASYNC and "trainer.total_epochs" in given:
+        noted["fewer prompts than rollout.total_rollout_steps end the run earlier: lower --num-rollout then"] = [
+            f"trainer.total_epochs={given['trainer.total_epochs']}"
+        ]
+    note_keys(noted, done)
+    return done
+
+
+def apply_rows(
+    values: Mapping[str, str],
+    names: Mapping[str, str],
+    find: FindRow,
+    done: Migrated,
+    configured: Sequence[tuple[str, str]] = (),
+) -> dict[str, list[str]]:
+    """Sort keys by what their rows say. Returns note → keys without effect.
+
+    ``names``: key → as it was given, without defaults. ``configured``: (key, value) of a file.
+    """
+    noted = dict[str, list[str]]()
     for key, value in values.items():
-        row, shown = row_of(key), f"{names.get(key, key)}={value}"
+        row, shown = find(key), f"{names.get(key, key)}={value}"
         if row is None:
             done.unmapped.append(f"{shown}: unknown key")
-        elif not _counts(row, values):
+        elif not _counts(row, values, find):
             if key in names:
                 noted.setdefault(f"no effect without {row.when}", []).append(shown)
         elif row.verdict == "noted" and (not row.only or value in row.only):
@@ -77,21 +105,20 @@ def from_verl(words: Sequence[str], program: str = PROGRAMS[0], directory: Path 
             done.unmapped.append(f"{shown}: {row.note}")
         elif row.flag is not None or row.values:
             _one(row, value, done, shown)
-    _several(values, done)
-    if program == FULLY_ASYNC and "trainer.total_epochs" in given:
-        noted["fewer prompts than rollout.total_rollout_steps end the run earlier: lower --num-rollout then"] = [
-            f"trainer.total_epochs={given['trainer.total_epochs']}"
-        ]
+    return noted
+
+
+def note_keys(noted: Mapping[str, Sequence[str]], done: Migrated) -> None:
+    """Report keys without effect, those with the same note together."""
     done.not_needed += [f"{', '.join(keys)}: {note}" for note, keys in noted.items()]
-    return done
 
 
-def _counts(row: VerlKey, values: Mapping[str, str]) -> bool:
+def _counts(row: VerlKey, values: Mapping[str, str], find: FindRow) -> bool:
     """True unless other keys leave ``row``, or a key that it depends on, without effect."""
     if row.when is None:
         return True
-    condition = row_of(row.when.key)
-    return row.when.holds(values) and (condition is None or _counts(condition, values))
+    condition = find(row.when.key)
+    return row.when.holds(values) and (condition is None or _counts(condition, values, find))
 
 
 def _in_steps(values: Mapping[str, str]) -> dict[str, str]:
@@ -119,8 +146,8 @@ def _product(*factors: str) -> str:
     return str(math.prod(map(int, factors))) if known else "*".join(factors)
 
 
-def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(key, value) of Hydra's overrides, without its own flags and ``~key``."""
+def overrides(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, value) of Hydra's overrides, without its own flags and ``~key``."""
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
         if equals and not key.startswith(("-", "~")):
@@ -138,14 +165,17 @@ def _one(row: VerlKey, value: str, done: Migrated, shown: str) -> None:
     elif row.flag is None:
         done.unmapped.append(f"{shown}: expected {', '.join(filter(None, row.values))}: {row.note}")
     else:
-        done.words += [row.flag, *_items(value)]
+        done.words += [row.flag, *items(value)]
 
 
 def _several(values: Mapping[str, str], done: Migrated) -> None:
     """Keys that are worked out together."""
-    for words in (_prompts, _images, _gpus, _losses, _saving):
+    done.words += [*files("--prompt-data", values.get("data.train_files", "None")),
+                   *files("--eval-prompt-data", values.get("data.val_files", "None"))]  # fmt: skip
+    for words in (_images, _gpus, _losses, _saving):
         done.words += words(values)
     _optimizer_steps(values, done)
+    _groups_of_one(values, done)
     _kl_in_reward(values, done)
     _critic_alone(values, done)
     _deadline(values, done)
@@ -155,14 +185,23 @@ def _several(values: Mapping[str, str], done: Migrated) -> None:
             done.unmapped.append(f"{key}={values[key]}: {row.note.replace('`', '')}")
         else:
             done.words += ["--num-epoch", values["trainer.total_epochs"]]
-    beta1, beta2 = (*_items(values[f"{_ACTOR}.optim.betas"]), "", "")[:2]
-    done.words += ["--adam-beta1", beta1, "--adam-beta2", beta2]
-    loggers = _items(values.get("trainer.logger", ""))
-    done.words += [f"--use-{tracker}" for tracker in TRACKERS if tracker in loggers]
+    done.words += [*betas(values[f"{_ACTOR}.optim.betas"]), *trackers(values.get("trainer.logger", ""))]
     for key, value in values.items():
         beginning = next((start for start in _AS_FLAGS if key.startswith(start)), None)
         if beginning is not None and (row := row_of(key)) is not None and row.key.endswith(".*"):
             done.words += _as_flag(_AS_FLAGS[beginning] + key.removeprefix(beginning).replace("_", "-"), value)
+
+
+def betas(value: str) -> list[str]:
+    """Flags for Adam's betas."""
+    first, second = (*items(value), "", "")[:2]
+    return ["--adam-beta1", first, "--adam-beta2", second]
+
+
+def trackers(value: str) -> list[str]:
+    """Flags for the loggers of a list that exist here."""
+    named = items(value)
+    return [f"--use-{tracker}" for tracker in TRACKERS if tracker in named]
 
 
 def _optimizer_steps(values: Mapping[str, str], done: Migrated) -> None:
@@ -186,16 +225,15 @@ def _optimizer_steps(values: Mapping[str, str], done: Migrated) -> None:
             done.unmapped.append(f"{key}={warm_up}: give {flag}, this times --num-steps-per-rollout and --ppo-epochs")
 
 
-def _prompts(values: Mapping[str, str]) -> Iterator[str]:
-    """Files, each after the name of its folder if another one has its name."""
-    for key, flag in (("data.train_files", "--prompt-data"), ("data.val_files", "--eval-prompt-data")):
-        files = [file for file in _items(values.get(key, "None")) if file != "None"]
-        names = [Path(file).name for file in files]
-        if files:
-            yield flag
-        for file in files:
-            folder = Path(file).parent.name
-            yield from (folder, file) if folder and names.count(Path(file).name) > 1 else (file,)
+def files(flag: str, value: str) -> Iterator[str]:
+    """Yield ``flag`` and its files, each after the name of its folder if another file has the same name."""
+    found = [file for file in items(value) if file != "None"]
+    names = [Path(file).name for file in found]
+    if found:
+        yield flag
+    for file in found:
+        folder = Path(file).parent.name
+        yield from (folder, file) if folder and names.count(Path(file).name) > 1 else (file,)
 
 
 def _images(values: Mapping[str, str]) -> Iterator[str]:
@@ -219,6 +257,19 @@ def _losses(values: Mapping[str, str]) -> Iterator[str]:
     if values.get(f"{_OVERLONG}.enable") == "True":
         yield from ("--overlong-buffer-len", values.get(f"{_OVERLONG}.len", "0"))
         yield from ("--overlong-penalty-factor", values.get(f"{_OVERLONG}.penalty_factor", "1.0"))
+
+
+def _groups_of_one(values: Mapping[str, str], done: Migrated) -> None:
+    """With one answer per prompt, verl's estimators that compare answers leave the rewards as they are."""
+    estimator = values["algorithm.adv_estimator"]
+    if values[f"{_ROLLOUT}.n"] != "1" or estimator not in _COMPARING:
+        return
+    done.words[done.words.index("--advantage-estimator") + 1] = "reinforce"
+    done.words = [word for word in done.words if word != "--no-grpo-std-normalization"]
+    done.not_needed.append(
+        f"algorithm.adv_estimator={estimator} is taken as --advantage-estimator reinforce: with one answer per prompt "
+        "its advantage is the reward"
+    )
 
 
 def _kl_in_reward(values: Mapping[str, str], done: Migrated) -> None:
@@ -274,10 +325,10 @@ def _as_flag(flag: str, value: str) -> list[str]:
     row = FOREIGN_FLAGS.get(flag)
     is_switch = (row is not None and row.takes == "nothing") or flag.startswith("--sglang-")
     off = [] if is_switch else [flag, "false"]
-    return {"True": [flag], "False": off, "None": []}.get(value, [flag, *_items(value)])
+    return {"True": [flag], "False": off, "None": []}.get(value, [flag, *items(value)])
 
 
-def _items(value: str) -> list[str]:
+def items(value: str) -> list[str]:
     """Items of a list, ``[a,'b']``; of anything else the value alone."""
     if not (value.startswith("[") and value.endswith("]")):
         return [value]

@@ -40,6 +40,9 @@ _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout
 _MEGATRON, _OPTIM = f"{_ACTOR}.megatron", f"{_ACTOR}.optim"
 _ESTIMATOR, _LOSS_MODE = "algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode"
 _GAE = When(_ESTIMATOR, ("gae",))
+_ADAPTED, _ADAPTED_BY_MEGATRON = (
+    When(f"{_MODEL}.{rank}", ("0", None), others=True) for rank in ("lora_rank", "lora.rank")
+)
 _MULTI_TURN = When(f"{_ROLLOUT}.multi_turn.enable", ("True",))
 _CORRECTION = "algorithm.rollout_correction"
 _BYPASS, _WEIGHTS = f"{_CORRECTION}.bypass_mode", ("token", "sequence", "geometric")
@@ -95,6 +98,7 @@ KEYS: tuple[VerlKey, ...] = (
     *(noted(f"data.{key}", "prompts are read when they are needed") for key in
       ("return_raw_chat", "return_full_prompt", "val_batch_size", "gen_batch_size", "dataloader_num_workers",
        "use_shm")),
+    noted("data.return_multi_modal_inputs", "engines and trainer make the model's inputs from the images of a row"),
     switch("data.trust_remote_code", "--trust-remote-code"),
     refused("data.apply_chat_template_kwargs.*", "set their defaults in chat_template.jinja of --hf-checkpoint"),
     refused("data.custom_cls.*", "write the prompts to a file first, or name a data set of the hub: --prompt-data"),
@@ -105,16 +109,16 @@ KEYS: tuple[VerlKey, ...] = (
     # The model.
     VerlKey(f"{_MODEL}.path", "works", "is `--hf-checkpoint`, a directory", flag="--hf-checkpoint"),
     is_flag(f"{_MODEL}.lora_rank", "--lora-rank"),
-    is_flag(f"{_MODEL}.lora_alpha", "--lora-alpha"),
+    is_flag(f"{_MODEL}.lora_alpha", "--lora-alpha", _ADAPTED),
     is_flag(f"{_MODEL}.lora.rank", "--lora-rank"),
-    is_flag(f"{_MODEL}.lora.alpha", "--lora-alpha"),
-    is_flag(f"{_MODEL}.lora.type", "--lora-type"),
-    is_flag(f"{_MODEL}.target_modules", "--target-modules", all="all-linear"),
-    is_flag(f"{_MODEL}.lora.target_modules", "--target-modules", all="all-linear"),
+    is_flag(f"{_MODEL}.lora.alpha", "--lora-alpha", _ADAPTED_BY_MEGATRON),
+    is_flag(f"{_MODEL}.lora.type", "--lora-type", _ADAPTED_BY_MEGATRON),
+    is_flag(f"{_MODEL}.target_modules", "--target-modules", _ADAPTED, all="all-linear"),
+    is_flag(f"{_MODEL}.lora.target_modules", "--target-modules", _ADAPTED_BY_MEGATRON, all="all-linear"),
     is_flag(f"{_MODEL}.lora_adapter_path", "--lora-adapter-path", unset="None"),
-    noted(f"{_MODEL}.exclude_modules", "only layers of the language model get adapters, those that --target-modules "
-           "names", "None", ".*visual.*"),
-    noted(f"{_MODEL}.lora.dropout", "engines have no dropout", "0", "0.0"),
+    replace(noted(f"{_MODEL}.exclude_modules", "only layers of the language model get adapters, those that "
+                   "--target-modules names", "None", ".*visual.*"), when=_ADAPTED),
+    replace(noted(f"{_MODEL}.lora.dropout", "engines have no dropout", "0", "0.0"), when=_ADAPTED_BY_MEGATRON),
     noted(f"{_MODEL}.lora.lora_A_init_method", "the first matrix is drawn, the second is 0"),
     noted(f"{_MODEL}.lora.merge", "adapters are published merged into the weights"),
     switch(f"{_MODEL}.enable_gradient_checkpointing", "--recompute-granularity", "full",
@@ -281,7 +285,7 @@ KEYS: tuple[VerlKey, ...] = (
     *(noted(f"{_ROLLOUT}.{key}", _SGLANG) for key in
       ("name", "mode", "free_cache_engine", "enable_chunked_prefill", "max_num_batched_tokens", "layered_summon",
        "enable_prefix_caching", "enable_sleep_mode", "multi_stage_wake_up", "disable_log_stats", "skip_tokenizer_init",
-       "dtype", "trace.*", "prometheus.*", "agent.*")),
+       "dtype", "sglang_rollout_mode", "server.*", "trace.*", "prometheus.*", "agent.*")),
     noted(f"{_ROLLOUT}.load_format", "engines start empty, and the first publication brings their weights"),
     noted(f"{_ROLLOUT}.calculate_log_probs", "engines always return log-probs"),
     noted(f"{_ROLLOUT}.ignore_eos", "an answer ends where the model ends it", "False"),
@@ -330,7 +334,7 @@ KEYS: tuple[VerlKey, ...] = (
     together("trainer.total_epochs", "is `--num-epoch`, without total_training_steps"),
     together("trainer.save_freq", "is `--save-interval`, with --save"),
     together("trainer.default_local_dir", "is `--save`"),
-    is_flag("trainer.test_freq", "--eval-interval", unset="-1", never="0"),
+    is_flag("trainer.test_freq", "--eval-interval", unset="-1", never="0", off="False"),
     together("trainer.max_actor_ckpt_to_keep", "is `--save-keep-last`, with save_freq"),
     noted("trainer.max_critic_ckpt_to_keep", "the critic is a part of the checkpoints"),
     together("trainer.logger", "with wandb, tensorboard, mlflow, trackio or swanlab in it `--use-wandb` and the like; "

@@ -13,12 +13,14 @@ class When:
 
     key: str
     values: tuple[str | None, ...]
+    others: bool = False  # counts with any value except these
 
     def holds(self, given: Mapping[str, str]) -> bool:
-        return given.get(self.key) in self.values
+        return (given.get(self.key) in self.values) != self.others
 
     def __str__(self) -> str:
-        return f"{self.key}={' or '.join(filter(None, self.values))}"
+        named = " or ".join(filter(None, self.values))
+        return f"{self.key} other than {named}" if self.others else f"{self.key}={named}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,8 +77,11 @@ def test_kernels_of_sparse_attention_can_be_chosen_and_its_shape_cannot() -> Non
         (["--num-microbatches-with-partial-activation-checkpoints", "2"], "use --recompute-granularity"),
         (["--overlap-moe-expert-parallel-comm"], "it needs a forward pass in parts"),
         (["--moe-layer-recompute"], "use --recompute-granularity selective --recompute-modules moe"),
-        (["--beta-fast", "32"], "the model is built by config.json of --hf-checkpoint"),  # with latent attention only
-        (["--rope-type", "yarn"], "the model is built by config.json of --hf-checkpoint"),
+        (
+            ["--megatron-beta-fast", "32"],
+            "the model is built by config.json of --hf-checkpoint",
+        ),  # with latent attention only
+        (["--megatron-rope-type", "yarn"], "the model is built by config.json of --hf-checkpoint"),
         (["--align-param-gather"], "it is not implemented: remove it"),
         (["--overlap-param-gather-with-optimizer-step"], "it is not implemented: remove it"),
     ],

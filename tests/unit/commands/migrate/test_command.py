@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import subprocess
+import tomllib
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -207,6 +209,10 @@ def test_a_loop_without_a_bound_gets_one(flag: str, migrated: Migrate) -> None:
             "--ref-load r --kl-coef 0.00",
             "--ref-load r changes nothing: without a KL there is no reference, and the run",
         ),
+        (
+            "--ref-load other_torch_dist --use-kl-loss --kl-loss-coef 0.00",
+            "--ref-load other_torch_dist changes nothing: with coefficient 0 the KL to --hf-checkpoint",
+        ),
         ("--num-epoch 3 --num-rollout 50", "--num-epoch changes nothing: --num-rollout is given"),
         ("--num-rollout 50 --num-epoch=3", "--num-epoch changes nothing: --num-rollout is given"),
     ],
@@ -220,11 +226,12 @@ def test_what_others_leave_without_effect_is_no_obstacle(words: str, line: str, 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--ref-load r --use-kl-loss", "--ref-load does not exist here: use --ref-hf-checkpoint"),
+        ("--ref-load r --use-kl-loss --kl-loss-coef 0.1", "--ref-load does not exist here: use --ref-hf-checkpoint"),
         ("--ref-load r --kl-coef 0.1", "--ref-load does not exist here: use --ref-hf-checkpoint"),
+        ("--ref-load r --use-kl-loss --kl-loss-coef $KL", "--ref-load does not exist here: use --ref-hf-checkpoint"),
         ("--ref-load r --kl-coef $KL", "--ref-load does not exist here: use --ref-hf-checkpoint"),
         (
-            "--ref-load other/m_torch_dist --hf-checkpoint m2 --use-kl-loss",
+            "--ref-load other/m_torch_dist --hf-checkpoint m2 --use-kl-loss --kl-loss-coef 0.1",
             "--ref-load does not exist here: use --ref-hf-checkpoint",
         ),
     ],
@@ -233,6 +240,12 @@ def test_what_has_an_effect_has_to_be_replaced(words: str, line: str, migrated: 
     status, text = migrated(words)
     assert status == 1
     assert line in text.partition("# Could not be mapped:\n")[2]
+
+
+def test_a_missing_backslash_is_told(migrated: Migrate) -> None:
+    _, text = migrated(script="python3 train.py --lr 1\n  --seed 3\n")
+    assert "--lr 1\n--seed 3\n" in text
+    assert "which were taken as a part of the command: look at them:\n#   --seed\n" in text
 
 
 def test_what_a_condition_decides_is_told(migrated: Migrate) -> None:
@@ -285,6 +298,7 @@ def test_what_train_refuses_is_told(migrated: Migrate) -> None:
     assert migrated(f"{fine} --eval-input-key input")[0] == 0
     refused = {
         words: "--rm-type math compares with a label: --label-key none leaves it without",
+        f"{words} --custom-rm-path a.reward": "my_function; hooks have other signatures here: adapt yours (docs/ext",
         f"{fine} --rollout-top-p 0.9": "--rollout-top-p 0.9: SGLang samples from what is left",
         f"{fine} --eval-input-key q": "--eval-input-key q: held-out files have the columns of --prompt-data, and",
         f"{fine} --lr fast": "--lr: expected a number, found 'fast'",
@@ -296,6 +310,22 @@ def test_what_train_refuses_is_told(migrated: Migrate) -> None:
         status, text = migrated(given)
         assert status == 1
         assert reason in text.partition("# `train` would refuse this:\n#   ")[2]
+
+
+def test_files_that_are_elsewhere_are_not_looked_at(tmp_path: Path, migrated: Migrate) -> None:
+    here = tmp_path / "sets.yaml"
+    groups = tmp_path / "fleet.toml"
+    words = f"{FINE} --server-groups {groups} --use-opd --eval-config {here} --eval-interval 5"
+    status, text = migrated(words)
+    assert status == 0, text
+    here.write_text("eval: {datasets: [{name: a}]}")
+    groups.write_text("[group]")
+    status, text = migrated(f"{words} --sglang-frobnicate 1")
+    assert status == 1
+    refused = text.partition("# `train` would refuse this:\n")[2]
+    assert f"#   --eval-config {here}: " in refused
+    assert f"#   --server-groups {groups}: " in refused
+    assert "#   --sglang-frobnicate is passed on" in refused
 
 
 def test_sides_that_share_gpus_and_several_nodes(migrated: Migrate) -> None:
@@ -393,6 +423,18 @@ def test_keys_of_verl_that_are_left_over_have_reasons(migrated: Migrate) -> None
     notes, unmapped = text.split("# Not needed here:\n")[1].split("# Could not be mapped:\n")
     assert unused in notes
     assert "#   trainer.no_such_key=7: unknown key\n" in unmapped
+
+
+def test_the_program_of_verl_with_its_own_queue(migrated: Migrate) -> None:
+    words = (
+        "--config-path=config --config-name=transfer_queue_ppo_megatron_trainer data.train_files=a.parquet "
+        "data.train_batch_size=128 actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=8 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32 algorithm.adv_estimator=grpo transfer_queue.enable=True"
+    )
+    status, text = migrated(words, "-m verl.experimental.transfer_queue.main_ppo")
+    assert status == 0, text
+    assert "\n--rollout-batch-size 128\n" in text
+    assert "transfer_queue.enable=True: batches go through Ray's object store" in text
 
 
 def test_the_fully_asynchronous_program_of_verl_is_whole(migrated: Migrate) -> None:
@@ -566,3 +608,52 @@ def test_what_the_environment_holds_here_is_named_and_a_key_is_not_shown(migrate
     assert "# Set in the environment:\n#   WANDB_API_KEY\n#   WANDB_BASE_URL\n" in shown
     assert "secret" not in shown
     assert (status, "Could not be mapped" in shown) == (0, False), shown
+
+
+@pytest.mark.parametrize("system", ["slime", "miles"])
+def test_a_reward_that_asks_a_teacher_is_the_teacher(system: str, tmp_path: Path, migrated: Migrate) -> None:
+    module = f"{system}.rollout.on_policy_distillation"
+    asked = f"--custom-rm-path {module}.reward_func --rm-url http://a:1/generate --use-opd --opd-type sglang"
+    zeros = f"--custom-reward-post-process-path {module}.post_process_rewards"
+    model = "--hf-checkpoint m --prompt-data p.jsonl --n-samples-per-prompt 4 --advantage-estimator gspo"
+    (tmp_path / "fleet.toml").write_text('[groups.train]\n[groups.teacher]\nrole = "frozen"\n')
+    status, text = migrated(f"{model} {asked} {zeros} --server-groups {tmp_path}/fleet.toml")
+    assert status == 0, text
+    (tmp_path / "run.args").write_text(text)
+    arguments = parse_arguments([f"@{tmp_path}/run.args"]).arguments
+    assert (arguments.algorithm.use_opd, arguments.algorithm.advantage_estimator) == (True, "on_policy_distillation")
+    assert arguments.algorithm.policy_loss == "gspo"
+    assert (arguments.rewards.custom_rm_path, arguments.rewards.rm_url) == (None, None)
+    notes = text.partition("# Not needed here:\n")[2]
+    assert "--custom-rm-path and --rm-url change nothing: the teacher is a frozen group of --server-groups" in notes
+    assert f"{zeros} is taken as --advantage-estimator on_policy_distillation" in notes
+    status, text = migrated(f"{model} {asked} {zeros}")
+    assert status == 1
+    assert '#   --use-opd: expected a group with role = "frozen" in --server-groups' in text
+    status, text = migrated(f"{model} {asked} --custom-reward-post-process-path mine.rewards")
+    assert status == 1
+    assert "#   --custom-reward-post-process-path does not exist here" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "engines", "model"),
+    [
+        ("--opd-type megatron --opd-teacher-load /m/Qwen3-8B_torch_dist/", "engines = 1", "/m/Qwen3-8B"),
+        ("--opd-type sglang --rollout-num-gpus 8 --rollout-num-gpus-per-engine 2", "engines = 4", "TEACHER"),
+        ("--colocate", "engines = 1  # on GPUs of their own: leave out --colocate", "TEACHER"),
+        ("--rollout-num-gpus 8 --rollout-num-gpus-per-engine $N", "engines = 1", "TEACHER"),
+    ],
+)
+def test_a_file_with_the_teacher_is_written_out(words: str, engines: str, model: str, migrated: Migrate) -> None:
+    status, text = migrated(f"{FINE} --use-opd {words}")
+    assert status == 1
+    file = text.partition("# A file for --server-groups, with the teacher of --use-opd:\n")[2].splitlines()
+    lines = [line.removeprefix("#   ") for line in takewhile(lambda line: line.startswith("#   "), file)]
+    assert engines in lines
+    groups = tomllib.loads("\n".join(lines).replace("gpus_per_engine = $N", ""))["groups"]
+    assert groups["teacher"] == {"role": "frozen", "model": model}
+
+
+@pytest.mark.parametrize("words", ["", "--use-opd --server-groups fleet.toml"])
+def test_no_file_where_nothing_needs_it(words: str, migrated: Migrate) -> None:
+    assert "A file for --server-groups" not in migrated(f"{FINE} {words}")[1]

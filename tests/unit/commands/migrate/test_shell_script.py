@@ -62,6 +62,18 @@ def test_words_of_arrays(script: str, words: list[str]) -> None:
         ("B=\nA=${B-7}", ""),
         ("H=${HOME_OF:-'/h'}\nA=${A:-\"${H}/x\"}", "/h/x"),
         ("A=$(($UNKNOWN + 1))", "$(($UNKNOWN+1))"),
+        ("M=Org/Model-B\nA=${M,,}", "org/model-b"),
+        ("M=Org/Model-B\nA=${M^^}", "ORG/MODEL-B"),
+        ("M=Org\nA=${M,}", "org"),
+        ("M=org\nA=${M^}", "Org"),
+        ("M=Org/Model-B\nA=$(basename ${M,,})-x", "model-b-x"),
+        ("A=${M,,}", "${M,,}"),
+        ('B=b\nA=a${B:+"-"}$B', "a-b"),
+        ("B=\nA=a${B:+-}$B", "a"),
+        ("B=\nA=a${B+-}", "a-"),
+        ("B=b\nC=c\nA=${B:+$C/}d", "c/d"),
+        ("A=${B:+-}", "${B:+-}"),
+        ("B=b\nA=${B:?give a B}", "b"),
     ],
 )
 def test_values_that_the_shell_would_compute(text: str, value: str) -> None:
@@ -108,6 +120,9 @@ def test_what_a_condition_decides_is_taken_and_told(line: str) -> None:
     [
         "if true; then\n  echo 1\nfi\nARGS=(--a)\n",
         "if true; then echo 1; elif false; then echo 2; fi\nARGS=(--a)",
+        "if true; then\n  N=1; fi\nARGS=(--a)",
+        "for i in 1; do\n  N=1; M=2; done\nARGS=(--a)",
+        "case x in\n  a) N=1;; b) N=2;; esac\nARGS=(--a)",
         "main() {\n  ARGS=(--a)\n}",
         "if true; then\n  ARGS=(--b)\nfi\nARGS=(--a)",
         "python3 - <<PY\nfor x in y:\n    print(x)\nPY\nARGS=(--a)",
@@ -116,6 +131,79 @@ def test_what_a_condition_decides_is_taken_and_told(line: str) -> None:
 def test_what_no_condition_decides_is_not_told(script: str) -> None:
     command = read(script)
     assert (command.words, command.conditional) == (["--a"], [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if [ "$X" = 1 ]; then N=2; fi',
+        'if [ "$X" = 1 ]; then N=1; else N=2; fi  # one of them',
+        '[ "$X" = 1 ] && N="2"',
+        'test "$X" = 1 || N=2;',
+        "case $X in\n  1) N=2 ;;\nesac",
+        "for i in 1; do N=$((i + 1)); done\nN=$((1+1))",
+    ],
+)
+def test_a_value_that_a_condition_changes_is_told(line: str) -> None:
+    command = read(f"N=0\n{line}\nARGS=(--a $N)\nARGS+=(--c 3)")
+    assert command.words == ["--a", "2", "--c", "3"]
+    assert (command.repeated, command.conditional) == (["N"], [])
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ('A="--x 1"\nA="$A --y 2"\nARGS=($A)', ["--x", "1", "--y", "2"]),
+        ('A="--x 1"\nA="--y 2 ${A}"\nARGS=($A)', ["--y", "2", "--x", "1"]),
+        ('A="a.b=1"\nB="c.d=2 e.f=3"\nA="$A $B"\nARGS=($A)', ["a.b=1", "c.d=2", "e.f=3"]),
+        ('A="a.b=1"\nB="c.d=2"\nA="$A $B"\nA="$A e.f=3"\nARGS=($A)', ["a.b=1", "c.d=2", "e.f=3"]),
+        ('A="x y"\nA="$A z"\nARGS=(--n "$A")', ["--n", "x y z"]),
+        ("N=a\nN=$N/b\nARGS=(--n $N)", ["--n", "a/b"]),
+        ("N=1\nN=${N:-2}\nARGS=(--n $N)", ["--n", "1"]),
+        ("ARGS=(--x)\nARGS=(${ARGS[@]} --y)", ["--x", "--y"]),
+        ('D=d\nD="${D}/y" make < a\nARGS=(--n $D/x)', ["--n", "d/x"]),
+    ],
+)
+def test_a_variable_that_is_extended_by_itself(script: str, words: list[str]) -> None:
+    command = read(script)
+    assert command.words == words
+    assert command.unknown == command.repeated == command.conditional == []
+
+
+def test_a_variable_that_a_condition_extends_by_itself_is_told() -> None:
+    command = read('A="--x 1"\nif true; then\n  A="$A --y 2"\nfi\nARGS=($A)')
+    assert (command.words, command.conditional) == (["--x", "1", "--y", "2"], ["A"])
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ('A="\n   a.b=1 \\\n   c.d=2\n   e.f=3"\nARGS=($A)', ["a.b=1", "c.d=2", "e.f=3"]),
+        ("A='\n  --x 1\n  --y \"2 3\"'\nARGS=($A)", ["--x", "1", "--y", "2 3"]),
+        ('A="{\n \\"ARGS=(no)\\": 1\n}"\nARGS=(--n "$A")', ["--n", '{\n "ARGS=(no)": 1\n}']),
+        ("A=5  # it's\nB='x' # \"\nARGS=(--a $A --b $B)", ["--a", "5", "--b", "x"]),
+        ('A="open\nARGS=(--b 2)', ["--b", "2"]),
+    ],
+)
+def test_a_text_of_several_lines(script: str, words: list[str]) -> None:
+    command = read(script)
+    assert (command.words, command.unknown) == (words, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("cd a && N=1 make", "0"),
+        ("N=1 make -j 8", "0"),
+        ("N= read -r a", "0"),
+        ("N=1 > a.log", "1"),
+        ('echo "a; N=1"', "0"),
+        ("true; N=1 make && echo", "0"),
+        ("make; N=1", "1"),
+    ],
+)
+def test_an_assignment_for_one_command_is_not_kept(line: str, value: str) -> None:
+    assert read(f"N=0\n{line}\nARGS=(--a $N)").words == ["--a", value]
 
 
 def test_a_variable_with_a_value_per_branch_is_told_once() -> None:
@@ -129,6 +217,28 @@ def test_the_words_of_a_command_end_with_it(rest: str) -> None:
         f"python3 train.py --a '|' \"x > $(date)\" b;c {rest}\n", ["train.py"], Path("no_such_folder")
     )
     assert command.words == ["--a", "|", "x > $(date)", "b;c"]
+
+
+@pytest.mark.parametrize(
+    ("rest", "words", "joined"),
+    [
+        ("\n   ${A[@]} \\\n   --c 2", ["--b", "1", "--c", "2"], ["${A[@]}"]),
+        ('  # a word\n   "${A[@]}"\n   --c 2 > a.log', ["--b", "1", "--c", "2"], ["${A[@]}", "--c"]),
+        (" \\\n   --c 2", ["--c", "2"], []),
+        ("\n${A[@]}", [], []),
+        ("\n   b=1", [], []),
+        ("\n   +c.d=1", ["+c.d=1"], ["+c.d=1"]),
+    ],
+)
+def test_lines_that_lack_a_backslash(rest: str, words: list[str], joined: list[str]) -> None:
+    command = find_command(f"A=(--b 1)\npython3 train.py --a{rest}\n", ["train.py"], Path("no_such_folder"))
+    assert (command.words, command.joined) == (["--a", *words], joined)
+
+
+@pytest.mark.parametrize("program", ['"${DIR}/train.py"', "'/a/train.py'", '"$DIR"/train.py', '"train.py"', "train.py"])
+def test_a_program_may_be_quoted(program: str) -> None:
+    text = f'python3 {program} --a 1\necho "done: train.py"\necho "see /a/train.py" --b\n'
+    assert find_command(text, ["train.py"], Path("no_such_folder")).words == ["--a", "1"]
 
 
 def test_words_that_are_read_from_a_variable() -> None:
@@ -170,6 +280,9 @@ def test_a_file_next_to_the_script(path: str, tmp_path: Path) -> None:
         ('ARGS=(--a)\nARGS+=("$@" "${@:2}")', ["--a"]),
         ("M=$A; shift\nARGS=(--a $M)", ["--a", "a/b/c.d"]),
         ("M='x y;' && echo\nARGS=(--a \"$M\")", ["--a", "x y;"]),
+        ("M=1 && N=2\nARGS=(--a $M --b $N)", ["--a", "1", "--b", "2"]),
+        ("export M=1 N='2 3'\nARGS=(--a $M --b \"$N\")", ["--a", "1", "--b", "2 3"]),
+        ("M=1; O=$(nproc)\nARGS=(--a $M)", ["--a", "1"]),
         ('E="a.b=1 +c=[2,3]"\nARGS=($E)', ["a.b=1", "+c=[2,3]"]),
     ],
 )
@@ -223,6 +336,46 @@ def test_variables_from_outside() -> None:
     command = read(script, A="/models", B="3", C="8", **{"1": "p2p"})
     assert command.words == ["--a", "/models/x", "--b", "3", "--c", "8", "--d", "4", "--mode", "p2p"]
     assert command.unknown == []
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        'if [ "$X" = 1 ]; then\n  N=1\nelse\n  N=2\nfi',
+        'N=1\nif [ "$X" = 1 ]; then\n  N=2\nfi',
+        'if [ -z "$N" ]; then\n  N=1\nfi',
+        "case $X in\n  a)\n    N=1\n    ;;\nesac",
+        "for i in 1 2; do\n  N=$i\ndone",
+        'if [ "$X" = 1 ]; then\n  N=$(nproc)\nfi',
+        'if [ "$X" = 1 ]; then N=(1); else N=(2); fi',
+        'N=0\n[ -z "$N" ] && N=1',
+        'N=""  # yours',
+        "export N=",
+    ],
+)
+def test_a_value_that_is_given_decides_the_condition(script: str) -> None:
+    command = read(f"{script}\nM=$N/2\nARGS=(--n $N --m $M)", N="7")
+    assert command.words == ["--n", "7", "--m", "7/2"]
+    assert command.unknown == command.repeated == command.conditional == []
+
+
+def test_a_value_that_is_given_for_an_array_is_split() -> None:
+    script = "if true; then\n  MORE=(--a 1)\nelse\n  MORE=(--b 2)\nfi\nARGS=(--c ${MORE[@]})"
+    assert read(script, MORE="--a 1").words == ["--c", "--a", "1"]
+    assert read(script).words == ["--c", "--b", "2"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("x-$N", ["x-7"]), ("${N:-1}", ["7"]), ("(${N[@]} --b)", ["7", "--b"])],
+)
+def test_a_value_that_a_condition_extends_is_the_one_from_outside(value: str, words: list[str]) -> None:
+    assert read(f"if true; then\n  N={value}\nfi\nARGS=(--a ${{N[@]}})", N="7").words == ["--a", *words]
+
+
+def test_an_assignment_after_the_condition_wins() -> None:
+    with pytest.raises(ConfigurationError, match=r"N has no effect: .* the script sets it itself, under no condition"):
+        read("if true; then\n  N=1\nfi\nN=2\nARGS=(--n $N)", N="7")
 
 
 @pytest.mark.parametrize("name", ["NO_SUCH", "D"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from miles_async.arguments.foreign import FOREIGN_FLAGS, FOREIGN_VALUES
+from miles_async.commands.migrate import verl_sft
 from miles_async.commands.migrate.defaults import DEFAULTS
 from miles_async.commands.migrate.verl_keys import KEYS
 from tests.unit.commands.command_line import printed, refused
@@ -43,7 +44,9 @@ def test_every_default_that_differs_has_a_line(capsys: pytest.CaptureFixture[str
 
 def test_every_key_of_verl_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     printed = lines("verl", capsys)
-    assert len(printed) == len(KEYS)
+    assert len(printed) == len(KEYS) + 1 + len(verl_sft.KEYS)
+    assert printed[len(KEYS)] == "# verl.trainer.fsdp_sft_trainer"
+    assert "model.partial_pretrain  works: is --hf-checkpoint" in printed[len(KEYS) :]
     assert "data.train_batch_size  works: is --rollout-batch-size" in printed
     assert "critic.optim.lr  works: is --critic-lr, with algorithm.adv_estimator=gae" in printed
     assert "algorithm.kl_ctrl.type fixed  noted: fixed; for adaptive give --kl-target and --kl-horizon" in printed

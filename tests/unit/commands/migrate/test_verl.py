@@ -21,6 +21,7 @@ from miles_async.commands.migrate.verl_keys import KEYS, row_of
 
 OURS = list(build_parser("miles-async train")._option_string_actions)
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MODEL_KEYS = "actor_rollout_ref.model"
 LOSS = f"{ACTOR}.policy_loss"
 TRANSFORMER = f"{ACTOR}.megatron.override_transformer_config"
 CORRECTION = "algorithm.rollout_correction"
@@ -67,7 +68,11 @@ def test_no_row_hides_a_later_one() -> None:
          "--use-tis --tis-level sequence --tis-clip 5"),
         (f"{CORRECTION}.rollout_is=token {CORRECTION}.bypass_mode=True", "--use-rollout-logprobs"),
         ("algorithm.norm_adv_by_std_in_grpo=False", "--no-grpo-std-normalization"),
-        ("algorithm.adv_estimator=rloo", "--advantage-estimator rloo"),
+        (f"algorithm.adv_estimator=rloo {ROLLOUT}.n=2", "--advantage-estimator rloo"),
+        (f"{MODEL_KEYS}.lora_rank=8 {MODEL_KEYS}.lora_alpha=16 {MODEL_KEYS}.target_modules=[q_proj]",
+         "--lora-rank 8 --lora-alpha 16 --target-modules q_proj"),
+        (f"{MODEL_KEYS}.lora.rank=8 {MODEL_KEYS}.lora.alpha=16 {MODEL_KEYS}.lora.target_modules=[linear_qkv]",
+         "--lora-rank 8 --lora-alpha 16 --target-modules linear_qkv"),
         ("algorithm.gamma=0.9 algorithm.lam=0.95", "--gamma 0.9 --lambd 0.95"),
         (f"data.train_batch_size=256 {ACTOR}.ppo_mini_batch_size=32 {ACTOR}.optim.lr_warmup_steps=10",
          "--num-steps-per-rollout 8 --lr-warmup-iters 80"),
@@ -127,6 +132,7 @@ def test_what_keys_become(overrides: str, words: str) -> None:
     ("override", "absent"),
     [
         ("trainer.test_freq=-1", "--eval-interval"),
+        ("trainer.test_freq=False", "--eval-interval"),
         (f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=null", "--num-virtual-stages-per-pipeline-rank"),
         (f"{ACTOR}.use_kl_loss=False", "--use-kl-loss"),
         (f"{ACTOR}.kl_loss_coef=0.1", "--kl-loss-coef"),
@@ -195,7 +201,10 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
             "--rm-type remote_rm",
         ),
         ("--config-name no_such_file", "no_such_file.yaml was not found, so its values are missing"),
-        ("actor_rollout_ref.model.exclude_modules=.*mlp.*", "only layers of the language model get adapters"),
+        (
+            f"{MODEL_KEYS}.lora_rank=8 {MODEL_KEYS}.exclude_modules=.*mlp.*",
+            "only layers of the language model get adapters",
+        ),
         (f"{TRANSFORMER}.account_for_loss_in_pipeline_split=True", "--decoder-last-pipeline-num-layers"),
         ("custom_reward_function.path=r.py", "--custom-rm-path"),
         ("trainer.frobnicate=1", "trainer.frobnicate=1: unknown key"),
@@ -204,6 +213,20 @@ def test_what_is_off_or_a_default_says_nothing(override: str, absent: str) -> No
 def test_what_has_no_counterpart_is_told(override: str, named: str) -> None:
     (problem,) = from_verl(override.split()).unmapped
     assert named in problem
+
+
+@pytest.mark.parametrize(
+    ("estimator", "normalized"), [("grpo", False), ("rloo", False), ("reinforce_plus_plus_baseline", True)]
+)
+def test_one_answer_per_prompt_is_compared_with_none(estimator: str, normalized: bool) -> None:
+    recipe = f"{MODEL} algorithm.adv_estimator={estimator} algorithm.norm_adv_by_std_in_grpo=False"
+    done = from_verl(recipe.split())
+    algorithm = parse_arguments(done.words).arguments.algorithm
+    assert (algorithm.advantage_estimator, algorithm.normalize_advantages) == ("reinforce", normalized)
+    assert refusals(f"{shlex.join(done.words)}\n{VERL}--use-rollout-logprobs\n", {}) == []
+    assert f"algorithm.adv_estimator={estimator} is taken as --advantage-estimator reinforce" in done.not_needed[-1]
+    several = from_verl(f"{recipe} {ROLLOUT}.n=2".split()).words
+    assert parse_arguments(several).arguments.algorithm.advantage_estimator != "reinforce"
 
 
 def test_a_warm_up_over_mini_batches_of_unequal_size_is_told() -> None:
@@ -246,7 +269,13 @@ def test_keys_of_one_reason_share_a_line() -> None:
         ("reward_model.model.path=m", "reward_model.enable switches it on, whose line says the rest"),
         (f"{TRANSFORMER}.account_for_loss_in_pipeline_split=False", "use --decoder-first-pipeline-num-layers"),
         (f"{ACTOR}.use_prefix_grouper=True", "it saves time alone"),
-        ("actor_rollout_ref.model.exclude_modules='.*visual.*'", "only layers of the language model get adapters"),
+        (f"{MODEL_KEYS}.lora_rank=8 {MODEL_KEYS}.exclude_modules='.*visual.*'", "only layers of the language model"),
+        (f"{MODEL_KEYS}.lora_rank=0 {MODEL_KEYS}.lora_alpha=0.0 {MODEL_KEYS}.exclude_modules=x",
+         f"lora_alpha=0.0, {MODEL_KEYS}.exclude_modules=x: no effect without {MODEL_KEYS}.lora_rank other than 0"),
+        (f"{MODEL_KEYS}.lora.rank=0 {MODEL_KEYS}.lora.target_modules=[a] {MODEL_KEYS}.lora.dropout=0.1",
+         f"no effect without {MODEL_KEYS}.lora.rank other than 0"),
+        ("data.return_multi_modal_inputs=False", "from the images of a row"),
+        (f"{ROLLOUT}.server.timeout=60 {ROLLOUT}.sglang_rollout_mode=server", "SGLang generates"),
         ("reward.reward_manager.name=dapo", "reward.reward_manager.name=dapo: --rm-type names the reward"),
     ],
 )  # fmt: skip
