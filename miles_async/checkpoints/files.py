@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from miles_async.arguments.surroundings import nearest_existing
 from miles_async.errors import CheckpointError
 
 log = structlog.get_logger(__name__)
@@ -166,10 +167,10 @@ def remove(checkpoints: Iterable[Checkpoint]) -> None:
 def describe_disk(path: Path) -> str:
     """Describe how full the disk of ``path`` is. Raises nothing, since it is called after another failure there."""
     try:
-        usage = shutil.disk_usage(_existing(path))
+        usage = shutil.disk_usage(nearest_existing(path))
     except OSError as error:
         return f"its free space is unknown: {error}"
-    return f"the disk of {_existing(path)} has {readable_size(usage.free)} of {readable_size(usage.total)} free"
+    return f"the disk of {nearest_existing(path)} has {readable_size(usage.free)} of {readable_size(usage.total)} free"
 
 
 def readable_size(count: int) -> str:
@@ -178,7 +179,7 @@ def readable_size(count: int) -> str:
 
 def free_bytes(path: Path) -> int:
     """Free bytes on the disk of ``path``, which need not exist yet."""
-    return shutil.disk_usage(_existing(path)).free
+    return shutil.disk_usage(nearest_existing(path)).free
 
 
 def _checkpoint(match: re.Match[str], directory: Path) -> Checkpoint:
@@ -187,10 +188,6 @@ def _checkpoint(match: re.Match[str], directory: Path) -> Checkpoint:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         run = None
     return Checkpoint(int(match[1]), directory, run)
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def _retire(directory: Path) -> Path:
