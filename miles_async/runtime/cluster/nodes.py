@@ -30,8 +30,8 @@ class Node:
         return f"{self.address} ({', '.join([*has, *own])})"
 
 
-def alive_nodes() -> list[Node]:
-    """Nodes of the cluster, in an order that is the same for all processes. Asks Ray's head."""
+def alive_nodes(labels: Mapping[str, str] = NO_LABELS) -> list[Node]:
+    """Nodes with all of ``labels``, in an order that is the same for all processes. Asks Ray's head."""
     import ray  # here, since tools and tests use engines without Ray
 
     nodes = [
@@ -44,7 +44,9 @@ def alive_nodes() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    return sorted(nodes, key=lambda node: (node.address, node.node_id))
+    return sorted(
+        (node for node in nodes if labels.items() <= node.labels.items()), key=lambda node: (node.address, node.node_id)
+    )
 
 
 def describe_nodes() -> str:
