@@ -17,6 +17,7 @@ import structlog
 
 from miles_async.arguments.surroundings import nearest_existing
 from miles_async.errors import CheckpointError
+from miles_async.types import KeptSetting
 
 log = structlog.get_logger(__name__)
 
@@ -38,10 +39,11 @@ class Checkpoint:
     run: str | None  # that saved it; None if its position.json does not say so
 
 
-class _Owner(msgspec.Struct):
-    """The part of position.json that is read here."""
+class PositionFile(msgspec.Struct):
+    """The parts of position.json that are read before anything starts."""
 
-    run: str
+    run: str | None = None
+    settings: dict[str, KeptSetting] = {}
 
 
 class _Step(msgspec.Struct):
@@ -184,7 +186,7 @@ def free_bytes(path: Path) -> int:
 
 def _checkpoint(match: re.Match[str], directory: Path) -> Checkpoint:
     try:
-        run = msgspec.json.decode((directory / POSITION_FILE).read_bytes(), type=_Owner).run
+        run = msgspec.json.decode((directory / POSITION_FILE).read_bytes(), type=PositionFile).run
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         run = None
     return Checkpoint(int(match[1]), directory, run)
