@@ -96,7 +96,6 @@ def tree(
         generation = episode.sampled(context, episode.output_ids(say, appended))
         turns.append(client.take(episode.trajectory, exchange, generation, pieces or ()))
     sample = episode.trajectory.sample()
-    assert sample is not None
     kept = [turn.context.kept for turn in turns[1:]] + [len(turns[-1].sampled.output_ids)]
     said = [turn.sampled.output_ids[:count] for turn, count in zip(turns, kept, strict=True)]
     assert sample.tokens[sample.loss_mask == 1].tolist() == np.concatenate(said).tolist()

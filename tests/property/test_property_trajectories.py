@@ -55,7 +55,6 @@ def test_sampled_tokens_stay_and_the_rest_is_what_the_template_writes(
     for appended, say in data.draw(rounds(anything())):
         turns.append(episode.turn(appended, say))
     sample = episode.trajectory.sample()
-    assert sample is not None
     assert not sample.more_branches
 
     mask = sample.loss_mask.astype(bool)
@@ -79,7 +78,6 @@ def test_sampled_tokens_stay_and_the_rest_is_what_the_template_writes(
 def test_images_stand_where_the_template_writes_them(data: st.DataObject) -> None:
     """In every branch, whatever the agent goes back to and whatever the model samples, a placeholder included."""
     episode = Episode("qwen25_vl")
-    assert episode.images is not None
     answers = anything() | st.just(Say(ids=(1, PLACEHOLDER), stop=None))
     turns: list[Turn] = []
     for number in range(data.draw(st.integers(1, 5))):
@@ -89,7 +87,6 @@ def test_images_stand_where_the_template_writes_them(data: st.DataObject) -> Non
         turns.append(episode.turn(appended, data.draw(answers)))
         assert turns[-1].context.parent is parent
     sample = episode.trajectory.sample()
-    assert sample is not None
     for branch in sample.branches:
         found = images_of(branch.tokens, np.array([0, len(branch.tokens)]), [branch.pictures], episode.images)
         assert found == branch.pictures
@@ -159,7 +156,6 @@ def test_a_model_that_writes_as_the_template_does_gives_the_templates_own_tokens
         assert turn.context.parent is (None if len(episode.trajectory.turns) == 1 else episode.trajectory.turns[-2])
         appended = following
     sample = episode.trajectory.sample()
-    assert sample is not None
     assert not sample.more_branches
     *history, _ = (canonical(message) for message in episode.messages)
     prompt = episode.chat.render(history, tools, {}, generation_prompt=True)
@@ -183,7 +179,6 @@ def test_an_agent_that_goes_back_forks_and_each_sampled_token_carries_loss_once(
         turns.append(episode.turn(messages, say))
         assert turns[-1].context.parent is parent
     sample = episode.trajectory.sample()
-    assert sample is not None
 
     parents = {turn.context.parent for turn in turns}
     leaves = [turn for turn in turns if turn not in parents]
@@ -204,7 +199,6 @@ def assert_experts_of_first_readers(branch: Branch, turns: list[Turn]) -> None:
     read = [[*turn.context.input_ids().tolist(), *turn.sampled.output_ids.tolist()][:-1] for turn in turns]
     tokens = branch.tokens.tolist()
     on_path = [tokens[: turn.context.length] == turn.context.input_ids().tolist() for turn in turns]
-    assert branch.routed_experts is not None
     assert branch.routed_experts[:, 0].tolist() == [*tokens[:-1], 0]
     for position, number in enumerate(branch.routed_experts[:-1, 1].tolist()):
         readers = (
@@ -235,7 +229,6 @@ def test_a_history_as_the_template_writes_it_is_what_it_makes_of_the_replies(
         assert episode.chat.decode_all(turn.context.input_ids()) == written
         replies.append(turn.reply)
     sample = episode.trajectory.sample()
-    assert sample is not None
     turns = episode.trajectory.turns
     carrying = np.concatenate([branch.weight_versions[branch.loss_mask == 1] for branch in sample.branches]).tolist()
     for number, turn in enumerate(turns, start=1):

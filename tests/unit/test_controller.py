@@ -197,7 +197,6 @@ async def test_cuts_under_way_are_named_by_their_step() -> None:
     def noted(target_version: int) -> Coroutine[None, None, PreparedBatch]:
         async def cut() -> PreparedBatch:
             task = asyncio.current_task()
-            assert task is not None
             names.append(task.get_name())
             return await plain(target_version)
 

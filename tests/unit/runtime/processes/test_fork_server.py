@@ -228,7 +228,6 @@ async def test_an_interpreter_for_ray_forks_a_script(server: ForkServer) -> None
 async def test_the_forked_script_ends_with_its_interpreter(server: ForkServer) -> None:
     # covers: C10
     process = await _interpreted(server, str(server.path.parent / "wait.py"))
-    assert process.stdout is not None
     grandchild = int(await process.stdout.readline())
     assert psutil.Process(psutil.Process(grandchild).ppid()).cmdline()[0].rstrip() == "a title"
     process.kill()
