@@ -139,7 +139,7 @@ class Circuit:
                 self._answers += 1
                 self.works()
                 return result
-            await asyncio.sleep(_backoff(failures))
+            await asyncio.sleep(_jittered(min(_SHORTEST_PAUSE * 2.0 ** min(failures, 10), _LONGEST_PAUSE)))
             failures += 1
 
     def works(self) -> None:
@@ -218,10 +218,6 @@ class Services:
     def describe(self) -> list[str]:
         """Describe each service that is down in one line."""
         return [circuit.describe() for circuit in self._circuits.values() if circuit.is_open]
-
-
-def _backoff(doublings: int) -> float:
-    return _jittered(min(_SHORTEST_PAUSE * 2.0 ** min(doublings, 10), _LONGEST_PAUSE))
 
 
 def _jittered(seconds: float) -> float:

@@ -39,6 +39,7 @@ from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer, Results
+from tests.waiting import until
 
 
 class NoCheckpoints:
@@ -374,9 +375,7 @@ async def test_an_evaluation_with_engines_of_its_own_holds_nothing_up() -> None:
     b.rollout.evaluate = slow
     async with asyncio.TaskGroup() as scope:
         scope.create_task(b.controller.run())
-        async with asyncio.timeout(10):  # training goes on during the evaluation of version 0
-            while "commit 2" not in b.events:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: "commit 2" in b.events)  # training goes on during the evaluation of version 0
         for _ in range(300):
             await asyncio.sleep(0)
         assert "commit 3" not in b.events, "until the next evaluation wants the same engines"
