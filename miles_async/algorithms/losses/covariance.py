@@ -94,8 +94,8 @@ class KlCov:
 def _covariances(batches: Sequence[TokenBatch], gather: Gather) -> tuple[list[Tensor], int]:
     """(C of each token, float64 [N] per micro-batch; N of the rollout batch)."""
     sums = [
-        torch.stack([mask.sum(), (batch.old_logprobs.double() * mask).sum(), (batch.advantages.double() * mask).sum()])
-        for batch, mask in ((batch, batch.loss_mask.double()) for batch in batches)
+        torch.stack([(values.double() * batch.loss_mask.double()).sum() for values in _terms(batch)])
+        for batch in batches
     ]
     count, logprobs, advantages = gather(torch.stack(sums).sum(0)).view(-1, 3).sum(0)
     tokens = count.clamp(min=1)
@@ -103,6 +103,10 @@ def _covariances(batches: Sequence[TokenBatch], gather: Gather) -> tuple[list[Te
         (batch.old_logprobs.double() - logprobs / tokens) * (batch.advantages.double() - advantages / tokens)
         for batch in batches
     ], int(count)
+
+
+def _terms(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ones_like(batch.loss_mask), batch.old_logprobs, batch.advantages
 
 
 def _lots(batch: TokenBatch) -> Tensor:
