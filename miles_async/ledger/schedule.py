@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
 import msgspec
 
@@ -154,13 +154,11 @@ Frame = PoolFrame | BatchFrame
 
 
 # ---------------------------------------------------------------------------------------------- the recording pool
-P = ParamSpec("P")
-Result = TypeVar("Result")
 
 Record = Callable[[AnyCall, Decisions], None]
 
 
-def _recorded(
+def _recorded[**P, Result](
     method: Callable[Concatenate[RecordedPool, P], Result], call: Callable[P, AnyCall]
 ) -> Callable[Concatenate[RecordedPool, P], Result]:
     """``method`` of the pool, recorded as ``call`` of its arguments."""

@@ -7,10 +7,6 @@ import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-Result = TypeVar("Result")
 
 
 class OwnThread:
@@ -21,7 +17,7 @@ class OwnThread:
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    async def run(self, call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+    async def run[**P, Result](self, call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """As ``asyncio.to_thread``."""
         bound = partial(contextvars.copy_context().run, call, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._pool, bound)
