@@ -151,13 +151,18 @@ def _output_problem(path: Path) -> str | None:
     """Why nothing can be written below ``path``. Tried, since permission bits don't tell (root, /proc, full disks)."""
     if os.path.exists(path) and not os.path.isdir(path):
         return "expected a directory, found a file"
-    nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.exists(parent))
+    nearest = nearest_existing(path)
     try:
         with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(b"0")
     except OSError as error:
         return f"{nearest} cannot be written to ({error.strerror}): choose another directory"
     return None
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return ``path`` or the nearest of its parents that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
 
 
 def check_machine(arguments: Arguments) -> Iterator[str]:

@@ -10,7 +10,8 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 
 from miles_async import __version__
@@ -25,8 +26,61 @@ from miles_async.errors import (
 )
 from miles_async.runtime.texts import escaped
 
-Command = Callable[[Sequence[str]], int]
-"""Runs a command with the words after its name; returns the exit code."""
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A function of ``miles_async/commands/``, imported when it is called with the words after the command's name.
+
+    It returns its output, whole or in parts.
+    """
+
+    module: str
+    function: str
+    purpose: str  # for --help
+    shows: bool = False  # it gets :func:`_show` for output while it works, and returns its exit code
+    completes: bool = False  # it gets the names of all commands
+
+    def __call__(self, words: Sequence[str]) -> int:
+        """Run the command; the exit code."""
+        function = getattr(import_module(f"miles_async.commands.{self.module}"), self.function)
+        if self.shows:
+            return function(words, _show)
+        try:
+            output = function(words, COMMANDS) if self.completes else function(words)
+            for part in [output] if isinstance(output, str) else output:
+                _show(part)
+        except PermissionError as error:  # of another user's run, say
+            raise ConfigurationError(str(error)) from error
+        return 0
+
+
+COMMANDS: Mapping[str, Command] = {
+    "train": Command("train", "train", "train a model", shows=True),
+    "rollout": Command("rollout", "rollout", "sample a model's answers to prompts and estimate pass@k", shows=True),
+    "eval": Command("rollout", "evaluate", "evaluate a model on held-out prompts, or compare two", shows=True),
+    "watch": Command("watch", "watch", "show runs in a browser, live: curves, samples, engines", shows=True),
+    "report": Command("report", "report", "write that page with a run's data into one file"),
+    "status": Command("status", "status", "show where a run stands: step, ages, what it waits for"),
+    "compare": Command("compare", "compare", "show which flags of runs differ, and their curves"),
+    "timeline": Command("timeline", "timeline", "write a timeline of a run, for Perfetto"),
+    "ledger": Command("ledger", "ledger", "show how attempts ended, and quarantined prompts"),
+    "explain": Command("ledger", "explain", "show what happened to one prompt or attempt of a run"),
+    "samples": Command("samples", "samples", "show text and tokens of samples, by step, reward or words"),
+    "stop": Command("stop", "stop", "end a run and clean up what is left of it", shows=True),
+    "scale": Command("scale", "scale", "add or remove engines of a running run"),
+    "set": Command("live_set", "set_live", "change settings of a live run"),
+    "replay": Command("replay", "replay", "repeat the decisions of a run with --record and compare"),
+    "plan": Command("plan", "plan", "predict step time, idle time and ages of settings"),
+    "migrate": Command("migrate.command", "migrate", "translate a slime, miles or verl recipe into flags", shows=True),
+    "doctor": Command("doctor", "doctor", "check this machine, or a cluster, and say how to fix it", shows=True),
+    "completion": Command("completion", "completion", "complete commands and flags in a shell", completes=True),
+}
+
+
+def _row(name: str, purpose: str) -> str:
+    more = " has the most needed flags" if name == "train" else ""
+    return f"  {name:<15}{purpose}; `miles-async {name} --help`{more}\n"
+
 
 HELP = f"""\
 Usage: miles-async COMMAND ...
@@ -34,25 +88,7 @@ Usage: miles-async COMMAND ...
 Fully asynchronous RL post-training: Megatron-core trains, SGLang generates, neither waits for the other.
 
 Commands:
-  train          train a model; `miles-async train --help` has the most needed flags
-  rollout        sample a model's answers to prompts and estimate pass@k; `miles-async rollout --help`
-  eval           evaluate a model on held-out prompts, or compare two; `miles-async eval --help`
-  watch          show runs in a browser, live: curves, samples, engines; `miles-async watch --help`
-  report         write that page with a run's data into one file; `miles-async report --help`
-  status         show where a run stands: step, ages, what it waits for; `miles-async status --help`
-  compare        show which flags of runs differ, and their curves; `miles-async compare --help`
-  timeline       write a timeline of a run, for Perfetto; `miles-async timeline --help`
-  ledger         show how attempts ended, and quarantined prompts; `miles-async ledger --help`
-  explain        show what happened to one prompt or attempt of a run; `miles-async explain --help`
-  samples        show text and tokens of samples, by step, reward or words; `miles-async samples --help`
-  stop           end a run and clean up what is left of it; `miles-async stop --help`
-  scale          add or remove engines of a running run; `miles-async scale --help`
-  set            change settings of a live run; `miles-async set --help`
-  replay         repeat the decisions of a run with --record and compare; `miles-async replay --help`
-  plan           predict step time, idle time and ages of settings; `miles-async plan --help`
-  migrate        translate a slime, miles or verl recipe into flags; `miles-async migrate --help`
-  doctor         check this machine, or a cluster, and say how to fix it; `miles-async doctor --help`
-  completion     complete commands and flags in a shell; `miles-async completion --help`
+{"".join(_row(name, command.purpose) for name, command in COMMANDS.items())}\
   --version      print the version ({__version__})
 
 Examples:
@@ -104,56 +140,6 @@ def _dispatch(words: list[str]) -> int:
         hint = f"did you mean {nearest[0]}?" if nearest else f"commands: {', '.join(COMMANDS)}"
         raise ConfigurationError(f"unknown command {command}; {hint}")
     return COMMANDS[command](words[1:])
-
-
-def _command(module: str, name: str, *, shows: bool = False) -> Command:
-    """A command that returns its output, whole or in parts. Imported when it is called.
-
-    ``shows``: it gets :func:`_show` for output while it works, and returns its exit code.
-    """
-
-    def run(words: Sequence[str]) -> int:
-        command = getattr(import_module(f"miles_async.commands.{module}"), name)
-        if shows:
-            return command(words, _show)
-        try:
-            for part in [found] if isinstance(found := command(words), str) else found:
-                _show(part)
-        except PermissionError as error:  # of another user's run, say
-            raise ConfigurationError(str(error)) from error
-        return 0
-
-    return run
-
-
-def _completion(words: Sequence[str]) -> int:
-    from miles_async.commands.completion import completion
-
-    _show(completion(words, COMMANDS))
-    return 0
-
-
-COMMANDS: Mapping[str, Command] = {
-    "train": _command("train", "train", shows=True),
-    "rollout": _command("rollout", "rollout", shows=True),
-    "eval": _command("rollout", "evaluate", shows=True),
-    "watch": _command("watch", "watch", shows=True),
-    "report": _command("report", "report"),
-    "status": _command("status", "status"),
-    "compare": _command("compare", "compare"),
-    "timeline": _command("timeline", "timeline"),
-    "ledger": _command("ledger", "ledger"),
-    "explain": _command("ledger", "explain"),
-    "samples": _command("samples", "samples"),
-    "stop": _command("stop", "stop", shows=True),
-    "scale": _command("scale", "scale"),
-    "set": _command("live_set", "set_live"),
-    "replay": _command("replay", "replay"),
-    "plan": _command("plan", "plan"),
-    "migrate": _command("migrate.command", "migrate", shows=True),
-    "doctor": _command("doctor", "doctor", shows=True),
-    "completion": _completion,
-}
 
 
 def _show(text: str) -> None:

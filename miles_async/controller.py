@@ -146,7 +146,7 @@ class Controller:
             metrics = {
                 **prepared.metrics,
                 **{f"train/{name}": value for name, value in train_metrics.items()},
-                **{f"time/{name}_seconds": seconds for name, seconds in watch.seconds.items()},
+                **watch.metrics("time"),
                 "weight_version/trainer": version,
             }
             rest = self._publish(scope, step, prepared.ages, metrics, delivers=publishes)

@@ -7,7 +7,7 @@ publication (P7).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -41,7 +41,7 @@ async def rollouts_alone(rollout: RolloutSide, fleet: EngineFleet, recorder: Rec
                 batch = await rollout.next_batch(CHECKPOINT_VERSION)
                 await rollout.trained(batch.batch_id)
                 await rollout.commit_version(CHECKPOINT_VERSION)
-            recorder.step(step, {**batch.metrics, **_times(watch)}, batch.ages)
+            recorder.step(step, {**batch.metrics, **watch.metrics("time")}, batch.ages)
         admission.cancel()
         await rollout.close()
         await running
@@ -115,10 +115,6 @@ async def training_alone(
         if trained is not None:
             trained(step, trainer.token_scores)
         of_trainer = {f"train/{name}": value for name, value in metrics.items()}
-        recorder.step(step, {**batch.metrics, **of_trainer, **_times(watch)}, batch.ages)
+        recorder.step(step, {**batch.metrics, **of_trainer, **watch.metrics("time")}, batch.ages)
         if save is not None:
             await save(step)
-
-
-def _times(watch: Stopwatch) -> Mapping[str, float]:
-    return {f"time/{name}_seconds": seconds for name, seconds in watch.seconds.items()}

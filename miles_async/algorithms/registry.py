@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, Protocol, get_args
 
 from miles_async.api import (
     AdvantageEstimator,
@@ -22,9 +22,6 @@ from miles_async.api import (
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.hooks import load_factory, load_object
-
-Part = TypeVar("Part")
-LossPart = TypeVar("LossPart", PolicyLoss, Correction)
 
 HERE = "miles_async.algorithms"
 WHOLE = f"{HERE}.whole_batch"
@@ -182,17 +179,17 @@ def own_need_critic(arguments: AlgorithmArguments) -> bool:
     return made is not None and "values" in made.needs
 
 
-def switched(rows: Switched, kind: type[Part], arguments: AlgorithmArguments) -> tuple[Part, ...]:
+def switched[Part](rows: Switched, kind: type[Part], arguments: AlgorithmArguments) -> tuple[Part, ...]:
     """Make the parts that the flags ask for, in the order of the rows."""
     return tuple(_made(path, kind, flag, arguments) for flag, on, path in rows if on(arguments))
 
 
-def _made(path: str, kind: type[Part], flag: str, arguments: AlgorithmArguments) -> Part:
+def _made[Part](path: str, kind: type[Part], flag: str, arguments: AlgorithmArguments) -> Part:
     part: Part = load_factory(path, Make, kind, flag)(arguments)
     return part
 
 
-def _checked(
+def _checked[LossPart: (PolicyLoss, Correction)](
     rows: Mapping[str, str], kind: type[LossPart], flag: str, name: str, arguments: AlgorithmArguments
 ) -> LossPart:
     made = _made(_row(rows, name), kind, flag, arguments)

@@ -15,7 +15,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from miles_async.arguments.surroundings import nearest_existing
 from miles_async.errors import CheckpointError
+from miles_async.types import KeptSetting
 
 log = structlog.get_logger(__name__)
 
@@ -37,10 +39,11 @@ class Checkpoint:
     run: str | None  # that saved it; None if its position.json does not say so
 
 
-class _Owner(msgspec.Struct):
-    """The part of position.json that is read here."""
+class PositionFile(msgspec.Struct):
+    """The parts of position.json that are read before anything starts."""
 
-    run: str
+    run: str | None = None
+    settings: dict[str, KeptSetting] = {}
 
 
 class _Step(msgspec.Struct):
@@ -166,10 +169,10 @@ def remove(checkpoints: Iterable[Checkpoint]) -> None:
 def describe_disk(path: Path) -> str:
     """Describe how full the disk of ``path`` is. Raises nothing, since it is called after another failure there."""
     try:
-        usage = shutil.disk_usage(_existing(path))
+        usage = shutil.disk_usage(nearest_existing(path))
     except OSError as error:
         return f"its free space is unknown: {error}"
-    return f"the disk of {_existing(path)} has {readable_size(usage.free)} of {readable_size(usage.total)} free"
+    return f"the disk of {nearest_existing(path)} has {readable_size(usage.free)} of {readable_size(usage.total)} free"
 
 
 def readable_size(count: int) -> str:
@@ -178,19 +181,15 @@ def readable_size(count: int) -> str:
 
 def free_bytes(path: Path) -> int:
     """Free bytes on the disk of ``path``, which need not exist yet."""
-    return shutil.disk_usage(_existing(path)).free
+    return shutil.disk_usage(nearest_existing(path)).free
 
 
 def _checkpoint(match: re.Match[str], directory: Path) -> Checkpoint:
     try:
-        run = msgspec.json.decode((directory / POSITION_FILE).read_bytes(), type=_Owner).run
+        run = msgspec.json.decode((directory / POSITION_FILE).read_bytes(), type=PositionFile).run
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         run = None
     return Checkpoint(int(match[1]), directory, run)
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def _retire(directory: Path) -> Path:

@@ -124,7 +124,7 @@ class RunCheckpoints:
                     raise await self._failure(final, error) from error
             self._position = None
             log.info("checkpoint saved", directory=str(final))
-            return {f"checkpoint/{name}_seconds": seconds for name, seconds in self._watch.seconds.items()}
+            return self._watch.metrics("checkpoint")
 
     async def load(self) -> Position | None:
         """Restore both sides; None without ``--load``. Raises CheckpointError."""

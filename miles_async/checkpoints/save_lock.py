@@ -23,7 +23,7 @@ import structlog
 
 from miles_async.checkpoints.files import sweep_leftovers
 from miles_async.errors import CheckpointError, ConfigurationError
-from miles_async.runtime.processes.run_process import start_ticks
+from miles_async.runtime.processes.run_process import find_process, start_ticks
 
 LOCK_FILE = "save_lock.json"
 BEAT_SECONDS = 10.0
@@ -166,7 +166,7 @@ def _problem(save: Path, path: Path) -> str | None:
     with tempfile.TemporaryFile(dir=save) as file:  # made now, by the file system's clock
         age = os.fstat(file.fileno()).st_mtime - touched
     if owner is not None and owner.kernel == _kernel():
-        if not _lives(owner):
+        if find_process(owner.pid, owner.ticks) is None:
             return None
         advice = "end that run, or choose another --save"
     elif age > DEAD_SECONDS:
@@ -223,10 +223,3 @@ def _kernel() -> str:
     """Name the boot of this kernel and this process's namespace of pids: hosts and containers may share a name."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
-
-
-def _lives(owner: LockOwner) -> bool:
-    try:
-        return start_ticks(owner.pid) == owner.ticks and psutil.Process(owner.pid).status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError):
-        return False

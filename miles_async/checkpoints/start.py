@@ -15,6 +15,7 @@ from miles_async.arguments.live import IN_FORCE
 from miles_async.checkpoints.files import (
     POSITION_FILE,
     Checkpoint,
+    PositionFile,
     describe_disk,
     find_checkpoint,
     free_bytes,
@@ -40,12 +41,6 @@ def where_to_resume(save: Path | None, load: Path | None) -> Path | None:
     return load
 
 
-class _Position(msgspec.Struct):
-    """The part of position.json that is read here."""
-
-    settings: dict[str, KeptSetting] = {}
-
-
 def kept_settings(load: Path | None) -> Mapping[str, KeptSetting]:
     """Settings that ``miles-async set`` changed, in the checkpoint that ``--load`` names, with which the run continues;
     none if it cannot be read, which is refused elsewhere. ``arguments/live.py`` says which of them it takes over.
@@ -54,7 +49,7 @@ def kept_settings(load: Path | None) -> Mapping[str, KeptSetting]:
         return {}
     try:
         content = (find_checkpoint(load).directory / POSITION_FILE).read_bytes()
-        found = msgspec.json.decode(content, type=_Position).settings
+        found = msgspec.json.decode(content, type=PositionFile).settings
     except (CheckpointError, OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return {}
     return {name: kept for name, kept in found.items() if name in IN_FORCE}

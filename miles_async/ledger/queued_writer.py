@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import structlog
 
@@ -21,10 +20,8 @@ log = structlog.get_logger(__name__)
 FLUSH_SECONDS = 0.25  # the time that a killed run may lack at the end of its files
 WRITE_TIMEOUT = 60.0  # for one flush; a disk that hangs must not fill the memory with queued items
 
-T = TypeVar("T")
 
-
-class QueuedWriter(Generic[T]):
+class QueuedWriter[T]:
     """:meth:`add` never waits and never fails; :meth:`run` writes the entries.
 
     A failing write is an error of :meth:`run`, once, and so ends the training run; later items are not recorded.

@@ -51,7 +51,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float | None
 
 
-class CutRecord(msgspec.Struct, frozen=True, kw_only=True):
+class CutRecord(msgspec.Struct, frozen=True):
     """One batch that left the buffer."""
 
     at: float  # seconds since 1970
@@ -84,7 +84,7 @@ def _shown(value: SettingValue) -> str:
     return "none" if value is None else str(value)
 
 
-class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+class Lengths(msgspec.Struct, frozen=True):
     """Response lengths in tokens."""
 
     where: str  # an Outcome, or a Stage of attempts that have not ended
@@ -155,7 +155,7 @@ class LedgerReader:
             "SELECT coalesce(outcome, stage), count(*), avg(value), max(value) "
             "FROM attempts, json_each(attempts.response_lengths) GROUP BY 1 ORDER BY 2 DESC, 1"
         )
-        return tuple(Lengths(where=where, samples=n, mean=mean, longest=longest) for where, n, mean, longest in rows)
+        return tuple(Lengths(*row) for row in rows)
 
     def dead_letters(self) -> tuple[DeadLetter, ...]:
         """Quarantined prompts: first from earlier processes, then from this run."""
@@ -218,8 +218,7 @@ class LedgerReader:
             "SELECT cut_at, target_version, count(*), min(oldest_version) FROM attempts WHERE cut_at IS NOT NULL "
             "GROUP BY cut_at, target_version ORDER BY cut_at"
         )
-        for at, version, groups, oldest in rows:
-            yield CutRecord(at=at, target_version=version, groups=groups, oldest_version=oldest)
+        yield from (CutRecord(*row) for row in rows)
 
     def changes(self) -> tuple[ChangeRecord, ...]:
         """Changes made by ``miles-async set``, in order."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate
 
 import msgspec
 
@@ -22,66 +23,66 @@ from miles_async.types import Attempt, Changes, Group, Prompt, TrainShard
 
 
 # ------------------------------------------------------------------------------------------------ calls
-class Call(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Call(msgspec.Struct, frozen=True, tag=True):
     """One method call of the pool. Groups that are known already are given by attempt id."""
 
 
-class Offered(Call, frozen=True, kw_only=True):
+class Offered(Call, frozen=True):
     epoch: int
     prompt: Prompt
 
 
-class Issued(Call, frozen=True, kw_only=True):
+class Issued(Call, frozen=True):
     visible_version: int
 
 
-class Finished(Call, frozen=True, kw_only=True):
+class Finished(Call, frozen=True):
     group: Group
 
 
-class Failed(Call, frozen=True, kw_only=True):
+class Failed(Call, frozen=True):
     attempt: Attempt
     reason: str
     infrastructure: bool
 
 
-class Filtered(Call, frozen=True, kw_only=True):
+class Filtered(Call, frozen=True):
     attempt: Attempt
     reason: str
-    group: Group | None
+    group: Group | None = None
 
 
-class Reviewed(Call, frozen=True, kw_only=True):
+class Reviewed(Call, frozen=True):
     attempt_id: int
     versions: Mapping[int, int | None]
     target_version: int
 
 
-class Cut(Call, frozen=True, kw_only=True):
+class Cut(Call, frozen=True):
     target_version: int
 
 
-class Trained(Call, frozen=True, kw_only=True):
+class Trained(Call, frozen=True):
     attempt_ids: tuple[int, ...]  # one batch, as it was cut
     target_version: int
 
 
-class Committed(Call, frozen=True, kw_only=True):
+class Committed(Call, frozen=True):
     version: int
 
 
-class Restored(Call, frozen=True, kw_only=True):
+class Restored(Call, frozen=True):
     snapshot: PoolSnapshot
     version: int
     total_groups: int | None
     readmissions: Mapping[str, tuple[str, ...]]
 
 
-class Changed(Call, frozen=True, kw_only=True):
+class Changed(Call, frozen=True):
     changes: Changes
 
 
-class Cancelled(Call, frozen=True, kw_only=True):
+class Cancelled(Call, frozen=True):
     pass
 
 
@@ -153,7 +154,21 @@ Frame = PoolFrame | BatchFrame
 
 
 # ---------------------------------------------------------------------------------------------- the recording pool
+
 Record = Callable[[AnyCall, Decisions], None]
+
+
+def _recorded[**P, Result](
+    method: Callable[Concatenate[RecordedPool, P], Result], call: Callable[P, AnyCall]
+) -> Callable[Concatenate[RecordedPool, P], Result]:
+    """``method`` of the pool, recorded as ``call`` of its arguments."""
+
+    @wraps(method)
+    def recorded(pool: RecordedPool, *arguments: P.args, **named: P.kwargs) -> Result:
+        with pool.recorded(call(*arguments, **named)):
+            return method(pool, *arguments, **named)
+
+    return recorded
 
 
 class RecordedPool(Pool):
@@ -165,52 +180,22 @@ class RecordedPool(Pool):
         self._decisions = Decisions()  # of the call that is running
         super().__init__(*arguments, observers=(lambda event: self._decisions.note(event), *observers), **options)
 
-    def offer(self, epoch: int, prompt: Prompt) -> None:
-        with self._recorded(Offered(epoch=epoch, prompt=prompt)):
-            super().offer(epoch, prompt)
-
-    def issue(self, visible_version: int) -> Attempt:
-        with self._recorded(Issued(visible_version=visible_version)):
-            return super().issue(visible_version)
-
-    def finished(self, group: Group) -> None:
-        with self._recorded(Finished(group=group)):
-            super().finished(group)
-
-    def failed(self, attempt: Attempt, reason: str, *, infrastructure: bool) -> None:
-        with self._recorded(Failed(attempt=attempt, reason=reason, infrastructure=infrastructure)):
-            super().failed(attempt, reason, infrastructure=infrastructure)
-
-    def filtered(self, attempt: Attempt, reason: str, group: Group | None = None) -> None:
-        with self._recorded(Filtered(attempt=attempt, reason=reason, group=group)):
-            super().filtered(attempt, reason, group)
+    offer = _recorded(Pool.offer, Offered)
+    issue = _recorded(Pool.issue, Issued)
+    finished = _recorded(Pool.finished, Finished)
+    failed = _recorded(Pool.failed, Failed)
+    filtered = _recorded(Pool.filtered, Filtered)
+    cut = _recorded(Pool.cut, Cut)
+    trained = _recorded(Pool.trained, lambda groups, target_version: Trained(attempt_ids(groups), target_version))
+    commit = _recorded(Pool.commit, Committed)
+    change = _recorded(Pool.change, Changed)
+    cancel_all = _recorded(Pool.cancel_all, Cancelled)
 
     def review(self, attempt_id: int, versions: Mapping[int, int | None], target_version: int) -> frozenset[int]:
-        call = Reviewed(attempt_id=attempt_id, versions=dict(versions), target_version=target_version)
-        with self._recorded(call):
+        with self.recorded(Reviewed(attempt_id, dict(versions), target_version)):
             aborted = super().review(attempt_id, versions, target_version)
             self._decisions.aborted = tuple(sorted(aborted))
             return aborted
-
-    def cut(self, target_version: int) -> tuple[Group, ...] | None:
-        with self._recorded(Cut(target_version=target_version)):
-            return super().cut(target_version)
-
-    def trained(self, groups: tuple[Group, ...], target_version: int) -> None:
-        with self._recorded(Trained(attempt_ids=attempt_ids(groups), target_version=target_version)):
-            super().trained(groups, target_version)
-
-    def commit(self, version: int) -> None:
-        with self._recorded(Committed(version=version)):
-            super().commit(version)
-
-    def change(self, changes: Changes) -> None:
-        with self._recorded(Changed(changes=changes)):
-            super().change(changes)
-
-    def cancel_all(self) -> None:
-        with self._recorded(Cancelled()):
-            super().cancel_all()
 
     def restore(
         self,
@@ -222,14 +207,14 @@ class RecordedPool(Pool):
         accepted: Sequence[str] = (),
     ) -> None:
         granted = {request_id: tuple(prompt_ids) for request_id, prompt_ids in (readmissions or {}).items()}
-        call = Restored(snapshot=snapshot, version=version, total_groups=total_groups, readmissions=granted)
-        with self._recorded(call):
+        with self.recorded(Restored(snapshot, version, total_groups, granted)):
             super().restore(
                 snapshot, version=version, total_groups=total_groups, readmissions=readmissions, accepted=accepted
             )
 
     @contextmanager
-    def _recorded(self, call: AnyCall) -> Iterator[None]:
+    def recorded(self, call: AnyCall) -> Iterator[None]:
+        """Pass the call and the decisions that are made in the context to ``record``."""
         self._decisions = decisions = Decisions()
         try:
             yield

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from miles_async.machine.checks import Intent, machine_findings
 from miles_async.machine.finding import Finding
@@ -18,14 +18,11 @@ from miles_async.machine.network import clock_finding
 from miles_async.runtime.cluster.nodes import alive_nodes
 from miles_async.runtime.network.ports import bind_port
 
-T = TypeVar("T")
-
 NODE_SECONDS = 60.0  # for an actor to start on a node, import torch and answer
 CONNECT_SECONDS = 5.0
 
 Door = tuple[str, int]
 """Address and port at which a node listens."""
-
 
 Ask = Callable[..., Awaitable[Any]]
 """Calls a method of a node's :class:`NodeProbe` by its name, with arguments."""
@@ -115,7 +112,7 @@ def _silent(reason: object) -> Finding:
     return Finding(check="node", verdict="failure", found=f"does not answer: {reason}", mend=mend)
 
 
-async def _all(calls: Mapping[str, Awaitable[T]]) -> dict[str, T | str]:
+async def _all[T](calls: Mapping[str, Awaitable[T]]) -> dict[str, T | str]:
     """Await all; the reason where one fails."""
 
     async def one(call: Awaitable[T]) -> T | str:

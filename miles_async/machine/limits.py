@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from miles_async.arguments.cluster import Device
+from miles_async.arguments.surroundings import nearest_existing
 from miles_async.machine.finding import Finding, Verdict, gib
 from miles_async.runtime.files.scratch import network_file_system
 from miles_async.runtime.network.open_files import connection_limits
@@ -44,7 +45,7 @@ def shared_memory_findings(device: Device, place: Path = SHARED_MEMORY) -> Itera
 def disk_findings(directories: Mapping[str, Path]) -> Iterator[Finding]:
     """Check free bytes and inodes. ``directories``: by purpose; they may not exist."""
     for name, directory in directories.items():
-        place = _nearest_existing(directory)
+        place = nearest_existing(directory)
         status = os.statvfs(place)
         free = status.f_frsize * status.f_bavail
         found = f"{name}: {place} has {gib(free)} free"
@@ -61,14 +62,10 @@ def disk_findings(directories: Mapping[str, Path]) -> Iterator[Finding]:
             yield Finding(check="disk", verdict="ok", found=found)
 
 
-def _nearest_existing(path: Path) -> Path:
-    return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
-
-
 def home_findings() -> Iterator[Finding]:
     """Check that HOME can be written to, where Ray keeps its token and packages their caches."""
     home = Path(os.environ.get("HOME") or Path.home())
-    place = _nearest_existing(home)
+    place = nearest_existing(home)
     if place.is_dir() and os.access(place, os.W_OK):
         yield Finding(check="home", verdict="ok", found=f"HOME={home}")
         return

@@ -26,3 +26,7 @@ class Stopwatch:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + now() - started
+
+    def metrics(self, group: str) -> dict[str, float]:
+        """The same as metrics, ``GROUP/NAME_seconds``."""
+        return {f"{group}/{name}_seconds": seconds for name, seconds in self.seconds.items()}

@@ -14,18 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar, cast
+from typing import cast
 
 from miles_async.errors import ConfigurationError
 from miles_async.runtime.own_place import own_place
 from miles_async.runtime.texts import shortened
 
-Kind = TypeVar("Kind")
-
 _SCRIPT = '; put what is not for importers under `if __name__ == "__main__":`'
 
 
-def load_object(path: str, protocol: type[Kind], flag: str) -> Kind:
+def load_object[Kind](path: str, protocol: type[Kind], flag: str) -> Kind:
     """Load the object that ``flag`` names. Raises ConfigurationError saying what it lacks.
 
     >>> reward = load_object("my_package.rewards:length_penalty", Reward, "--custom-rm-path")
@@ -72,7 +70,7 @@ def _require(loaded: object, protocol: type, named: str) -> None:
         raise ConfigurationError(f"{named} is not a {protocol.__name__}: {'; '.join(problems)}")
 
 
-def load_factory(path: str, make: type[Kind], made: type, flag: str) -> Kind:
+def load_factory[Kind](path: str, make: type[Kind], made: type, flag: str) -> Kind:
     """Load the factory that ``flag`` names: a class like ``made``, or a function, which is called as ``make`` says.
 
     >>> make_environment = load_factory("my_package:Calculator", MakeEnvironment, Environment, "--environment-path")
@@ -87,7 +85,7 @@ def load_factory(path: str, make: type[Kind], made: type, flag: str) -> Kind:
     return cast(Kind, loaded)
 
 
-def load_instance(path: str, kind: type[Kind], flag: str) -> Kind:
+def load_instance[Kind](path: str, kind: type[Kind], flag: str) -> Kind:
     """Load the object of class ``kind`` that ``flag`` names. Raises ConfigurationError.
 
     >>> spec = load_instance("my_package.transports:SPEC", TransportSpec, "--weight-transport")

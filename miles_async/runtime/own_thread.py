@@ -8,10 +8,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-Result = TypeVar("Result")
 
 
 class OwnThread:
@@ -22,13 +18,13 @@ class OwnThread:
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    async def run(self, call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+    async def run[**P, Result](self, call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """As ``asyncio.to_thread``."""
         bound = partial(contextvars.copy_context().run, call, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._pool, bound)
 
 
-def in_daemon_thread(call: Callable[[], Result], name: str) -> Future[Result]:
+def in_daemon_thread[Result](call: Callable[[], Result], name: str) -> Future[Result]:
     """Start a call that may never return, in a thread that holds up neither other calls nor the end of the process.
 
     The future gets whatever the call returns or raises. Cancelling it has no effect: Python cannot end a thread.

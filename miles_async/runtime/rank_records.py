@@ -6,15 +6,11 @@ ruff rejects them (``pyproject.toml``).
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from miles_async.runtime.serialization import decode, encode
-
-T = TypeVar("T")
 
 
 def gather_values(values: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -30,7 +26,7 @@ def gather_values(values: Tensor, group: dist.ProcessGroup | None = None) -> lis
     return [each[:size] for each, size in zip(received, sizes, strict=True)]
 
 
-def gather_records(record: T, record_type: type[T], group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_records[T](record: T, record_type: type[T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the record of every rank, in the order of ranks. Collective over ``group`` (None: all ranks).
 
     Raises:
@@ -40,7 +36,7 @@ def gather_records(record: T, record_type: type[T], group: dist.ProcessGroup | N
     return [_record(content, record_type) for content in gather_values(_content(record, group), group)]
 
 
-def broadcast_record(record: T, record_type: type[T], *, source: int, group: dist.ProcessGroup | None = None) -> T:
+def broadcast_record[T](record: T, record_type: type[T], *, source: int, group: dist.ProcessGroup | None = None) -> T:
     """Return the record of rank ``source`` of the group on all of its ranks. Collective; raises as gather_records."""
     content = _content(record, group)
     length = torch.tensor([len(content)], device=content.device)
@@ -57,5 +53,5 @@ def _content(record: object, group: dist.ProcessGroup | None) -> Tensor:
     return torch.frombuffer(bytearray(encode(record)), dtype=torch.uint8).to(device)
 
 
-def _record(content: Tensor, record_type: type[T]) -> T:
+def _record[T](content: Tensor, record_type: type[T]) -> T:
     return decode(content.cpu().numpy().tobytes(), record_type)

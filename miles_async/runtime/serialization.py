@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO, TypeVar, get_args
+from typing import BinaryIO, get_args
 
 import msgspec
 import numpy as np
-
-T = TypeVar("T")
 
 LENGTH_BYTES = 8
 
@@ -26,7 +24,7 @@ def encode(record: object) -> bytes:
     return msgspec.msgpack.encode(record, enc_hook=_plain)
 
 
-def decode(content: bytes, record_type: type[T]) -> T:
+def decode[T](content: bytes, record_type: type[T]) -> T:
     """Decode what :func:`encode` returned; arrays are read-only. Raises msgspec.MsgspecError."""
     try:
         return msgspec.msgpack.decode(content, type=record_type, dec_hook=_array)
@@ -42,7 +40,7 @@ def write_frames(file: BinaryIO, records: Iterable[object]) -> None:
         file.write(content)
 
 
-def read_frames(file: BinaryIO, record_type: type[T]) -> Iterator[T]:
+def read_frames[T](file: BinaryIO, record_type: type[T]) -> Iterator[T]:
     """Iterate over the records of a file. Raises EOFError if the last frame is cut off, msgspec.MsgspecError."""
     while prefix := file.read(LENGTH_BYTES):
         length = int.from_bytes(prefix, "little")

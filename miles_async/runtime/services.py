@@ -11,7 +11,6 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from typing import TypeVar
 
 import aiohttp
 import structlog
@@ -21,8 +20,6 @@ from miles_async.runtime.clock import now
 from miles_async.runtime.texts import shortened
 
 log = structlog.get_logger(__name__)
-
-T = TypeVar("T")
 
 OPEN_AFTER = 3  # failures in a row, without an answer in between
 MAX_OVERDUE = 3  # deadlines that one call may miss while no other call is answered
@@ -101,7 +98,7 @@ class Circuit:
         """Seconds of all outages so far."""
         return self._outage_seconds + self._down_seconds()
 
-    async def call(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def call[T](self, work: Callable[[], Awaitable[T]]) -> T:
         """Return what ``work`` returns, called again after each failure of the service, with backoff and jitter.
 
         A failure counts against the call only if the service answered others meanwhile. A missed deadline that does is
@@ -139,7 +136,7 @@ class Circuit:
                 self._answers += 1
                 self.works()
                 return result
-            await asyncio.sleep(_backoff(failures))
+            await asyncio.sleep(_jittered(min(_SHORTEST_PAUSE * 2.0 ** min(failures, 10), _LONGEST_PAUSE)))
             failures += 1
 
     def works(self) -> None:
@@ -218,10 +215,6 @@ class Services:
     def describe(self) -> list[str]:
         """Describe each service that is down in one line."""
         return [circuit.describe() for circuit in self._circuits.values() if circuit.is_open]
-
-
-def _backoff(doublings: int) -> float:
-    return _jittered(min(_SHORTEST_PAUSE * 2.0 ** min(doublings, 10), _LONGEST_PAUSE))
 
 
 def _jittered(seconds: float) -> float:

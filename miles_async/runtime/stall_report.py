@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import FrameType
 
 MAX_TASKS = 50
 _MACHINERY = Path(__file__).parent
@@ -32,11 +31,9 @@ def _where(task: asyncio.Task[object]) -> str:
     waiting: object = task.get_coro()
     while waiting is not None:
         frame = getattr(waiting, "cr_frame", None)
-        if frame is not None and "miles_async" in frame.f_code.co_filename and not _is_machinery(frame):
-            found = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+        if frame is not None:
+            file = Path(frame.f_code.co_filename)
+            if "miles_async" in str(file) and file.parent != _MACHINERY:
+                found = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
         waiting = getattr(waiting, "cr_await", None)
     return found
-
-
-def _is_machinery(frame: FrameType) -> bool:
-    return Path(frame.f_code.co_filename).parent == _MACHINERY

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import TypeVar
 
 import structlog
 
 from miles_async.errors import first_error
 
-Result = TypeVar("Result")
-
 log = structlog.get_logger(__name__)
 
 
-async def gathered(*work: Coroutine[object, object, Result]) -> list[Result]:
+async def gathered[Result](*work: Coroutine[object, object, Result]) -> list[Result]:
     """Run coroutines concurrently; return results in order. The first error cancels the others and is raised."""
     if len(work) == 1:  # nothing to cancel; a scope costs 30 µs
         return [await work[0]]
@@ -28,7 +25,7 @@ async def gathered(*work: Coroutine[object, object, Result]) -> list[Result]:
     return [task.result() for task in tasks]
 
 
-async def first_of(*waits: Awaitable[Result]) -> Result:
+async def first_of[Result](*waits: Awaitable[Result]) -> Result:
     """Return the first result, having cancelled the other waits and waited for their end.
 
     Not a TaskGroup left by an exception: before Python 3.13 that swallows a cancellation from outside which

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from functools import partial
-from typing import ParamSpec, TypeVar, cast
+from typing import cast
 from weakref import WeakValueDictionary
 
 import structlog
@@ -33,16 +33,13 @@ TRAINED_ON = ("tokens", "loss_mask", "rollout_logprobs", "weight_versions")
 
 END_SECONDS = 5.0  # that a cancelled coroutine may take to clean up
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 _in_user_code = ContextVar("_in_user_code", default=False)  # inherited by tasks that the code starts
 _logged: set[str] = set()  # places of user code whose traceback the log has
 _held: WeakValueDictionary[bytes, _Saved] = WeakValueDictionary()  # digest → metadata from before code that runs now
 _left_behind: set[asyncio.Task[object]] = set()  # the event loop itself only holds weak references
 
 
-async def run_user_code(work: Coroutine[object, None, T], *, seconds: float | None = None, overdue: str = "") -> T:
+async def run_user_code[T](work: Coroutine[object, None, T], *, seconds: float | None = None, overdue: str = "") -> T:
     """Await a user's coroutine in a separate task, so that only the caller's cancellation is a cancellation.
 
     Raises:
@@ -69,7 +66,7 @@ async def run_user_code(work: Coroutine[object, None, T], *, seconds: float | No
     raise UserCodeError(f"raised {shortened(repr(error))}") from error
 
 
-def call_user_code(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+def call_user_code[**P, T](function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Call a user's function. Raises its Exceptions, and UserCodeError for any other BaseException."""
     inside = _in_user_code.set(True)
     try:
@@ -82,7 +79,7 @@ def call_user_code(function: Callable[P, T], *arguments: P.args, **named: P.kwar
         _in_user_code.reset(inside)
 
 
-def expect(found: object, kind: type[T], expected: str) -> T:
+def expect[T](found: object, kind: type[T], expected: str) -> T:
     """Return user code's result. Raises UserCodeError unless it is a ``kind``, described by ``expected``."""
     if not isinstance(found, kind):
         raise wrong_value(found, expected)
@@ -219,7 +216,7 @@ async def _done(task: asyncio.Task[object], seconds: float | None) -> bool:
     return task.done()
 
 
-async def _outcome(work: Coroutine[object, None, T]) -> tuple[T | None, BaseException | None]:
+async def _outcome[T](work: Coroutine[object, None, T]) -> tuple[T | None, BaseException | None]:
     _in_user_code.set(True)
     try:
         return await work, None
@@ -242,7 +239,7 @@ def _stop(stop: Callable[[], None]) -> None:
     stop()
 
 
-class _OurTask(asyncio.Task[T]):
+class _OurTask[T](asyncio.Task[T]):
     """A task that user code did not start."""
 
     def cancel(self, msg: object = None) -> bool:
@@ -252,7 +249,7 @@ class _OurTask(asyncio.Task[T]):
         return super().cancel(msg)
 
 
-def _make_task(
+def _make_task[T](
     loop: asyncio.AbstractEventLoop,
     work: Coroutine[object, None, T] | Generator[asyncio.Future[object] | None, None, T],
     *,
@@ -266,7 +263,7 @@ def _make_task(
     return asyncio.Task(coroutine, loop=loop, context=context)
 
 
-async def _without_exits(work: Coroutine[object, None, T]) -> T:
+async def _without_exits[T](work: Coroutine[object, None, T]) -> T:
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:

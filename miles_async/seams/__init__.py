@@ -4,7 +4,7 @@ A narrow protocol with a single consumer stands next to that consumer, such as `
 ``controller.py`` sees protocols only; the wiring chooses the implementations.
 """
 
-from miles_async.seams.fleet import EngineErrors, EngineFleet, PerEngine, arguments_of, per_engine
+from miles_async.seams.fleet import EngineErrors, EngineFleet, arguments_of, per_engine
 from miles_async.seams.loop import (
     NO_CHANGES,
     NO_TURNS,
@@ -19,31 +19,3 @@ from miles_async.seams.loop import (
 from miles_async.seams.server import InferenceServer, TokenVersions
 from miles_async.seams.sides import PromptSource, Resumption, RolloutSide, SavedSide, TrainerSide
 from miles_async.seams.weights import SenderHandle, WeightSender, WeightSenders, WeightTransport
-
-__all__ = [
-    "NO_CHANGES",
-    "NO_TURNS",
-    "Checkpoints",
-    "EngineErrors",
-    "EngineFleet",
-    "Gpus",
-    "InferenceServer",
-    "LiveSettings",
-    "NoTurns",
-    "PerEngine",
-    "Position",
-    "PromptSource",
-    "Publisher",
-    "Recorder",
-    "Resumption",
-    "RolloutSide",
-    "SavedSide",
-    "SenderHandle",
-    "TokenVersions",
-    "TrainerSide",
-    "WeightSender",
-    "WeightSenders",
-    "WeightTransport",
-    "arguments_of",
-    "per_engine",
-]

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, cast
+from typing import Any, Protocol, cast
 
 from miles_async.seams.server import InferenceServer
 from miles_async.types import FleetMembers, Incarnation
-
-Ts = TypeVarTuple("Ts")
-T = TypeVar("T")
-Result = TypeVar("Result")
 
 EngineErrors = Mapping[Incarnation, Exception | None]
 
@@ -26,7 +22,7 @@ class EngineFleet(Protocol):
 
     async def members(self) -> FleetMembers: ...
 
-    async def call(
+    async def call[*Ts, Result](
         self,
         engines: Sequence[Incarnation],
         operation: Callable[[InferenceServer, str, *Ts, float], Coroutine[Any, Any, Result]],
@@ -51,7 +47,7 @@ class EngineFleet(Protocol):
         """
         ...
 
-    async def on_host(
+    async def on_host[*Ts, Result](
         self,
         engines: Sequence[Incarnation],
         function: Callable[[Path, *Ts], Result],
@@ -84,13 +80,13 @@ class EngineFleet(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PerEngine(Generic[T]):
+class PerEngine[T]:
     """An argument of :meth:`EngineFleet.call` with a value for each engine."""
 
     values: Mapping[Incarnation, T]
 
 
-def per_engine(values: Mapping[Incarnation, T]) -> T:
+def per_engine[T](values: Mapping[Incarnation, T]) -> T:
     """Pass each engine its own value: a :class:`PerEngine`, typed as what the operation takes.
 
     >>> await fleet.call(engines, InferenceServer.load_files, per_engine(directories), version)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar, TypeVarTuple
+from typing import Any, Protocol
 
 from miles_async.seams.fleet import EngineErrors
 from miles_async.types import Incarnation, StagedWeights
 
-Ts = TypeVarTuple("Ts")
-Result = TypeVar("Result")
-Half = TypeVar("Half", covariant=True)
 
-
-class SenderHandle(Protocol[Half]):
+class SenderHandle[Half](Protocol):
     """A sending rank's half of the weight transport, as the driver calls it."""
 
-    async def call(self, method: Callable[[Half, *Ts], Result], *arguments: *Ts) -> Result:
+    async def call[*Ts, Result](self, method: Callable[[Half, *Ts], Result], *arguments: *Ts) -> Result:
         """Run ``method``, named by the protocol that the rank's half implements, in the rank's process.
 
         Training continues meanwhile. Calls to one sender run in one thread, in order; calls through a handle for

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -21,9 +21,6 @@ from miles_async.weights.transports.distributed.driver import Broadcasts
 
 CANARY = (1, 2, 3)
 POSITION_FILE = "position.json"  # its part of a checkpoint
-
-Ts = TypeVarTuple("Ts")
-Result = TypeVar("Result")
 
 
 class SimulatedTrainer:
@@ -111,7 +108,7 @@ class _Broadcaster:
 
     send: Callable[[], Awaitable[None]]
 
-    async def call(self, method: Callable[[Any, *Ts], Result], *arguments: *Ts) -> Result:
+    async def call[*Ts, Result](self, method: Callable[[Any, *Ts], Result], *arguments: *Ts) -> Result:
         answer: Any = None
         if method is Broadcasts.open_group:
             answer = "127.0.0.1", 1

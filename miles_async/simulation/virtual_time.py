@@ -15,14 +15,9 @@ import itertools
 import math
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any
 
 from miles_async.errors import StalledError
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
-Outcome = TypeVar("Outcome")
-
 
 _DIGITS = 9  # of a time in seconds: sums that differ in rounding only are the same moment
 
@@ -63,7 +58,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Call ``call`` in that iteration, before anything that becomes ready in it."""
         self._jumping.calls[iteration] = lambda: self.call_soon(call)
 
-    def run_in_executor(self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+    def run_in_executor[*Ts, T](self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Call the function inline, with the result in the next iteration: threads take no virtual time."""
         future: asyncio.Future[T] = self.create_future()
         try:
@@ -83,13 +78,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return StalledError(f"{why} at {self.time():.6g} virtual seconds. Tasks that wait: {tasks or 'none'}")
 
 
-def run_in_virtual_time(main: Coroutine[object, None, T], *, limit_seconds: float = math.inf) -> T:
+def run_in_virtual_time[T](main: Coroutine[object, None, T], *, limit_seconds: float = math.inf) -> T:
     """``asyncio.run`` on a loop of virtual time."""
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(limit_seconds)) as runner:
         return runner.run(main)
 
 
-def _settle(future: asyncio.Future[T], settle: Callable[[Outcome], None], outcome: Outcome) -> None:
+def _settle[T, Outcome](future: asyncio.Future[T], settle: Callable[[Outcome], None], outcome: Outcome) -> None:
     if not future.cancelled():
         settle(outcome)
 

@@ -65,13 +65,8 @@ class AttemptBook:
         self._readmissions: set[str] = set()  # requests that were granted
 
     @property
-    def quarantined(self) -> frozenset[str]:
-        """Ids of the prompts that get no more attempts."""
-        return frozenset(self._quarantined)
-
-    @property
     def dead_letters(self) -> tuple[DeadLetter, ...]:
-        """The same prompts, with their reasons."""
+        """Prompts that get no more attempts, with the reasons."""
         return tuple(dead_letter(retry) for retry in self._quarantined.values())
 
     @property

@@ -116,7 +116,7 @@ class Pool:
         self._passed_over += 1
         # One epoch's end and the next one's start hold each twice, but a sampler may name it more often, and weights of
         # files may give many in a row from one of them.
-        if self._passed_over > max(MOST_PASSED_OVER, 8 * len(self._book.quarantined)):
+        if self._passed_over > max(MOST_PASSED_OVER, 8 * len(self._book.dead_letters)):
             raise self._book.only_quarantined()
 
     def issue(self, visible_version: int) -> Attempt:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,16 +37,20 @@ def balance(lengths: Sequence[int], work: Float64, ranks: int, max_tokens: int) 
         max_tokens: per micro-batch; a longer sequence gets its own.
     """
 
-    def cost(plan: Ranks) -> tuple[float, int]:
-        totals = [sum(float(work[members].sum()) for members in bins) for bins in plan]
-        return max(totals), max(map(len, plan))
+    def work_of(members: Bin) -> float:
+        return float(work[members].sum())
 
     plans = [share_then_pack(lengths, work, ranks, max_tokens)]
     if len(lengths) < MANY * ranks:
         plans.append(pack_then_share(lengths, ranks, max_tokens))
-    best = min(plans, key=cost)
+    best = lightest(plans, work_of)
     # Heaviest first on every rank: micro-batches that meet in the collectives of experts are alike.
-    return [sorted(bins, key=lambda members: -float(work[members].sum())) for bins in best]
+    return [sorted(bins, key=work_of, reverse=True) for bins in best]
+
+
+def lightest(plans: Sequence[Ranks], work_of: Callable[[Bin], float]) -> Ranks:
+    """Choose the plan whose heaviest rank has the least work; of equal ones, that with the fewest micro-batches."""
+    return min(plans, key=lambda plan: (max(sum(map(work_of, bins)) for bins in plan), max(map(len, plan))))
 
 
 def share_then_pack(lengths: Sequence[int], work: Float64, ranks: int, max_tokens: int) -> Ranks:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from miles_async.train_data.balance import Bin, Float64, Ranks, balance, pack
+from miles_async.train_data.balance import Bin, Float64, Ranks, balance, lightest, pack
 from miles_async.train_data.batch import BranchTable
 from miles_async.types import Int64
 
@@ -55,11 +55,6 @@ def balance_siblings(
     """
     families = [np.flatnonzero(siblings.families == family) for family in range(int(siblings.families.max()) + 1)]
     largest = max(map(len, families))
-
-    def cost(plan: Ranks) -> tuple[float, int]:
-        totals = [sum(siblings.work(members, work, prompt_work) for members in bins) for bins in plan]
-        return max(totals), max(map(len, plan))
-
     plans: list[Ranks] = []
     parts = 1
     while parts < largest:
@@ -71,7 +66,7 @@ def balance_siblings(
         plans.append([[[index for unit in members for index in units[unit]] for members in bins] for bins in plan])
         parts *= 2
     plans.append(balance(lengths, work, ranks, max_tokens))
-    return min(plans, key=cost)
+    return lightest(plans, lambda members: siblings.work(members, work, prompt_work))
 
 
 def _fitting(part: Int64, lengths: Sequence[int], max_tokens: int) -> list[Bin]:

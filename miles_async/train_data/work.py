@@ -103,10 +103,8 @@ def _output_gate(config: JsonObject) -> int:
 def _gated_delta_net(config: JsonObject) -> int:
     """Weights of a layer of linear attention. Its recurrence costs less than they do, and is left out."""
     heads = config["linear_num_value_heads"]
-    keys, values = (
-        config["linear_num_key_heads"] * config["linear_key_head_dim"],
-        heads * config["linear_value_head_dim"],
-    )
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = heads * config["linear_value_head_dim"]
     return int(config["hidden_size"] * (2 * keys + 3 * values + 2 * heads))
 
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import ray
@@ -42,7 +42,6 @@ from miles_async.types import RankTimes, SettingValue, StagedWeights, TokenScore
 if TYPE_CHECKING:  # the driver imports this module, and has no use for torch
     import torch.distributed as dist
 
-Result = TypeVar("Result")
 
 BackendFactory = Callable[..., TrainBackend]
 """Called with rank, world_size, local_rank and store."""
@@ -100,7 +99,7 @@ class TrainerActor:
         self._profiler = RankProfiler(None, rank)
         self._once = CallOnce()
 
-    def perform(self, call: CallId, method: Callable[..., Result], *arguments: object) -> Result:
+    def perform[Result](self, call: CallId, method: Callable[..., Result], *arguments: object) -> Result:
         """Call ``method``, a function of this class; if ``call`` was executed before, return its answer."""
         return self._once.run(call, lambda: method(self, *arguments))
 
@@ -254,7 +253,7 @@ class TrainerActor:
         except OSError as error:
             raise CheckpointError(f"cannot read {directory}: {error}") from error
 
-    def call_sender(self, method: Callable[..., Result], arguments: Sequence[object]) -> Result:
+    def call_sender[Result](self, method: Callable[..., Result], arguments: Sequence[object]) -> Result:
         """Call this rank's sender. ``method``: of its protocol."""
         assert self._sender is not None, "only sending ranks have a sender"
         implementation: Callable[..., Result] = getattr(self._sender, method.__name__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple, get_args
+from typing import Any, get_args
 
 import ray
 import structlog
@@ -24,8 +24,6 @@ from miles_async.trainer.placement import Placement
 
 log = structlog.get_logger(__name__)
 
-Ts = TypeVarTuple("Ts")
-Result = TypeVar("Result")
 
 # A lost peer breaks collectives, so failures follow the first one: wait a little to name the cause.
 GRACE_SECONDS = 2.0
@@ -70,7 +68,7 @@ class RankActors:
         options = self._placement.options(rank)
         return actor_class.options(**options).remote(rank, self._world_size, network=self._network, log_file=log_file)
 
-    async def call(
+    async def call[*Ts, Result](
         self, method: Callable[[TrainerActor, *Ts], Result], arguments: Sequence[tuple[*Ts]], timeout: float
     ) -> list[Result]:
         """Call ``method`` on ranks 0, 1, …, with one tuple of ``arguments`` each. Answers in rank order.
@@ -110,7 +108,7 @@ class RankActors:
             raise cause_of(errors)
         return [results[rank] for rank in range(len(arguments))]
 
-    async def call_one(
+    async def call_one[*Ts, Result](
         self, rank: int, thread: Thread, method: Callable[[TrainerActor, *Ts], Result], *arguments: *Ts
     ) -> Result:
         """Call ``method`` in a thread of one rank. Errors don't affect other ranks, unless the rank was lost."""
@@ -124,7 +122,7 @@ class RankActors:
             self.kill()
             raise cause_of({rank: error}) from None
 
-    async def _perform(
+    async def _perform[*Ts, Result](
         self, rank: int, thread: Thread | None, method: Callable[[TrainerActor, *Ts], Result], arguments: tuple[*Ts]
     ) -> Result:
         """Call ``method`` on one rank, repeatedly while it cannot be reached. ``thread``: None for the main one."""

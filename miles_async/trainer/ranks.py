@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any
 
 import msgspec
 import structlog
@@ -37,9 +37,6 @@ from miles_async.trainer.rank_actors import RankActors
 from miles_async.types import RanksReport, RankTimes, SettingValue, StagedWeights, TokenScores, WeightDelta
 
 log = structlog.get_logger(__name__)
-
-Ts = TypeVarTuple("Ts")
-Result = TypeVar("Result")
 
 IDLE_PING_SECONDS = 5.0
 SENDER_CLOSE_SECONDS = 5.0
@@ -170,7 +167,7 @@ class TrainerRanks:
     def sender(self, index: int, *, repair: bool = False) -> RankSender:
         return RankSender(self, index, "repairs" if repair else "weights")
 
-    async def on_sender(
+    async def on_sender[*Ts, Result](
         self, index: int, thread: Thread, method: Callable[[TrainerActor, *Ts], Result], *arguments: *Ts
     ) -> Result:
         """Call ``method`` on the rank with sender ``index``."""
@@ -231,7 +228,7 @@ class TrainerRanks:
                 await asyncio.gather(*(self.sender(index).call(WeightSender.close) for index in senders))
         self._actors.end()
 
-    async def _call_at_start(
+    async def _call_at_start[*Ts, Result](
         self, method: Callable[[TrainerActor, *Ts], Result], arguments: Sequence[tuple[*Ts]]
     ) -> list[Result]:
         try:
@@ -239,7 +236,9 @@ class TrainerRanks:
         except StalledError as error:
             raise StalledError(f"{error} at startup (--trainer-start-timeout)") from None
 
-    async def _on_all(self, method: Callable[[TrainerActor, *Ts], Result], *arguments: *Ts) -> list[Result]:
+    async def _on_all[*Ts, Result](
+        self, method: Callable[[TrainerActor, *Ts], Result], *arguments: *Ts
+    ) -> list[Result]:
         return await self._actors.call(method, [arguments] * self._world_size, self._step_timeout)
 
 
@@ -251,7 +250,7 @@ class RankSender:
     index: int
     thread: Thread
 
-    async def call(self, method: Callable[[Any, *Ts], Result], *arguments: *Ts) -> Result:
+    async def call[*Ts, Result](self, method: Callable[[Any, *Ts], Result], *arguments: *Ts) -> Result:
         return await self.ranks.on_sender(self.index, self.thread, TrainerActor.call_sender, method, arguments)
 
 

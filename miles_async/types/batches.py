@@ -37,9 +37,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     shown: Int64  # [S] the branch's position in the batch if the scores of its tokens are wanted, else NOT_SHOWN
     routed_experts: RoutedExperts | None = None  # [N, ...] as in Branch, if they are replayed
     teacher_logprobs: Float32 | None = None  # [N] as in Branch, if there is a teacher
-    pictures: tuple[tuple[Picture, ...], ...] | None = (
-        None  # [S] as in Branch, if any branch of the whole batch has one
-    )
+    pictures: tuple[tuple[Picture, ...], ...] | None = None  # [S] as in Branch; None if the whole batch has none
 
     @property
     def num_branches(self) -> int:

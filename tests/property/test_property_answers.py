@@ -88,7 +88,6 @@ def test_experts_come_in_as_few_bytes_as_hold_them(reply: JsonDict) -> None:  # 
             assert found is None
             continue
         expected = np.frombuffer(b64decode(encoded), np.int32).tolist()
-        assert found is not None
         assert found.tolist() == expected
         assert found.itemsize == (1 if all(0 <= expert < 256 for expert in expected) else 2)
 

@@ -85,7 +85,6 @@ def test_it_weighs_age_against_time_and_waste(rows: list[tuple[int, int, float, 
     recommended = recommend(
         row(bound, lead, step_seconds=seconds, wasted_fraction=waste) for bound, lead, seconds, waste in rows
     )
-    assert recommended is not None
     assert recommended.label == expected
 
 

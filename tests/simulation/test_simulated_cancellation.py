@@ -29,7 +29,6 @@ class Ending:
     left_over: list[object] = field(default_factory=list)
 
     def live(self) -> int:
-        assert self.simulation is not None
         balance = self.simulation.pool.balance()
         groups = balance.summary()
         assert groups.pop("issued") == sum(groups.values())
@@ -43,7 +42,6 @@ def interrupted(chosen: SimulationSettings, iteration: int | None, *, error: Exc
     async def main() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert isinstance(loop, VirtualTimeLoop)
-        assert task is not None
         simulation = ending.simulation = Simulation(chosen)
 
         async def fail(shards: object) -> None:

@@ -22,7 +22,6 @@ from tests.simulation.test_simulated_resume import live
 
 
 def replay_of(chosen: SimulationSettings) -> Replay:
-    assert chosen.schedule is not None
     return Replay(
         chosen.schedule, lambda record: make_pool(chosen.rollout, chosen.staleness, record=record), batch_maker(chosen)
     )

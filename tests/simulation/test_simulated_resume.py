@@ -46,7 +46,6 @@ def live(chosen: SimulationSettings, *, kill_at: int | None = None) -> Life:
         nonlocal iterations
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert isinstance(loop, VirtualTimeLoop)
-        assert task is not None
         simulations.append(Simulation(chosen))
         if kill_at is not None:
             loop.at_iteration(kill_at, task.cancel)

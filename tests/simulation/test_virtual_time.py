@@ -76,7 +76,6 @@ def test_a_task_can_be_cancelled_at_any_iteration() -> None:
     async def main() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert isinstance(loop, VirtualTimeLoop)
-        assert task is not None
         loop.at_iteration(loop.iterations + 5, task.cancel)
         for _ in range(100):
             await asyncio.sleep(1)

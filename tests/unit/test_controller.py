@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Coroutine, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,6 +39,7 @@ from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import FakeFleet, FakeRollout, FakeTrainer, Results
+from tests.waiting import until
 
 
 class NoCheckpoints:
@@ -163,6 +165,13 @@ def bench(
     return Bench(events, rollout, trainer, fleet, records, controller)
 
 
+async def ran(**options: Any) -> Bench:
+    """A bench whose controller has run to its end."""
+    b = bench(**options)
+    await b.controller.run()
+    return b
+
+
 async def error_of(bench: Bench) -> BaseException:
     """The first error, which ends the run."""
     with pytest.raises(BaseExceptionGroup) as caught:
@@ -176,8 +185,7 @@ def only(events: list[str], *prefixes: str) -> list[str]:
 
 async def test_next_batch_is_cut_for_the_version_that_will_be_current() -> None:
     # covers: C1
-    b = bench(steps=3)
-    await b.controller.run()
+    b = await ran(steps=3)
     assert only(b.events, "cut") == ["cut for 0", "cut for 1", "cut for 2"]
     assert b.events.index("cut for 1") < b.events.index("commit 1")  # prepared while step 0 trains
 
@@ -190,7 +198,6 @@ async def test_cuts_under_way_are_named_by_their_step() -> None:
     def noted(target_version: int) -> Coroutine[None, None, PreparedBatch]:
         async def cut() -> PreparedBatch:
             task = asyncio.current_task()
-            assert task is not None
             names.append(task.get_name())
             return await plain(target_version)
 
@@ -215,8 +222,7 @@ async def test_the_bound_is_off_by_default_and_announced_at_the_start(bound: int
 
 async def test_each_step_is_published_but_the_last_which_nobody_would_use() -> None:
     # covers: P6
-    b = bench(steps=3)
-    await b.controller.run()
+    b = await ran(steps=3)
     assert only(b.events, "commit") == ["commit 0", "commit 1", "commit 2", "commit 2"]
     assert only(b.events, "stage") == ["stage 0", "stage 1", "stage 2"]
 
@@ -289,8 +295,7 @@ async def test_a_delivery_that_fails_stops_the_run_although_the_trainer_was_ahea
 
 
 async def test_interval_publishes_every_second_step_and_cuts_for_the_unchanged_version() -> None:
-    b = bench(steps=4, interval=2)
-    await b.controller.run()
+    b = await ran(steps=4, interval=2)
     assert only(b.events, "cut") == ["cut for 0", "cut for 0", "cut for 1", "cut for 1"]
     assert only(b.events, "stage") == ["stage 0", "stage 1"]
 
@@ -314,8 +319,7 @@ async def test_publication_waits_for_attempts_that_it_would_make_too_old(interva
 
 
 async def test_last_step_is_published_for_its_evaluation() -> None:
-    b = bench(steps=2, evaluate=True)
-    await b.controller.run()
+    b = await ran(steps=2, evaluate=True)
     assert b.records.evaluations == [0, 2]
     assert only(b.events, "stage", "evaluate") == ["stage 0", "evaluate", "stage 1", "stage 2", "evaluate"]
 
@@ -371,9 +375,7 @@ async def test_an_evaluation_with_engines_of_its_own_holds_nothing_up() -> None:
     b.rollout.evaluate = slow
     async with asyncio.TaskGroup() as scope:
         scope.create_task(b.controller.run())
-        async with asyncio.timeout(10):  # training goes on during the evaluation of version 0
-            while "commit 2" not in b.events:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: "commit 2" in b.events)  # training goes on during the evaluation of version 0
         for _ in range(300):
             await asyncio.sleep(0)
         assert "commit 3" not in b.events, "until the next evaluation wants the same engines"
@@ -386,8 +388,7 @@ async def test_an_evaluation_with_engines_of_its_own_holds_nothing_up() -> None:
 
 async def test_engines_for_evaluation_that_fail_do_not_stop_training() -> None:
     # covers: A9
-    b = bench(steps=2, evaluate=True, apart=FakeFleet([], joining=()))
-    await b.controller.run()
+    b = await ran(steps=2, evaluate=True, apart=FakeFleet([], joining=()))
     assert len(b.records.steps) == 2
     assert b.records.evaluations == []
 
@@ -402,8 +403,7 @@ async def test_failing_evaluation_does_not_stop_training() -> None:
 
 async def test_a_checkpoint_is_made_whole_while_training_goes_on_and_at_the_end() -> None:
     # covers: C9
-    b = bench(steps=3, save_interval=2)
-    await b.controller.run()
+    b = await ran(steps=3, save_interval=2)
     order = only(b.events, "save", "finish", "trained")
     assert order == ["trained", "trained", "save 2/2", "finish", "trained", "save 3/2", "finish", "finish"]
     assert b.records.checkpoints == [(step, {"checkpoint/seconds": 1.0}) for step in (2, 3, 3)]
@@ -456,22 +456,19 @@ async def test_trainer_failure_stops_the_rollout_side() -> None:
 
 async def test_resume_gives_weights_that_were_never_published_a_new_version() -> None:
     # covers: C9
-    b = bench(steps=5, resume=Position(step=3, version=7, unpublished=1).resumed())
-    await b.controller.run()
+    b = await ran(steps=5, resume=Position(step=3, version=7, unpublished=1).resumed())
     assert only(b.events, "stage", "cut") == ["stage 8", "cut for 8", "cut for 9", "stage 9"]
 
 
 async def test_resuming_a_run_that_is_complete_ends_at_once() -> None:
     # covers: C9
-    b = bench(steps=3, resume=Position(step=3, version=2), evaluate=True)
-    await b.controller.run()
+    b = await ran(steps=3, resume=Position(step=3, version=2), evaluate=True)
     assert only(b.events, "cut", "train") == []
     assert b.records.evaluations == [3]
 
 
 async def test_resume_goes_on_with_step_and_version_and_publishes_before_generating() -> None:
-    b = bench(steps=5, resume=Position(step=3, version=7), save_interval=1)
-    await b.controller.run()
+    b = await ran(steps=5, resume=Position(step=3, version=7), save_interval=1)
     assert only(b.events, "copy", "cut", "save") == [
         "copy 7", "cut for 7", "cut for 8", "copy 8", "save 4/8", "save 5/8",
     ]  # fmt: skip
@@ -503,8 +500,7 @@ async def test_too_many_bad_steps_in_a_row_end_the_run() -> None:
 
 async def test_changes_are_made_between_two_cuts_and_by_the_trainer_between_two_steps() -> None:
     # covers: C1
-    b = bench(steps=3, asked={2: {"max_weight_staleness": 1, "lr": 1e-5}})
-    await b.controller.run()
+    b = await ran(steps=3, asked={2: {"max_weight_staleness": 1, "lr": 1e-5}})
     of_rollout = "change {'max_weight_staleness': 1, 'lr': 1e-05} after 2"
     of_trainer = "change {'max_weight_staleness': 1, 'lr': 1e-05}"
     events = only(b.events, "cut", "train", "change")
@@ -536,8 +532,7 @@ async def test_a_batch_is_judged_by_the_bound_that_it_was_cut_under(
 
 
 async def test_an_evaluation_that_is_asked_for_follows_its_step() -> None:
-    b = bench(steps=4, evaluate=True, asked={2: {"evaluation": "now"}})
-    await b.controller.run()
+    b = await ran(steps=4, evaluate=True, asked={2: {"evaluation": "now"}})
     assert b.records.evaluations == [0, 2, 4]
 
 
@@ -547,29 +542,25 @@ async def test_what_is_asked_for_evaluates_every_data_set(asked: Mapping[str, Se
     config = tmp_path / "eval.json"
     sets = [{"name": "often", "path": "a.jsonl", "interval": 1}, {"name": "rarely", "path": "b.jsonl"}]
     config.write_text(json.dumps({"eval": {"datasets": sets}}))
-    b = bench(steps=5, eval_config=config, asked={2: asked})
-    await b.controller.run()
+    b = await ran(steps=5, eval_config=config, asked={2: asked})
     assert b.rollout.evaluated_sets[:3] == [["often", "rarely"], ["often"], ["often", "rarely"]]
 
 
 async def test_a_checkpoint_that_is_asked_for_follows_its_step() -> None:
-    b = bench(steps=4, asked={2: {"checkpoint": "now"}})
-    await b.controller.run()
+    b = await ran(steps=4, asked={2: {"checkpoint": "now"}})
     assert only(b.events, "save") == ["save 2/2"]
 
 
 async def test_a_stop_makes_its_step_the_last_one() -> None:
     # covers: C9
-    b = bench(steps=9, evaluate=True, save_interval=9, asked={2: {"stop": "after-step"}})
-    await b.controller.run()
+    b = await ran(steps=9, evaluate=True, save_interval=9, asked={2: {"stop": "after-step"}})
     assert only(b.events, "cut", "save") == ["cut for 0", "cut for 1", "save 2/2"]
     assert b.records.evaluations == [0, 2]
     assert [step for step, _, _ in b.records.steps] == [1, 2]
 
 
 async def test_the_last_step_is_announced_and_a_resumed_run_says_where_it_is() -> None:
-    b = bench(steps=5, resume=Position(step=3, version=3))
-    await b.controller.run()
+    b = await ran(steps=5, resume=Position(step=3, version=3))
     live = b.controller._live
     assert isinstance(live, Asked)
     assert (live.begun, live.last) == ([3], [5])

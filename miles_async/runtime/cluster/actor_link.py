@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
@@ -23,8 +23,6 @@ from miles_async.runtime.clock import now
 from miles_async.runtime.cluster.call_once import CallId
 
 log = structlog.get_logger(__name__)
-
-Result = TypeVar("Result")
 
 PATIENCE_SECONDS = 120.0  # Ray itself gives up a node that does not answer it for about a minute
 RETRY_SECONDS = 1.0
@@ -51,7 +49,7 @@ class ActorLink:
         self._open: set[int] = set()
         self._silent_since: float | None = None
 
-    async def call(self, make: Callable[[CallId], Awaitable[Result]]) -> Result:
+    async def call[Result](self, make: Callable[[CallId], Awaitable[Result]]) -> Result:
         """Await ``make(identity)``, again as long as the actor cannot be reached. ``make`` must pass the identity on.
 
         Raises ProcessLostError if the actor was out of reach for ``patience`` seconds, and what the call raises.
@@ -76,7 +74,7 @@ class ActorLink:
         finally:
             self._open.discard(number)
 
-    async def _pinged(self, call: Awaitable[Result]) -> Result:
+    async def _pinged[Result](self, call: Awaitable[Result]) -> Result:
         """Await the call, pinging the actor meanwhile."""
         answer = asyncio.ensure_future(call)
         try:
@@ -87,7 +85,7 @@ class ActorLink:
         finally:
             answer.cancel()
 
-    async def _ping_until(self, answer: asyncio.Future[Result], ping: Callable[[], Awaitable[object]]) -> None:
+    async def _ping_until[Result](self, answer: asyncio.Future[Result], ping: Callable[[], Awaitable[object]]) -> None:
         """Ping until a ping or the call is answered. A ping may be lost like the call, so it is repeated."""
         from ray.exceptions import ActorUnavailableError, RayError
 

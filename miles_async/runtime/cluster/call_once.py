@@ -12,11 +12,9 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from miles_async.errors import StaleCallError
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class CallOnce:
         self._newest = CallId(0, frozenset())
         self._answers: dict[int, Future[Any]] = {}
 
-    def run(self, call: CallId, work: Callable[[], Result]) -> Result:
+    def run[Result](self, call: CallId, work: Callable[[], Result]) -> Result:
         """Return what ``work()`` returns or raises, executed now or under the same identity before.
 
         Raises StaleCallError if the caller has given the call up.
@@ -50,7 +48,7 @@ class CallOnce:
                 answer.set_exception(error)
         return answer.result()
 
-    async def run_async(self, call: CallId, work: Callable[[], Awaitable[Result]]) -> Result:
+    async def run_async[Result](self, call: CallId, work: Callable[[], Awaitable[Result]]) -> Result:
         """:meth:`run` for a coroutine."""
         answer, is_first = self._answer(call)
         if is_first:

@@ -186,7 +186,8 @@ def _locked_and_empty(directory: Path) -> int:
 
 def _rename_by_time(directory: Path) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(directory.stat().st_mtime))
-    return directory.rename(_unused(directory.with_name(f"{directory.name}.{stamp}")))
+    names = (f"{directory.name}.{stamp}", *(f"{directory.name}.{stamp}-{number}" for number in range(2, 1000)))
+    return directory.rename(next(path for path in map(directory.with_name, names) if not path.exists()))
 
 
 def _locked(directory: Path) -> int:
@@ -222,8 +223,3 @@ def _moved_aside(directory: Path) -> list[Path]:
         near = [path for path in directory.absolute().parent.iterdir() if path.name.startswith(start)]
         return sorted((path for path in near if _TIME.fullmatch(path.name.removeprefix(start))), reverse=True)
     return []
-
-
-def _unused(path: Path) -> Path:
-    candidates = (path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 1000)))
-    return next(candidate for candidate in candidates if not candidate.exists())

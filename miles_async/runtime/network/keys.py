@@ -102,12 +102,9 @@ def make_run_keys(environment: Mapping[str, str]) -> RunKeys:
     """Make the keys of a run. Engines' keys come from ``environment`` where it has them, for servers that were started
     separately; an API key alone is the admin key, too, as it is for SGLang.
     """
-    given, admin = environment.get(API_KEY_VARIABLE), environment.get(ADMIN_KEY_VARIABLE) or None
+    given, admin = environment.get(API_KEY_VARIABLE), environment.get(ADMIN_KEY_VARIABLE)
     api = Secret(given) if given else fresh_key()
-    if admin is None:
-        admin_key = api if given else fresh_key()
-    else:
-        admin_key = Secret(admin)
+    admin_key = Secret(admin) if admin else api if given else fresh_key()
     return RunKeys(
         engines=EngineKeys(api=api, admin=admin_key), sessions=SessionKeys(agents=fresh_key(), run=fresh_key())
     )

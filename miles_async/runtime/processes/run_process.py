@@ -94,15 +94,16 @@ def describe_driver(run_dir: Path) -> str:
 
 def find_driver(run: RunProcess) -> psutil.Process | None:
     """Return the driver, or None if it is dead."""
-    return _find(run.pid, run.start_ticks)
+    return find_process(run.pid, run.start_ticks)
 
 
 def find_keeper(run: RunProcess) -> psutil.Process | None:
     """Return the process that restarts the run, or None if none does or it is dead."""
-    return None if run.keeper_pid is None else _find(run.keeper_pid, run.keeper_ticks)
+    return None if run.keeper_pid is None else find_process(run.keeper_pid, run.keeper_ticks)
 
 
-def _find(pid: int, ticks: int) -> psutil.Process | None:
+def find_process(pid: int, ticks: int) -> psutil.Process | None:
+    """Return the process with this pid if it lives and started ``ticks`` after boot, else None."""
     try:
         process = psutil.Process(pid)
         return process if start_ticks(pid) == ticks and is_alive(process) else None

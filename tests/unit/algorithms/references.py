@@ -57,24 +57,25 @@ def clipped(ratio: Tensor, advantage: Tensor, flags: Flags) -> Tensor:
     return -objective
 
 
+def ratios(trajectory: Trajectory) -> list[Tensor]:
+    """π / π_old of each token."""
+    pairs = zip(trajectory.logprobs, trajectory.old, strict=True)
+    return [torch.exp(log_ratio(logprob, old)) for logprob, old in pairs]
+
+
+def sequence_ratios(trajectory: Trajectory) -> list[Tensor]:
+    """GSPO, eq. 13 and 14: s_{i,t} = sg[s_i] · π_t / sg[π_t]."""
+    tokens = carrying(trajectory)
+    mean = sum(log_ratio(trajectory.logprobs[t], trajectory.old[t]).item() for t in tokens) / max(1, len(tokens))
+    return [math.exp(mean) * probability / probability.detach() for probability in trajectory.logprobs.exp()]
+
+
 def ppo_clip(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
-    losses = []
-    for t, advantage in enumerate(trajectory.advantages):
-        ratio = torch.exp(log_ratio(trajectory.logprobs[t], trajectory.old[t]))
-        losses.append(clipped(ratio, advantage, flags))
-    return losses
+    return [clipped(*pair, flags) for pair in zip(ratios(trajectory), trajectory.advantages, strict=True)]
 
 
 def gspo(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
-    """Eq. 13 and 14: s_{i,t} = sg[s_i] · π_t / sg[π_t]."""
-    tokens = carrying(trajectory)
-    mean = sum(log_ratio(trajectory.logprobs[t], trajectory.old[t]).item() for t in tokens) / max(1, len(tokens))
-    losses = []
-    for t in range(len(trajectory.old)):
-        probability = trajectory.logprobs[t].exp()
-        ratio = math.exp(mean) * probability / probability.detach()
-        losses.append(clipped(ratio, trajectory.advantages[t], flags))
-    return losses
+    return [clipped(*pair, flags) for pair in zip(sequence_ratios(trajectory), trajectory.advantages, strict=True)]
 
 
 def cispo(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
@@ -88,9 +89,8 @@ def cispo(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
 
 def sapo(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
     losses = []
-    for t, advantage in enumerate(trajectory.advantages):
+    for ratio, advantage in zip(ratios(trajectory), trajectory.advantages, strict=True):
         tau = flags["tau_pos"] if advantage > 0 else flags["tau_neg"]
-        ratio = torch.exp(log_ratio(trajectory.logprobs[t], trajectory.old[t]))
         gate = 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
         losses.append(-gate * advantage)
     return losses
@@ -210,22 +210,11 @@ def contracted(ratio: Tensor, advantage: Tensor, flags: Flags) -> Tensor:
 
 
 def sat(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
-    losses = []
-    for t, advantage in enumerate(trajectory.advantages):
-        ratio = torch.exp(log_ratio(trajectory.logprobs[t], trajectory.old[t]))
-        losses.append(contracted(ratio, advantage, flags))
-    return losses
+    return [contracted(*pair, flags) for pair in zip(ratios(trajectory), trajectory.advantages, strict=True)]
 
 
 def sat_gspo(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
-    """GSPO's ratio, as in ``gspo``."""
-    tokens, losses = carrying(trajectory), []
-    mean = sum(log_ratio(trajectory.logprobs[t], trajectory.old[t]).item() for t in tokens) / max(1, len(tokens))
-    for t in range(len(trajectory.old)):
-        probability = trajectory.logprobs[t].exp()
-        ratio = math.exp(mean) * probability / probability.detach()
-        losses.append(contracted(ratio, trajectory.advantages[t], flags))
-    return losses
+    return [contracted(*pair, flags) for pair in zip(sequence_ratios(trajectory), trajectory.advantages, strict=True)]
 
 
 def dis(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
@@ -239,18 +228,8 @@ def dis(trajectory: Trajectory, flags: Flags) -> list[Tensor]:
 
 
 POLICY_LOSSES: dict[str, TokenLosses] = {
-    "ppo_clip": ppo_clip,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "sat": sat,
-    "sat_gspo": sat_gspo,
-    "dis": dis,
+    loss.__name__: loss
+    for loss in (ppo_clip, gspo, cispo, sapo, gmpo, dppo_tv, dppo_kl, clip_cov, kl_cov, sat, sat_gspo, dis)
 }
 
 
@@ -302,12 +281,9 @@ def not_masked_by_opsm(trajectory: Trajectory, flags: Flags) -> list[float]:
 
 
 def by_age(trajectory: Trajectory, flags: Flags) -> list[float]:
-    weights = []
-    for version in trajectory.versions.tolist():
-        age = TARGET_VERSION - version
-        too_old = flags["max_token_age"] is not None and age > flags["max_token_age"]
-        weights.append(0.0 if too_old else flags["token_age_decay"] ** age)
-    return weights
+    oldest = math.inf if flags["max_token_age"] is None else flags["max_token_age"]
+    ages = [TARGET_VERSION - version for version in trajectory.versions.tolist()]
+    return [0.0 if age > oldest else flags["token_age_decay"] ** age for age in ages]
 
 
 def proximal(trajectory: Trajectory) -> Trajectory:

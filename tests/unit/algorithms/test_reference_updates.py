@@ -16,7 +16,6 @@ POLICIES = ((1.0, -2.0), (0.5, 8.0), (-1.0, 0.25))
 def disagrees(alpha: float = 0.3) -> bool:
     """After each of several updates, with the formula in plain numbers."""
     updates = ReferenceUpdates.of(AlgorithmArguments(ref_update_interval=1, ref_update_alpha=alpha))
-    assert updates is not None
     reference, expected = torch.tensor([4.0, 4.0], dtype=torch.float64), [4.0, 4.0]
     for policy in POLICIES:
         updates.follow(reference, torch.tensor(policy))

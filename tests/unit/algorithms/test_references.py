@@ -66,7 +66,6 @@ def test_float32_is_finite_and_close(case: Case) -> None:
     (batch,) = objective.prepared([batch], WholeBatch(gather=alone))
     sums = objective(logprobs, batch)
     sums.loss.backward()
-    assert logprobs.grad is not None
     assert torch.isfinite(logprobs.grad).all()
     assert all(bool(torch.isfinite(value)) for value in sums.metrics.values())
     expected, _ = ours(step, objective)

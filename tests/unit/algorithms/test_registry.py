@@ -108,7 +108,6 @@ def test_the_example_of_each_protocol_can_be_trained_with(
     logprobs = batch.old_logprobs.clone().requires_grad_()
     sums = objective(logprobs, batch)
     sums.loss.backward()
-    assert logprobs.grad is not None
     assert (logprobs.grad != 0).tolist() == [flag != "tis_mode", True, False]  # exp(1.5) is masked
     assert sums.count == 2
 

@@ -35,7 +35,6 @@ def test_what_a_reward_gives_tokens_adds_to_what_the_environment_gave() -> None:
     given = TokenRewards(reward=2.0, tokens=(rewards(0, 0, 1, 0, -1),))
     found = with_reward(sample, given)
     assert found.reward == 2.0
-    assert found.token_rewards is not None
     assert found.token_rewards.tolist() == [0, 0, 1.5, 0, 0]
     assert with_reward(sample, 1.0).token_rewards is sample.token_rewards
 
@@ -55,7 +54,6 @@ def test_a_reward_may_use_its_array_again() -> None:
     given = rewards(0, 0, 1, 2)
     found = with_reward(make_sample([3, 3]), TokenRewards(reward=2.0, tokens=(given,)))
     given[:] = 0
-    assert found.token_rewards is not None
     assert found.token_rewards.tolist() == [0, 0, 1, 2]
 
 

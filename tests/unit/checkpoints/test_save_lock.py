@@ -55,7 +55,6 @@ def other_process(save: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def first_word(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().split(" ")[0].strip()
 
 
@@ -89,12 +88,10 @@ def test_a_second_process_is_refused_at_once_with_owner_age_and_advice(tmp_path:
         assert f"process {holder.pid} on" in problem
         with other_process(tmp_path) as third:
             assert first_word(third) == "refused"
-        assert holder.stdin is not None
         holder.stdin.close()
         holder.wait(20)
     assert names(tmp_path) == []
     with save_lock(tmp_path, RUN) as lock:
-        assert lock is not None
         assert lock.taken_from is None
 
 
@@ -106,8 +103,6 @@ def test_a_killed_owner_of_this_machine_is_replaced_at_once_and_its_partial_remo
         holder.kill()
         holder.wait(20)
     with save_lock(tmp_path, RUN) as lock:
-        assert lock is not None
-        assert lock.taken_from is not None
         assert lock.taken_from.pid == holder.pid
         assert names(tmp_path) == ["iter_0000010", "save_lock.json"]
     assert names(tmp_path) == ["iter_0000010"]
@@ -121,7 +116,6 @@ def test_an_owner_elsewhere_is_dead_two_minutes_after_its_last_sign_of_life(tmp_
     theirs = leave_lock(tmp_path, seconds_ago=130)
     assert lock_problem(tmp_path) is None
     with save_lock(tmp_path, RUN) as lock:
-        assert lock is not None
         assert lock.taken_from == theirs
 
 

@@ -9,7 +9,7 @@ import asyncio
 import os
 import sqlite3
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from miles_async.types import EngineStats, GenerateRequest, Generation, Group, J
 from tests.fakes.fake_sides import FakeEngineLoads
 from tests.fakes.text_of_tokens import TextOfTokens
 from tests.property.builders import make_attempt
+from tests.waiting import until
 
 BATCH = 4
 
@@ -159,12 +160,6 @@ class Run:
             if step % 3 == 2:
                 await until(lambda: self.pool.balance().buffered > 0)
             await self.publish(version + (3 if step % 3 == 2 else 1))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110, the pool tells nobody
-            await asyncio.sleep(0.001)
 
 
 async def run_steps(run: Run, steps: range) -> None:

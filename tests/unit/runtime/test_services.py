@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import math
 import urllib.error
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable
 from email.message import Message
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import aiohttp
@@ -27,11 +26,7 @@ from miles_async.errors import (
 )
 from miles_async.runtime.clock import now
 from miles_async.runtime.services import MAX_OVERDUE, Circuit, Services, is_outage
-from miles_async.simulation.virtual_time import run_in_virtual_time
-
-
-def in_virtual_time(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    return lambda: run_in_virtual_time(work(), limit_seconds=100_000)
+from tests.waiting import in_virtual_time
 
 
 class Service:

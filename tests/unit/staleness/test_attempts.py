@@ -81,7 +81,6 @@ def test_slow_prompt_is_dropped_in_the_end_but_never_quarantined() -> None:
     attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 3")
     outcome = attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 4")
     assert (outcome, attempts.dead_letters) == (Outcome.STALE_DROPPED, ())
-    assert not attempts.quarantined
 
 
 def test_filtered_prompt_is_replaced() -> None:
@@ -96,7 +95,6 @@ def test_prompt_that_engines_fail_is_dropped_in_the_end_but_never_quarantined() 
     assert attempts.waiting_retries == 1
     outcome = attempts.ended(attempts.issue(source, 0), Cause.INFRASTRUCTURE, "connection cut")
     assert (outcome, attempts.dead_letters, attempts.waiting_retries) == (Outcome.FAILED, (), 0)
-    assert not attempts.quarantined
     assert attempts.issue(source, 0).prompt.prompt_id == "p1"
 
 
@@ -108,7 +106,6 @@ def test_failing_prompt_is_quarantined_with_its_reasons() -> None:
     (letter,) = attempts.dead_letters
     assert letter.prompt_id == "p0"
     assert letter.reasons == (f"{cause}: no reward", f"{cause}: no reward again")
-    assert attempts.quarantined == {"p0"}
 
 
 def test_each_cause_has_its_own_budget() -> None:
@@ -159,7 +156,7 @@ def test_resume_keeps_retries_quarantine_and_numbers() -> None:
     attempts.ended(attempts.issue(source, 0), Cause.STALE, "age 3")
     resumed = book()
     resumed.restore(read_back(attempts.state()))
-    assert resumed.quarantined == {"p0"}
+    assert [letter.prompt_id for letter in resumed.dead_letters] == ["p0"]
     again = resumed.issue(source, 7)
     assert (again.attempt_id, again.prompt, again.stale_count) == (3, make_prompt("p1"), 1)
     assert again.history == ("stale: age 3",)

@@ -10,7 +10,7 @@ from miles_async.staleness import pool as pool_module
 from miles_async.staleness.attempts import RetryPolicy
 from miles_async.staleness.policy import StalenessPolicy
 from miles_async.staleness.pool import Pool
-from miles_async.types import Changes
+from miles_async.types import Attempt, Changes
 from tests.property.builders import make_group, make_prompt
 
 
@@ -29,6 +29,20 @@ def quarantine(pool: Pool, *prompt_ids: str) -> None:
     for prompt_id in prompt_ids:
         pool.offer(0, make_prompt(prompt_id))
         pool.failed(pool.issue(0), "no reward", infrastructure=False)
+
+
+def issue(pool: Pool, count: int) -> list[Attempt]:
+    """Attempts of as many prompts."""
+    attempts = []
+    for _ in range(count):
+        pool.offer(0, make_prompt(f"p{pool.balance().issued}"))
+        attempts.append(pool.issue(0))
+    return attempts
+
+
+def finish(pool: Pool, *attempts: Attempt) -> None:
+    for attempt in attempts:
+        pool.finished(make_group(attempt, [[0]]))
 
 
 @pytest.mark.parametrize("most", [0, 50])
@@ -76,29 +90,22 @@ def test_another_prompt_of_a_quarantined_id_is_tried(pool: Pool) -> None:
 
 def test_it_can_move_while_an_attempt_is_in_flight_or_may_be_admitted(pool: Pool) -> None:
     # covers: C10
-    for number in range(4):
-        pool.offer(0, make_prompt(f"p{number}"))
-    attempts = [pool.issue(0) for _ in range(3)]
-    for attempt in attempts:
-        pool.finished(make_group(attempt, [[0]]))
+    finish(pool, *issue(pool, 3))
     assert (pool.room(), pool.balance().in_flight) == (1, 0)
     assert pool.can_move()
-    last = pool.issue(0)
+    [last] = issue(pool, 1)
     assert (pool.room(), pool.balance().in_flight) == (0, 1)
     assert pool.can_move()
-    pool.finished(make_group(last, [[0]]))
+    finish(pool, last)
     assert not pool.can_move()
 
 
 def test_one_line_says_where_everything_stands(pool: Pool) -> None:
     # covers: C10
-    for number in range(4):
-        pool.offer(0, make_prompt(f"p{number}"))
-    attempts = [pool.issue(0) for _ in range(4)]
-    for attempt in attempts[:3]:
-        pool.finished(make_group(attempt, [[0]]))
+    *first, last = issue(pool, 4)
+    finish(pool, *first)
     assert pool.cut(0) is not None
-    pool.failed(attempts[3], "no reward", infrastructure=False)
+    pool.failed(last, "no reward", infrastructure=False)
     assert pool.describe() == (
         "0 attempts in flight, 1 groups buffered, 2 cut, room for 1 more of 4, visible version 0"
     )
@@ -108,9 +115,7 @@ def test_one_line_says_where_everything_stands(pool: Pool) -> None:
 
 def test_a_group_that_the_buffer_has_lost_is_noticed(pool: Pool) -> None:
     # covers: C2
-    for number in range(2):
-        pool.offer(0, make_prompt(f"p{number}"))
-        pool.finished(make_group(pool.issue(0), [[0]]))
+    finish(pool, *issue(pool, 2))
     pool.check()
     pool._buffer.cut(0)
     with pytest.raises(ContractViolation, match="attempts that are buffered in the ledger and nowhere else"):
@@ -119,8 +124,7 @@ def test_a_group_that_the_buffer_has_lost_is_noticed(pool: Pool) -> None:
 
 def test_an_attempt_that_the_pool_has_lost_is_noticed(pool: Pool) -> None:
     # covers: C2
-    pool.offer(0, make_prompt("p0"))
-    attempt = pool.issue(0)
+    [attempt] = issue(pool, 1)
     pool.check()
     del pool._live[attempt.attempt_id]
     with pytest.raises(ContractViolation, match=rf"the ledger and the pool disagree about \[{attempt.attempt_id}\]"):
@@ -133,9 +137,7 @@ def changed(**values: int | None) -> Changes:
 
 def test_slots_follow_the_bound_and_the_lead_and_nothing_under_way_is_ended(pool: Pool) -> None:
     # covers: C4
-    for number in range(4):
-        pool.offer(0, make_prompt(f"p{number}"))
-        pool.issue(0)
+    issue(pool, 4)
     assert (pool.capacity, pool.room()) == (4, 0)
     pool.change(changed(max_weight_staleness=2))  # the lead stays: two batches
     assert (pool.capacity, pool.room()) == (4, 0)
@@ -149,9 +151,7 @@ def test_slots_follow_the_bound_and_the_lead_and_nothing_under_way_is_ended(pool
 
 def test_a_lower_bound_sweeps_at_the_next_cut(pool: Pool) -> None:
     # covers: C1, C5
-    for number in range(2):
-        pool.offer(0, make_prompt(f"p{number}"))
-        pool.finished(make_group(pool.issue(0), [[0]]))
+    finish(pool, *issue(pool, 2))
     pool.change(changed(max_weight_staleness=0))
     assert pool.balance().buffered == 2
     assert pool.count_stale(1) == 2

@@ -163,7 +163,6 @@ QWEN3_NEXT = {
 def test_sizes_of_a_hybrid_model() -> None:
     """Qwen3-Next-80B-A3B, whose name has them rounded."""
     work = model_work(QWEN3_NEXT)
-    assert work is not None
     assert work.weights == pytest.approx(80e9, rel=0.01)
     assert work.pair == 12 * 16 * 256 * 2  # of the layers with attention
 
@@ -180,7 +179,6 @@ def test_sizes_of_layers_of_one_part_each() -> None:
         "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     }  # fmt: skip
     work = model_work(config)
-    assert work is not None
     assert work.weights == pytest.approx(31.6e9, rel=0.01)
     assert work.passed_weights == pytest.approx(3.2e9, rel=0.03)
     assert work.pair == 6 * 32 * 128 * 2  # of the layers with attention
@@ -196,7 +194,6 @@ def test_sizes_of_layers_with_other_heads_where_attention_has_no_window() -> Non
         "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
     }  # fmt: skip
     work = model_work(config)
-    assert work is not None
     assert work.weights == pytest.approx(25.2e9, rel=0.01)
     assert work.passed_weights == pytest.approx(3.8e9, rel=0.01)
     assert work.pair == 25 * 16 * 256 * 2 + 5 * 16 * 512 * 2
@@ -217,7 +214,6 @@ def test_sizes_of_layers_with_other_heads_where_attention_has_no_window() -> Non
 def test_sizes_of_published_models(changes: dict[str, int], weights: float, passed: float) -> None:
     """As their reports give them, rounded."""
     work = model_work(DEEPSEEK_V3 | changes)
-    assert work is not None
     assert work.weights == pytest.approx(weights, rel=0.01)
     assert work.passed_weights == pytest.approx(passed, rel=0.02)
 
@@ -229,14 +225,12 @@ def test_intermediate_size_may_be_that_of_an_expert() -> None:
         "num_experts_per_tok": 8,
     }  # fmt: skip
     work = model_work(minimax_m2)
-    assert work is not None
     assert work.weights == pytest.approx(229e9, rel=0.01)
     assert work.routed_weights == 62 * 256 * 3 * 3072 * 1536
 
 
 def test_many_tokens_touch_all_experts() -> None:
     work = model_work(DEEPSEEK_V3)
-    assert work is not None
     assert work.touched_weights(1) == pytest.approx(work.passed_weights)
     assert work.touched_weights(10_000) == pytest.approx(work.weights - 7168 * 129280)  # but for the embedding
 
@@ -244,7 +238,6 @@ def test_many_tokens_touch_all_experts() -> None:
 def test_weights_of_attention_and_embedding_are_told() -> None:
     config = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}
     work = model_work(config | {"head_dim": 4, "intermediate_size": 16, "vocab_size": 32})
-    assert work is not None
     assert work.attention_weights == 3 * (8 * 8 + 2 * 8 * 4 + 8 * 8)  # queries, keys and values, output
     assert work.embedding_weights == 32 * 8
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
@@ -15,14 +13,10 @@ from miles_async.errors import ProcessLostError
 from miles_async.runtime.cluster import actor_link
 from miles_async.runtime.cluster.actor_link import PATIENCE_SECONDS, ActorLink
 from miles_async.runtime.cluster.call_once import CallId, CallOnce
-from miles_async.simulation.virtual_time import run_in_virtual_time
 from tests.fakes.lossy_ranks import STEP_SECONDS, Faults, lossy_ranks, unavailable
+from tests.waiting import in_virtual_time
 
 # covers: C10, A1
-
-
-def in_virtual_time(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    return lambda: run_in_virtual_time(work(), limit_seconds=100_000)
 
 
 @in_virtual_time

@@ -31,7 +31,6 @@ def test_the_agent_is_run_as_by_python_and_is_killed_with_its_parent(tmp_path: P
     (script := tmp_path / "agent.py").write_text(AGENT)
     command = [sys.executable, "-c", PARENT, agent_setup.__file__, str(script), "--port=1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         arguments, first_path, name, pid = json.loads(parent.stdout.readline())
         assert (arguments, first_path, name) == ([str(script), "--port=1"], str(tmp_path), "__main__")
         agent = psutil.Process(pid)

@@ -79,7 +79,6 @@ def test_what_killed_runs_left_goes_from_all_places_of_temporary_files_and_a_nam
 def test_files_of_a_killed_owner_are_removed_and_those_of_a_live_one_stay(tmp_path: Path) -> None:
     (tmp_path / "somebody-elses").mkdir()
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
     left = Path(owner.stdout.readline().strip())
     mine = OwnedDirectory(tmp_path)
     assert (left / "large").exists()

@@ -49,7 +49,6 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process whose run has ``tmp_path / "run"``."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "claimed\n"
         yield process
         process.kill()

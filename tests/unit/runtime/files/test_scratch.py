@@ -75,7 +75,6 @@ def test_claims_of_other_processes_count_until_they_die(places: tuple[Path, Path
     memory, disk = places
     command = [sys.executable, "-c", CLAIMANT, str(memory), str(1)]
     other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
     claimed = Path(other.stdout.readline().strip())
     assert claimed.parent == memory
     (claimed / ".claim").write_text(str(20 * GIB))  # as one with as much memory would have
@@ -146,7 +145,6 @@ def test_a_node_has_its_directory_where_another_one_has_it(places: tuple[Path, P
     for parent in (memory, disk):
         place = parent / "miles-async-theirs"
         made = same_directory(place, GIB, memory=memory)
-        assert made is not None
         assert made.path == place
         assert same_directory(place, GIB, memory=memory) is None, "one machine"
         made.remove()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ import pytest
 from miles_async.engines.kind import ServerSpec
 from miles_async.runtime.processes.child_process import ChildProcess
 from tests.unit.runtime.processes.waiting import number_in, until_gone
+from tests.waiting import until
 
 SPEC = ServerSpec(model_path="/models/m", device="cpu", dtype="float32")
 
@@ -71,9 +71,7 @@ async def test_stop_leaves_no_shared_memory(tmp_path: Path, died: bool) -> None:
     """)
     child = ChildProcess("c", ["-c", code], log_path=tmp_path / "c.log", environment={})
     child.start()
-    async with asyncio.timeout(20):
-        while not child.tail(1).endswith(f":{child.pid}"):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: child.tail(1).endswith(f":{child.pid}"))
     files = [Path("/dev/shm") / name for name in child.tail(1).split(":")[:3]]
     assert all(file.exists() for file in files)
     if died:

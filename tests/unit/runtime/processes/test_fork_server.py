@@ -20,6 +20,7 @@ from miles_async.runtime.processes.child_process import ChildProcess
 from miles_async.runtime.processes.fork_server_process import ForkServer, running
 from miles_async.runtime.processes.forking import ForkedProcess
 from tests.unit.runtime.processes.waiting import environment_of, number_in, until_gone
+from tests.waiting import until
 
 LATE = "LATE|PYTEST_CURRENT_TEST"
 HEAVY = """
@@ -128,11 +129,10 @@ async def test_a_child_dies_with_the_process_that_asked_for_it(server: ForkServe
     asking = child(server, "asking", "ask", str(server.path), str(server.path.parent / "asked.log"))
     asking.start()
     asked = await number_in(asking)
-    async with asyncio.timeout(20):
-        while not (pids := [process.pid for process in psutil.Process(asked).children()]):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(psutil.Process(asked).children)
+    children = psutil.Process(asked).children()
     os.kill(asking.pid, signal.SIGKILL)  # no chance to clean up
-    for pid in (asked, *pids):
+    for pid in (asked, *(process.pid for process in children)):
         await until_gone(pid)
     assert await asking.wait() == -signal.SIGKILL
 
@@ -228,7 +228,6 @@ async def test_an_interpreter_for_ray_forks_a_script(server: ForkServer) -> None
 async def test_the_forked_script_ends_with_its_interpreter(server: ForkServer) -> None:
     # covers: C10
     process = await _interpreted(server, str(server.path.parent / "wait.py"))
-    assert process.stdout is not None
     grandchild = int(await process.stdout.readline())
     assert psutil.Process(psutil.Process(grandchild).ppid()).cmdline()[0].rstrip() == "a title"
     process.kill()

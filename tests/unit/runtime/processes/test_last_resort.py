@@ -70,7 +70,6 @@ def driver(drivers: list[subprocess.Popen[str]], *manners: str) -> subprocess.Po
     words = [sys.executable, "-c", DRIVER, *manners]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=hear_sighup)
     drivers.append(process)
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
