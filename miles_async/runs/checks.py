@@ -25,7 +25,7 @@ from miles_async.backends.megatron.attention_kernels import (
     attention_problems,
     usable_backend,
 )
-from miles_async.backends.megatron.families import hf_config
+from miles_async.backends.megatron.families import float8_files, hf_config
 from miles_async.backends.megatron.families.known import FAMILIES
 from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.checkpoints import start
@@ -131,6 +131,7 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
     try:
         config = hf_config.read_config(model.hf_checkpoint)
         hf_config.check_model(config, model.hf_checkpoint)
+        float8_files.check_files(config, model.hf_checkpoint)
         check_layout(config, model, arguments.cluster.trainer_world_size)
         if hf_config.family_of(config).images:
             yield from _image_problems(arguments, config["model_type"])
@@ -180,6 +181,7 @@ def _check_other(arguments: Arguments, config: JsonObject, flag: str, other: Pat
     model, policy = arguments.model, arguments.model.hf_checkpoint
     assert policy is not None, "compared with it"
     hf_config.check_model(found := hf_config.read_config(other), other)
+    float8_files.check_files(found, other)
     if hf_config.family_of(found).images != hf_config.family_of(config).images:
         raise ConfigurationError(f"{other}: it and --hf-checkpoint should both read images, or neither")
     try:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.algorithm_checks import check_critic
@@ -110,6 +112,7 @@ def test_a_reference_model_reads_images_if_the_policy_does(tmp_path: Path) -> No
 
 PLAIN = TEXT | {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 8}
 VOCABULARY = {"a": 0, "b": 1}
+FLOAT8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize("role", ["ref", "critic"])
@@ -144,6 +147,18 @@ def test_reference_and_critic_run_in_the_policys_place(
         (problem,) = found
         assert problem.startswith(f"--{role}-hf-checkpoint")
         assert message in problem
+
+
+@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-hf-checkpoint", "--critic-hf-checkpoint"])
+def test_float8_files_without_scales_are_refused_wherever_they_are_read(flag: str, tmp_path: Path) -> None:
+    whole, bare = (model(tmp_path / name, PLAIN | {"quantization_config": FLOAT8}) for name in ("whole", "bare"))
+    save_file({"a.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn)}, bare / "model.safetensors")
+    words = {"--hf-checkpoint": whole} | {flag: bare}
+    found = problems("--device", "cpu", *(word for pair in words.items() for word in pair))
+    assert found == [
+        f"{bare}: a.weight is F8_E4M3, and expected its scales in a.weight_scale_inv: its values would be read "
+        "wrongly; use another checkpoint"
+    ]
 
 
 def test_a_reference_that_follows_has_the_policys_shape(tmp_path: Path) -> None:
