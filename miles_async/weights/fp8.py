@@ -98,6 +98,9 @@ def shape_problems(
     parts = {"hidden_size": config["hidden_size"]}
     if "kv_lora_rank" in config:
         parts["num_attention_heads × v_head_dim"] = heads * config["v_head_dim"] // attention
+        if attention > 1:  # a whole matrix may end within a block
+            queries = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+            parts["num_attention_heads × (qk_nope_head_dim + qk_rope_head_dim)"] = heads * queries // attention
         parts["q_lora_rank"] = config.get("q_lora_rank") or 0
     else:
         parts |= {
@@ -117,6 +120,6 @@ def shape_problems(
         if part % BLOCK:
             yield (
                 f"{field} of config.json leaves {part} on each of an engine's GPUs, expected a multiple of {BLOCK}; "
-                "give engines fewer GPUs (--rollout-num-gpus-per-engine), keep experts whole (--sglang-ep-size), or "
-                "leave it out"
+                "give engines fewer GPUs (--rollout-num-gpus-per-engine), split less of them (experts with "
+                "--sglang-ep-size, attention with --sglang-attn-dp-size), or leave it out"
             )

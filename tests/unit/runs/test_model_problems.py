@@ -194,6 +194,11 @@ QWEN3_MOE = {
         (("--sglang-quantization", "fp8"), ["--sglang-quantization: engines would quantize once more"]),
         (("--sglang-speculative-algorithm", "EAGLE"), ["--sglang-speculative-algorithm: draft models"]),
         (("--sglang-speculative-algorithm", "NGRAM"), []),
+        (("--sglang-json-model-override-args", "{}"), ["--sglang-json-model-override-args: it is how engines"]),
+        (("--sglang-moe-dense-tp-size", "x", "--sglang-ep-size", "0"), []),  # SGLang will refuse them
+        (("--rollout-num-gpus-per-engine", "4", "--debug-rollout-only"), []),
+        (("--rollout-num-gpus-per-engine", "4", "--debug-train-only"), []),
+        (("--rollout-num-gpus-per-engine", "4", "--loss-type", "sft_loss"), []),
     ],
 )  # fmt: skip
 def test_a_model_whose_blocks_engines_cannot_hold_is_refused(
@@ -207,6 +212,32 @@ def test_a_model_whose_blocks_engines_cannot_hold_is_refused(
     for text, problem in zip(expected, found, strict=True):
         assert problem.startswith("--rollout-quantization fp8: ")
         assert text in problem
+
+
+@pytest.mark.parametrize("where", ["", "text_config"])
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (("--sglang-speculative-algorithm", "EAGLE"), "--sglang-speculative-algorithm: draft models"),
+        (("--sglang-speculative-algorithm", "NGRAM"), None),
+        (("--sglang-json-model-override-args", "{}"), "--sglang-json-model-override-args: it is how engines are told"),
+        (("--sglang-quantization", "fp8"), None),
+        (
+            ("--sglang-speculative-algorithm", "EAGLE", "--debug-rollout-only"),
+            None,
+        ),  # engines read the files themselves
+    ],
+)
+def test_engines_of_float8_files_have_to_expect_floats(
+    words: tuple[str, ...], refused: str | None, where: str, tmp_path: Path
+) -> None:
+    quantization = {"quantization_config": FLOAT8}
+    directory = model(tmp_path, QWEN3_MOE | ({where: quantization} if where else quantization))
+    found = problems("--hf-checkpoint", directory, "--device", "cpu", *words)
+    assert len(found) == (refused is not None)
+    if refused is not None:
+        assert found[0].startswith(f"--hf-checkpoint in float8, whose weights are published as floats: {refused}")
+    assert problems("--hf-checkpoint", model(tmp_path / "b", QWEN3_MOE), "--device", "cpu", *words) == []
 
 
 def test_quantized_weights_want_bf16_on_gpus_and_a_family_that_was_compared(

@@ -118,7 +118,10 @@ DENSE: JsonObject = {
 }  # fmt: skip
 EXPERTS = DENSE | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 MINIMAX = DENSE | {"num_local_experts": 256, "num_experts_per_tok": 8}  # whose intermediate_size is the experts'
-LATENT = DENSE | {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128, "head_dim": 60}
+LATENT = DENSE | {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "head_dim": 60,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,14 @@ LATENT = DENSE | {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128, "
         (LATENT, {"attention": 8}, []),
         (LATENT | {"q_lora_rank": None}, {}, []),
         (LATENT | {"q_lora_rank": 192}, {}, ["q_lora_rank of config.json leaves 192"]),
-        (LATENT, {"attention": 32}, ["num_attention_heads × v_head_dim of config.json leaves 64"]),
+        (LATENT | {"v_head_dim": 64}, {"attention": 8}, []),
+        (
+            LATENT | {"v_head_dim": 64},
+            {"attention": 16},
+            ["× v_head_dim of", "qk_rope_head_dim) of config.json leaves 192"],
+        ),
+        (LATENT, {"attention": 16}, ["(qk_nope_head_dim + qk_rope_head_dim) of config.json leaves 192"]),
+        (LATENT | {"num_attention_heads": 2, "qk_rope_head_dim": 40}, {}, []),  # one rank holds the whole matrix
     ],
 )
 def test_engines_hold_whole_blocks(config: JsonObject, ranks: Mapping[str, int], named: list[str]) -> None:
