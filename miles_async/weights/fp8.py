@@ -57,7 +57,7 @@ def quantized(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
 def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """float8 [M, N] and fp32 [⌈M / 128⌉, ⌈N / 128⌉] of a matrix [M, N], which is about value × scale of its block.
 
-    The largest element of a block becomes ±448. A block of zeros has scale 1.
+    The largest element of a block becomes ±448. A block of zeros, or of elements below 1e-42, has scale 1.
     """
     import torch
     import torch.nn.functional as F
@@ -65,8 +65,8 @@ def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = matrix.shape
     padded = F.pad(matrix.detach().float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [row blocks, 128, column blocks, 128]
-    largest = blocks.abs().amax((1, 3))
-    scales = torch.where(largest == 0, 1.0, largest / LARGEST)
+    scales = blocks.abs().amax((1, 3)) / LARGEST
+    scales = torch.where(scales == 0, 1.0, scales)  # of zeros, or of what is below the smallest fp32
     values = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales
 

@@ -23,7 +23,8 @@ from miles_async.weights import fp8
 from miles_async.wiring.engines import server_spec
 from tests.integration.publishing import CANARY, TRANSPORTS, Trainer, one_engine, published_spec, publishing
 from tests.integration.served_models import MAX_LENGTH, reference_logprobs, save_words
-from tests.integration.tiny_models import save_tiny
+from tests.integration.tiny_models import save_tiny, split_files
+from tests.integration.vision_models import save_tiny_vision
 
 pytestmark = [
     pytest.mark.integration,
@@ -141,9 +142,9 @@ async def test_a_quantized_checkpoint_is_read_and_written_as_floats(family: str,
         ahead = f"model.layers.{config['num_hidden_layers']}.mlp.up_proj.weight"
         (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
         added = dict(fp8.quantized([(ahead, torch.rand(200, 128))]))
-        left, tensors = dequantized(added), tensors | added
-        files = {name: "scales" if name.endswith("_scale_inv") else "ab"[len(name) % 2] for name in tensors}
-        write_sharded(source, tensors, {name: f"{file}.safetensors" for name, file in files.items()})
+        left = dequantized(added)
+        save_file(tensors | added, source / "model.safetensors", {"format": "pt"})
+        split_files(source, 2)  # scales are in another file
     with closing(Trainer(source)) as trainer:
         read = trainer.weights()
         trainer.save_hf(tmp_path / "exported")
@@ -166,12 +167,21 @@ async def test_a_quantized_checkpoint_is_read_and_written_as_floats(family: str,
     np.testing.assert_array_equal(reference_logprobs(tmp_path / "exported", CANARY), reference_logprobs(plain, CANARY))
 
 
-def write_sharded(directory: Path, tensors: dict[str, torch.Tensor], files: dict[str, str]) -> None:
-    """Replace the model's file by several, with an index. ``files``: tensor → file."""
-    (directory / "model.safetensors").unlink()
-    for file in set(files.values()):
-        save_file({name: tensors[name] for name in tensors if files[name] == file}, directory / file, {"format": "pt"})
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+@pytest.mark.long
+def test_a_quantized_model_that_reads_images_may_say_so_of_its_text(tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path / "plain", "qwen3-vl", tied=False)
+    tensors = dict(fp8.quantized(load_file(tmp_path / "plain" / "model.safetensors").items()))
+    source = write(tmp_path / "float8", tensors, like=tmp_path / "plain")
+    for file in (tmp_path / "plain").glob("*processor*.json"):
+        shutil.copy(file, source)
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["quantization_config"] = fp8.CONFIG
+    (source / "config.json").write_text(json.dumps(config))
+    with closing(Trainer(source)) as trainer:
+        read = trainer.weights()
+    expected = dequantized(tensors)
+    assert len(read) == len(expected) < len(tensors)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in read.items())
 
 
 def dequantized(sent: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -69,8 +69,11 @@ def test_weights_that_were_quantized_once_stay_the_same() -> None:
     torch.testing.assert_close(again_scales, scales, rtol=2**-8, atol=0)
 
 
-def test_blocks_of_zeros_are_zero() -> None:
-    values, scales = fp8.quantize(torch.zeros(4, 200))
+@pytest.mark.parametrize("element", [0.0, 1e-44, -1e-44])
+def test_blocks_without_a_scale_are_zero(element: float) -> None:
+    matrix = torch.zeros(4, 200)
+    matrix[0, [0, 150]] = element
+    values, scales = fp8.quantize(matrix)
     assert not values.float().any()
     assert scales.tolist() == [[1.0, 1.0]]
 

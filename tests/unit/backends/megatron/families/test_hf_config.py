@@ -368,6 +368,15 @@ def test_config_of_an_export_says_the_dtype_of_its_weights() -> None:
     assert hf_config.with_dtype({"hidden_size": 8}, "bfloat16") == {"dtype": "bfloat16", "hidden_size": 8}
 
 
+def test_an_exported_config_says_nothing_of_quantization() -> None:
+    fields = {"hidden_size": 8, "dtype": "float32"}
+    quantized = fields | {"quantization_config": FLOAT8}
+    assert hf_config.with_dtype(quantized, "float32") == fields
+    nested = quantized | {"text_config": quantized, "vision_config": fields}
+    expected = fields | {"text_config": fields, "vision_config": fields}
+    assert hf_config.with_dtype(nested, "float32") == expected
+
+
 QWEN25_VL = {  # as it is published: fields of the language model at the top
     **{name: value for name, value in QWEN3.items() if name != "rope_parameters"},
     "model_type": "qwen2_5_vl",
