@@ -214,6 +214,54 @@ def test_a_model_whose_blocks_engines_cannot_hold_is_refused(
         assert text in problem
 
 
+SPLIT = {"experts": "moe_intermediate_size of", "shared": "n_shared_experts ×", "dense": "intermediate_size of"}
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ((), ["experts", "shared", "dense"]),
+        (("--sglang-ep=4",), ["shared", "dense"]),
+        (("--sglang-ep-size=4", "--sglang-moe-dense-tp-size=1"), ["shared"]),
+        (("--sglang-moe-a2a-backend=deepep",), ["dense"]),
+    ],
+)
+def test_flags_of_sglang_that_keep_a_part_of_the_model_whole(
+    words: tuple[str, ...], kept: list[str], tmp_path: Path
+) -> None:
+    parts = {"n_shared_experts": 1, "first_k_dense_replace": 1, "intermediate_size": 384}
+    found = problems(
+        "--hf-checkpoint", model(tmp_path, QWEN3_MOE | parts), "--device", "cpu", "--rollout-quantization", "fp8",
+        "--rollout-num-gpus", 4, "--rollout-num-gpus-per-engine", 4, *words,
+    )  # fmt: skip
+    assert len(found) == len(kept)
+    for part, problem in zip(kept, found, strict=True):
+        assert problem.startswith(f"--rollout-quantization fp8: {SPLIT[part]}")
+
+
+def test_engines_that_get_no_weights_or_run_already_may_split_blocks(tmp_path: Path) -> None:
+    directory = model(tmp_path, QWEN3_MOE)
+    groups = tmp_path / "groups.toml"
+    words = (
+        "--hf-checkpoint",
+        directory,
+        "--device",
+        "cpu",
+        "--rollout-quantization",
+        "fp8",
+        "--server-groups",
+        groups,
+    )
+    for group, refused in (
+        ("gpus_per_engine = 4", True),
+        ('role = "evaluation"\ngpus_per_engine = 4', True),
+        ('role = "frozen"\ngpus_per_engine = 4', False),
+        ('gpus_per_engine = 4\nexternal = ["a:1"]', False),
+    ):
+        groups.write_text(f"[groups.train]\n\n[groups.other]\n{group}\n")
+        assert len(problems(*words)) == refused, group
+
+
 @pytest.mark.parametrize("where", ["", "text_config"])
 @pytest.mark.parametrize(
     ("words", "refused"),

@@ -52,7 +52,7 @@ def check_files(config: JsonObject, directory: Path) -> None:
 def _scale_problems(tensors: Mapping[str, tuple[str, Shape]], block: list[int] | None) -> Iterator[str]:
     for name, (dtype, shape) in sorted(tensors.items()):
         scales = tensors.get(name + SCALES) if block else None
-        if dtype in _QUANTIZED and scales is None and not name.endswith(SCALES):
+        if dtype in _QUANTIZED and scales is None:
             where = f"expected its scales in {name + SCALES}" if block else "config.json has no quantization_config"
             yield f"{name} is {dtype}, and {where}"
         elif scales is not None and dtype not in _QUANTIZED:
