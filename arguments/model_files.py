@@ -88,7 +88,8 @@ def _weight_problems(path: Path, config: JsonObject) -> Iterator[str]:
         except (OSError, ValueError) as error:
             damaged = True
             yield f"{file.name}: {error}; download it again"
-    if not missing and not damaged and "quantization_config" not in config:  # which packs tensors as it likes
+    method = (config.get("quantization_config") or {}).get("quant_method", "fp8")  # others pack tensors as they like
+    if not missing and not damaged and method == "fp8":
         yield from _shape_problems(shapes, config)
 
 
@@ -99,6 +100,11 @@ def count_elements(path: Path) -> int:
 
 def read_shapes(file: Path) -> dict[str, Shape]:
     """Name → shape of the tensors in a safetensors file. Raises ValueError if the file is not whole."""
+    return {name: shape for name, (_, shape) in read_header(file).items()}
+
+
+def read_header(file: Path) -> dict[str, tuple[str, Shape]]:
+    """Name → dtype ("BF16", "F8_E4M3") and shape of a safetensors file's tensors. Raises ValueError as above."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
@@ -106,14 +112,14 @@ def read_shapes(file: Path) -> dict[str, Shape]:
             raise ValueError(f"expected a safetensors file, found {size} bytes without its header")
         try:
             header = json.loads(stream.read(length))
-            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
-            end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            tensors = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
+            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise ValueError(f"expected the header of a safetensors file: {error!r}") from None
     if (expected := _LENGTH_BYTES + length + end) != size:
         raise ValueError(f"expected {expected} bytes, found {size}: the file was cut off or overwritten")
-    return shapes
+    return tensors
 
 
 def _shape_problems(shapes: Mapping[str, Shape], config: JsonObject) -> Iterator[str]:

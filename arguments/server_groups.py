@@ -155,7 +155,13 @@ def attention_groups(flags: Mapping[str, str]) -> int:
 
     ``flags``: of :func:`given_sglang_flags`.
     """
-    return int(flags.get("--dp-size" if "--enable-dp-attention" in flags else "--attn-dp-size") or 1)
+    return sglang_number(flags, "--dp-size" if "--enable-dp-attention" in flags else "--attn-dp-size") or 1
+
+
+def sglang_number(flags: Mapping[str, str], *names: str) -> int:
+    """Number that one of SGLang's flags gives, which has several names; 0 without, or where SGLang will refuse it."""
+    word = next((flags[name] for name in names if name in flags), "")
+    return int(word) if word.isdecimal() else 0
 
 
 def context_lengths(arguments: Arguments) -> list[int]:

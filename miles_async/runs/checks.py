@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,16 +16,23 @@ from miles_async.arguments.algorithm_checks import check_absent_critic, check_tr
 from miles_async.arguments.distillation_checks import has_vocabulary, vocabulary_difference
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import TRANSFORMER_ENGINE_MODULES
+from miles_async.arguments.model_files import language_fields
 from miles_async.arguments.observability import ObservabilityArguments
 from miles_async.arguments.problems import refusal, refuse
-from miles_async.arguments.server_groups import attention_groups, given_sglang_flags, of_role, server_groups
+from miles_async.arguments.server_groups import (
+    attention_groups,
+    given_sglang_flags,
+    of_role,
+    server_groups,
+    sglang_number,
+)
 from miles_async.arguments.words import did_you_mean
 from miles_async.backends import find_backend
 from miles_async.backends.megatron.attention_kernels import (
     attention_problems,
     usable_backend,
 )
-from miles_async.backends.megatron.families import hf_config
+from miles_async.backends.megatron.families import float8_files, hf_config
 from miles_async.backends.megatron.families.known import FAMILIES
 from miles_async.backends.megatron.families.layout import check_layout
 from miles_async.checkpoints import start
@@ -47,12 +54,11 @@ from miles_async.types import JsonObject
 from miles_async.weights import fp8
 from miles_async.weights.transports import choice
 
-FLOAT8_REFUSES = {
-    "--quantization": "engines would quantize once more",
+FORM_REFUSES = {
     "--json-model-override-args": "it is how engines are told",
-    "--speculative-algorithm": "draft models would be read as float8",
+    "--speculative-algorithm": "draft models would be read in that form, too",
 }
-"""Flags of SGLang's servers → why --rollout-quantization fp8 does not go with them."""
+"""Flags of SGLang's servers → why they do not go with weights in another form than the files'."""
 
 LOG_IN = "run `wandb login` or set WANDB_API_KEY, or stay offline: --wandb-mode offline, or WANDB_MODE=offline"
 
@@ -131,12 +137,12 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
     try:
         config = hf_config.read_config(model.hf_checkpoint)
         hf_config.check_model(config, model.hf_checkpoint)
+        float8_files.check_files(config, model.hf_checkpoint)
         check_layout(config, model, arguments.cluster.trainer_world_size)
         if hf_config.family_of(config).images:
             yield from _image_problems(arguments, config["model_type"])
-        if arguments.weights.rollout_quantization == "fp8":
-            for problem in _float8_problems(arguments, config):
-                yield f"--rollout-quantization fp8: {problem}"
+        if arguments.sides == "both":
+            yield from _form_problems(arguments, language_fields(config))
         reason = hf_config.family_of(config).gpu_engines
         if reason and choose_device(arguments.cluster.device) == "cpu":
             yield f"--device cpu: engines cannot serve model_type {config['model_type']!r}: {reason}; use --device cuda"
@@ -145,6 +151,30 @@ def model_problems(arguments: Arguments) -> Iterator[str]:
                 yield from refusal(partial(_check_other, arguments, config, flag, other))
     except ConfigurationError as error:
         yield str(error)
+
+
+def _form_problems(arguments: Arguments, config: JsonObject) -> Iterator[str]:
+    """Yield why engines cannot have weights in the form in which they are published: in float8, or not as the files."""
+    if arguments.weights.rollout_quantization == "fp8":
+        for problem in _float8_problems(arguments, config):
+            yield f"--rollout-quantization fp8: {problem}"
+    elif config.get("quantization_config"):
+        for flags, _ in _updated_engines(arguments):
+            for problem in _refused(flags, FORM_REFUSES):
+                yield f"--hf-checkpoint in float8, whose weights are published as floats: {problem}"
+
+
+def _updated_engines(arguments: Arguments) -> Iterator[tuple[dict[str, str], int]]:
+    """SGLang's flags of each group of engines that are started here and get weights, and the GPUs of one of them."""
+    for group in server_groups(arguments):
+        if group.role != "frozen" and not group.external:
+            yield given_sglang_flags(arguments, group), group.gpus_per_engine
+
+
+def _refused(flags: Mapping[str, str], reasons: Mapping[str, str]) -> Iterator[str]:
+    for flag, why in reasons.items():
+        if flags.get(flag, "NGRAM") != "NGRAM":  # which drafts without a model
+            yield f"--sglang-{flag[2:]}: {why}; leave one of them out"
 
 
 def _float8_problems(arguments: Arguments, config: JsonObject) -> Iterator[str]:
@@ -156,21 +186,15 @@ def _float8_problems(arguments: Arguments, config: JsonObject) -> Iterator[str]:
         return
     if not arguments.model.bf16 and choose_device(arguments.cluster.device) == "cuda":
         yield "GPUs quantize activations of bf16 only; add --bf16"
-    for group in server_groups(arguments):
-        if group.role == "frozen" or group.external:
-            continue
-        flags = given_sglang_flags(arguments, group)
-        for flag, why in FLOAT8_REFUSES.items():
-            if flags.get(flag, "NGRAM") != "NGRAM":
-                yield f"--sglang-{flag[2:]}: {why}; leave one of them out"
-        ranks = group.gpus_per_engine
+    for flags, ranks in _updated_engines(arguments):
+        yield from _refused(flags, {"--quantization": "engines would quantize once more"} | FORM_REFUSES)
         whole = flags.get("--moe-a2a-backend", "none") != "none"  # which splits no expert
-        dealt = next((flags[name] for name in ("--ep-size", "--expert-parallel-size", "--ep") if name in flags), "1")
+        dealt = sglang_number(flags, "--ep-size", "--expert-parallel-size", "--ep") or 1
         yield from fp8.shape_problems(
             config,
             attention=max(1, ranks // attention_groups(flags)),
-            dense=int(flags.get("--moe-dense-tp-size") or ranks),
-            experts=1 if whole else max(1, ranks // int(dealt)),
+            dense=sglang_number(flags, "--moe-dense-tp-size") or ranks,
+            experts=1 if whole else max(1, ranks // dealt),
             shared_experts=1 if whole else ranks,
         )
 
@@ -180,6 +204,7 @@ def _check_other(arguments: Arguments, config: JsonObject, flag: str, other: Pat
     model, policy = arguments.model, arguments.model.hf_checkpoint
     assert policy is not None, "compared with it"
     hf_config.check_model(found := hf_config.read_config(other), other)
+    float8_files.check_files(found, other)
     if hf_config.family_of(found).images != hf_config.family_of(config).images:
         raise ConfigurationError(f"{other}: it and --hf-checkpoint should both read images, or neither")
     try:

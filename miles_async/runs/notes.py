@@ -84,7 +84,9 @@ def _engine_notes(arguments: Arguments) -> Iterator[str]:
     if engines.sglang_extra and all(group.external for group in groups):
         flags = ", ".join(f"--sglang-{word[2:]}" for word in engines.sglang_extra if looks_like_flag(word))
         yield f"{flags}: no effect on external engines, which are up already"
-    if weights.rollout_quantization == "fp8":
+    if weights.rollout_quantization == "fp8" and arguments.sides == "rollout":
+        yield "--rollout-quantization fp8: no effect without a trainer: engines load --hf-checkpoint as it is"
+    elif weights.rollout_quantization == "fp8":
         if any(group.external for group in groups):
             yield (
                 "--rollout-quantization fp8: external engines are up already, and have to be started with the same "

@@ -57,7 +57,7 @@ def quantized(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
 def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """float8 [M, N] and fp32 [⌈M / 128⌉, ⌈N / 128⌉] of a matrix [M, N], which is about value × scale of its block.
 
-    The largest element of a block becomes ±448. A block of zeros has scale 1.
+    The largest element of a block becomes ±448. A block of zeros, or of elements below 1e-42, has scale 1.
     """
     import torch
     import torch.nn.functional as F
@@ -65,8 +65,8 @@ def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = matrix.shape
     padded = F.pad(matrix.detach().float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [row blocks, 128, column blocks, 128]
-    largest = blocks.abs().amax((1, 3))
-    scales = torch.where(largest == 0, 1.0, largest / LARGEST)
+    scales = blocks.abs().amax((1, 3)) / LARGEST
+    scales = torch.where(scales == 0, 1.0, scales)  # of zeros, or of what is below the smallest fp32
     values = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales
 
@@ -98,6 +98,9 @@ def shape_problems(
     parts = {"hidden_size": config["hidden_size"]}
     if "kv_lora_rank" in config:
         parts["num_attention_heads × v_head_dim"] = heads * config["v_head_dim"] // attention
+        if attention > 1:  # a whole matrix may end within a block
+            queries = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+            parts["num_attention_heads × (qk_nope_head_dim + qk_rope_head_dim)"] = heads * queries // attention
         parts["q_lora_rank"] = config.get("q_lora_rank") or 0
     else:
         parts |= {
@@ -117,6 +120,7 @@ def shape_problems(
         if part % BLOCK:
             yield (
                 f"{field} of config.json leaves {part} on each of an engine's GPUs, expected a multiple of {BLOCK}; "
-                "give engines fewer GPUs (--rollout-num-gpus-per-engine), keep experts whole (--sglang-ep-size; shared "
-                "ones too: --sglang-moe-a2a-backend deepep), or leave it out"
+                "give engines fewer GPUs (--rollout-num-gpus-per-engine), split less of them (experts with "
+                "--sglang-ep-size, shared ones with --sglang-moe-a2a-backend deepep, attention with "
+                "--sglang-attn-dp-size), or leave it out"
             )

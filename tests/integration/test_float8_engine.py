@@ -16,10 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from miles_async.arguments import Arguments
+from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.server_groups import ServerGroup
 from miles_async.weights import fp8
+from miles_async.wiring.engines import server_spec
 from tests.integration.publishing import CANARY, TRANSPORTS, Trainer, one_engine, published_spec, publishing
 from tests.integration.served_models import MAX_LENGTH, reference_logprobs, save_words
-from tests.integration.tiny_models import save_tiny
+from tests.integration.tiny_models import save_tiny, split_files
+from tests.integration.vision_models import save_tiny_vision
 
 pytestmark = [
     pytest.mark.integration,
@@ -96,30 +101,87 @@ async def test_engines_generate_with_the_rounded_weights(
                     assert np.abs(np.array(found) - reference_logprobs(plain, CANARY)).max() > DIFFERS
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
-async def test_a_quantized_checkpoint_is_read_and_written_as_floats(family: str, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    save_tiny(
-        family, model, seed=0, max_position_embeddings=MAX_LENGTH, **(LATENT if "deepseek" in family else MIXTURE)
-    )
-    save_words(model)
-    quantized = dict(fp8.quantized(load_file(model / "model.safetensors").items()))
-    config = json.loads((model / "config.json").read_text()) | {"quantization_config": fp8.CONFIG}
-    source = write(tmp_path / "float8", quantized, like=model)
+def quantized_model(directory: Path, family: str, sizes: dict[str, int]) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint in float8, and its tensors as floats. The model before that is in ``plain`` of ``directory``."""
+    plain = directory / "plain"
+    save_tiny(family, plain, seed=0, max_position_embeddings=MAX_LENGTH, **sizes)
+    save_words(plain)
+    tensors = dict(fp8.quantized(load_file(plain / "model.safetensors").items()))
+    source = write(directory / "float8", tensors, like=plain)
+    save_words(source)
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": fp8.CONFIG}
     (source / "config.json").write_text(json.dumps(config))
-    expected = dequantized(quantized)
-    assert len(quantized) > len(expected)
+    return source, dequantized(tensors)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3-moe", MIXTURE), ("deepseek-v3", LATENT)])
+async def test_engines_of_a_quantized_checkpoint_generate_with_floats_unless_told_otherwise(
+    family: str, sizes: dict[str, int], tmp_path: Path, engine_imports: Path
+) -> None:
+    source, expected = quantized_model(tmp_path, family, sizes)
+    arguments = Arguments(model=ModelArguments(hf_checkpoint=source))
+    overrides = server_spec(arguments, ServerGroup(name="group"), tmp_path, "cpu").model_overrides
+    spec = published_spec(source, tmp_path, engine_imports, model_overrides=overrides)
+    async with one_engine(spec) as engine:
+        with closing(Trainer(source)) as trainer:
+            async with publishing(trainer, engine.fleet, tmp_path / "staged") as published:
+                publication = await published.next()
+                assert publication.compared_tensors == len(expected)
+                assert publication.incomparable_tensors == 0
+
+
+@pytest.mark.parametrize(("family", "sharded"), [("qwen3-moe", False), ("deepseek-v3", True)])
+async def test_a_quantized_checkpoint_is_read_and_written_as_floats(family: str, sharded: bool, tmp_path: Path) -> None:
+    source, expected = quantized_model(tmp_path, family, LATENT if sharded else MIXTURE)
+    tensors = load_file(source / "model.safetensors")
+    assert len(tensors) > len(expected)
+    left = {}  # a layer for multi-token prediction, as it is
+    if sharded:
+        config = json.loads((source / "config.json").read_text())
+        ahead = f"model.layers.{config['num_hidden_layers']}.mlp.up_proj.weight"
+        (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+        added = dict(fp8.quantized([(ahead, torch.rand(200, 128))]))
+        left = dequantized(added)
+        save_file(tensors | added, source / "model.safetensors", {"format": "pt"})
+        split_files(source, 2)  # scales are in another file
     with closing(Trainer(source)) as trainer:
         read = trainer.weights()
         trainer.save_hf(tmp_path / "exported")
     assert read.keys() == expected.keys()
     for name, tensor in read.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
-    exported = load_file(tmp_path / "exported" / "model.safetensors")
-    assert exported.keys() == expected.keys()
+    found = {
+        name: tensor
+        for file in (tmp_path / "exported").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    assert found.keys() == (expected | left).keys()
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    assert all(torch.equal(found[name], tensor) for name, tensor in left.items())
+    if sharded:
+        index = json.loads((tmp_path / "exported" / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == found.keys()
     assert "quantization_config" not in json.loads((tmp_path / "exported" / "config.json").read_text())
-    plain = write(tmp_path / "plain", expected, like=model)
+    plain = write(tmp_path / "floats", expected, like=tmp_path / "plain")
     np.testing.assert_array_equal(reference_logprobs(tmp_path / "exported", CANARY), reference_logprobs(plain, CANARY))
+
+
+@pytest.mark.long
+def test_a_quantized_model_that_reads_images_may_say_so_of_its_text(tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path / "plain", "qwen3-vl", tied=False)
+    tensors = dict(fp8.quantized(load_file(tmp_path / "plain" / "model.safetensors").items()))
+    source = write(tmp_path / "float8", tensors, like=tmp_path / "plain")
+    for file in (tmp_path / "plain").glob("*processor*.json"):
+        shutil.copy(file, source)
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["quantization_config"] = fp8.CONFIG
+    (source / "config.json").write_text(json.dumps(config))
+    with closing(Trainer(source)) as trainer:
+        read = trainer.weights()
+    expected = dequantized(tensors)
+    assert len(read) == len(expected) < len(tensors)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in read.items())
 
 
 def dequantized(sent: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

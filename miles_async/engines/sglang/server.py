@@ -82,6 +82,8 @@ def server_command(
         command += ["--load-format=dummy", "--speculative-draft-load-format=auto"]
     if spec.model_overrides:
         command.append(f"--json-model-override-args={json.dumps(spec.model_overrides)}")
+        if spec.model_overrides.get("quantization_config", {}) is None:
+            command.append("--quantization=unquant")  # else, on Blackwell, it goes by the files of DeepSeek-V3
     if spec.routed_experts:
         command.append("--enable-return-routed-experts")
     if spec.weight_version is not None:

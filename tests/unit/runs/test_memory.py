@@ -183,6 +183,18 @@ def test_hosts_need_room_for_what_is_published_and_links_a_least_speed(arguments
     assert line.endswith("--publication-timeout 100 s: 0.011 GB/s per rank at least.")
 
 
+def test_a_version_and_engines_in_float8_take_about_half(arguments: Arguments) -> None:
+    """Embedding and output layer, 11,264 × 512 elements each, stay in bf16."""
+    write_config(arguments, WHOLE)
+    quantized = replace(arguments, weights=replace(arguments.weights, rollout_quantization="fp8"))
+    (line,) = (line for line in memory.memory_report(quantized).splitlines() if line.startswith("Publication: "))
+    assert "0.5 GiB from each of 1 sending ranks" in line
+    weights = 2 * 2 * 11264 * 512 + (GIB // 2 - 2 * 11264 * 512) * (1 + 4 / 128**2)
+    assert engine_cells(quantized)[1] == "0.1"
+    tokens = int(engine_cells(quantized)[-1].replace(",", ""))
+    assert tokens == pytest.approx((0.85 * 80 * GIB - weights / 4) / 1024, abs=1)
+
+
 def test_engines_that_share_a_gpu_have_less_of_it(arguments: Arguments) -> None:
     shared = with_flags(arguments, {"colocate": True})
     own, part = (int(engine_cells(each)[-1].replace(",", "")) for each in (arguments, shared))

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from miles_async.arguments import Arguments
 from miles_async.arguments.algorithm_checks import check_critic
@@ -112,6 +114,7 @@ def test_a_reference_model_reads_images_if_the_policy_does(tmp_path: Path) -> No
 
 PLAIN = TEXT | {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 8}
 VOCABULARY = {"a": 0, "b": 1}
+FLOAT8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize("role", ["ref", "critic"])
@@ -148,6 +151,18 @@ def test_reference_and_critic_run_in_the_policys_place(
         assert message in problem
 
 
+@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-hf-checkpoint", "--critic-hf-checkpoint"])
+def test_float8_files_without_scales_are_refused_wherever_they_are_read(flag: str, tmp_path: Path) -> None:
+    whole, bare = (model(tmp_path / name, PLAIN | {"quantization_config": FLOAT8}) for name in ("whole", "bare"))
+    save_file({"a.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn)}, bare / "model.safetensors")
+    words = {"--hf-checkpoint": whole} | {flag: bare}
+    found = problems("--device", "cpu", *(word for pair in words.items() for word in pair))
+    assert found == [
+        f"{bare}: a.weight is F8_E4M3, and expected its scales in a.weight_scale_inv: its values would be read "
+        "wrongly; use another checkpoint"
+    ]
+
+
 def test_a_reference_that_follows_has_the_policys_shape(tmp_path: Path) -> None:
     policy, other = model(tmp_path / "policy", PLAIN), model(tmp_path / "other", PLAIN | {"num_hidden_layers": 2})
     words = ("--hf-checkpoint", policy, "--ref-hf-checkpoint", other)
@@ -181,6 +196,11 @@ QWEN3_MOE = {
         (("--sglang-quantization", "fp8"), ["--sglang-quantization: engines would quantize once more"]),
         (("--sglang-speculative-algorithm", "EAGLE"), ["--sglang-speculative-algorithm: draft models"]),
         (("--sglang-speculative-algorithm", "NGRAM"), []),
+        (("--sglang-json-model-override-args", "{}"), ["--sglang-json-model-override-args: it is how engines"]),
+        (("--sglang-moe-dense-tp-size", "x", "--sglang-ep-size", "0"), []),  # SGLang will refuse them
+        (("--rollout-num-gpus-per-engine", "4", "--debug-rollout-only"), []),
+        (("--rollout-num-gpus-per-engine", "4", "--debug-train-only"), []),
+        (("--rollout-num-gpus-per-engine", "4", "--loss-type", "sft_loss"), []),
     ],
 )  # fmt: skip
 def test_a_model_whose_blocks_engines_cannot_hold_is_refused(
@@ -221,6 +241,80 @@ def test_float8_fits_every_preset_of_a_family_that_was_compared_in_it(
     kind = config["model_type"]
     refusal = f"--rollout-quantization fp8: model_type {kind!r} was not compared in it"
     assert [problem.partition(";")[0] for problem in found] == ([] if FAMILIES[kind].float8 else [refusal])
+
+
+SPLIT = {"experts": "moe_intermediate_size of", "shared": "n_shared_experts ×", "dense": "intermediate_size of"}
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ((), ["experts", "shared", "dense"]),
+        (("--sglang-ep=4",), ["shared", "dense"]),
+        (("--sglang-ep-size=4", "--sglang-moe-dense-tp-size=1"), ["shared"]),
+        (("--sglang-moe-a2a-backend=deepep",), ["dense"]),
+    ],
+)
+def test_flags_of_sglang_that_keep_a_part_of_the_model_whole(
+    words: tuple[str, ...], kept: list[str], tmp_path: Path
+) -> None:
+    parts = {"n_shared_experts": 1, "first_k_dense_replace": 1, "intermediate_size": 384}
+    found = problems(
+        "--hf-checkpoint", model(tmp_path, QWEN3_MOE | parts), "--device", "cpu", "--rollout-quantization", "fp8",
+        "--rollout-num-gpus", 4, "--rollout-num-gpus-per-engine", 4, *words,
+    )  # fmt: skip
+    assert len(found) == len(kept)
+    for part, problem in zip(kept, found, strict=True):
+        assert problem.startswith(f"--rollout-quantization fp8: {SPLIT[part]}")
+
+
+def test_engines_that_get_no_weights_or_run_already_may_split_blocks(tmp_path: Path) -> None:
+    directory = model(tmp_path, QWEN3_MOE)
+    groups = tmp_path / "groups.toml"
+    words = (
+        "--hf-checkpoint",
+        directory,
+        "--device",
+        "cpu",
+        "--rollout-quantization",
+        "fp8",
+        "--server-groups",
+        groups,
+    )
+    for group, refused in (
+        ("gpus_per_engine = 4", True),
+        ('role = "evaluation"\ngpus_per_engine = 4', True),
+        ('role = "frozen"\ngpus_per_engine = 4', False),
+        ('gpus_per_engine = 4\nexternal = ["a:1"]', False),
+    ):
+        groups.write_text(f"[groups.train]\n\n[groups.other]\n{group}\n")
+        assert len(problems(*words)) == refused, group
+
+
+@pytest.mark.parametrize("where", ["", "text_config"])
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (("--sglang-speculative-algorithm", "EAGLE"), "--sglang-speculative-algorithm: draft models"),
+        (("--sglang-speculative-algorithm", "NGRAM"), None),
+        (("--sglang-json-model-override-args", "{}"), "--sglang-json-model-override-args: it is how engines are told"),
+        (("--sglang-quantization", "fp8"), None),
+        (
+            ("--sglang-speculative-algorithm", "EAGLE", "--debug-rollout-only"),
+            None,
+        ),  # engines read the files themselves
+    ],
+)
+def test_engines_of_float8_files_have_to_expect_floats(
+    words: tuple[str, ...], refused: str | None, where: str, tmp_path: Path
+) -> None:
+    quantization = {"quantization_config": FLOAT8}
+    directory = model(tmp_path, QWEN3_MOE | ({where: quantization} if where else quantization))
+    found = problems("--hf-checkpoint", directory, "--device", "cpu", *words)
+    assert len(found) == (refused is not None)
+    if refused is not None:
+        assert found[0].startswith(f"--hf-checkpoint in float8, whose weights are published as floats: {refused}")
+    assert problems("--hf-checkpoint", model(tmp_path / "b", QWEN3_MOE), "--device", "cpu", *words) == []
 
 
 def test_quantized_weights_want_bf16_on_gpus_and_a_family_that_was_compared(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from miles_async.arguments.parser import assemble
 from miles_async.runs.notes import run_notes
+from miles_async.weights.fp8 import CONFIG
 
 
 def notes(**values: object) -> list[str]:
@@ -71,6 +74,19 @@ def test_flags_about_engines_that_these_engines_make_ineffective() -> None:
         "--publish-order rolling --rolling-engines 1 with 1 engine(s) has no effect before `miles-async scale`"
     )
     assert notes(**rolling, rollout_num_gpus=2) == []
+
+
+def test_engines_in_float8() -> None:
+    fp8 = {"rollout_quantization": "fp8"}
+    (note,) = notes(**fp8)
+    assert note.startswith("--rollout-quantization fp8: engines sample from a model that is rounded")
+    assert notes(**fp8, use_tis=True) == []
+    (note,) = notes(**fp8, use_tis=True, rollout_external=("a:1",))
+    assert note.startswith("--rollout-quantization fp8: external engines are up already")
+    assert note.endswith(json.dumps(CONFIG))
+    (note,) = notes(**fp8, debug_rollout_only=True)
+    assert note == "--rollout-quantization fp8: no effect without a trainer: engines load --hf-checkpoint as it is"
+    assert notes(**fp8, debug_train_only=True) == []
 
 
 def test_a_warm_up_that_is_longer_than_the_run_is_told() -> None:

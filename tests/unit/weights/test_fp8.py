@@ -49,6 +49,12 @@ def test_each_element_is_the_nearest_multiple_of_its_blocks_scale(shape: tuple[i
             np.testing.assert_allclose(np.abs(found[block].ravel() - wanted), nearest, atol=1e-4)
 
 
+def test_what_is_quantized_can_be_copied_as_it_lies_and_is_no_part_of_training() -> None:
+    for tensor in fp8.quantize(matrix(130, 200).requires_grad_()):
+        assert tensor.is_contiguous()
+        assert not tensor.requires_grad
+
+
 def dequantized(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return values.float() * torch.kron(scales, torch.ones(128, 128))[: len(values), : values.shape[1]]
 
@@ -69,10 +75,37 @@ def test_weights_that_were_quantized_once_stay_the_same() -> None:
     torch.testing.assert_close(again_scales, scales, rtol=2**-8, atol=0)
 
 
-def test_blocks_of_zeros_are_zero() -> None:
-    values, scales = fp8.quantize(torch.zeros(4, 200))
+@pytest.mark.parametrize("element", [0.0, 1e-44, -1e-44])
+def test_blocks_without_a_scale_are_zero(element: float) -> None:
+    matrix = torch.zeros(4, 200)
+    matrix[0, [0, 150]] = element
+    values, scales = fp8.quantize(matrix)
     assert not values.float().any()
     assert scales.tolist() == [[1.0, 1.0]]
+
+
+def test_elements_near_the_smallest_fp32_stay_numbers() -> None:
+    """A scale so small has few bits: the largest element may be above 448 of them."""
+    values, _ = fp8.quantize(torch.full((2, 2), 7e-43))
+    assert bool(values.float().isfinite().all())
+
+
+@pytest.mark.parametrize("layer", [
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")),
+    *(f"mlp.{part}{name}_proj" for part in ("", "experts.1.", "shared_experts.") for name in ("gate", "up", "down")),
+    *(f"block_sparse_moe.experts.1.{name}" for name in ("w1", "w2", "w3")),
+])  # fmt: skip
+def test_matrices_that_engines_hold_in_float8(layer: str) -> None:
+    """SGLang (0.5.23) has float8 parameters for all matrices of layers but routers and those that CONFIG names."""
+    assert fp8.is_quantized(f"model.layers.0.{layer}.weight")
+    assert not fp8.is_quantized(f"model.layers.0.{layer}.bias")
+
+
+def test_engines_are_told_what_is_not_quantized() -> None:
+    assert fp8.CONFIG["weight_block_size"] == [128, 128]
+    assert fp8.CONFIG["modules_to_not_convert"] == ["kv_b_proj"]
+    assert not fp8.is_quantized("model.layers.0.self_attn.kv_b_proj.weight")
 
 
 def test_only_matrices_of_layers_are_quantized_and_their_scales_follow() -> None:
@@ -118,7 +151,10 @@ DENSE: JsonObject = {
 }  # fmt: skip
 EXPERTS = DENSE | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 MINIMAX = DENSE | {"num_local_experts": 256, "num_experts_per_tok": 8}  # whose intermediate_size is the experts'
-LATENT = DENSE | {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128, "head_dim": 60}
+LATENT = DENSE | {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "head_dim": 60,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -126,6 +162,15 @@ LATENT = DENSE | {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128, "
     [
         (DENSE, {"attention": 8, "dense": 8}, []),
         (DENSE, {"attention": 16, "dense": 8}, []),  # of 8 heads of keys each rank has one
+        (
+            DENSE | {"head_dim": 64, "num_attention_heads": 64},
+            {"attention": 16},
+            ["num_key_value_heads × head_dim of config.json leaves 64"],
+        ),
+        (DENSE | {"num_key_value_heads": None}, {"attention": 8}, []),
+        (DENSE | {"num_key_value_heads": None, "head_dim": 64}, {"attention": 8}, []),  # two heads of each on a rank
+        (DENSE | {"head_dim": None}, {}, []),
+        (DENSE | {"head_dim": None}, {"attention": 16}, ["num_attention_heads × head_dim", "_heads × head_dim"]),
         (DENSE, {"dense": 16}, ["intermediate_size of config.json leaves 192"]),
         (DENSE | {"head_dim": 64}, {"attention": 8}, ["num_key_value_heads × head_dim of config.json leaves 64"]),
         (DENSE | {"num_attention_heads": 24}, {"attention": 32, "dense": 8}, ["num_attention_heads × head_dim"]),
@@ -140,7 +185,14 @@ LATENT = DENSE | {"kv_lora_rank": 512, "q_lora_rank": 1536, "v_head_dim": 128, "
         (LATENT, {"attention": 8}, []),
         (LATENT | {"q_lora_rank": None}, {}, []),
         (LATENT | {"q_lora_rank": 192}, {}, ["q_lora_rank of config.json leaves 192"]),
-        (LATENT, {"attention": 32}, ["num_attention_heads × v_head_dim of config.json leaves 64"]),
+        (LATENT | {"v_head_dim": 64}, {"attention": 8}, []),
+        (
+            LATENT | {"v_head_dim": 64},
+            {"attention": 16},
+            ["× v_head_dim of", "qk_rope_head_dim) of config.json leaves 192"],
+        ),
+        (LATENT, {"attention": 16}, ["(qk_nope_head_dim + qk_rope_head_dim) of config.json leaves 192"]),
+        (LATENT | {"num_attention_heads": 2, "qk_rope_head_dim": 40}, {}, []),  # one rank holds the whole matrix
     ],
 )
 def test_engines_hold_whole_blocks(config: JsonObject, ranks: Mapping[str, int], named: list[str]) -> None:

@@ -201,6 +201,12 @@ def test_fp32_products_on_a_gpu_may_be_less_exact_than_on_a_cpu() -> None:
     assert canary_tolerance(None, bf16=True, device="cuda") == canary_tolerance(None, bf16=True, device="cpu")
 
 
+@pytest.mark.parametrize("bf16", [True, False])
+def test_engines_that_round_weights_may_differ_by_more(bf16: bool) -> None:
+    assert canary_tolerance(None, bf16=bf16, device="cuda", quantization="fp8") == 0.75
+    assert canary_tolerance(0.1, bf16=bf16, device="cuda", quantization="fp8") == 0.1
+
+
 def test_a_few_tokens_may_differ_by_anything() -> None:
     new = draw.normal(-2, 1, TOKENS)
     found = new.copy()

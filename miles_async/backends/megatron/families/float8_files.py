@@ -6,8 +6,12 @@ are read from the files: model, export and the check of names never see that the
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from miles_async.arguments.model_files import Shape, language_fields, read_header
+from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
@@ -16,12 +20,50 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCALES = "_scale_inv"  # at the end of the name of a tensor's scales
+_QUANTIZED = ("F8_E4M3", "F8_E5M2")
+_FLOATS = ("F32", "BF16", "F16", "F8_E8M0")  # in which scales are stored
 
 
 def is_readable(quantization: JsonObject) -> bool:
     """True if checkpoints with this ``quantization_config`` are read."""
-    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    return method == "fp8" and isinstance(block, list) and len(block) == 2
+    block = quantization.get("weight_block_size")
+    blocks = isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)
+    dynamic = quantization.get("activation_scheme", "dynamic") == "dynamic"  # else files have activations' scales, too
+    return quantization.get("quant_method") == "fp8" and blocks and dynamic
+
+
+def check_files(config: JsonObject, directory: Path) -> None:
+    """Raise ConfigurationError if float8 tensors of ``directory`` would be read with wrong scales, or without any.
+
+    ``config``: config.json, which :func:`hf_config.check_model` accepted. Files that cannot be read are left out.
+    """
+    block = (language_fields(config).get("quantization_config") or {}).get("weight_block_size")
+    tensors: dict[str, tuple[str, Shape]] = {}
+    for file in directory.glob("*.safetensors"):
+        try:
+            tensors |= read_header(file)
+        except (OSError, ValueError):
+            return  # directory_problems names it
+    if problems := list(_scale_problems(tensors, block)):
+        shown = f"{problems[0]} (and {len(problems) - 1} more)" if len(problems) > 1 else problems[0]
+        raise ConfigurationError(f"{directory}: {shown}: its values would be read wrongly; use another checkpoint")
+
+
+def _scale_problems(tensors: Mapping[str, tuple[str, Shape]], block: list[int] | None) -> Iterator[str]:
+    for name, (dtype, shape) in sorted(tensors.items()):
+        scales = tensors.get(name + SCALES) if block else None
+        if dtype in _QUANTIZED and scales is None:
+            where = f"expected its scales in {name + SCALES}" if block else "config.json has no quantization_config"
+            yield f"{name} is {dtype}, and {where}"
+        elif scales is not None and dtype not in _QUANTIZED:
+            yield f"{name} has scales and is {dtype}, expected {' or '.join(_QUANTIZED)}"
+        elif scales is not None and block:
+            blocks = tuple(-(-length // size) for length, size in zip(shape[-2:], block, strict=False))
+            if scales[0] not in _FLOATS or scales[1] != shape[:-2] + blocks or len(shape) < 2:
+                expected = f"floats {[*shape[:-2], *blocks]} by weight_block_size {block}"
+                yield f"{name + SCALES} is {scales[0]} {list(scales[1])}, expected {expected}"
+        elif name.endswith(SCALES) and name.removesuffix(SCALES) not in tensors:
+            yield f"{name} has the scales of a tensor that no file has"
 
 
 def read_as_floats(source: SafeTensorsStateSource, quantization: JsonObject, dtype: torch.dtype) -> None:
@@ -47,8 +89,8 @@ def read_as_floats(source: SafeTensorsStateSource, quantization: JsonObject, dty
 
 
 def dequantized(values: Tensor, scales: Tensor, block: list[int]) -> Tensor:
-    """fp32 [M, N] of float8 [M, N] and a scale per block of ``block`` rows and columns."""
+    """fp32 [..., M, N] of float8 [..., M, N] and a scale per block of ``block`` rows and columns."""
     scales = scales.float()
-    for dimension, size in enumerate(block):
+    for dimension, size in zip((-2, -1), block, strict=True):
         scales = scales.repeat_interleave(size, dimension).narrow(dimension, 0, values.shape[dimension])
     return values.float() * scales

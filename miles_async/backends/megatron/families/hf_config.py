@@ -38,8 +38,14 @@ def read_config(directory: Path) -> JsonObject:
 def with_dtype(config: JsonObject, dtype: str) -> JsonObject:
     """Return the config with ``dtype`` as the dtype in which transformers and engines load the weights, unquantized."""
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]  # the latter is the older name
-    plain = {name: value for name, value in config.items() if name != "quantization_config"}
-    return {**plain, **dict.fromkeys(names, dtype)}
+    return {**_unquantized(config), **dict.fromkeys(names, dtype)}
+
+
+def _unquantized(config: JsonObject) -> JsonObject:
+    kept = {name: value for name, value in config.items() if name != "quantization_config"}
+    return kept | (
+        {"text_config": _unquantized(kept["text_config"])} if isinstance(kept.get("text_config"), dict) else {}
+    )
 
 
 def check_model(config: JsonObject, directory: Path) -> None:

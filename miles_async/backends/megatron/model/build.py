@@ -22,6 +22,7 @@ from torch import Tensor
 
 from miles_async.arguments.megatron_settings import megatron_settings
 from miles_async.arguments.model import ModelArguments
+from miles_async.arguments.model_files import language_fields
 from miles_async.backends.megatron import host, overrides
 from miles_async.backends.megatron.adapters.attach import add_adapters, merged, switched_off
 from miles_async.backends.megatron.adapters.files import read_adapter
@@ -169,7 +170,7 @@ def load_model(
         bridge = AutoBridge.from_hf_pretrained(str(directory))
         config = bridge.hf_pretrained.config.to_dict()  # with transformers' defaults
     hf_config.check_model({**written, **config}, directory)
-    if quantization := written.get("quantization_config"):
+    if quantization := language_fields(written).get("quantization_config"):
         dtype = torch.bfloat16 if model.bf16 else torch.float32
         read_as_floats(bridge.hf_pretrained.state.source, quantization, dtype)
     provider = make_provider(bridge, config, model, platform, load_weights=True)

@@ -53,6 +53,18 @@ def test_settings_are_flags_of_the_server(settings: dict[str, object], flags: se
     assert otherwise <= plain - found
 
 
+@pytest.mark.parametrize(
+    ("overrides", "unquantized"),
+    [({}, False), ({"quantization_config": {"quant_method": "fp8"}}, False), ({"quantization_config": None}, True)],
+)
+def test_a_server_that_gets_floats_does_not_go_by_its_files(overrides: dict[str, object], unquantized: bool) -> None:
+    """SGLang (0.5.23) looks for float8 in the files of DeepSeek-V3, too. A user's flag comes later."""
+    found = command(msgspec.structs.replace(SPEC, model_overrides=overrides, extra=("--quantization=fp8",)))
+    assert [word for word in found if "quantization=" in word] == (
+        ["--quantization=unquant"] * unquantized + ["--quantization=fp8"]
+    )
+
+
 @pytest.mark.parametrize("seed", [0, 2**32 + 3, 2**63 - 1])
 def test_any_seed_is_one_that_the_server_can_use(seed: int) -> None:
     words = server_command(SPEC, LOOPBACK, 1, RENDEZVOUS, seed, 0)

@@ -27,6 +27,7 @@ QWEN3 = {
     "sliding_window": None,
     "use_sliding_window": False,
 }
+FLOAT8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": []}
 GEMMA = QWEN3 | {"model_type": "gemma", "hidden_act": "gelu"}
 MISTRAL = {name: value for name, value in QWEN3.items() if name != "use_sliding_window"} | {"model_type": "mistral"}
@@ -136,6 +137,8 @@ LLAMA3_ROPE = {
         GEMMA4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
         GEMMA3,
         GEMMA3 | {"rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4},  # by transformers 4
+        QWEN3 | {"quantization_config": FLOAT8},
+        QWEN3 | {"quantization_config": FLOAT8 | {"activation_scheme": "dynamic", "weight_block_size": [64, 32]}},
     ],
 )
 def test_verified_configs_pass(config: dict[str, object]) -> None:
@@ -173,6 +176,10 @@ def test_verified_configs_pass(config: dict[str, object]) -> None:
         (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
         (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config mxfp4"),
         (QWEN3 | {"quantization_config": {"quant_method": "fp8"}}, "fp8: only fp8 with a weight_block_size is read"),
+        (QWEN3 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}}, "only fp8 with"),
+        (QWEN3 | {"quantization_config": FLOAT8 | {"quant_method": "mxfp8"}}, "quantization_config mxfp8"),
+        (QWEN3 | {"quantization_config": FLOAT8 | {"activation_scheme": "static"}}, "only fp8 with"),
+        (QWEN3 | {"text_config": {"quantization_config": {"quant_method": "awq"}}}, "quantization_config awq"),
         (GPT_OSS | {"hidden_size": 12}, "hidden_size of twice intermediate_size"),
         (MISTRAL | {"sliding_window": 4096}, "sliding_window: .* write null"),
         (GLM5 | {"indexer_rope_interleave": False}, "indexer_rope_interleave: expected true"),
@@ -359,6 +366,15 @@ def test_config_of_an_export_says_the_dtype_of_its_weights() -> None:
     older = {"torch_dtype": "bfloat16", "hidden_size": 8}
     assert hf_config.with_dtype(older, "float32") == {"torch_dtype": "float32", "hidden_size": 8}
     assert hf_config.with_dtype({"hidden_size": 8}, "bfloat16") == {"dtype": "bfloat16", "hidden_size": 8}
+
+
+def test_an_exported_config_says_nothing_of_quantization() -> None:
+    fields = {"hidden_size": 8, "dtype": "float32"}
+    quantized = fields | {"quantization_config": FLOAT8}
+    assert hf_config.with_dtype(quantized, "float32") == fields
+    nested = quantized | {"text_config": quantized, "vision_config": fields}
+    expected = fields | {"text_config": fields, "vision_config": fields}
+    assert hf_config.with_dtype(nested, "float32") == expected
 
 
 QWEN25_VL = {  # as it is published: fields of the language model at the top
