@@ -16,6 +16,7 @@ from miles_async.engines.registry import (
     EngineRegistry,
     EngineState,
 )
+from tests.fakes.clients import registry_of, serving
 
 ENGINES = 3
 
@@ -32,7 +33,7 @@ records = st.builds(
 changes = st.lists(st.tuples(st.integers(0, ENGINES - 1), records, st.sampled_from([True, True, True, False])))
 
 
-def serving(registry: EngineRegistry) -> list[EngineRecord]:
+def serving_of(registry: EngineRegistry) -> list[EngineRecord]:
     return [record for record in registry.engines.values() if record.state is EngineState.SERVING]
 
 
@@ -52,7 +53,7 @@ def test_after_any_change_the_answers_are_those_of_looking_at_every_engine(
         registry.router_up = router_up
         registry.notify()
 
-        here = serving(registry)
+        here = serving_of(registry)
         taking = [r.url for r in here if r.url and (r.verified or r.on_trial) and not r.paused]
         assert registry.may_dispatch() is (router_up and bool(taking))
         assert not taking or [registry.pick_serving(n + len(taking)) for n in range(len(taking))] == taking
@@ -65,8 +66,8 @@ def test_after_any_change_the_answers_are_those_of_looking_at_every_engine(
 
 
 def open_registry() -> tuple[EngineRegistry, EngineRecord]:
-    record = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url="http://a", verified=True)
-    return EngineRegistry(engines={"engine-0": record}, router_up=True), record
+    record = serving("http://a")
+    return registry_of(record), record
 
 
 def test_an_engine_that_is_given_at_the_start_counts() -> None:
