@@ -116,11 +116,7 @@ class Fleet:
             stream.limit.reschedule(asyncio.get_running_loop().time() + stream.granted)
 
     async def on_host(
-        self,
-        engines: Sequence[Incarnation],
-        function: Callable[[Path, *Ts], Result],
-        *arguments: *Ts,
-        room: int = 0,
+        self, engines: Sequence[Incarnation], function: Callable[[Path, *Ts], Result], *arguments: *Ts, room: int = 0
     ) -> Mapping[Incarnation, Result | Exception]:
         async def run(record: EngineRecord) -> Result:
             handle = self._supervisor.handle(record.engine_id)

@@ -97,7 +97,8 @@ class Router:
             self.metrics_url = f"http://{LOOPBACK}:{metrics_port.number}/metrics"
             extra = [*tls_flags(self._network.tls), *self._extra]
             command = router_command(self._host, port.number, metrics_port.number, self._policy, extra)
-            self._process = ChildProcess(self._name, command, log_path=log_path, environment=self._environment())
+            environment = {} if self._keys is None else self._keys.environment()
+            self._process = ChildProcess(self._name, command, log_path=log_path, environment=environment)
             self._process.start()
             try:
                 async with asyncio.timeout(self._start_timeout):
@@ -183,9 +184,6 @@ class Router:
             log.debug("router does not answer yet", error=str(error))
             return False
         return any(worker.is_healthy for worker in known)
-
-    def _environment(self) -> dict[str, str]:
-        return self._keys.environment() if self._keys is not None else {}
 
     async def _until_up(self, process: ChildProcess) -> None:
         while process.returncode is None:

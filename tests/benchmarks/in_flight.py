@@ -22,16 +22,14 @@ import msgspec
 import numpy as np
 import psutil
 
-from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.answers import MEDIA_TYPE, pack
-from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
 from miles_async.runtime import garbage
 from miles_async.types import GenerateRequest
 from tests.benchmarks.loop_lag import GOAL_MS, Turns, lag
 from tests.benchmarks.report import Row
+from tests.fakes.clients import client_of, registry_of, serving
 
 ENGINES = 1000
 PER_ENGINE = 64
@@ -99,20 +97,10 @@ def most_in_flight() -> int:
 
 
 async def measure(urls: Sequence[str], in_flight: int, rate: int, turns: Turns) -> Row:
-    registry, http, traffic = EngineRegistry(), Http(), Traffic()
-    server = SGLangServer(http)
-    for number, url in enumerate(urls):
-        engine_id = f"engine-{number}"
-        registry.engines[engine_id] = EngineRecord(
-            engine_id=engine_id, state=EngineState.SERVING, url=url, verified=True, version=0
-        )
-    registry.router_up = True
-    registry.notify()
+    http, traffic = Http(), Traffic()
+    registry = registry_of(*(serving(url, f"engine-{number}", version=0) for number, url in enumerate(urls)))
     engine: ContextVar[str] = ContextVar("engine")  # of a task, so that its connection is used again
-    client = RouterClient(
-        server, http, registry, traffic,
-        router_url=engine.get, request_timeout=600.0, retries=5, gate_timeout=60.0,
-    )  # fmt: skip
+    client = client_of(http, registry, engine.get, traffic, request_timeout=600.0, retries=5, backoff_seconds=0.2)
     seconds, chance = in_flight / rate, random.Random(0)
     prompt = np.arange(TOKENS, dtype=np.int32)[::-1].copy()  # other tokens than the answer: an echo is refused
     done = 0

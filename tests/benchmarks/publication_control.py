@@ -25,13 +25,11 @@ from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.runtime import garbage
 from miles_async.types import HeldPart, HeldWeights, StagedWeights, TensorMeta
-from miles_async.weights.publisher import WeightPublisher
-from miles_async.weights.transports.choice import make_transport
-from miles_async.weights.update import FleetUpdater
 from tests.benchmarks.loop_lag import Turns
 from tests.benchmarks.report import Row
 from tests.fakes.fake_fleet import FakeRouter
 from tests.fakes.fake_sides import CANARY_LOGPROBS, DIGEST, FakeTrainer, publish
+from tests.fakes.publishers import publisher_of
 
 ENGINES, BUCKETS = 512, 3900
 SENDERS = 4
@@ -119,10 +117,7 @@ async def measure(turns: Turns, engines: int, buckets: int, verify: str) -> Row:
     await router.start()
     await supervisor.start()
     fleet = Fleet(registry, supervisor, SGLangServer(http), Traffic())
-    arguments = WeightsArguments(verify_weights=verify)  # type: ignore[arg-type]
-    transport = make_transport(arguments, trainer, fleet, "cpu")
-    updater = FleetUpdater(fleet, transport, arguments, tolerance=1e-3)
-    publisher = WeightPublisher(trainer, updater, arguments, repairs=updater)
+    publisher = publisher_of(trainer, fleet, WeightsArguments(verify_weights=verify))  # type: ignore[arg-type]
     found: list[tuple[float, float, float]] = []
     try:
         for version in range(PUBLICATIONS):

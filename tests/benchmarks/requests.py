@@ -21,16 +21,14 @@ import numpy as np
 import psutil
 from aiohttp import web
 
-from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
-from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.traffic import Traffic
 from miles_async.runtime import garbage
 from miles_async.types import GenerateRequest
 from tests.benchmarks.loop_lag import GOAL_MS, lag
 from tests.benchmarks.report import Row
+from tests.fakes.clients import client_of, serving
 from tests.fakes.fake_engine import FakeEngine
 
 TOKENS = 256  # of an answer
@@ -80,16 +78,11 @@ class Bench:
 async def bench(engine_url: str, log_dir: Path, *, with_router: bool = True) -> AsyncIterator[Bench]:
     registry, http = EngineRegistry(), Http()
     router = Router(registry, http, log_dir=log_dir)
-    record = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=engine_url, verified=True, version=0)
     await router.start()
     await router.add(engine_url)
-    registry.engines["engine-0"] = record
+    registry.engines["engine-0"] = serving(engine_url, version=0)
     registry.notify()
-    client = RouterClient(
-        SGLangServer(http), http, registry, Traffic(),
-        router_url=lambda: router.url if with_router else engine_url, request_timeout=60.0,
-        retries=0, gate_timeout=60.0,
-    )  # fmt: skip
+    client = client_of(http, registry, lambda: router.url if with_router else engine_url)
 
     def to(url: str) -> Request:
         async def request(seconds: float) -> None:

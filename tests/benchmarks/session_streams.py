@@ -23,9 +23,6 @@ import numpy as np
 
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
-from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.traffic import Traffic
 from miles_async.seams.streams import OnTokens
 from miles_async.sessions.service import SessionService
 from miles_async.sessions.session import SessionSettings
@@ -33,6 +30,7 @@ from miles_async.trajectory.taker import Limits
 from miles_async.types import GenerateRequest, Generation
 from tests.benchmarks.report import Row
 from tests.benchmarks.sessions import running
+from tests.fakes.clients import client_of, registry_of, serving
 from tests.fakes.fake_engine import FakeEngine
 
 TOKENS = 200
@@ -133,19 +131,8 @@ def _serve(pipe: Connection) -> None:
 
 @asynccontextmanager
 async def _client(url: str) -> AsyncIterator[RouterClient]:
-    record = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=url, verified=True)
-    registry = EngineRegistry(engines={"engine-0": record}, version=0, router_up=True)
     http = Http()
-    yield RouterClient(
-        SGLangServer(http),
-        http,
-        registry,
-        Traffic(),
-        router_url=lambda: url,
-        request_timeout=300.0,
-        retries=0,
-        gate_timeout=10.0,
-    )
+    yield client_of(http, registry_of(serving(url)), lambda: url, request_timeout=300.0)
     await http.close()
 
 

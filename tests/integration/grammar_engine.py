@@ -11,12 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
-from miles_async.engines.kind import ServerSpec
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.server_process import ServerProcess
-from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.kind import SGLANG
-from miles_async.engines.traffic import Traffic
+from tests.fakes.clients import client_of, registry_of, serving
+from tests.integration.served_models import served_spec
 from tests.integration.tiny_models import save_tiny
 
 
@@ -27,32 +25,16 @@ async def grammar_engine(
     """Write a tiny Qwen3 with the vocabulary of ``tokenizer`` to ``model``, and serve it: its client and scheduler."""
     save_tiny("qwen3-tied", model, vocab_size=len(tokenizer), max_position_embeddings=4096)
     tokenizer.save_pretrained(model)
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        start_timeout=200,
-        log_dir=str(model.parent),
-        grammars=True,
-        fork_server=fork_server,
-    )
+    spec = served_spec(model, model.parent, fork_server, grammars=True)
     server, http = ServerProcess(SGLANG, spec, 0, 0), Http()
     url = await server.start()
     body = {"new_version": "1", "abort_all_requests": False}
     async with http.session.post(f"{url}/update_weight_version", json=body) as response:
         assert response.status == 200
     [scheduler] = [child for child in psutil.Process(await server.pid()).children() if "scheduler" in child.name()]
-    registry = EngineRegistry(version=1)
-    registry.engines["engine-0"] = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=url, verified=True)
-    registry.router_up = True
-    registry.notify()
+    registry = registry_of(serving(url), version=1)
     try:
-        client = RouterClient(
-            SGLangServer(http),
-            http, registry, Traffic(), router_url=lambda: url,
-            request_timeout=request_timeout, retries=0, gate_timeout=20.0,
-        )  # fmt: skip
-        yield client, scheduler
+        yield client_of(http, registry, lambda: url, request_timeout=request_timeout), scheduler
     finally:
         await http.close()
         await server.stop()

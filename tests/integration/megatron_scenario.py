@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,8 @@ from miles_async.arguments.critic import CriticArguments
 from miles_async.arguments.model import ModelArguments, RecomputeGranularity
 from miles_async.arguments.optimizer import EssLrScaling, OptimizerArguments
 from miles_async.backends.megatron.backend import MegatronBackend
-from miles_async.types import TokenScores
-from tests.integration.toy_batches import to_shards, toy_samples
+from miles_async.types import TokenScores, TrainShard
+from tests.integration.toy_batches import ToySample, to_shards, toy_samples
 
 LR = 1e-3
 SEQUENCES = [np.random.default_rng(1).integers(0, 64, length).tolist() for length in (5, 18, 1, 33, 7, 2, 16)]
@@ -184,18 +185,30 @@ def _observe(store: dist.Store, rank: int, world_size: int, training: Training, 
         export_differs=export_differences(backend, training.directory) if training.exports else ["not observed"],
     )
     for samples in rollout_steps(training.optimizer_steps):
-        shards = to_shards(samples, dp_size=backend.data_parallel_size, micro_batches=layout.micro_batches)
-        observed.steps.append(backend.train(shards[backend.data_parallel_rank]))
+        observed.steps.append(backend.train(shard_of(backend, samples, layout.micro_batches)))
         observed.scores = observed.scores or [*backend.token_scores()]
     observed.logprobs_after = backend.logprobs(SEQUENCES)
     if training.exports:
-        before = {name: tensor.clone() for name, tensor in backend.export_weights()}
         samples = [dataclasses.replace(sample, advantage=0.0) for sample in toy_samples(12)]
-        shards = to_shards([samples], dp_size=backend.data_parallel_size, micro_batches=layout.micro_batches)
-        observed.without_advantages = backend.train(shards[backend.data_parallel_rank])
-        observed.moved = [name for name, tensor in backend.export_weights() if not tensor.equal(before[name])]
+        with moving(backend) as observed.moved:
+            observed.without_advantages = backend.train(shard_of(backend, [samples], layout.micro_batches))
     backend.close()
     return observed
+
+
+def shard_of(backend: MegatronBackend, steps: Sequence[Sequence[ToySample]], micro_batches: int) -> TrainShard:
+    """This rank's shard of a rollout step: of the samples of each optimizer step."""
+    shards = to_shards(steps, dp_size=backend.data_parallel_size, micro_batches=micro_batches)
+    return shards[backend.data_parallel_rank]
+
+
+@contextmanager
+def moving(backend: MegatronBackend) -> Iterator[list[str]]:
+    """Names of the exported tensors that change meanwhile, once it is over. Collective."""
+    before = {name: tensor.clone() for name, tensor in backend.export_weights()}
+    names: list[str] = []
+    yield names
+    names += [name for name, tensor in backend.export_weights() if not tensor.equal(before[name])]
 
 
 def export_differences(backend: MegatronBackend, directory: Path) -> list[str]:

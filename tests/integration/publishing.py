@@ -35,12 +35,13 @@ from miles_async.seams import EngineFleet, InferenceServer, WeightSender
 from miles_async.trainer.ranks import united
 from miles_async.types import Incarnation, JsonObject, Picture, Publication, StagedWeights
 from miles_async.weights.publisher import WeightPublisher
-from miles_async.weights.transports.choice import make_sender, make_transport
+from miles_async.weights.transports.choice import make_sender
 from miles_async.weights.transports.object_store_rank import ObjectStoreSender
-from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_fleet import FakeRouter
 from tests.fakes.fake_sides import FakeTrainer, InProcess, publish
+from tests.fakes.publishers import publisher_of
 from tests.integration.megatron_scenario import Layout, make_backend
+from tests.integration.served_models import served_spec
 from tests.integration.streamed_request import StreamedRequest
 from tests.integration.tiny_models import VOCAB
 from tests.integration.toy_batches import ToySample, to_shards, toy_samples
@@ -148,16 +149,7 @@ class OneEngine:
 
 def published_spec(model: Path, folder: Path, engine_imports: Path, **more: Any) -> ServerSpec:
     """Specify a CPU engine that starts without weights and compares each published one. It logs to ``folder``."""
-    return ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        start_timeout=200,
-        log_dir=str(folder / "logs"),
-        held_weights=True,
-        dummy_weights=True,
-        fork_server=engine_imports,
-        **{"dtype": "float32", **more},
-    )
+    return served_spec(model, folder / "logs", engine_imports, held_weights=True, dummy_weights=True, **more)
 
 
 @asynccontextmanager
@@ -263,13 +255,7 @@ async def publishing(
         if isinstance(sender, ObjectStoreSender):
             sender._put = np.array  # there is no Ray
     side = _TrainerSide(trainer, made, corrupt)
-
-    def updater(*, repair: bool) -> FleetUpdater:
-        name = "repairs" if repair else "weights"
-        transport = make_transport(arguments, side, fleet, "cpu", name=name, repair=repair)
-        return FleetUpdater(fleet, transport, arguments, tolerance=tolerance, engines_timeout=engines_timeout)
-
-    publisher = WeightPublisher(side, updater(repair=False), arguments, repairs=updater(repair=True))
+    publisher = publisher_of(side, fleet, arguments, tolerance=tolerance, engines_timeout=engines_timeout)
     try:
         yield Publishing(trainer, publisher)
     finally:

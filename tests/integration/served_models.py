@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from miles_async.engines.kind import ServerSpec
 from tests.integration.tiny_models import VOCAB, save_tiny
 
 MAX_LENGTH = 512
@@ -33,6 +35,12 @@ def save_words(directory: Path, special: Sequence[str] = ()) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="t2", pad_token="t0", additional_special_tokens=[*special]
     ).save_pretrained(directory)
+
+
+def served_spec(model: Path, logs: Path, engine_imports: Path, **more: Any) -> ServerSpec:
+    """Specify an engine on a CPU that is forked from the process with the imports. ``more``: other fields."""
+    defaults = {"device": "cpu", "dtype": "float32", "start_timeout": 200}
+    return ServerSpec(model_path=str(model), log_dir=str(logs), fork_server=engine_imports, **{**defaults, **more})
 
 
 def reference_logprobs(model: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:

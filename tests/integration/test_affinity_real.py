@@ -16,7 +16,6 @@ import pytest_asyncio
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.client import ROUTED_WORKER, ROUTING_KEY
-from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineState
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
@@ -25,7 +24,7 @@ from miles_async.engines.stack import FrozenEngines
 from miles_async.engines.supervisor import EngineGroup
 from miles_async.runtime.network.addresses import LOCAL
 from tests.integration.real_run import command_line
-from tests.integration.served_models import save_served
+from tests.integration.served_models import save_served, served_spec
 from tests.integration.tiny_models import VOCAB
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420), pytest.mark.asyncio(loop_scope="module")]
@@ -76,14 +75,7 @@ class Conversation:
 async def engines(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path) -> AsyncIterator[FrozenEngines]:
     folder = tmp_path_factory.mktemp("affinity")
     model = save_served("qwen3-tied", folder / "model", seed=0)
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        start_timeout=START_SECONDS,
-        log_dir=str(folder),
-        fork_server=engine_imports,
-    )
+    spec = served_spec(model, folder, engine_imports, start_timeout=START_SECONDS)
     stack = FrozenEngines(
         [EngineGroup(engines=2, streams=True, launch=partial(ServerProcess, SGLANG, spec))],
         EnginesArguments(),

@@ -17,10 +17,10 @@ import pytest
 import torch.distributed as dist
 
 from miles_async.types import TrainBatch, TrainShard
-from tests.integration.megatron_scenario import Layout, make_backend
+from tests.integration.megatron_scenario import Layout, make_backend, shard_of
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny_qwen3
-from tests.integration.toy_batches import VERSION, ToySample, to_shards, toy_samples
+from tests.integration.toy_batches import VERSION, ToySample, toy_samples
 
 if TYPE_CHECKING:
     from miles_async.backends.megatron.backend import MegatronBackend
@@ -78,10 +78,8 @@ def _in_layout(rank: int, store: dist.Store, directory: Path, layout: str) -> di
             change: Change, backend: MegatronBackend = backend, versions: Any = versions, version: int | None = None
         ) -> dict[str, float]:
             samples = [change(index, sample) for index, sample in enumerate(toy_samples(12))]
-            shards = to_shards(
-                [samples], dp_size=backend.data_parallel_size, micro_batches=LAYOUTS[layout].micro_batches
-            )
-            return backend.train(_at(shards[backend.data_parallel_rank], version or next(versions)))
+            shard = shard_of(backend, [samples], LAYOUTS[layout].micro_batches)
+            return backend.train(_at(shard, version or next(versions)))
 
         train(only(0))
         if run == "with":

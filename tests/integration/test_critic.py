@@ -19,7 +19,7 @@ import torch.distributed as dist
 from miles_async.arguments.algorithm import AlgorithmArguments
 from miles_async.arguments.critic import CriticArguments
 from miles_async.errors import CheckpointError
-from tests.integration.megatron_scenario import LR, Layout, export_differences, make_backend
+from tests.integration.megatron_scenario import LR, Layout, export_differences, make_backend, moving
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny
 from tests.integration.toy_batches import ToySample, to_shards, toy_samples
@@ -60,9 +60,9 @@ def observe(rank: int, world_size: int, store: dist.Store, directory: Path, scra
             first.stage_save(scratch / "staged")
             first.offload()
             first.onload()
-        before = {name: tensor.clone() for name, tensor in first.export_weights()}
-        observed.steps.append(first.train(shard))
-        observed.moved.append(any(not tensor.equal(before[name]) for name, tensor in first.export_weights()))
+        with moving(first) as moved:
+            observed.steps.append(first.train(shard))
+        observed.moved.append(bool(moved))
     first.finish_save([first.write_save()])  # of what there was before the last rollout step
     first.close()
 

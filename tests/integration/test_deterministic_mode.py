@@ -12,10 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.megatron_scenario import CORRECTED, Case, Layout, each_case, make_backend, rollout_steps
+from tests.integration.megatron_scenario import (
+    CORRECTED,
+    Case,
+    Layout,
+    each_case,
+    make_backend,
+    rollout_steps,
+    shard_of,
+)
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny
-from tests.integration.toy_batches import to_shards
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -47,8 +54,7 @@ def train_all(rank: int, world_size: int, store: dist.Store, root: Path) -> dict
         backend = make_backend(rank, world_size, store, root / case[1], layout, CORRECTED)
         metrics = []
         for steps in rollout_steps(2):
-            shards = to_shards(steps, dp_size=backend.data_parallel_size, micro_batches=layout.micro_batches)
-            metrics.append({**backend.train(shards[backend.data_parallel_rank]), "step_seconds": 0.0})
+            metrics.append({**backend.train(shard_of(backend, steps, layout.micro_batches)), "step_seconds": 0.0})
         exported = {name: tensor.numpy().copy() for name, tensor in backend.export_weights()}
         backend.close()
         return Observed(torch.are_deterministic_algorithms_enabled(), metrics, exported)

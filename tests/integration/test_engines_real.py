@@ -24,7 +24,6 @@ from msgspec import structs
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.engines.http import Http
-from miles_async.engines.kind import ServerSpec
 from miles_async.engines.placement import RayServers
 from miles_async.engines.registry import EngineState
 from miles_async.engines.server_process import ServerProcess
@@ -46,7 +45,7 @@ from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports.spec import RankSide
 from tests.fakes.fake_engine import FakeEngine
 from tests.integration.real_run import command_line
-from tests.integration.served_models import reference_logprobs, save_served
+from tests.integration.served_models import reference_logprobs, save_served, served_spec
 from tests.integration.streamed_request import StreamedRequest, events
 
 pytestmark = [
@@ -94,14 +93,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
         log_to_driver=False,
         runtime_env=_environment(),
     )
-    spec = ServerSpec(
-        model_path=str(models[0]),
-        device="cpu",
-        dtype="float32",
-        start_timeout=200,
-        log_dir=str(folder / "logs"),
-        fork_server=engine_imports,
-    )
+    spec = served_spec(models[0], folder / "logs", engine_imports)
     stack = EngineStack(
         [EngineGroup(engines=1, streams=True, launch=RayServers(SGLANG, spec))],
         EnginesArguments(request_timeout=120.0, engine_start_timeout=200.0),
@@ -654,9 +646,7 @@ async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Ru
 
 async def test_an_engine_that_cannot_start_says_why(tmp_path: Path, engine_imports: Path) -> None:
     (model := tmp_path / "nothing-here").mkdir()
-    spec = ServerSpec(
-        model_path=str(model), device="cpu", dtype="float32", log_dir=str(tmp_path), fork_server=engine_imports
-    )
+    spec = served_spec(model, tmp_path, engine_imports)
     group = EngineGroup(engines=1, streams=True, launch=partial(ServerProcess, SGLANG, spec))
     arguments = EnginesArguments(), WeightsArguments()
     stack = EngineStack([group], *arguments, log_dir=tmp_path, network=LOCAL, calls=SGLangServer)

@@ -15,13 +15,12 @@ import pytest
 
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
 from miles_async.engines.router_metrics import router_metrics
-from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.traffic import Traffic
 from miles_async.errors import ConfigurationError, EngineError, EngineStartError, TransientEngineError
 from miles_async.types import GenerateRequest, Generation
+from tests.fakes.clients import client_of, serving
 from tests.fakes.fake_engine import FakeEngine
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -56,22 +55,10 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
         await router.start()
         for index, engine in enumerate((first, second)):
             await router.add(engine.url)
-            registry.engines[f"engine-{index}"] = EngineRecord(
-                engine_id=f"engine-{index}", state=EngineState.SERVING, url=engine.url, verified=True
-            )
+            registry.engines[f"engine-{index}"] = serving(engine.url, f"engine-{index}")
         registry.notify()
 
-        client = RouterClient(
-            SGLangServer(http),
-            http,
-            registry,
-            Traffic(),
-            router_url=lambda: router.url,
-            request_timeout=60.0,
-            retries=2,
-            gate_timeout=60.0,
-            backoff_seconds=0.02,
-        )
+        client = client_of(http, registry, lambda: router.url, retries=2)
         try:
             yield Setup((first, second), registry, router, client)
         finally:

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from miles_async.arguments.algorithm import AlgorithmArguments
-from tests.integration.megatron_scenario import SEQUENCES, Layout, make_backend
+from tests.integration.megatron_scenario import SEQUENCES, Layout, make_backend, shard_of
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny
-from tests.integration.toy_batches import to_shards, toy_samples
+from tests.integration.toy_batches import toy_samples
 
 if TYPE_CHECKING:
     from miles_async.backends.megatron.backend import MegatronBackend
@@ -62,10 +62,10 @@ def _observe(rank: int, world_size: int, store: dist.Store, models: dict[str, Pa
         backend = make_backend(
             rank, 2, dist.PrefixStore(name, store), directory, LAYOUTS[layout], algorithm(alpha), bf16=bf16
         )
-        seen[name] = _followed(backend, LAYOUTS[layout], alpha)
+        seen[name] = _followed(backend, alpha)
         backend.save(scratch / name)
         seen[name, "scored"] = _scored(backend)
-        seen[name, "next"] = _train(backend, LAYOUTS[layout], STEPS)
+        seen[name, "next"] = _train(backend, STEPS)
         backend.close()
     for name, saved in (
         ("dp2", "dp2"),
@@ -82,18 +82,17 @@ def _observe(rank: int, world_size: int, store: dist.Store, models: dict[str, Pa
         )  # fmt: skip
         backend.load(scratch / saved)
         seen[f"{name} of {saved}", "scored"] = _scored(backend)
-        seen[f"{name} of {saved}", "next"] = _train(backend, layout, STEPS)
+        seen[f"{name} of {saved}", "next"] = _train(backend, STEPS)
         backend.close()
     return seen
 
 
-def _train(backend: MegatronBackend, layout: Layout, step: int) -> dict[str, float]:
-    shards = to_shards([toy_samples(12, seed=step)], dp_size=backend.data_parallel_size, micro_batches=2)
-    metrics = backend.train(shards[backend.data_parallel_rank])
+def _train(backend: MegatronBackend, step: int) -> dict[str, float]:
+    metrics = backend.train(shard_of(backend, [toy_samples(12, seed=step)], 2))
     return {name: metrics[name] for name in ("loss", "grad_norm", "ref_kl", "kl_coefficient", "sequences")}
 
 
-def _followed(backend: MegatronBackend, layout: Layout, alpha: float) -> Seen:
+def _followed(backend: MegatronBackend, alpha: float) -> Seen:
     """Metrics of each step, and the largest difference of the reference's weights from their formula in float64."""
     following = backend._per_rollout.reference
 
@@ -104,7 +103,7 @@ def _followed(backend: MegatronBackend, layout: Layout, alpha: float) -> Seen:
 
     expected, steps, moved = weights(following.modules), [], []
     for step in range(STEPS):
-        steps.append(_train(backend, layout, step))
+        steps.append(_train(backend, step))
         if (step + 1) % INTERVAL == 0:
             policy = weights(backend._model.modules)
             expected = [alpha * one + (1 - alpha) * other for one, other in zip(policy, expected, strict=True)]

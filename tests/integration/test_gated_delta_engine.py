@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from miles_async.engines.http import Http
-from miles_async.engines.kind import ServerSpec
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.kind import SGLANG
-from tests.integration.served_models import reference_logprobs, save_served
+from tests.integration.served_models import reference_logprobs, save_served, served_spec
 from tests.integration.tiny_models import VOCAB
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
@@ -30,16 +29,7 @@ PARTS = 64  # tokens of a prompt that are read at once
 @asynccontextmanager
 async def served(model: Path, logs: Path, imports: Path, **settings: Any) -> AsyncIterator[str]:
     """URL of a server of ``model``."""
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        start_timeout=200,
-        log_dir=str(logs),
-        fork_server=imports,
-        extra=(f"--chunked-prefill-size={PARTS}",),
-        **settings,
-    )
+    spec = served_spec(model, logs, imports, extra=(f"--chunked-prefill-size={PARTS}",), **settings)
     server = ServerProcess(SGLANG, spec, 0, 0)
     try:
         yield await server.start()

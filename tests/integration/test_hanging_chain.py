@@ -31,14 +31,12 @@ from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.supervisor import EngineGroup, EngineSupervisor
 from miles_async.engines.traffic import Traffic
 from miles_async.types import JsonObject, StagedWeights
-from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.staging_options import StagingOptions
-from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.transports.distributed.rank import DistributedSender
 from miles_async.weights.transports.spec import RankSide
-from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_fleet import FakeRouter
 from tests.fakes.fake_sides import FakeTrainer, InProcess, publish
+from tests.fakes.publishers import publisher_of
 from tests.integration.weight_receiver import init_custom_process_group, stream_manager
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(500)]
@@ -200,8 +198,7 @@ async def test_an_engine_of_16_that_hangs_costs_two_deadlines_and_nobody_else_th
         RankSide(staging=staging, address="127.0.0.1", device="cpu", timeout_seconds=ARGUMENTS.group_timeout)
     )
     trainer = Trainer(sender)
-    updater = FleetUpdater(fleet, make_transport(ARGUMENTS, trainer, fleet, "cpu"), ARGUMENTS, tolerance=1e-3)
-    publisher = WeightPublisher(trainer, updater, ARGUMENTS, repairs=updater)
+    publisher = publisher_of(trainer, fleet, ARGUMENTS)
     try:
         await router.start()
         await supervisor.start()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from miles_async.arguments.algorithm import AlgorithmArguments, ProxLogpMethod
 from miles_async.backends.megatron.backend import MegatronBackend
-from tests.integration.megatron_scenario import Layout, make_backend
+from tests.integration.megatron_scenario import Layout, make_backend, moving
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny
 from tests.integration.toy_batches import ToySample, to_shards, toy_samples
@@ -65,10 +65,10 @@ def observe(rank: int, world_size: int, store: dist.Store, directory: Path) -> O
             samples += sampled(backend, version)
             if version < VERSIONS[-1]:
                 train(samples[-6:], version)
-        before = {tensor: values.clone() for tensor, values in backend.export_weights()}
         idle = [dataclasses.replace(sample, advantage=0.0) for sample in samples]
-        train(idle, VERSIONS[-1])
-        observed.moved += [tensor for tensor, values in backend.export_weights() if not values.equal(before[tensor])]
+        with moving(backend) as moved:
+            train(idle, VERSIONS[-1])
+        observed.moved += moved
         observed.metrics[name] = train(samples, VERSIONS[-1])
         backend.close()
 

@@ -41,6 +41,7 @@ from tests.integration.megatron_scenario import (
     leave_groups,
     make_backend,
     rollout_steps,
+    shard_of,
 )
 from tests.integration.plain_adapters import PlainAdapters, first_matrix, merged_weights
 from tests.integration.plain_reference import PlainTrainer
@@ -137,10 +138,7 @@ def _observe(store: dist.Store, rank: int, world_size: int, case: Case, root: Pa
     sequences, pictures = _sequences(case[1])
     differs = export_differences(first, root / case[1].split()[0])
     logprobs = first.logprobs(sequences, pictures=pictures)
-    shards = [
-        to_shards(step, dp_size=first.data_parallel_size, micro_batches=layout.micro_batches)[first.data_parallel_rank]
-        for step in _rollouts(case[1])
-    ]
+    shards = [shard_of(first, step, layout.micro_batches) for step in _rollouts(case[1])]
     steps = [first.train(shard) for shard in shards[:-1]]
     first.save(checkpoint)
     steps.append(first.train(shards[-1]))

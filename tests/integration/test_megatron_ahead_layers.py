@@ -15,7 +15,7 @@ from miles_async.arguments.model import ModelArguments
 from miles_async.backends.megatron.memory.plan import measure
 from miles_async.backends.megatron.memory.stages import StageRequest
 from miles_async.errors import CheckpointError
-from tests.integration.megatron_scenario import LR, Layout, make_backend, rollout_steps
+from tests.integration.megatron_scenario import LR, Layout, make_backend, moving, rollout_steps, shard_of
 from tests.integration.plain_ahead_layers import PlainAheadTrainer
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny, save_with_ahead_layers
@@ -55,18 +55,14 @@ def rollouts() -> tuple[list[ToySample], list[list[ToySample]]]:
 def observe(rank: int, world_size: int, store: dist.Store, directory: Path, layout: Layout, target: Path) -> Observed:
     backend = make_backend(rank, world_size, store, directory, layout)
 
-    def train(steps: list[list[ToySample]]) -> dict[str, float]:
-        shards = to_shards(steps, dp_size=backend.data_parallel_size, micro_batches=layout.micro_batches)
-        return backend.train(shards[backend.data_parallel_rank])
-
-    before = {name: tensor.clone() for name, tensor in backend.export_weights()}
     without_advantages, two_steps = rollouts()
-    alone = train([without_advantages])
-    moved = [name for name, tensor in backend.export_weights() if not tensor.equal(before[name])]
-    steps = train(two_steps)
+    published = [name for name, _ in backend.export_weights()]
+    with moving(backend) as moved:
+        alone = backend.train(shard_of(backend, [without_advantages], layout.micro_batches))
+    steps = backend.train(shard_of(backend, two_steps, layout.micro_batches))
     backend.save_hf(target)
     backend.close()
-    return Observed(list(before), alone, moved, steps)
+    return Observed(published, alone, moved, steps)
 
 
 @pytest.mark.long

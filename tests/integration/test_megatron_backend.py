@@ -22,7 +22,7 @@ from miles_async.train_data.batch import token_advantages
 from miles_async.types import TrainBatch, TrainShard
 from miles_async.weights.staging import Staging, StagingOptions
 from tests.benchmarks.staging import AnonymousMemory
-from tests.integration.megatron_scenario import SEQUENCES, Layout, make_backend
+from tests.integration.megatron_scenario import SEQUENCES, Layout, make_backend, moving
 from tests.integration.plain_reference import PlainTrainer
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny_qwen3
@@ -90,30 +90,26 @@ def _single_rank(rank: int, world_size: int, store: dist.Store, model: Path, lar
     seen["exported"] = scratch / "export"
     seen["logprobs"] = trained.logprobs(SEQUENCES)
 
-    before = {name: tensor.clone() for name, tensor in trained.export_weights()}
     masked = [dataclasses.replace(sample, loss_mask=sample.loss_mask * 0) for sample in samples]
-    seen["no loss tokens"] = trained.train(to_shards([masked], dp_size=1, micro_batches=1)[0])
-    seen["moved by no loss"] = [n for n, w in trained.export_weights() if not torch.equal(w, before[n])]
+    with moving(trained) as seen["moved by no loss"]:
+        seen["no loss tokens"] = trained.train(to_shards([masked], dp_size=1, micro_batches=1)[0])
 
     trained.close()
     trained = backend("decaying", lr=1e-3, weight_decay=0.1, lr_warmup_iters=4)
     trained.train(shard)
-    before = {name: tensor.clone() for name, tensor in trained.export_weights()}
     equal = [dataclasses.replace(sample, advantage=0.0) for sample in samples]
-    seen["no advantages"] = trained.train(to_shards([equal, samples, equal], dp_size=1, micro_batches=2)[0])
-    seen["moved between"] = [n for n, w in trained.export_weights() if not torch.equal(w, before[n])]
-    before = {name: tensor.clone() for name, tensor in trained.export_weights()}
-    seen["only no advantages"] = trained.train(to_shards([equal], dp_size=1, micro_batches=2)[0])
-    seen["moved by no advantages"] = [n for n, w in trained.export_weights() if not torch.equal(w, before[n])]
+    with moving(trained) as seen["moved between"]:
+        seen["no advantages"] = trained.train(to_shards([equal, samples, equal], dp_size=1, micro_batches=2)[0])
+    with moving(trained) as seen["moved by no advantages"]:
+        seen["only no advantages"] = trained.train(to_shards([equal], dp_size=1, micro_batches=2)[0])
 
     seen["empty micro-batch"] = trained.train(to_shards([samples[:1]], dp_size=1, micro_batches=3)[0])
 
-    wrong = type(shard)(**{**_fields(shard), "loss_tokens": (shard.loss_tokens[0] + 1,)})
+    wrong = msgspec.structs.replace(shard, loss_tokens=(shard.loss_tokens[0] + 1,))
     seen["wrong token count"] = _error(lambda: trained.train(wrong))
     infinite = [dataclasses.replace(sample, advantage=float("inf")) for sample in samples]
-    before = {name: tensor.clone() for name, tensor in trained.export_weights()}
-    seen["infinite"] = trained.train(to_shards([infinite], dp_size=1, micro_batches=1)[0])
-    seen["moved by infinity"] = [n for n, w in trained.export_weights() if not torch.equal(w, before[n])]
+    with moving(trained) as seen["moved by infinity"]:
+        seen["infinite"] = trained.train(to_shards([infinite], dp_size=1, micro_batches=1)[0])
 
     trained.close()
     trained = backend("still", lr=0.0)
@@ -124,7 +120,7 @@ def _single_rank(rank: int, world_size: int, store: dist.Store, model: Path, lar
         weight_versions=np.full(1, -1, np.int32),
         advantage=0.0,
     )
-    filled = type(shard)(**{**_fields(shard), "optimizer_steps": ((*shard.optimizer_steps[0], to_batch([token])),)})
+    filled = msgspec.structs.replace(shard, optimizer_steps=((*shard.optimizer_steps[0], to_batch([token])),))
     seen["without filler"], seen["with filler"] = trained.train(shard), trained.train(filled)
     seen["advantage per token"] = trained.train(_with_advantages(shard, token_advantages))
     seen["twice the advantage per token"] = trained.train(_with_advantages(shard, lambda b: 2 * token_advantages(b)))
@@ -218,10 +214,6 @@ def _with_advantages(shard: TrainShard, advantages: Callable[[TrainBatch], np.nd
         for step in shard.optimizer_steps
     )
     return msgspec.structs.replace(shard, optimizer_steps=steps)
-
-
-def _fields(shard: Any) -> dict[str, Any]:
-    return {name: getattr(shard, name) for name in shard.__struct_fields__}
 
 
 def _error(call: Callable[[], object]) -> Exception | None:

@@ -13,10 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from miles_async.arguments.algorithm import AlgorithmArguments
-from tests.integration.megatron_scenario import PLAIN, SEQUENCES, Layout, make_backend, rollout_steps
+from tests.integration.megatron_scenario import PLAIN, SEQUENCES, Layout, make_backend, rollout_steps, shard_of
 from tests.integration.rank_processes import run_ranks
 from tests.integration.tiny_models import save_tiny, save_with_ahead_layers
-from tests.integration.toy_batches import to_shards
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -63,8 +62,8 @@ def observe(rank: int, world_size: int, store: dist.Store, root: Path, case: Cas
         backend = make_backend(rank, world_size, place, root / case.family, layout, case.algorithm)
         observed = Observed([], [], [])
         for steps in rollout_steps(3)[:2]:  # gathers between the optimizer steps of one rollout step
-            shards = to_shards(steps, dp_size=backend.data_parallel_size, micro_batches=layout.micro_batches)
-            observed.metrics.append({**backend.train(shards[backend.data_parallel_rank]), "step_seconds": 0.0})
+            metrics = backend.train(shard_of(backend, steps, layout.micro_batches))
+            observed.metrics.append({**metrics, "step_seconds": 0.0})
             observed.exported.append({name: tensor.numpy().copy() for name, tensor in backend.export_weights()})
             observed.logprobs.append(backend.logprobs(SEQUENCES))
         backend.close()

@@ -20,7 +20,6 @@ import pytest_asyncio
 from aiohttp import web
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
-from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineState
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
@@ -44,7 +43,7 @@ from tests.integration.publishing import (
     random_sequences,
     until_no_more,
 )
-from tests.integration.served_models import save_served
+from tests.integration.served_models import save_served, served_spec
 
 pytestmark = [
     pytest.mark.integration,
@@ -152,15 +151,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path
     model = save_served("qwen3-tied", folder / "model", seed=0)
     logs = folder / "logs"
     limits = WeightsArguments(publication_timeout=PUBLICATION_SECONDS)
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        start_timeout=200,
-        log_dir=str(logs),
-        weight_group_seconds=limits.group_timeout,
-        fork_server=engine_imports,
-    )
+    spec = served_spec(model, logs, engine_imports, weight_group_seconds=limits.group_timeout)
     engines = {engine: FaultyEngine(partial(ServerProcess, SGLANG, spec), index) for index, engine in enumerate(BOTH)}
     stack = EngineStack(
         [EngineGroup(engines=2, streams=True, launch=lambda index, _: engines[BOTH[index]])],

@@ -17,22 +17,20 @@ import pytest
 import torch
 
 from miles_async.arguments.routing import RouterShape
-from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
 from miles_async.engines.kind import ServerSpec
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.kind import SGLANG
-from miles_async.engines.traffic import Traffic
 from miles_async.rollout.generate import SingleTurnGenerate
 from miles_async.staleness.versions import group_of
 from miles_async.train_data.batch import tabulate
 from miles_async.types import Attempt, Prompt, Sample
+from tests.fakes.clients import client_of, registry_of, serving
 from tests.fakes.text_of_tokens import TextOfTokens
 from tests.integration.rank_processes import run_ranks
 from tests.integration.routing_scenario import observe_differences
-from tests.integration.served_models import save_served
+from tests.integration.served_models import save_served, served_spec
 from tests.integration.test_routing_replay import router_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -71,18 +69,7 @@ async def generate(spec: ServerSpec, routers: RouterShape) -> list[Sample]:
     server, http = ServerProcess(SGLANG, spec, 0, 0), Http()
     url = await server.start()
     try:
-        record = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=url, verified=True)
-        client = RouterClient(
-            api := SGLangServer(http),
-            http,
-            EngineRegistry(engines={"engine-0": record}, version=0, router_up=True),
-            Traffic(),
-            router_url=lambda: url,
-            request_timeout=60.0,
-            retries=0,
-            gate_timeout=10.0,
-            routers=routers,
-        )
+        client, api = client_of(http, registry_of(serving(url)), lambda: url, routers=routers), SGLangServer(http)
         make = SingleTurnGenerate({"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}, TextOfTokens(str))
         draw = np.random.default_rng(0)
         prompts = [tuple(draw.integers(3, 64, 20).tolist()) for _ in range(SAMPLES)]
@@ -131,16 +118,7 @@ def test_experts_of_the_engine_bring_its_log_probs_to_the_trainer(
 ) -> None:
     model = undecided(save_served(family, tmp_path / "model", seed=3))
     routers = RouterShape(layers=LAYERS[family], topk=2, experts=12)
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        start_timeout=200,
-        log_dir=str(tmp_path / "logs"),
-        weight_version=0,
-        fork_server=engine_imports,
-        routed_experts=True,
-    )
+    spec = served_spec(model, tmp_path / "logs", engine_imports, weight_version=0, routed_experts=True)
     samples = asyncio.run(generate(spec, routers))
     assert max(sample.metadata["chunks"] for sample in samples) > 1
     same = []

@@ -17,7 +17,6 @@ import pytest_asyncio
 
 from miles_async.arguments import EnginesArguments, WeightsArguments
 from miles_async.arguments.weights import PauseMode
-from miles_async.engines.kind import ServerSpec
 from miles_async.engines.registry import EngineState
 from miles_async.engines.server_process import ServerProcess
 from miles_async.engines.sglang.api import SGLangServer
@@ -28,7 +27,7 @@ from miles_async.runtime.network.addresses import LOCAL
 from miles_async.types import Sample
 from tests.fakes.chat_formats import chat_format
 from tests.fakes.session_agents import QUESTION, agent_of
-from tests.integration.served_models import reference_logprobs
+from tests.integration.served_models import reference_logprobs, served_spec
 from tests.integration.tiny_models import save_tiny
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420), pytest.mark.asyncio(loop_scope="module")]
@@ -51,15 +50,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory, engine_imports: Path)
     tokenizer = chat_format("qwen3").tokenizer
     model = save_tiny("qwen3-tied", folder / "model", vocab_size=len(tokenizer), max_position_embeddings=4096)
     tokenizer.save_pretrained(model)
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        start_timeout=START_SECONDS,
-        log_dir=str(folder),
-        weight_version=0,
-        fork_server=engine_imports,
-    )
+    spec = served_spec(model, folder, engine_imports, start_timeout=START_SECONDS, weight_version=0)
     stack = FrozenEngines(
         [EngineGroup(engines=1, streams=True, launch=partial(ServerProcess, SGLANG, spec))],
         EnginesArguments(request_retries=0),

@@ -8,15 +8,13 @@ import aiohttp
 import numpy as np
 import pytest
 
-from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.registry import EngineRegistry
 from miles_async.engines.router import Router
-from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.traffic import Traffic
 from miles_async.runtime.network.addresses import Network
 from miles_async.types import GenerateRequest
 from tests.fakes.certificates import Authority, needs_openssl
+from tests.fakes.clients import client_of, serving
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.keys import KEYS
 
@@ -31,18 +29,13 @@ async def test_requests_go_through_the_router_to_engines_over_tls(tmp_path: Path
     tls = Authority.make(tmp_path / "authority").issue("127.0.0.1")
     registry, http = EngineRegistry(), Http(KEYS.engines, tls)
     router = Router(registry, http, log_dir=tmp_path, keys=KEYS.engines, network=Network(tls=tls))
-    client = RouterClient(
-        SGLangServer(http), http, registry, Traffic(), router_url=lambda: router.url,
-        request_timeout=30.0, retries=0, gate_timeout=30.0,
-    )  # fmt: skip
+    client = client_of(http, registry, lambda: router.url)
     try:
         async with FakeEngine(tls=tls, weight_version="0", name_worker=False) as engine:
             await router.start()
             assert {router.url[:8], engine.url[:8]} == {"https://"}
             await router.add(engine.url)
-            registry.engines["engine-0"] = EngineRecord(
-                engine_id="engine-0", state=EngineState.SERVING, url=engine.url, verified=True, version=0
-            )
+            registry.engines["engine-0"] = serving(engine.url, version=0)
             registry.notify()
             assert len((await client.generate(REQUEST)).output_ids) == 4
             async with aiohttp.ClientSession() as stranger:

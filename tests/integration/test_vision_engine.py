@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from examples.vision import prepare
 from miles_async.arguments.routing import RouterShape
 from miles_async.engines.answer_guard import check_answer, experts_of
-from miles_async.engines.kind import ServerSpec
 from miles_async.staleness.versions import token_versions
 from miles_async.types import GenerateRequest, Generation
 from tests.integration.example_runs import trained_samples
@@ -23,6 +22,7 @@ from tests.integration.publishing import OneEngine, Trainer, one_engine, publish
 from tests.integration.rank_processes import run_ranks
 from tests.integration.real_run import real_run
 from tests.integration.routing_scenario import observe_differences
+from tests.integration.served_models import served_spec
 from tests.integration.test_routing_replay_real import save_rounded, undecided
 from tests.integration.tiny_models import VOCAB
 from tests.integration.toy_batches import ToySample, to_batch
@@ -144,16 +144,7 @@ async def test_experts_of_tokens_that_stand_for_images_are_replayed(tmp_path: Pa
     """The server has read the model's files itself."""
     # covers: M19, C12
     model = undecided(save_served_vision(tmp_path / "model", "qwen3-vl-moe"))
-    spec = ServerSpec(
-        model_path=str(model),
-        device="cpu",
-        dtype="float32",
-        start_timeout=200,
-        log_dir=str(tmp_path / "logs"),
-        weight_version=0,
-        fork_server=engine_imports,
-        routed_experts=True,
-    )
+    spec = served_spec(model, tmp_path / "logs", engine_imports, weight_version=0, routed_experts=True)
     requests, routers = prompts(60), RouterShape(layers=6, topk=2, experts=12)
     async with one_engine(spec) as engine:
         calls = [answer(engine, request, sample, 0, experts=True) for sample, request in enumerate(requests)]

@@ -20,7 +20,7 @@ from miles_async.backends.megatron.memory.plan import model_parameters
 from miles_async.backends.megatron.memory.stages import StageRequest
 from miles_async.errors import CheckpointError
 from tests.integration.family_table import COMPARED_WITH_IMAGES, EVERY_DAY_WITH_IMAGES
-from tests.integration.megatron_scenario import LR, Layout, export_differences, make_backend
+from tests.integration.megatron_scenario import LR, Layout, export_differences, make_backend, shard_of
 from tests.integration.rank_processes import run_ranks
 from tests.integration.test_megatron_layouts import LAYOUTS
 from tests.integration.test_memory_plan import measure_here
@@ -164,8 +164,7 @@ def _observe_split(
         tower = {each: tensor for each, tensor in named if "visual." in each}
         for tensor in tower.values():  # as ranks' kernels may round differently
             tensor.register_hook(lambda gradient: gradient * (1 + 1e-6 * rank))
-        shards = to_shards([WITH_TEXT_RANK], dp_size=backend.data_parallel_size, micro_batches=2)
-        seen["step"] = backend.train(shards[backend.data_parallel_rank])
+        seen["step"] = backend.train(shard_of(backend, [WITH_TEXT_RANK], 2))
         seen["tower"] = {each: tensor.detach().numpy().tobytes() for each, tensor in tower.items()}
         backend.save(model.parent / f"{name}-checkpoint")
         backend.save_hf(model.parent / f"{name}-hf")

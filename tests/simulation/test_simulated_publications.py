@@ -19,23 +19,14 @@ from miles_async.simulation.run import quiet_logs
 from miles_async.simulation.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from miles_async.weights.publisher import ADMISSION_SECONDS, WeightPublisher
 from miles_async.weights.staging_options import StagingOptions
-from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.transports.object_store_rank import ObjectStoreSender
-from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import publish
+from tests.fakes.publishers import publisher_of
 from tests.fakes.weight_servers import BroadcastingTrainer, World
 from tests.unit.weights.transports.test_local_files import FileTrainer
 
 UNVERIFIED = WeightsArguments(verify_weights="off")  # so that nothing else could find out
 STEP = UNVERIFIED.step_timeout
-
-
-def publisher_of(world: World, trainer: Any, arguments: WeightsArguments) -> WeightPublisher:
-    def updater(name: str, *, repair: bool = False) -> FleetUpdater:
-        transport = make_transport(arguments, trainer, world.fleet, "cpu", name=name, repair=repair)
-        return FleetUpdater(world.fleet, transport, arguments, tolerance=1e-3)
-
-    return WeightPublisher(trainer, updater("weights"), arguments, repairs=updater("repairs", repair=True))
 
 
 Scenario = Callable[[World, WeightPublisher], Awaitable[None]]
@@ -57,7 +48,7 @@ def play(
         world = sending.world = World(engines, sending.contents, step_timeout=STEP, bucketwise=bucketwise)
         world.patience = patience
         async with world:
-            await scenario(world, publisher_of(world, sending, UNVERIFIED))
+            await scenario(world, publisher_of(sending, world.fleet, UNVERIFIED))
 
     with quiet_logs():
         run_in_virtual_time(main(), limit_seconds=seconds)
@@ -93,7 +84,7 @@ def restarted_at(iteration: int, make: Callable[[], tuple[World, WeightPublisher
 def by_broadcast() -> tuple[World, WeightPublisher]:
     trainer = BroadcastingTrainer(patience=UNVERIFIED.group_timeout)
     world = trainer.world = World(2, trainer.contents, step_timeout=STEP)
-    return world, publisher_of(world, trainer, UNVERIFIED)
+    return world, publisher_of(trainer, world.fleet, UNVERIFIED)
 
 
 @pytest.fixture
@@ -109,7 +100,7 @@ def by_delta(tmp_path: Path) -> Iterator[Callable[[], tuple[World, WeightPublish
 
         world = World(2, contents, step_timeout=STEP)
         arguments = WeightsArguments(verify_weights="off", weight_transport="object_store", weight_delta="xor")
-        return world, publisher_of(world, trainer, arguments)
+        return world, publisher_of(trainer, world.fleet, arguments)
 
     yield make
     for sender in senders:

@@ -9,7 +9,7 @@ unfused attention, which takes memory by the square of the longest sample
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from packaging.version import Version
 
@@ -32,23 +32,20 @@ FLASH_NOTE = (
     "attention, which takes memory by the square of the longest sample"
 )
 
-GetVersion = Callable[[str], str]
-"""Name of a package → its version. Raises PackageNotFoundError."""
 
-
-def usable_backend(named: str, get_version: GetVersion = importlib.metadata.version) -> str:
+def usable_backend(named: str) -> str:
     """Return ``named``, or "auto" unless the flash-attn that it names is installed, as Transformer Engine takes it
     (pytorch/attention/.../backends.py).
     """
     oldest, newest = FLASH_VERSIONS
-    second = _version("flash-attn", get_version)
-    has_flash = (second is not None and oldest <= second <= newest) or _version(FLASH_3, get_version) is not None
+    second = _version("flash-attn")
+    has_flash = (second is not None and oldest <= second <= newest) or _version(FLASH_3) is not None
     return "auto" if named == "flash" and not has_flash else named
 
 
-def _version(package: str, get_version: GetVersion) -> Version | None:
+def _version(package: str) -> Version | None:
     try:
-        return Version(get_version(package))
+        return Version(importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
         return None
 

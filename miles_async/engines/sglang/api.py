@@ -34,7 +34,6 @@ from miles_async.types import (
     EngineLoad,
     GenerateRequest,
     Generation,
-    GroupBackend,
     HeldWeights,
     Int32,
     JsonObject,
@@ -156,6 +155,10 @@ class SGLangServer:
     flush_cache = _post(InferenceServer.flush_cache, "/flush_cache")
     abort = _post(InferenceServer.abort, "/abort_request", "rid")
     abort_all = _post(InferenceServer.abort_all, "/abort_request", abort_all=True)
+    join_group = _post(
+        InferenceServer.join_group, "/init_weights_update_group",
+        "rank_offset", "group_name", "master_address", "master_port", "world_size", "backend",
+    )  # fmt: skip
     leave_group = _post(InferenceServer.leave_group, "/destroy_weights_update_group", "group_name")
     begin_update = _post(InferenceServer.begin_update, "/begin_weight_update", **_TARGET)
     end_update = _post(InferenceServer.end_update, "/end_weight_update")
@@ -230,27 +233,6 @@ class SGLangServer:
             kv_use=max(load.token_usage for load in loads),
         )
 
-    async def join_group(
-        self,
-        url: str,
-        first_rank: int,
-        group_name: str,
-        address: str,
-        port: int,
-        world_size: int,
-        backend: GroupBackend,
-        timeout: float,
-    ) -> None:
-        body = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": first_rank,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
-        }
-        await self._call(url, "/init_weights_update_group", timeout, body)
-
     async def receive_stream(self, url: str, group_names: Sequence[str], version: int, timeout: float) -> None:
         """Needs a server that was started by our launcher (``weight_stream.py``)."""
         body = {
@@ -265,12 +247,7 @@ class SGLangServer:
             await self._call(url, "/update_weights_from_distributed", timeout, body)
 
     async def receive_bucket(
-        self,
-        url: str,
-        group_name: str,
-        tensors: Sequence[TensorMeta],
-        version: int,
-        timeout: float,
+        self, url: str, group_name: str, tensors: Sequence[TensorMeta], version: int, timeout: float
     ) -> None:
         """The server claims ``version`` from the first bucket on."""
         body = {

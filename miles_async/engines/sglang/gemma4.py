@@ -13,17 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
+from miles_async.engines.sglang.hooks import hook
+
 _PARSE = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse"
 _LOAD = "sglang.srt.models.gemma4_causal.Gemma4ForCausalLM.load_weights"
 
 
-@cache  # a server that is forked from a process which has imported the launcher imports it again
 def register() -> None:
     """Patch what reads a config, and models created from now on."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_PARSE, _read_text_config, HookType.AROUND)
-    HookRegistry.register(_LOAD, load, HookType.AROUND)
+    hook(_PARSE, _read_text_config)
+    hook(_LOAD, load)
 
 
 def _read_text_config(parse: Any, *args: Any, **kwargs: Any) -> Any:

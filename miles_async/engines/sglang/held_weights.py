@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from miles_async.engines.sglang.held_report import FINGERPRINT_ACTION, REPORT_ACTION, fingerprint, write_report
+from miles_async.engines.sglang.hooks import hook
 from miles_async.engines.sglang.loader_watch import Copied, LoaderWatch
 from miles_async.engines.sglang.region_digest import Region, region_digests
 from miles_async.types import HeldPart, HeldWeights, TensorShare
@@ -109,11 +110,9 @@ class WatchedModel:
 
 def register() -> None:
     """Add the actions of ``held_report.py`` to the weights checker of every model made from now on."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register("sglang.srt.model_loader.loader._initialize_model", _follow, HookType.AFTER)
-    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _answer, HookType.AROUND)
-    HookRegistry.register(_CHECK, _once_per_engine, HookType.AFTER)
+    hook("sglang.srt.model_loader.loader._initialize_model", _follow, "AFTER")
+    hook("sglang.srt.utils.weight_checker.WeightChecker.handle", _answer)
+    hook(_CHECK, _once_per_engine, "AFTER")
 
 
 def _region(copied: Copied, memory: Tensor) -> Region:

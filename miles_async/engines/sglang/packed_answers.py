@@ -16,6 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 from miles_async.engines.sglang.answers import DECODER, MEDIA_TYPE, PACK, TEXT_FROM, EventPacker, pack
+from miles_async.engines.sglang.hooks import hook
 from miles_async.engines.sglang.scores import PACK_SCORES, pack_scores
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
 
@@ -28,11 +29,9 @@ _SERVER = "sglang.srt.entrypoints.http_server"
 
 def register() -> None:
     """Hook into the HTTP server that this process is about to start."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_SERVER}.serve_generate_request", _serve, HookType.AROUND)
-    HookRegistry.register(f"{_SERVER}.orjson_response", _respond, HookType.AROUND)
-    HookRegistry.register(f"{_SERVER}.dumps_json", _dump, HookType.AROUND)
+    hook(f"{_SERVER}.serve_generate_request", _serve)
+    hook(f"{_SERVER}.orjson_response", _respond)
+    hook(f"{_SERVER}.dumps_json", _dump)
 
 
 async def _serve(serve: Callable[..., Awaitable[Any]], generate: Any, request: Any) -> Any:

@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from miles_async.engines.sglang import WEIGHT_GROUP_SECONDS_VARIABLE
+from miles_async.engines.sglang.hooks import hook
 from miles_async.runtime.network.ports import bind_held_port
 from miles_async.runtime.network.process_group_errors import errors_are_raised
 
@@ -49,26 +49,21 @@ def _listening_at_its_address(*, host_name: str, port: int, is_master: bool, **o
     return TCPStore(host_name=host_name, port=port, is_master=is_master, **options)
 
 
-@cache  # a server that is forked from a process which has imported the launcher imports it again
 def sleep_while_paused() -> None:
     """Make schedulers sleep until the next request while they are paused, as idle ones do (``--sleep-on-idle``).
 
     SGLang's poll for requests without pause, which takes a core from the sender of the weights.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    def sleep(_: None, scheduler: Any) -> None:
-        scheduler.maybe_sleep_on_idle()
-
-    HookRegistry.register(f"sglang.srt.managers.scheduler.Scheduler.{PAUSED_TURN}", sleep, HookType.AFTER)
+    hook(f"sglang.srt.managers.scheduler.Scheduler.{PAUSED_TURN}", _sleep, "AFTER")
 
 
-@cache
+def _sleep(_: None, scheduler: Any) -> None:
+    scheduler.maybe_sleep_on_idle()
+
+
 def have_no_cache_scales() -> None:
     """Leave the scales of a quantized model's KV cache at 1: a dummy load draws them, and no publication has any."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{CACHE_SCALES}.process_weights_after_loading", without_cache_scales, HookType.AROUND)
+    hook(f"{CACHE_SCALES}.process_weights_after_loading", without_cache_scales)
 
 
 def without_cache_scales(process: Callable[..., None], method: Any, layer: Any) -> None:
@@ -85,9 +80,7 @@ def limit_weight_groups() -> None:
     would keep all others waiting, and one that dies would end them. With this, a broken group is an error of the
     request that was being served (``runtime/network/process_group_errors.py``).
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(GROUP_MAKER, with_deadline, HookType.AROUND)
+    hook(GROUP_MAKER, with_deadline)
 
 
 def with_deadline(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -97,15 +90,12 @@ def with_deadline(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return make(*args, **{"timeout": timedelta(seconds=seconds), **kwargs})
 
 
-@cache  # see sleep_while_paused
 def keep_draft_models() -> None:
     """Let weights go to the model that is served alone: by default SGLang loads them into a draft model, too.
 
     A draft model with layers of its own cannot take them. Drafts that share parameters with the model follow it.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(SELECT_RUNNERS, targets, HookType.AROUND)
+    hook(SELECT_RUNNERS, targets)
 
 
 def targets(select: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from miles_async.engines.sglang import STREAM
+from miles_async.engines.sglang.hooks import hook
 from miles_async.engines.sglang.stream_buckets import received
 from miles_async.runtime.rank_records import gather_records
 
@@ -30,12 +30,9 @@ class _FailedError(Exception):
     """SGLang refused an update, or could not load it."""
 
 
-@cache  # a server that is forked from a process which has imported the launcher imports it again
 def register() -> None:
     """Let the schedulers made from now on take streams."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_UPDATER}.update_weights_from_distributed", _update, HookType.AROUND)
+    hook(f"{_UPDATER}.update_weights_from_distributed", _update)
 
 
 def _update(update: Callable[..., Any], manager: Any, request: Any) -> Any:

@@ -6,9 +6,9 @@ import asyncio
 import inspect
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -36,6 +36,8 @@ from miles_async.types import (
     TensorMeta,
     TensorShare,
 )
+
+Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
 class EchoProcess:
@@ -69,10 +71,29 @@ class EchoProcess:
         self._ended.set()
 
 
+def noting(declared: Operation, call: str) -> Operation:
+    """An operation, declared by ``InferenceServer``, that the server notes as ``call``."""
+
+    @wraps(declared)
+    async def operation(server: EchoServer, url: str, timeout: float) -> None:
+        server._at(url).calls.append(call)
+
+    return cast(Operation, operation)
+
+
 class EchoServer:
     """Implements ``InferenceServer``."""
 
     generate_path = "/echo"
+
+    abort_all = noting(InferenceServer.abort_all, "abort all")
+    make_progress = noting(InferenceServer.make_progress, "progress")
+    resume = noting(InferenceServer.resume, "resume")
+    flush_cache = noting(InferenceServer.flush_cache, "flush")
+    release_memory = noting(InferenceServer.release_memory, "release")
+    retake_memory = noting(InferenceServer.retake_memory, "retake")
+    begin_update = noting(InferenceServer.begin_update, "begin")
+    end_update = noting(InferenceServer.end_update, "end")
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -137,33 +158,6 @@ class EchoServer:
 
     async def pause(self, url: str, mode: str, timeout: float) -> None:
         self._at(url).calls.append(f"pause {mode}")
-
-    async def _note(self, url: str, timeout: float, *, call: str) -> None:
-        self._at(url).calls.append(call)
-
-    async def abort_all(self, url: str, timeout: float) -> None:
-        await self._note(url, timeout, call="abort all")
-
-    async def make_progress(self, url: str, timeout: float) -> None:
-        await self._note(url, timeout, call="progress")
-
-    async def resume(self, url: str, timeout: float) -> None:
-        await self._note(url, timeout, call="resume")
-
-    async def flush_cache(self, url: str, timeout: float) -> None:
-        await self._note(url, timeout, call="flush")
-
-    async def release_memory(self, url: str, timeout: float) -> None:
-        await self._note(url, timeout, call="release")
-
-    async def retake_memory(self, url: str, timeout: float) -> None:
-        await self._note(url, timeout, call="retake")
-
-    async def begin_update(self, url: str, timeout: float) -> None:
-        await self._note(url, timeout, call="begin")
-
-    async def end_update(self, url: str, timeout: float) -> None:
-        await self._note(url, timeout, call="end")
 
     def _at(self, url: str) -> EchoProcess:
         if url not in self._network.hosts:

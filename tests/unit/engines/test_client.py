@@ -17,7 +17,6 @@ from miles_async.engines.client import ROUTING_KEY, RouterClient
 from miles_async.engines.http import Http, http_error
 from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.sglang.answers import DECODER, PACK
-from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.traffic import Traffic
 from miles_async.errors import (
     ConfigurationError,
@@ -27,13 +26,12 @@ from miles_async.errors import (
     VersionUnknownError,
 )
 from miles_async.types import GenerateRequest, Generation
+from tests.fakes.clients import client_of, registry_of, serving
 from tests.fakes.fake_engine import FakeEngine
 from tests.json_dict import JsonDict
 
 SAMPLING = {"max_new_tokens": 4, "temperature": 1.0}
 EDGE_AT_ONE = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
-
-
 ROUTERS = RouterShape(layers=1, topk=2, experts=64)
 
 
@@ -56,6 +54,12 @@ class Setup:
         )
         return self.client.generate(request)
 
+    def change(self, **fields: object) -> None:
+        """Change the record of the engine."""
+        for name, value in fields.items():
+            setattr(self.record, name, value)
+        self.registry.notify()
+
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what the engine or the client tells nobody."""
@@ -65,25 +69,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-async def setup(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setup]:
+async def setup(http: Http, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Setup]:
     monkeypatch.setattr("miles_async.engines.client._ABORT_SECONDS", 50.0)
     async with FakeEngine(weight_version="3") as engine:
-        record = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=engine.url, verified=True)
-        registry = EngineRegistry(engines={"engine-0": record}, version=3, router_up=True)
-        traffic, http = Traffic(), Http()
-        client = RouterClient(
-            SGLangServer(http),
-            http,
-            registry,
-            traffic,
-            router_url=lambda: engine.url,
-            request_timeout=50.0,
-            retries=2,
-            gate_timeout=50.0,
-            backoff_seconds=0.01,
-        )
+        record, traffic = serving(engine.url), Traffic()
+        registry = registry_of(record, version=3)
+        client = client_of(http, registry, lambda: engine.url, traffic, retries=2)
         yield Setup(engine, registry, record, traffic, client)
-        await http.close()
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -201,9 +193,7 @@ async def test_further_tries_go_straight_to_one_serving_engine_after_the_other(s
     setup.record.state = EngineState.FENCED
     async with FakeEngine(weight_version="3", name_worker=False) as first, FakeEngine(name_worker=False) as second:
         for engine_id, engine in {"engine-1": first, "engine-2": second}.items():
-            setup.registry.engines[engine_id] = EngineRecord(
-                engine_id=engine_id, state=EngineState.SERVING, url=engine.url, verified=True
-            )
+            setup.registry.engines[engine_id] = serving(engine.url, engine_id)
         setup.registry.notify()
         second.respond = lambda body: web.Response(status=503)
         generations = [await setup.generate(key=str(key)) for key in range(8)]
@@ -417,25 +407,22 @@ async def test_an_answer_without_spans_counts_as_old_as_its_dispatch(setup: Setu
 
 
 async def test_requests_wait_while_engines_are_paused_or_unverified(setup: Setup) -> None:  # covers: C8
-    setup.record.paused = True
-    setup.registry.notify()
+    setup.change(paused=True)
     async with asyncio.TaskGroup() as scope:
         task = scope.create_task(setup.generate())
         await asyncio.sleep(0.05)
         assert setup.engine.requests == []
-        setup.record.paused, setup.record.verified = False, False
-        setup.registry.notify()
+        setup.change(paused=False, verified=False)
         await asyncio.sleep(0.05)
         assert setup.engine.requests == []
-        setup.record.verified, setup.registry.version, setup.engine.weight_version = True, 4, "4"
-        setup.registry.notify()
+        setup.registry.version, setup.engine.weight_version = 4, "4"
+        setup.change(verified=True)
     assert setup.engine.requests[0]["extra_key"] == "v4"
     assert len(task.result().output_ids) == 4
 
 
 async def test_waiting_for_engines_has_a_deadline_that_names_them(setup: Setup) -> None:  # covers: C10
-    setup.record.state = EngineState.STARTING
-    setup.registry.notify()
+    setup.change(state=EngineState.STARTING)
     setup.client._gate_timeout = 0.05
     with pytest.raises(StalledError, match="engine-0 starting; router up"):
         await setup.generate()
@@ -446,47 +433,40 @@ async def test_an_answer_of_a_fenced_engine_is_not_used(setup: Setup) -> None:  
     async with asyncio.TaskGroup() as scope:
         task = scope.create_task(setup.generate())
         await until(lambda: len(setup.engine.requests) == 1)
-        setup.record.verified = False  # new weights arrived, the canary has not run yet
-        setup.registry.notify()
+        setup.change(verified=False)  # new weights arrived, the canary has not run yet
         await until(lambda: setup.traffic.in_flight == 0)
         assert not task.done()  # answered, but held back
-        setup.record.state = EngineState.FENCED  # the canary disagreed
-        setup.registry.notify()
+        setup.change(state=EngineState.FENCED)  # the canary disagreed
         await until(lambda: setup.traffic.failed == 1)
-        setup.record.state, setup.record.verified = EngineState.SERVING, True
-        setup.registry.notify()
+        setup.change(state=EngineState.SERVING, verified=True)
     assert len(setup.engine.requests) == 2
     assert setup.traffic.failed == 1
 
 
 async def test_an_engine_on_trial_gets_requests_and_its_answers_wait(setup: Setup) -> None:  # covers: C8
-    setup.record.verified, setup.record.on_trial, setup.record.version = False, True, 4
     setup.engine.weight_version = "4"
-    setup.registry.notify()
+    setup.change(verified=False, on_trial=True, version=4)
     async with asyncio.TaskGroup() as scope:
         task = scope.create_task(setup.generate())
         await until(lambda: len(setup.engine.requests) == 1 and setup.traffic.in_flight == 0)
         await asyncio.sleep(0.05)
         assert not task.done()
-        setup.record.verified, setup.record.on_trial = True, False
-        setup.registry.notify()
+        setup.change(verified=True, on_trial=False)
     assert setup.engine.requests[0]["extra_key"] == "v4"
     assert task.result().weight_versions.tolist() == [4, 4, 4, 4]
     assert setup.traffic.failed == 0
 
 
 async def test_answers_of_an_engine_whose_trial_failed_are_discarded(setup: Setup) -> None:  # covers: C8
-    setup.record.verified, setup.record.on_trial, setup.record.version = False, True, 4
-    setup.registry.notify()
+    setup.change(verified=False, on_trial=True, version=4)
     async with asyncio.TaskGroup() as scope:
         task = scope.create_task(setup.generate())
         await until(lambda: len(setup.engine.requests) == 1 and setup.traffic.in_flight == 0)
-        setup.record.state, setup.record.on_trial = EngineState.FENCED, False  # the canary disagreed
-        setup.registry.notify()
+        setup.change(state=EngineState.FENCED, on_trial=False)  # the canary disagreed
         await until(lambda: setup.traffic.failed == 1)
         assert not task.done()
-        setup.record.state, setup.record.verified, setup.engine.weight_version = EngineState.SERVING, True, "4"
-        setup.registry.notify()
+        setup.engine.weight_version = "4"
+        setup.change(state=EngineState.SERVING, verified=True)
     assert len(setup.engine.requests) == 2
     assert task.result().weight_versions.tolist() == [4, 4, 4, 4]
 
@@ -512,12 +492,9 @@ async def test_an_answer_of_older_weights_than_those_visible_at_dispatch_is_not_
 
 
 async def test_an_answer_waits_for_its_own_engine_only(setup: Setup) -> None:  # covers: C8
-    other = EngineRecord(
-        engine_id="engine-1", state=EngineState.SERVING, url="http://other", verified=False, paused=True, version=3
-    )
+    other = serving("http://other", "engine-1", verified=False, paused=True, version=3)
     setup.registry.engines["engine-1"] = other  # in the middle of a rolling publication
-    setup.record.version = 4
-    setup.registry.notify()
+    setup.change(version=4)
     await setup.generate()
     assert setup.engine.requests[0]["extra_key"] == "v3", "version 3 might have served it"
     setup.record.paused, other.paused, other.verified = True, False, True

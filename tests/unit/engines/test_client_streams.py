@@ -14,11 +14,10 @@ from aiohttp import web
 
 from miles_async.engines.client import RouterClient
 from miles_async.engines.http import Http
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
-from miles_async.engines.sglang.api import SGLangServer
-from miles_async.engines.traffic import Traffic
+from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.errors import RequestRejectedError, TransientEngineError
 from miles_async.types import GenerateRequest
+from tests.fakes.clients import client_of, registry_of, serving
 from tests.fakes.fake_engine import FakeEngine
 from tests.json_dict import JsonDict
 
@@ -47,25 +46,12 @@ async def engine() -> AsyncIterator[FakeEngine]:
 
 @pytest.fixture
 def registry(engine: FakeEngine) -> EngineRegistry:
-    record = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url=engine.url, verified=True)
-    return EngineRegistry(engines={"engine-0": record}, version=3, router_up=True)
+    return registry_of(serving(engine.url), version=3)
 
 
 @pytest.fixture
-async def client(engine: FakeEngine, registry: EngineRegistry) -> AsyncIterator[RouterClient]:
-    http = Http()
-    yield RouterClient(
-        SGLangServer(http),
-        http,
-        registry,
-        Traffic(),
-        router_url=lambda: engine.url,
-        request_timeout=50.0,
-        retries=2,
-        gate_timeout=50.0,
-        backoff_seconds=0.01,
-    )
-    await http.close()
+def client(http: Http, engine: FakeEngine, registry: EngineRegistry) -> RouterClient:
+    return client_of(http, registry, lambda: engine.url, retries=2)
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -129,9 +115,7 @@ async def test_an_engine_that_dies_in_the_middle_is_replaced(
     engine.token_seconds = 0.05
     told = Told()
     async with FakeEngine(weight_version="3") as other, asyncio.timeout(30):
-        registry.engines["engine-1"] = EngineRecord(
-            engine_id="engine-1", state=EngineState.SERVING, url=other.url, verified=True
-        )
+        registry.engines["engine-1"] = serving(other.url, "engine-1")
         registry.notify()
         task = asyncio.ensure_future(client.stream(REQUEST, told))
         while len(told.token_ids) < 2:  # noqa: ASYNC110

@@ -14,10 +14,9 @@ import pytest
 from aiohttp import ClientError, ClientResponse
 from structlog.testing import capture_logs
 
-from miles_async.engines.client import RouterClient
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.engines.sglang.held_report import REPORT_ACTION
 from miles_async.engines.stack import FrozenEngines
@@ -27,6 +26,7 @@ from miles_async.errors import ConfigurationError, EngineError, EngineStartError
 from miles_async.seams import InferenceServer, per_engine
 from miles_async.types import GenerateRequest, HeldPart, HeldWeights, Incarnation, TensorMeta, TensorShare
 from miles_async.weights.verify import read_held_weights
+from tests.fakes.clients import client_of, registry_of, serving
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fake_fleet import FakeRouter, FakeServer
 from tests.json_dict import JsonDict
@@ -422,7 +422,7 @@ async def test_senders_that_are_never_through_cost_all_of_a_publication_at_most(
 async def test_calls_to_many_engines_begin_a_few_per_turn_of_the_loop() -> None:
     """Each takes a fifth of a millisecond, and requests wait for the loop meanwhile."""
     # covers: C10
-    registry, turn = EngineRegistry(), 0
+    turn = 0
     begun: Counter[int] = Counter()
 
     class NoHttp(Http):
@@ -431,9 +431,7 @@ async def test_calls_to_many_engines_begin_a_few_per_turn_of_the_loop() -> None:
             begun[turn] += 1
             raise ClientError
 
-    for index in range(100):
-        record = registry.engines[f"engine-{index}"] = EngineRecord(f"engine-{index}", state=EngineState.SERVING)
-        record.url = f"http://{index}"
+    registry = registry_of(*(serving(f"http://{index}", f"engine-{index}") for index in range(100)))
     fleet = Fleet(registry, None, SGLangServer(NoHttp()), Traffic())  # type: ignore[arg-type]
     engines = [record.current for record in registry.engines.values()]
     flushing = asyncio.ensure_future(fleet.call(engines, InferenceServer.flush_cache))
@@ -872,10 +870,7 @@ async def test_an_engine_that_answers_wrongly_is_restarted_after_a_few() -> None
         await setup.publish((E0, E1), 3)
         wrong, record = setup.servers[0][0].engine, setup.registry.engines["engine-0"]
         wrong.transform = lengthen
-        client = RouterClient(
-            SGLangServer(setup.http), setup.http, setup.registry, setup.traffic,
-            router_url=lambda: wrong.url, request_timeout=50.0, retries=9, gate_timeout=50.0, backoff_seconds=0.01,
-        )  # fmt: skip
+        client = client_of(setup.http, setup.registry, lambda: wrong.url, setup.traffic, retries=9)
         request = GenerateRequest(input_ids=np.array([5], np.int32), sampling={"max_new_tokens": 4}, routing_key="key")
         while record.incarnation == 0:
             answer = await client.generate(request)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
@@ -16,29 +15,19 @@ from aiohttp.test_utils import TestServer
 from miles_async.engines import load
 from miles_async.engines.http import Http
 from miles_async.engines.load import Loads
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
+from miles_async.engines.registry import EngineRegistry, EngineState
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.errors import EngineError
 from miles_async.types import EngineLoad
+from tests.fakes.clients import registry_of, serving
 from tests.fakes.fake_engine import KV_TOKENS, FakeEngine
 
 REQUEST = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 10_000}}
 
 
-@pytest.fixture
-async def http() -> AsyncIterator[Http]:
-    session = Http()
-    yield session
-    await session.close()
-
-
-def registry_of(*urls: str | None) -> EngineRegistry:
+def registry_at(*urls: str) -> EngineRegistry:
     """Engines that serve."""
-    registry = EngineRegistry()
-    for index, url in enumerate(urls):
-        registry.engines[f"engine-{index}"] = EngineRecord(f"engine-{index}", state=EngineState.SERVING, url=url)
-    registry.notify()
-    return registry
+    return registry_of(*(serving(url, f"engine-{index}") for index, url in enumerate(urls)))
 
 
 async def test_serving_engines_are_asked_and_silent_ones_are_omitted(
@@ -50,7 +39,7 @@ async def test_serving_engines_are_asked_and_silent_ones_are_omitted(
         silent_url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         async with FakeEngine() as busy, FakeEngine() as idle, FakeEngine() as paused, FakeEngine() as joining:
             urls = (busy.url, idle.url, paused.url, joining.url, silent_url, "http://127.0.0.1:1")
-            await _check_asked_engines(http, busy, registry_of(*urls))
+            await _check_asked_engines(http, busy, registry_at(*urls))
 
 
 async def _check_asked_engines(http: Http, busy: FakeEngine, registry: EngineRegistry) -> None:
@@ -74,7 +63,7 @@ async def _post(http: Http, url: str) -> None:
 
 
 async def test_the_number_that_serve_is_told_when_it_changes() -> None:
-    registry = registry_of("a", "b")
+    registry = registry_at("a", "b")
     loads = Loads(registry, SGLangServer(Http()))
     assert await loads.serving(0) == 2
     waiting = asyncio.ensure_future(loads.serving(2))

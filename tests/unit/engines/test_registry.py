@@ -16,6 +16,7 @@ from miles_async.engines.registry import (
     EngineRegistry,
     EngineState,
 )
+from tests.fakes.clients import registry_of, serving
 
 ENGINES = 3
 
@@ -32,7 +33,7 @@ records = st.builds(
 changes = st.lists(st.tuples(st.integers(0, ENGINES - 1), records, st.sampled_from([True, True, True, False])))
 
 
-def serving(registry: EngineRegistry) -> list[EngineRecord]:
+def serving_of(registry: EngineRegistry) -> list[EngineRecord]:
     return [record for record in registry.engines.values() if record.state is EngineState.SERVING]
 
 
@@ -52,7 +53,7 @@ def test_after_any_change_the_answers_are_those_of_looking_at_every_engine(
         registry.router_up = router_up
         registry.notify()
 
-        here = serving(registry)
+        here = serving_of(registry)
         taking = [r.url for r in here if r.url and (r.verified or r.on_trial) and not r.paused]
         assert registry.may_dispatch() is (router_up and bool(taking))
         assert not taking or [registry.pick_serving(n + len(taking)) for n in range(len(taking))] == taking
@@ -65,8 +66,13 @@ def test_after_any_change_the_answers_are_those_of_looking_at_every_engine(
 
 
 def open_registry() -> tuple[EngineRegistry, EngineRecord]:
-    record = EngineRecord(engine_id="engine-0", state=EngineState.SERVING, url="http://a", verified=True)
-    return EngineRegistry(engines={"engine-0": record}, router_up=True), record
+    record = serving("http://a")
+    return registry_of(record), record
+
+
+def pause(registry: EngineRegistry, record: EngineRecord, paused: bool) -> None:
+    record.paused = paused
+    registry.notify()
 
 
 def test_an_engine_that_is_given_at_the_start_counts() -> None:
@@ -77,8 +83,7 @@ def test_an_engine_that_is_given_at_the_start_counts() -> None:
 
 async def test_a_thousand_requests_that_wait_go_on_a_few_per_turn_of_the_loop() -> None:  # covers: C10
     registry, record = open_registry()
-    record.paused = True
-    registry.notify()
+    pause(registry, record, True)
     went, turns = 0, []
 
     async def request() -> None:
@@ -90,8 +95,7 @@ async def test_a_thousand_requests_that_wait_go_on_a_few_per_turn_of_the_loop() 
         for _ in range(1000):
             scope.create_task(request())
         await asyncio.sleep(0)
-        record.paused = False
-        registry.notify()
+        pause(registry, record, False)
         while went < 1000:
             before = went
             await asyncio.sleep(0)
@@ -115,13 +119,11 @@ async def test_who_waits_for_something_else_does_not_hold_up_the_others() -> Non
 
 async def test_who_stops_waiting_is_forgotten_and_the_rest_is_woken() -> None:  # covers: C10
     registry, record = open_registry()
-    record.paused = True
-    registry.notify()
+    pause(registry, record, True)
     cancelled = asyncio.ensure_future(registry.wait_until(registry.may_dispatch))
     waiting = asyncio.ensure_future(registry.wait_until(registry.may_dispatch))
     await asyncio.sleep(0)
-    record.paused = False
-    registry.notify()
+    pause(registry, record, False)
     cancelled.cancel()
     async with asyncio.timeout(50):
         await waiting
@@ -131,19 +133,15 @@ async def test_who_stops_waiting_is_forgotten_and_the_rest_is_woken() -> None:  
 
 async def test_a_gate_that_closes_again_before_their_turn_lets_nobody_through() -> None:  # covers: C8
     registry, record = open_registry()
-    record.paused = True
-    registry.notify()
+    pause(registry, record, True)
     task = asyncio.ensure_future(registry.wait_until(registry.may_dispatch))
     await asyncio.sleep(0)
-    record.paused = False
-    registry.notify()
+    pause(registry, record, False)
     await asyncio.sleep(0)  # it is woken, and has not run yet
-    record.paused = True
-    registry.notify()
+    pause(registry, record, True)
     await asyncio.sleep(0.01)
     assert not task.done()
-    record.paused = False
-    registry.notify()
+    pause(registry, record, False)
     async with asyncio.timeout(50):
         await task
 

@@ -17,6 +17,7 @@ from miles_async.engines.registry import PAUSES, EngineRecord, EngineRegistry, E
 from miles_async.engines.reports import EngineReports
 from miles_async.seams import InferenceServer
 from miles_async.types import EngineLoad, EnginesReport
+from tests.fakes.clients import registry_of, serving
 
 LOAD = EngineLoad(running=3, waiting=1, kv_use=0.25)
 
@@ -32,12 +33,8 @@ class Server:
     async def resume(self, url: str, timeout: float) -> None: ...
 
 
-def registry_of(*names: str) -> EngineRegistry:
-    found = EngineRegistry()
-    for name in names:
-        found.engines[name] = EngineRecord(name, state=EngineState.SERVING, url=f"http://{name}")
-    found.notify()
-    return found
+def registry_with(*names: str) -> EngineRegistry:
+    return registry_of(*(serving(f"http://{name}", name) for name in names))
 
 
 def read(path: Path) -> EnginesReport | None:
@@ -56,7 +53,7 @@ async def test_states_loads_and_pauses_of_all_registries_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reports, "REPORT_SECONDS", 0.01)
-    train, judges, path = registry_of("engine-0", "engine-1"), registry_of("judge-0"), tmp_path / "engines.json"
+    train, judges, path = registry_with("engine-0", "engine-1"), registry_with("judge-0"), tmp_path / "engines.json"
     server, began = Server(), time.time()
     fleet = Fleet(train, SimpleNamespace(), server, SimpleNamespace(in_flight=0))  # type: ignore[arg-type]
     asked = [(Loads(train, server), "train"), (Loads(judges, server), "frozen")]  # type: ignore[arg-type]
@@ -101,7 +98,7 @@ def test_a_restart_ends_a_pause_and_the_last_pauses_are_kept() -> None:
 async def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "REPORT_SECONDS", 0.01)
     path = tmp_path / "gone" / "engines.json"
-    writing = asyncio.ensure_future(EngineReports([(Loads(registry_of("engine-0"), Server()), "train")], path).run())  # type: ignore[arg-type]
+    writing = asyncio.ensure_future(EngineReports([(Loads(registry_with("engine-0"), Server()), "train")], path).run())  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
     path.parent.mkdir()
     await read_when(path, 0.0)

@@ -8,10 +8,10 @@ import pytest
 from aiohttp import web
 
 from miles_async.engines.http import Http
-from miles_async.engines.registry import EngineRecord, EngineRegistry, EngineState
 from miles_async.engines.scoring import EngineScorer
 from miles_async.engines.sglang.api import SGLangServer
 from miles_async.errors import OverdueError, RequestRejectedError, ServiceUnavailableError
+from tests.fakes.clients import registry_of, serving
 from tests.fakes.fake_engine import FakeEngine
 
 
@@ -21,20 +21,8 @@ async def engines() -> AsyncIterator[list[FakeEngine]]:
         yield [one, other]
 
 
-@pytest.fixture
-async def http() -> AsyncIterator[Http]:
-    http = Http()
-    yield http
-    await http.close()
-
-
 def scorer(http: Http, engines: list[FakeEngine], timeout: float = 5.0) -> EngineScorer:
-    registry = EngineRegistry(router_up=True)
-    for number, engine in enumerate(engines):
-        registry.engines[f"teacher-{number}"] = EngineRecord(
-            f"teacher-{number}", state=EngineState.SERVING, url=engine.url, verified=True
-        )
-    registry.notify()
+    registry = registry_of(*(serving(engine.url, f"teacher-{number}") for number, engine in enumerate(engines)))
     return EngineScorer(SGLangServer(http), registry, timeout=timeout, at_once=2)
 
 

@@ -15,9 +15,9 @@ from miles_async.errors import EngineError, EngineTimeoutError, PublicationError
 from miles_async.simulation.virtual_time import run_in_virtual_time
 from miles_async.types import HeldPart, HeldWeights, Incarnation, StagedWeights, TensorShare
 from miles_async.weights.publisher import WeightPublisher
-from miles_async.weights.transports.choice import make_transport
-from miles_async.weights.update import FleetUpdater, PublicationState
+from miles_async.weights.update import PublicationState
 from tests.fakes.fake_sides import DIGEST, FakeBroadcaster, FakeFleet, FakeTrainer, InProcess, Results, ids, publish
+from tests.fakes.publishers import publisher_of
 
 
 def make(
@@ -30,24 +30,8 @@ def make(
 ) -> WeightPublisher:
     """``apart``: engines that only evaluate."""
     trainer, arguments = trainer or FakeTrainer(fleet.events, senders=senders), WeightsArguments(**flags)
-
-    def updater(name: str, of: FakeFleet = fleet, *, repair: bool = False) -> FleetUpdater:
-        return FleetUpdater(
-            of,
-            make_transport(arguments, trainer, of, "cpu", name=name, repair=repair),
-            arguments,
-            tolerance=1e-3,
-            engines_timeout=engines_timeout,
-            poll_seconds=0.01,
-        )
-
-    return WeightPublisher(
-        trainer,
-        updater("weights"),
-        arguments,
-        repairs=updater("repairs", repair=True),
-        evaluation=updater("evaluation", apart) if apart else None,
-    )
+    settings = {"engines_timeout": engines_timeout, "poll_seconds": 0.01}
+    return publisher_of(trainer, fleet, arguments, apart=apart, **settings)
 
 
 async def test_order_of_a_publication() -> None:

@@ -9,13 +9,7 @@ from collections.abc import Iterator
 
 from miles_async.arguments.model import num_experts
 from miles_async.arguments.model_files import language_fields
-from miles_async.backends.megatron.families.hf_config import (
-    family_of,
-    is_latent,
-    mrope,
-    rope_kind,
-    window,
-)
+from miles_async.backends.megatron.families.hf_config import family_of, is_latent, mrope, rope_kind, window
 from miles_async.errors import ConfigurationError
 from miles_async.types import JsonObject
 

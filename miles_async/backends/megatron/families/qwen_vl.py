@@ -195,13 +195,13 @@ Provider = Qwen25VLProvider | Qwen3VLProvider | Qwen3VLMixtureProvider
 
 
 class _Bridge(MegatronModelBridge):
-    """The bridge's config and names."""
-
-    provider_type: type[Provider]
+    """The bridge's config, as the provider that a class is registered with, and names."""
 
     def provider_bridge(self, hf_pretrained: PreTrainedCausalLM) -> Provider:
         theirs = super().provider_bridge(hf_pretrained)
-        provider = self.provider_type(**{each.name: getattr(theirs, each.name) for each in fields(theirs) if each.init})
+        provider: Provider = self.PROVIDER_CLASS(
+            **{each.name: getattr(theirs, each.name) for each in fields(theirs) if each.init}
+        )
         # The bridge (0.6) freezes mixtures.
         provider.freeze_language_model = provider.freeze_vision_model = provider.freeze_vision_projection = False
         provider.scatter_embedding_sequence_parallel = True  # each rank puts images into its own positions
@@ -216,8 +216,6 @@ class _Bridge(MegatronModelBridge):
 )
 class WindowsBridge(_Bridge, Qwen25VLBridge):
     """Qwen2.5-VL, whose tower's attention has windows."""
-
-    provider_type = Qwen25VLProvider
 
 
 class _DeepstackBridge(_Bridge):
@@ -235,8 +233,6 @@ class _DeepstackBridge(_Bridge):
 class DeepstackBridge(_DeepstackBridge, Qwen3VLBridge):
     """Qwen3-VL, dense."""
 
-    provider_type = Qwen3VLProvider
-
 
 @MegatronModelBridge.register_bridge(
     source=Qwen3VLMoeForConditionalGeneration,
@@ -249,8 +245,6 @@ class DeepstackMixtureBridge(_DeepstackBridge, Qwen3VLMoEBridge):
 
     The bridge (0.6) goes by shapes, both ways; ``arguments/model_files.py`` has checked the files' shapes.
     """
-
-    provider_type = Qwen3VLMixtureProvider
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         others = (each for each in super().mapping_registry().mappings if ".experts." not in each.megatron_param)

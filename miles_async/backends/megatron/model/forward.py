@@ -113,10 +113,7 @@ class Pipeline:
             arguments |= packed.images.arguments(packed.tokens.device)
         with choosing, rotary_positions(module, packed.attention, packed.position_ids[0]):
             output = module(
-                input_ids=packed.tokens,
-                attention_mask=None,
-                packed_seq_params=packed.attention,
-                **arguments,
+                input_ids=packed.tokens, attention_mask=None, packed_seq_params=packed.attention, **arguments
             )
         # With forward_only, the schedule passes non_loss_data=True and stores the result.
         return output, lambda hidden, **_: of_output(packed, output_of(module, hidden))

@@ -59,10 +59,7 @@ class Images:
 
 
 def images_of(
-    tokens: Int32 | Int64,
-    offsets: Int64,
-    pictures: Sequence[tuple[Picture, ...]],
-    processor: PictureProcessor | None,
+    tokens: Int32 | Int64, offsets: Int64, pictures: Sequence[tuple[Picture, ...]], processor: PictureProcessor | None
 ) -> tuple[Picture, ...]:
     """Collect the images of the samples in ``tokens``, [N]; ``offsets``: [S + 1], ``pictures``: [S] or empty.
 

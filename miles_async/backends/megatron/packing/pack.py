@@ -78,16 +78,11 @@ def pack_batch(batch: TrainBatch, target_version: int, layout: PackLayout, devic
     computed: dict[Need, Tensor] = {}
     if batch.teacher_logprobs is not None:
         computed["teacher_logprobs"] = _tensor(batch.teacher_logprobs, torch.float32, device)
+    packed = _pack(
+        batch.tokens, batch.offsets, carries_loss, layout, device, batch.pictures or (), experts=batch.routed_experts
+    )
     return replace(
-        _pack(
-            batch.tokens,
-            batch.offsets,
-            carries_loss,
-            layout,
-            device,
-            batch.pictures or (),
-            experts=batch.routed_experts,
-        ),
+        packed,
         loss_inputs=TokenBatch(
             tokens=_tensor(batch.tokens, torch.int64, device),
             offsets=_tensor(batch.offsets, torch.int64, device),

@@ -9,28 +9,26 @@ well, and discards it. Here a common prefix is collected once, and requests of a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from miles_async.engines.sglang.hooks import hook
+
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _AT_ONCE = 1 << 19  # most elements of a tensor while requests are computed together, so that a core's caches hold it
 _PADDING = 2  # most products of queries and keys computed ÷ products needed
 
 
-@cache  # a server that is forked from a process which has imported the launcher imports it again
 def register() -> None:
     """Patch backends created from now on."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     for name in ("forward_extend", "forward_decode"):
-        HookRegistry.register(f"{_BACKEND}.{name}", _note_layer, HookType.AROUND)
-    HookRegistry.register(f"{_BACKEND}.__init__", _pad_with_one_token, HookType.AFTER)
-    HookRegistry.register(f"{_BACKEND}._run_sdpa_forward_extend", _extend, HookType.AROUND)
-    HookRegistry.register(f"{_BACKEND}._run_sdpa_forward_decode", _decode, HookType.AROUND)
+        hook(f"{_BACKEND}.{name}", _note_layer)
+    hook(f"{_BACKEND}.__init__", _pad_with_one_token, "AFTER")
+    hook(f"{_BACKEND}._run_sdpa_forward_extend", _extend)
+    hook(f"{_BACKEND}._run_sdpa_forward_decode", _decode)
 
 
 def _pad_with_one_token(result: None, backend: Any, *_: object, **__: object) -> None:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from miles_async.arguments.model_files import read_config
+from miles_async.engines.sglang.hooks import hook
 
 EXPERTS_FLAG = "--enable-return-routed-experts"
 
@@ -39,19 +40,18 @@ _PIN = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
 def register(arguments: Sequence[str]) -> None:
     """Patch models, buffers and processors created from now on, in a server with these arguments."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from transformers.processing_utils import ProcessorMixin
     from transformers.utils.import_utils import is_torchvision_available
 
-    HookRegistry.register(_DISPATCH, _absorb, HookType.REPLACE)
-    HookRegistry.register(_CHECK, _let_gemma4_pass, HookType.AROUND)
-    HookRegistry.register(_ROUTER, route, HookType.REPLACE)
-    HookRegistry.register(_SQUARES, sums_of_squares, HookType.REPLACE)
-    HookRegistry.register(_NORM, normalized, HookType.REPLACE)
-    HookRegistry.register(_EXPERTS, own_experts, HookType.AROUND)
-    HookRegistry.register(_SCATTER, _scatter, HookType.REPLACE)
+    hook(_DISPATCH, _absorb, "REPLACE")
+    hook(_CHECK, _let_gemma4_pass)
+    hook(_ROUTER, route, "REPLACE")
+    hook(_SQUARES, sums_of_squares, "REPLACE")
+    hook(_NORM, normalized, "REPLACE")
+    hook(_EXPERTS, own_experts)
+    hook(_SCATTER, _scatter, "REPLACE")
     if EXPERTS_FLAG in arguments:
-        HookRegistry.register(_PIN, _leave, HookType.REPLACE)
+        hook(_PIN, _leave, "REPLACE")
     if not is_torchvision_available():
         ProcessorMixin.get_attributes = classmethod(without_videos(ProcessorMixin.get_attributes.__func__))
 

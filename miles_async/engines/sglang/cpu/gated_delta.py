@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from miles_async.engines.sglang.hooks import hook
+
 CHUNK = 64
 
 _NORMS = ("fused_norm_gate.FusedRMSNormGated", "layernorm_gated.RMSNorm")  # Qwen3-Next's, Qwen3.5's
@@ -261,11 +263,9 @@ OPERATORS = {
 
 def register() -> None:
     """Replace triton kernels on a CPU without AMX: the norm of each head, the gate of a shared expert."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     for norm in _NORMS:
-        HookRegistry.register(f"sglang.kernels.ops.attention.fla.{norm}.forward", _gated_norm, HookType.REPLACE)
-    HookRegistry.register(_SHARED_EXPERT, gate_shared_expert, HookType.REPLACE)
+        hook(f"sglang.kernels.ops.attention.fla.{norm}.forward", _gated_norm, "REPLACE")
+    hook(_SHARED_EXPERT, gate_shared_expert, "REPLACE")
 
 
 def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from miles_async.engines.sglang.cpu.gated_delta import CHUNK, causal_conv1d_fn, causal_conv1d_update, similar_lengths
+from miles_async.engines.sglang.hooks import hook
 
 _MIXER = "sglang.srt.layers.attention.mamba.mamba"
 _MIXTURE = "sglang.srt.models.nemotron_h.NemotronHMoE._forward_core_normal"
@@ -25,11 +26,9 @@ _EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 
 def register() -> None:
     """Patch models created from now on."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_MIXER}.MambaMixer2.__init__", _with_kernels, HookType.AROUND)
-    HookRegistry.register(_MIXTURE, _mixture, HookType.REPLACE)
-    HookRegistry.register(_EXPERTS, _experts, HookType.AROUND)
+    hook(f"{_MIXER}.MambaMixer2.__init__", _with_kernels)
+    hook(_MIXTURE, _mixture, "REPLACE")
+    hook(_EXPERTS, _experts)
 
 
 def _with_kernels(original: Any, *args: Any, **kwargs: Any) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from miles_async.engines.sglang.hooks import hook
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
 def register() -> None:
     """Patch schedulers created from now on."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_SCHEDULER}.get_new_batch_prefill", _plan, HookType.AROUND)
+    hook(f"{_SCHEDULER}.get_new_batch_prefill", _plan)
 
 
 def _plan(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

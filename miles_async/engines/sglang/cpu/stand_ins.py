@@ -65,9 +65,6 @@ class AbsentPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return ModuleSpec(fullname, self, is_package=True)
         return None
 
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return types.ModuleType(spec.name)
-
     def exec_module(self, module: types.ModuleType) -> None:
         def __getattr__(name: str) -> Any:
             if name.startswith("__"):
@@ -77,7 +74,6 @@ class AbsentPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return value
 
         module.__getattr__ = __getattr__  # type: ignore[method-assign]
-        module.__path__ = []
         for name, value in self._values.items():
             parent, _, leaf = name.rpartition(".")
             if parent == module.__name__:

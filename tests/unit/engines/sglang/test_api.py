@@ -27,33 +27,31 @@ async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
     writer.close()
 
 
-async def test_a_call_never_meets_a_connection_that_the_server_closes() -> None:  # covers: A3, C8
+async def test_a_call_never_meets_a_connection_that_the_server_closes(http: Http) -> None:  # covers: A3, C8
     server = await asyncio.start_server(serve_once, "127.0.0.1", 0)
     url = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
-    http = Http()
     async with server:
         for _ in range(2):
             await SGLangServer(http).pause(url, "retract", 5.0)
-    await http.close()
 
 
-async def test_an_engine_that_others_started_is_told_to_keep_its_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_others_started_is_told_to_keep_its_draft_model(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent = []
 
     async def call(server: SGLangServer, url: str, path: str, timeout: float, body: Mapping[str, object]) -> None:
         sent.append(body["selector"])
 
     monkeypatch.setattr(SGLangServer, "_call", call)
-    http = Http()
     await SGLangServer(http).begin_update("http://engine", 5.0)
     await SGLangServer(http).receive_bucket("http://engine", "group", [], 3, 5.0)
-    await http.close()
     assert sent == ["target", "target"]
 
 
 @pytest.mark.parametrize(("error", "left"), [(EngineError("no"), ["a", "b"]), (EngineTimeoutError("late"), [])])
 async def test_an_engine_that_refuses_weights_leaves_the_groups_in_which_others_wait_for_it(
-    error: EngineError, left: list[str], monkeypatch: pytest.MonkeyPatch
+    error: EngineError, left: list[str], http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # covers: C8
     leaving = []
@@ -65,10 +63,8 @@ async def test_an_engine_that_refuses_weights_leaves_the_groups_in_which_others_
         raise EngineError("there is no such group")  # as of one whose scheduler failed
 
     monkeypatch.setattr(SGLangServer, "_call", call)
-    http = Http()
     with pytest.raises(type(error), match=str(error)):
         await SGLangServer(http).receive_stream("http://engine", ["a", "b"], 3, 5.0)
-    await http.close()
     assert leaving == [("/destroy_weights_update_group", name) for name in left]
 
 
@@ -85,9 +81,9 @@ async def test_an_engine_that_refuses_weights_leaves_the_groups_in_which_others_
         ({}, UNKNOWN_TOKENS_IN_FLIGHT),
     ],
 )
-async def test_an_engine_says_how_many_tokens_a_pass_may_yield(server_info: dict[str, object], expected: int) -> None:
+async def test_an_engine_says_how_many_tokens_a_pass_may_yield(
+    server_info: dict[str, object], expected: int, http: Http
+) -> None:
     # covers: C1, M1
-    http = Http()
     async with FakeEngine(server_info=server_info) as engine:
         assert await SGLangServer(http).probe(engine.url, 5.0) == expected
-    await http.close()

@@ -48,6 +48,13 @@ def found(watched: WatchedModel, share: TensorShare = ALL) -> dict[str, str]:
     return {name: total(part.digest for part in some) if some else "" for name, some in parts.items()}
 
 
+def filled(model: Fused) -> WatchedModel:
+    """Watch the model, and load WEIGHTS into it."""
+    watched = WatchedModel(model)
+    model.load_weights(WEIGHTS.items())
+    return watched
+
+
 def test_parts_of_a_fused_parameter_are_what_was_loaded() -> None:
     # covers: C8
     model = Fused()
@@ -62,9 +69,7 @@ def test_parts_of_a_fused_parameter_are_what_was_loaded() -> None:
 
 
 def test_a_share_has_digests_of_its_tensors_and_tells_where_all_are() -> None:
-    model = Fused()
-    watched = WatchedModel(model)
-    model.load_weights(WEIGHTS.items())
+    watched = filled(Fused())
     shares = [TensorShare(index, 4) for index in range(4)]
     for name in WEIGHTS:
         [mine] = [share for share in shares if share.includes(name)]
@@ -75,9 +80,7 @@ def test_a_share_has_digests_of_its_tensors_and_tells_where_all_are() -> None:
 
 def test_a_report_is_kept_under_its_fingerprint_until_the_next_one() -> None:
     # covers: C8
-    first, second = Fused(), Fused()
-    watched, other = WatchedModel(first), WatchedModel(second)
-    first.load_weights(WEIGHTS.items())
+    watched, other = filled(first := Fused()), WatchedModel(second := Fused())
     second.load_weights(reversed(WEIGHTS.items()))
     share = msgspec.json.encode(ALL).decode()
     expected = watched.answer(FINGERPRINT_ACTION, share)
@@ -93,9 +96,7 @@ def test_a_report_is_kept_under_its_fingerprint_until_the_next_one() -> None:
 
 def test_memory_replaced_after_loading_is_reported_and_not_kept_alive() -> None:
     # covers: M16
-    model = Fused()
-    watched = WatchedModel(model)
-    model.load_weights(WEIGHTS.items())
+    watched = filled(model := Fused())
     loaded = StorageWeakRef(model.qk.untyped_storage())
     model.qk.data = model.qk.data.to(torch.int8)
     model.scale = torch.nn.Parameter(torch.ones(6))  # a quantization's own
@@ -106,9 +107,7 @@ def test_memory_replaced_after_loading_is_reported_and_not_kept_alive() -> None:
 
 
 def test_memory_that_shrank_is_not_read() -> None:
-    model = Fused()
-    watched = WatchedModel(model)
-    model.load_weights(WEIGHTS.items())
+    watched = filled(model := Fused())
     model.qk.untyped_storage().resize_(4 * 4 * 4)
     assert found(watched) == {"q": EXPECTED["q"], "k": ""}
 
@@ -117,8 +116,7 @@ def test_memory_that_nothing_was_sent_for_is_reported_unless_it_is_padding() -> 
     # covers: C8
     model = Fused(rows=9)
     model.never = torch.nn.Parameter(torch.full((5,), 0.5), requires_grad=False)
-    watched = WatchedModel(model)
-    model.load_weights(WEIGHTS.items())
+    watched = filled(model)
     assert watched.held(ALL).unfilled == {"never": 5}
     model.never.data.zero_()
     assert watched.held(ALL).unfilled == {}
@@ -130,16 +128,14 @@ def test_what_sglang_exempts_from_its_own_check_need_not_be_sent() -> None:
     model = Fused()
     model.k_scale = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
     model.k_scale._skip_weight_check = True  # as SGLang marks it
-    watched = WatchedModel(model)
-    model.load_weights(WEIGHTS.items())
+    watched = filled(model)
     assert watched.held(ALL).unfilled == {}
 
 
 def test_a_tied_layer_is_filled_by_the_embedding() -> None:
     model = Fused()
     model.tied = torch.nn.Parameter(model.qk.data, requires_grad=False)  # another parameter, the same memory
-    watched = WatchedModel(model)
-    model.load_weights(WEIGHTS.items())
+    watched = filled(model)
     assert watched.held(ALL).unfilled == {}
 
 
@@ -177,8 +173,7 @@ def discards(model: Fused, weights: Given) -> None:
 def test_loaders_that_join_or_wait_are_followed(load: Callable[[Fused, Given], None]) -> None:
     model = Fused()
     model.load_weights = lambda weights: load(model, weights)  # type: ignore[method-assign,assignment]
-    watched = WatchedModel(model)
-    model.load_weights(WEIGHTS.items())
+    watched = filled(model)
     assert found(watched) == EXPECTED
 
 
@@ -187,8 +182,7 @@ def test_a_loader_that_discards_its_tensors_holds_nothing_of_them() -> None:
     model = Fused()
     model.qk.data.normal_()
     model.load_weights = lambda weights: discards(model, weights)  # type: ignore[method-assign,assignment]
-    watched = WatchedModel(model)
-    model.load_weights(WEIGHTS.items())
+    watched = filled(model)
     assert found(watched) == {"q": "", "k": ""}
     held = watched.held(ALL)
     assert (held.other_form, held.unfilled) == ((), {"qk": 24})

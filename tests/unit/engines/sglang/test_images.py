@@ -31,33 +31,29 @@ def request(**fields: object) -> GenerateRequest:
     return GenerateRequest(input_ids=tokens, sampling={}, routing_key="0", **(given | fields))
 
 
+def encoded(request: GenerateRequest) -> dict[str, Any]:
+    return json.loads(SGLangServer(Http()).encode(request, request_id="r", version=3, experts=False))
+
+
 @pytest.fixture
-async def body() -> dict[str, object]:
-    http = Http()
-    encoded = SGLangServer(http).encode(request(), request_id="r", version=3, experts=False)
-    await http.close()
-    return json.loads(encoded)
+def body() -> dict[str, Any]:
+    return encoded(request())
 
 
-async def test_each_image_is_one_token_and_a_file(body: dict[str, Any]):
+def test_each_image_is_one_token_and_a_file(body: dict[str, Any]):
     assert body["input_ids"] == [1, IMAGE, 2, IMAGE, 3, 4, 5]
     urls = [url.partition(",") for url in body["image_data"]]
     assert [base64.b64decode(content) for _, _, content in urls] == [JPEG, b"second"]
     assert {kind for kind, *_ in urls} == {"data:image;base64"}
 
 
-async def test_the_text_begins_at_the_same_token(body: dict[str, object]):
+def test_the_text_begins_at_the_same_token(body: dict[str, Any]):
     assert body[DECODER] == 7
     assert body["input_ids"][body[TEXT_FROM] :] == request().input_ids[9:].tolist() == [3, 4, 5]
 
 
-async def test_requests_without_images_stay_as_they_are():
-    http = Http()
-    encoded = SGLangServer(http).encode(
-        request(pictures=(), image_token=None), request_id="r", version=3, experts=False
-    )
-    await http.close()
-    body = json.loads(encoded)
+def test_requests_without_images_stay_as_they_are():
+    body = encoded(request(pictures=(), image_token=None))
     assert body["input_ids"] == request().input_ids.tolist()
     assert "image_data" not in body
 
@@ -66,15 +62,9 @@ def test_an_engine_that_reads_other_tokens_is_found_out():
     tokens = len(request().input_ids)
 
     def answer(prompt_tokens: int) -> Generation:
-        output = np.array([9], np.int32)
-        logprobs, versions = np.zeros(1, np.float32), np.zeros(1, np.int32)
-        return Generation(
-            output_ids=output,
-            logprobs=logprobs,
-            weight_versions=versions,
-            finish_reason="stop",
-            prompt_tokens=prompt_tokens,
-        )
+        arrays = {"output_ids": np.array([9], np.int32), "logprobs": np.zeros(1, np.float32)}
+        versions = np.zeros(1, np.int32)
+        return Generation(**arrays, weight_versions=versions, finish_reason="stop", prompt_tokens=prompt_tokens)
 
     check_answer(answer(tokens), request(), 64, "http://engine")
     with pytest.raises(TransientEngineError, match=f"expected an answer to {tokens} tokens, found one to {tokens + 1}"):

@@ -18,14 +18,12 @@ from miles_async.arguments import WeightsArguments
 from miles_async.errors import EngineError
 from miles_async.seams import arguments_of
 from miles_async.types import CanaryScore, Incarnation, StagedWeights
-from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.staging_options import StagingOptions
 from miles_async.weights.transports import host_files
-from miles_async.weights.transports.choice import make_transport
 from miles_async.weights.transports.object_store import PutsFiles
 from miles_async.weights.transports.object_store_rank import ObjectStoreSender
-from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeFleet, FakeTrainer, InProcess, Results, publish
+from tests.fakes.publishers import publisher_of
 
 FROZEN = "embed"  # a bucket of its own, which training leaves alone
 
@@ -125,13 +123,7 @@ class Setup:
         self.sender = ObjectStoreSender(options, put=np.array)
         self.fleet = FileFleet(directory, [f"engine-{index}" for index in range(engines)], one_node=one_node)
         self.trainer = FileTrainer(self.fleet.events, self.sender)
-
-        def updater(*, repair: bool) -> FleetUpdater:
-            transport = make_transport(arguments, self.trainer, self.fleet, "cpu", repair=repair)
-            return FleetUpdater(self.fleet, transport, arguments, tolerance=1e-3)
-
-        self.updater = updater(repair=False)
-        self.publisher = WeightPublisher(self.trainer, self.updater, arguments, repairs=updater(repair=True))
+        self.publisher = publisher_of(self.trainer, self.fleet, arguments)
 
     async def publish(self, version: int) -> float:
         """The fraction sent; every serving engine holds exactly what was exported."""
@@ -274,7 +266,7 @@ async def test_a_base_that_was_changed_costs_that_engine(make: Make, delta: str)
     _spoil_base(setup.fleet.hosts["engine-1"])
     publication = await publish(setup.publisher, 1)
     assert (publication.engines, publication.fenced) == (("engine-0",), ("engine-1",))
-    assert "made from version 0 and what changed: expected digest" in setup.updater.last_loss
+    assert "made from version 0 and what changed: expected digest" in setup.publisher._engines.last_loss
     setup.check(1)
 
 

@@ -14,14 +14,13 @@ from miles_async.arguments import WeightsArguments
 from miles_async.errors import ConfigurationError
 from miles_async.seams import WeightSender
 from miles_async.types import StagedWeights
-from miles_async.weights.publisher import WeightPublisher
 from miles_async.weights.staging import Staging
-from miles_async.weights.transports.choice import count_senders, find_transport, make_sender, make_transport
+from miles_async.weights.transports.choice import count_senders, find_transport, make_sender
 from miles_async.weights.transports.host_files import Source
 from miles_async.weights.transports.local_files import LocalFilesTransport
 from miles_async.weights.transports.spec import DriverSide, RankSide, TransportSpec
-from miles_async.weights.update import FleetUpdater
 from tests.fakes.fake_sides import CANARY, CANARY_LOGPROBS, FakeTrainer, InProcess, publish
+from tests.fakes.publishers import publisher_of
 from tests.unit.weights.transports.test_local_files import FileFleet
 
 
@@ -94,12 +93,7 @@ async def test_weights_are_published_through_it(tmp_path: Path) -> None:
     (tmp_path / "engines").mkdir()
     fleet = FileFleet(tmp_path / "engines", ["engine-0", "engine-1"])
     trainer = StagingTrainer(fleet.events, halves)
-
-    def updater(*, repair: bool) -> FleetUpdater:
-        transport = make_transport(arguments, trainer, fleet, "cpu", repair=repair)
-        return FleetUpdater(fleet, transport, arguments, tolerance=1e-3)
-
-    publisher = WeightPublisher(trainer, updater(repair=False), arguments, repairs=updater(repair=True))
+    publisher = publisher_of(trainer, fleet, arguments)
     for version in (0, 1):
         publication = await publish(publisher, version)
         assert publication.engines == ("engine-0", "engine-1")

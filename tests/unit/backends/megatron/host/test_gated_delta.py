@@ -21,14 +21,25 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def compare(found: Tensor, expected: Tensor, inputs: list[Tensor], exact: list[Tensor]) -> None:
+def compare(
+    found: Tensor,
+    expected: Tensor,
+    inputs: list[Tensor],
+    exact: list[Tensor],
+    *,
+    rtol: float = 0.0,
+    atol: float = 3e-6,
+    of_gradients: float = 3e-6,
+) -> None:
     """Values, and gradients of a weighted sum. ``exact``: the inputs in float64."""
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(9))
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-6)
+    torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
     ours = torch.autograd.grad((found * weights).sum(), inputs)
     theirs = torch.autograd.grad((expected * weights).sum(), exact)
     for mine, reference in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.double(), reference, rtol=0, atol=3e-6 * max(1, float(reference.abs().max())))
+        torch.testing.assert_close(
+            mine.double(), reference, rtol=0, atol=of_gradients * max(1, float(reference.abs().max()))
+        )
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -13,14 +13,10 @@ from torch.nn.functional import silu, softplus
 from miles_async.backends.megatron.host.mamba import GroupNorm, partitioned_indices, split_conv1d_scan
 from tests.fakes.gated_delta import convolution
 from tests.fakes.mamba import recurrence
+from tests.unit.backends.megatron.host.test_gated_delta import ENDS, compare, drawn
 
-ENDS = [0, 1, 4, 4, 69, 74, 209]  # sequences of one token, of none, and of several chunks
 HEADS, SIZE, GROUPS, STATE, TAPS = 4, 3, 2, 5, 4
 WIDTH, KEYS = HEADS * SIZE, GROUPS * STATE
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 def plainly(packed: Tensor, weight: Tensor, dt_bias: Tensor, a_log: Tensor, skip: Tensor) -> Tensor:
@@ -53,12 +49,7 @@ def test_what_follows_the_first_product_is_each_sequences_own(packed: bool) -> N
         seq_idx=numbers if packed else None,
     )[0]
     expected = torch.cat([plainly(exact[0][start:end], *exact[1:]) for start, end in pairwise(ends) if end > start])
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(9))
-    ours = torch.autograd.grad((found * weights).sum(), inputs)
-    theirs = torch.autograd.grad((expected * weights).sum(), exact)
-    for mine, reference in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.double(), reference, rtol=0, atol=3e-5 * max(1, float(reference.abs().max())))
+    compare(found, expected, inputs, exact, rtol=1e-5, atol=1e-5, of_gradients=3e-5)
 
 
 def test_groups_are_normalised_alone() -> None:

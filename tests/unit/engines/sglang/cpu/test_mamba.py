@@ -9,18 +9,9 @@ from torch.nn.functional import softplus
 
 from miles_async.engines.sglang.cpu import mamba
 from tests.fakes.mamba import recurrence
+from tests.unit.engines.sglang.cpu.test_gated_delta import ENDS, IN_SLOTS, LENGTHS, SLOTS, TOKENS, drawn
 
-HEADS, SIZE, GROUPS, STATE, SLOTS = 4, 6, 2, 8, 9
-LENGTHS = [1, 3, 70, 200, 2, 64]
-IN_SLOTS = torch.tensor([3, 0, 8, 1, 5, 2], dtype=torch.int32)
-ENDS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-TOKENS = sum(LENGTHS)
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
+HEADS, SIZE, GROUPS, STATE = 4, 6, 2, 8
 X, DT = drawn(TOKENS, HEADS, SIZE, seed=1), drawn(TOKENS, HEADS, seed=2)
 B, C = drawn(TOKENS, GROUPS, STATE, seed=3), drawn(TOKENS, GROUPS, STATE, seed=4)
 DECAY, SKIP, DT_BIAS = -drawn(HEADS, seed=5).exp(), drawn(HEADS, seed=6), drawn(HEADS, seed=7)
