@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from miles_async.engines.sglang.hooks import hook
+
 _FP8 = "sglang.srt.layers.quantization.fp8"
 
 
 def register() -> None:
     """Patch the layers of models created from now on."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(f"{_FP8}.Fp8Config.get_supported_act_dtypes", _dtypes, HookType.REPLACE)
+    hook(f"{_FP8}.Fp8Config.get_supported_act_dtypes", _dtypes, "REPLACE")
     for layer, apply in {"Linear": linear, "MoE": mixture}.items():
         method = f"{_FP8}.Fp8{layer}Method"
-        HookRegistry.register(f"{method}.process_weights_after_loading", _leave, HookType.REPLACE)
-        HookRegistry.register(f"{method}.apply", apply, HookType.REPLACE)
+        hook(f"{method}.process_weights_after_loading", _leave, "REPLACE")
+        hook(f"{method}.apply", apply, "REPLACE")
 
 
 def _dtypes(*_: object) -> list[torch.dtype]:
