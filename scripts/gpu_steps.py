@@ -341,7 +341,7 @@ def float8(bench: Bench) -> Figures:
     return {"mean difference": found, "largest": run.steps[0]["train/logprob_diff_max"], **_publication(run)}
 
 
-def _mixture(bench: Bench, name: str = "mixture", **sizes: int) -> Path:
+def _mixture(bench: Bench, folder: str = "mixture", **sizes: int) -> Path:
     """A mixture of experts with the quick start's 64 tokens."""
     directory = save_tiny(
         "qwen3-moe", bench.output / name, seed=0, dtype="float32", max_position_embeddings=128, **sizes
