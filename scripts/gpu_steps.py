@@ -344,7 +344,7 @@ def float8(bench: Bench) -> Figures:
 def _mixture(bench: Bench, folder: str = "mixture", **sizes: int) -> Path:
     """A mixture of experts with the quick start's 64 tokens."""
     directory = save_tiny(
-        "qwen3-moe", bench.output / name, seed=0, dtype="float32", max_position_embeddings=128, **sizes
+        "qwen3-moe", bench.output / folder, seed=0, dtype="float32", max_position_embeddings=128, **sizes
     )
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (source := ROOT / "examples/quickstart/assets/reverse/model" / name).exists():
