@@ -84,12 +84,6 @@ def test_blocks_without_a_scale_are_zero(element: float) -> None:
     assert scales.tolist() == [[1.0, 1.0]]
 
 
-def test_elements_near_the_smallest_fp32_stay_numbers() -> None:
-    """A scale so small has few bits: the largest element may be above 448 of them."""
-    values, _ = fp8.quantize(torch.full((2, 2), 7e-43))
-    assert bool(values.float().isfinite().all())
-
-
 @pytest.mark.parametrize("layer", [
     *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
     *(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")),
