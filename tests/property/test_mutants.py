@@ -480,7 +480,7 @@ MUTANTS = (
     ),
     Mutant(
         "packing first is never looked at",
-        balance.balance,
+        balance.lightest,
         call_of("min", lambda node: ast.Subscript(node.args[0], ast.Constant(0), ast.Load())),
         never_worse,
     ),
