@@ -17,7 +17,6 @@ import structlog
 
 from miles_async.arguments.surroundings import nearest_existing
 from miles_async.errors import CheckpointError
-from miles_async.types import KeptSetting
 
 log = structlog.get_logger(__name__)
 
@@ -43,7 +42,7 @@ class PositionFile(msgspec.Struct):
     """The parts of position.json that are read before anything starts."""
 
     run: str | None = None
-    settings: dict[str, KeptSetting] = {}
+    settings: msgspec.Raw = msgspec.Raw(b"{}")  # by flag, as KeptSetting; other versions may write them otherwise
 
 
 class _Step(msgspec.Struct):

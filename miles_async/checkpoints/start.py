@@ -49,7 +49,8 @@ def kept_settings(load: Path | None) -> Mapping[str, KeptSetting]:
         return {}
     try:
         content = (find_checkpoint(load).directory / POSITION_FILE).read_bytes()
-        found = msgspec.json.decode(content, type=PositionFile).settings
+        settings = msgspec.json.decode(content, type=PositionFile).settings
+        found = msgspec.json.decode(settings, type=dict[str, KeptSetting])
     except (CheckpointError, OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return {}
     return {name: kept for name, kept in found.items() if name in IN_FORCE}

@@ -283,7 +283,7 @@ class ChatTemplate:
         if any(message["role"] == "developer" for message in messages) and not self._writes_developer:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         if any(message.get("tool_calls") for message in messages) and self._needs_text_arguments:
-            messages = [as_sent(message) for message in messages]
+            messages = [as_sent(message) if message.get("tool_calls") else message for message in messages]
         return messages
 
     @cached_property

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import get_args
 
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.arguments.staleness import BatchOrder, StaleGroupAction, StalenessArguments
-from miles_async.errors import ContractViolation, VersionUnknownError
+from miles_async.errors import ConfigurationError, ContractViolation, VersionUnknownError
 
 
 def age(oldest_version: int, target_version: int) -> int:
@@ -71,7 +72,7 @@ def check_ages(oldest_versions: Iterable[int], target_version: int, bound: int |
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StalenessPolicy:
-    """The knobs of a run, with defaults resolved; flags' bounds and choices were checked when they were read."""
+    """The knobs of a run, with defaults resolved."""
 
     bound: int | None  # K: oldest age that is trained; None: not bounded
     lead_batches: int  # batches admitted and not yet trained, at most
@@ -79,6 +80,21 @@ class StalenessPolicy:
     action: StaleGroupAction  # for groups that are too old at the cut (C5)
     order: BatchOrder = "oldest_first"  # which groups a batch takes first
     min_samples: int | None = None  # fewest samples that a group is trained with (C7); None: all of them
+
+    def __post_init__(self) -> None:
+        """Refuse settings that could never cut a batch (C3)."""
+        if self.bound is not None and self.bound < 0:
+            raise ConfigurationError(f"expected --max-weight-staleness of at least 0 or none, found {self.bound}")
+        if self.lead_batches < 1:
+            raise ConfigurationError(
+                f"expected --max-rollout-lead of at least 1, found {self.lead_batches}: no batch would fill"
+            )
+        if self.batch_size < 1:
+            raise ConfigurationError(f"expected --rollout-batch-size of at least 1, found {self.batch_size}")
+        if self.action not in (actions := get_args(StaleGroupAction)):
+            raise ConfigurationError(f"expected --stale-group-action {' or '.join(actions)}, found {self.action!r}")
+        if self.order not in (orders := get_args(BatchOrder)):
+            raise ConfigurationError(f"expected --batch-order {' or '.join(orders)}, found {self.order!r}")
 
     @classmethod
     def from_arguments(cls, arguments: StalenessArguments, rollout: RolloutArguments) -> StalenessPolicy:

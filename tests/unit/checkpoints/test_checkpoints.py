@@ -519,6 +519,9 @@ async def test_a_checkpoint_of_an_earlier_version_has_no_settings_and_of_a_later
     assert kept_settings(tmp_path) == {}
     path.write_text(json.dumps(position | {"settings": {name: {"flag": 1, "value": 2} for name in ("lr", "magic")}}))
     assert kept_settings(tmp_path) == {"lr": KeptSetting(flag=1, value=2)}
+    path.write_text(json.dumps(position | {"settings": {"lr": [1, 2]}}))
+    assert kept_settings(tmp_path) == {}
+    assert [checkpoint.run for checkpoint in list_checkpoints(tmp_path)] == ["mine"]
     path.write_text("{")
     assert kept_settings(tmp_path) == {}
 

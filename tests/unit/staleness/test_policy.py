@@ -9,7 +9,7 @@ import pytest
 
 from miles_async.arguments.rollout import RolloutArguments
 from miles_async.arguments.staleness import StalenessArguments
-from miles_async.errors import ContractViolation, VersionUnknownError
+from miles_async.errors import ConfigurationError, ContractViolation, VersionUnknownError
 from miles_async.staleness.policy import StalenessPolicy, age, check_ages, is_stale
 
 
@@ -61,3 +61,19 @@ def test_run_time_check_names_the_samples_that_are_too_old() -> None:
 def test_lead_is_capped_by_the_bound(arguments: StalenessArguments, bound: int | None, capacity: int) -> None:
     policy = StalenessPolicy.from_arguments(arguments, RolloutArguments(rollout_batch_size=8))
     assert (policy.bound, policy.capacity) == (bound, capacity)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "flag"),
+    [
+        ({"bound": -1}, "--max-weight-staleness"),
+        ({"lead_batches": 0}, "--max-rollout-lead"),
+        ({"batch_size": 0}, "--rollout-batch-size"),
+        ({"action": "ignore"}, "--stale-group-action"),
+        ({"order": "random"}, "--batch-order"),
+    ],
+)
+def test_settings_that_could_never_fill_a_batch_are_refused(wrong: dict[str, object], flag: str) -> None:
+    fields = {"bound": 2, "lead_batches": 3, "batch_size": 8, "action": "recycle", **wrong}
+    with pytest.raises(ConfigurationError, match=flag):
+        StalenessPolicy(**fields)  # type: ignore[arg-type]
