@@ -16,7 +16,7 @@ from miles_async.errors import ConfigurationError, TrajectoryError
 from miles_async.runtime.detokenize import decode_tokens, fingerprint
 from miles_async.runtime.own_thread import in_daemon_thread
 from miles_async.runtime.texts import shortened
-from miles_async.trajectory.messages import as_sent, text_of
+from miles_async.trajectory.messages import text_of, with_text_arguments
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:  # imported when a tokenizer is loaded
@@ -283,7 +283,7 @@ class ChatTemplate:
         if any(message["role"] == "developer" for message in messages) and not self._writes_developer:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         if any(message.get("tool_calls") for message in messages) and self._needs_text_arguments:
-            messages = [as_sent(message) if message.get("tool_calls") else message for message in messages]
+            messages = [_with_texts(message) if message.get("tool_calls") else message for message in messages]
         return messages
 
     @cached_property
@@ -343,3 +343,10 @@ class _TimedMessage(dict[str, Any]):
         if time.monotonic() > self._deadline:
             raise TimeoutError(f"it takes more than {CONVERSATION_SECONDS:g} s; send fewer messages")
         return super().__getitem__(key)
+
+
+def _with_texts(message: JsonObject) -> JsonObject:
+    """Write arguments of a message's calls as JSON texts, unless they are texts already."""
+    calls = message["tool_calls"]
+    texts = [call if isinstance(call["function"]["arguments"], str) else with_text_arguments(call) for call in calls]
+    return {**message, "tool_calls": texts}
