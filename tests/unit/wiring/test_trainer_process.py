@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -18,6 +19,9 @@ def test_bytes_of_a_version_come_from_the_models_files_and_the_dtype_of_training
     save_file({"b": torch.zeros(7), "c": torch.zeros(())}, tmp_path / "model-2.safetensors")
     assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path), "none") == 23 * 4
     assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path, bf16=True), "none") == 23 * 2
+    sizes = {"hidden_size": 3, "vocab_size": 2, "num_attention_heads": 1, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"intermediate_size": 1}))
+    assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path, bf16=True), "fp8") == 12 * 2 + 11  # two of 3 × 2 stay
     (tmp_path / "model-3.safetensors").write_bytes(b"cut off")
     assert _version_bytes(ModelArguments(hf_checkpoint=tmp_path), "none") is None
     assert _version_bytes(ModelArguments(), "none") is None
