@@ -214,6 +214,8 @@ class _Script:
             return None
         itself = re.compile(rf"\$(?:{name}\b|\{{{name}(?:\[[@*]\]|:?-[^{{}}]*)?\}})")
         empty = _EMPTY_BY_DEFAULT.fullmatch("".join(held) or f"${{{NEVER_SET}:-}}")
+        if empty and empty[1] == name:  # its value comes from outside the script, or is a default
+            return None
         if empty:  # then ${A:-default} takes its default
             words = [re.sub(rf"\$\{{{name}:-", f"${{{empty[1]}:-", word) for word in words]
         done = list[str]()

@@ -390,6 +390,6 @@ def test_an_array_that_nothing_fills_is_empty() -> None:
 
 
 def test_a_default_replaces_a_text_that_the_script_left_empty():
-    script = "A=${1:-}\nA=${A:-a}\nB=''\nB=${B:-b}\nC=c\nC=${C:-d}\npython train.py $A $B $C"
-    assert find_command(script, ["train.py"], Path()).words == ["a", "b", "c"]
-    assert find_command(script, ["train.py"], Path(), {"1": "x"}).words == ["x", "b", "c"]
+    script = "A=${1:-}\nA=${A:-a}\nB=''\nB=${B:-b}\nC=c\nC=${C:-d}\nD=${D:-}\nD=${D:-e}\npython train.py $A $B $C $D"
+    assert find_command(script, ["train.py"], Path()).words == ["a", "b", "c", "e"]
+    assert find_command(script, ["train.py"], Path(), {"1": "x", "D": "y"}).words == ["x", "b", "c", "y"]
