@@ -48,6 +48,8 @@ _SEPARATORS = (";", "&", "|", "<", ">", ")")  # of commands and redirections
 _READ = re.compile(r"\s*read\s+(?:-\w+\s+)+(\w+)\s*<<<\s*(.*)")
 _SOURCE = re.compile(r"\s*(?:source|\.)\s+(\S.*)")
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+_EMPTY_BY_DEFAULT = re.compile(r"\$\{(\w+):?-\}")
+NEVER_SET = "EMPTY_TEXT"  # a variable of no script
 _PLAIN = re.compile(r"\$\{?(\w+)\}?")
 # $A, ${A}, ${A:-text} and the like, ${A,,}; text may hold two more, each within the other.
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?:(:?)([-+])((?:[^{}]|\$\{(?:[^{}]|\$\{[^{}]*\})*\})*)|(,,?|\^\^?))?\}")
@@ -211,6 +213,11 @@ class _Script:
         if held is None or not refers_to(name, words):
             return None
         itself = re.compile(rf"\$(?:{name}\b|\{{{name}(?:\[[@*]\]|:?-[^{{}}]*)?\}})")
+        empty = _EMPTY_BY_DEFAULT.fullmatch("".join(held) or f"${{{NEVER_SET}:-}}")
+        if empty and empty[1] == name:  # its value comes from outside the script, or is a default
+            return None
+        if empty:  # then ${A:-default} takes its default
+            words = [re.sub(rf"\$\{{{name}:-", f"${{{empty[1]}:-", word) for word in words]
         done = list[str]()
         for word in words:
             # Flags or overrides, to which others are added, are words by themselves.

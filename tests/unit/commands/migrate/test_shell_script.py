@@ -387,3 +387,9 @@ def test_a_variable_from_outside_that_changes_nothing_is_refused(name: str) -> N
 def test_an_array_that_nothing_fills_is_empty() -> None:
     assert (read("OTHER=1").words, read("OTHER=1").unknown) == ([], [])
     assert read("source gone.sh").unknown == ["ARGS"]
+
+
+def test_a_default_replaces_a_text_that_the_script_left_empty():
+    script = "A=${1:-}\nA=${A:-a}\nB=''\nB=${B:-b}\nC=c\nC=${C:-d}\nD=${D:-}\nD=${D:-e}\npython train.py $A $B $C $D"
+    assert find_command(script, ["train.py"], Path()).words == ["a", "b", "c", "e"]
+    assert find_command(script, ["train.py"], Path(), {"1": "x", "D": "y"}).words == ["x", "b", "c", "y"]
