@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from miles_async.arguments.argument_files import expand_argument_files
 from miles_async.arguments.config_file import to_toml
+from miles_async.arguments.foreign import FOREIGN_VALUES
 from miles_async.arguments.parser import assemble, parse_arguments
 from miles_async.arguments.specification import LARGEST_WHOLE, FlagSpecification, flag_specifications
 
@@ -27,6 +28,8 @@ def values_of(specification: FlagSpecification) -> st.SearchStrategy[object]:
         values = NUMBERS[specification.kind]
     else:  # "none" is taken, argparse drops "--", "~" is expanded, and a path that begins with "$" is refused
         values = TEXTS.filter(lambda text: text.lower() not in ("none", "--") and not text.startswith("~"))
+        # Hypothesis draws words of the sources, too: a value of another system is read as ours.
+        values = values.filter(lambda text: (specification.flag, text) not in FOREIGN_VALUES)
         if specification.kind is Path:
             values = values.filter(lambda text: text and not text.startswith("$")).map(Path)
     if specification.many:
