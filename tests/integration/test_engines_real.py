@@ -445,12 +445,21 @@ def one(stack: EngineStack) -> tuple[Incarnation]:
     return (stack.registry.engines[ENGINE].current,)
 
 
-async def _in_flight(running: Running, count: int) -> None:
-    """Wait until the engine generates for so many."""
+async def _in_flight(running: Running, count: int) -> list[asyncio.Task[Generation]]:
+    """Long requests, once the engine generates for all of them. Where other processes take the cores they may end
+    before that is seen; then others are sent.
+    """
     server = SGLangServer(running.stack.http)
     async with asyncio.timeout(DEADLINE):
-        while (await server.load(running.url, DEADLINE)).running < count:  # noqa: ASYNC110, the server tells nobody
-            await asyncio.sleep(0.01)
+        while True:
+            tasks = [asyncio.create_task(_generate(running, LONG, key=str(i))) for i in range(count)]
+            for _ in range(100):
+                if (await server.load(running.url, DEADLINE)).running == count:
+                    return tasks
+                await asyncio.sleep(0.01)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
 
 async def _generate(running: Running, tokens: int, key: str = "a") -> Generation:
@@ -487,8 +496,7 @@ async def test_a_publication_meets_requests_in_flight(
     trainer = Trainer(running.models[version % 2])
     async with trainer.connected(running.stack):
         trainer.stage(version)
-        tasks = [asyncio.ensure_future(_generate(running, LONG, key=str(i))) for i in range(4)]
-        await _in_flight(running, 4)
+        tasks = await _in_flight(running, 4)
         await trainer.publish(running.stack, version, mode)
     if mode != "abort":  # there answers are from before the weights changed, and count at once
         assert not any(task.done() for task in tasks)  # even finished answers wait for the commit
@@ -571,8 +579,7 @@ async def test_a_connection_of_the_router_may_be_idle(running: Running) -> None:
 
 
 async def test_cancelled_requests_free_the_engine(running: Running) -> None:
-    tasks = [asyncio.ensure_future(_generate(running, LONG, key=str(i))) for i in range(3)]
-    await _in_flight(running, 3)
+    tasks = await _in_flight(running, 3)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -583,8 +590,7 @@ async def test_cancelled_requests_free_the_engine(running: Running) -> None:
 
 async def test_a_paused_engine_leaves_the_processor_to_others(running: Running) -> None:
     await running.note_processes()
-    waiting = asyncio.ensure_future(_generate(running, LONG))
-    await _in_flight(running, 1)
+    [waiting] = await _in_flight(running, 1)
     server, [scheduler] = SGLangServer(running.stack.http), _schedulers(running)
     await server.pause(running.url, "retract", DEADLINE)
     before = scheduler.cpu_times()
@@ -618,8 +624,7 @@ async def test_a_dead_router_comes_back_with_its_engines(running: Running) -> No
 async def test_a_killed_engine_comes_back_joining_and_is_republished(running: Running) -> None:
     registry, stack = running.stack.registry, running.stack
     await running.note_processes()
-    interrupted = asyncio.ensure_future(_generate(running, LONG))
-    await _in_flight(running, 1)
+    [interrupted] = await _in_flight(running, 1)
     victims = _schedulers(running)
     assert victims
     for victim in victims:
