@@ -12,7 +12,8 @@ from miles_async.arguments.foreign.engines import ENGINES
 from miles_async.arguments.foreign.megatron import MEGATRON
 from miles_async.arguments.foreign.record import ForeignFlag, ForeignValue
 from miles_async.arguments.foreign.shapes import SHAPES
-from miles_async.arguments.foreign.slime import OTHERS, SLIME, VALUES
+from miles_async.arguments.foreign.slime import OTHERS, SLIME
+from miles_async.arguments.foreign.values import VALUES
 
 FOREIGN_FLAGS: Mapping[str, ForeignFlag] = {row.flag: row for row in (*SLIME, *OTHERS, *MEGATRON, *SHAPES, *ENGINES)}
 

@@ -142,7 +142,7 @@ def summarize(arguments: Arguments, prompts: Mapping[str, int]) -> str:
 
 
 def _work(arguments: Arguments) -> Mapping[str, str]:
-    """What is trained on, or evaluated."""
+    """Describe what the run trains on, or evaluates."""
     evaluation, rollout, staleness = arguments.evaluation, arguments.rollout, arguments.staleness
     if evaluation.eval_only:
         sets = (

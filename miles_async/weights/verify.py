@@ -18,7 +18,7 @@ import numpy.typing as npt
 import structlog
 
 from miles_async.arguments.cluster import Device
-from miles_async.arguments.weights import Quantization, WeightsArguments
+from miles_async.arguments.weights import WeightsArguments
 from miles_async.runtime.tensor_digest import total
 from miles_async.seams import EngineFleet, InferenceServer
 from miles_async.types import (
@@ -55,17 +55,17 @@ def canary_tokens(prompts: Iterable[Sequence[int]], vocab_size: int, *, length: 
     return tuple(tokens[:length])
 
 
-def canary_tolerance(given: float | None, *, bf16: bool, device: Device, quantization: Quantization = "none") -> float:
-    """``given``, or the mean log-prob difference between correct implementations of a model, with a margin.
+def canary_tolerance(arguments: WeightsArguments, *, bf16: bool, device: Device) -> float:
+    """``--canary-tolerance``, or the mean log-prob difference between correct implementations of a model, and a margin.
 
     In bf16, an error of 2 % in hidden states makes a mean of 0.11 if logits have a standard deviation of 6. Wrong
     weights make several units with a large vocabulary. On CUDA Transformer Engine multiplies fp32 in TF32, which has
     three bits more than bf16. Elements in float8 are off by 2.6 % (root mean square), and so is each product with
     others: two such errors per matrix add up to three times those of bf16 in hidden states.
     """
-    if given is not None:
-        return given
-    if quantization == "fp8":
+    if arguments.canary_tolerance is not None:
+        return arguments.canary_tolerance
+    if arguments.rollout_quantization == "fp8":
         return 0.75
     if bf16:
         return 0.25

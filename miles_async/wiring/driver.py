@@ -268,12 +268,7 @@ class Run:
                 fleet,
                 make_transport(arguments.weights, trainer, fleet, self._device, name=name, repair=repair),
                 arguments.weights,
-                tolerance=canary_tolerance(
-                    arguments.weights.canary_tolerance,
-                    bf16=bool(arguments.model.bf16),
-                    device=self._device,
-                    quantization=arguments.weights.rollout_quantization,
-                ),
+                tolerance=canary_tolerance(arguments.weights, bf16=bool(arguments.model.bf16), device=self._device),
                 engines_timeout=engines_timeout,
             )
 

@@ -70,7 +70,7 @@ def row(preset: str, spec: ServerSpec) -> str:
 
 
 def quantization(preset: str, spec: ServerSpec) -> tuple[str, str | None]:
-    """What SGLang takes the weights for that engines of the preset get."""
+    """The preset, and the quantization that SGLang chooses for its engines."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import prepare_server_args
 

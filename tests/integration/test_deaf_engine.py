@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from miles_async.arguments import WeightsArguments
 from miles_async.engines.fleet import Fleet
 from miles_async.engines.http import Http
 from miles_async.engines.registry import EngineRegistry, EngineState
@@ -34,7 +35,7 @@ pytestmark = [
 ]
 
 HEARING, DEAF_ONE = "hearing-0", "deaf-0"
-TOLERANCE = canary_tolerance(None, bf16=True, device="cpu")
+TOLERANCE = canary_tolerance(WeightsArguments(), bf16=True, device="cpu")
 
 
 @dataclass

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from miles_async.arguments import WeightsArguments
 from miles_async.weights.verify import canary_tolerance
 from tests.integration.family_table import SERVED, SERVED_AT_NIGHT, SERVED_IN_BF16
 from tests.integration.publishing import (
@@ -50,7 +51,7 @@ async def test_engines_hold_all_that_is_exported_and_nothing_else(
     if ranks > 1:
         monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang asks for that on one NUMA node
     model, bf16 = save_served(family, tmp_path / "model", seed=0, dtype=dtype), dtype == "bfloat16"
-    tolerance = canary_tolerance(None, bf16=True, device="cpu") if bf16 else 1e-4  # on average
+    tolerance = canary_tolerance(WeightsArguments(), bf16=True, device="cpu") if bf16 else 1e-4  # on average
     most = 4 * tolerance if bf16 else tolerance
     spec = published_spec(model, tmp_path, engine_imports, dtype=dtype, tensor_parallel_size=ranks)
     async with one_engine(spec) as engine:

@@ -18,7 +18,7 @@ FINE = {**GPUS, "on_policy": True, "engine_max_restarts": 0, "weight_transport":
 
 
 def problems(**changes: object) -> list[str]:
-    """Of a run with these changes of flags, by field."""
+    """Problems of a run whose flags differ from ``FINE`` in these fields."""
     return list(check_colocation(assemble(FINE | changes, {})))
 
 

@@ -196,7 +196,7 @@ def test_engines_hold_whole_blocks(config: JsonObject, ranks: Mapping[str, int],
 
 
 def test_bytes_of_a_version() -> None:
-    """Of Qwen3-0.6B's shape: 155 M elements of the embedding stay in bf16, the others take a byte."""
+    """Sizes of Qwen3-0.6B: its 155 M elements of embedding stay in bf16, and the others take one byte each."""
     config = DENSE | {"num_hidden_layers": 28, "vocab_size": 151_936}
     elements, embedding = 596_049_920, 151_936 * 1024
     assert fp8.published_bytes(config, elements, item=2, quantization="none") == 2 * elements

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from miles_async.arguments import WeightsArguments
 from miles_async.engines.sglang.region_digest import Region, region_digests
 from miles_async.runtime.tensor_digest import digest
 from miles_async.types import CanaryScore, HeldPart, HeldWeights, StagedWeights, TensorMeta, TensorShare
@@ -172,7 +173,11 @@ def judged(
         canary_logprobs=tuple(new),
         previous_canary_logprobs=() if old is None else tuple(old),
     )
-    return judge_canary(sent, CanaryScore("7", np.asarray(found)), canary_tolerance(given, bf16=bf16, device="cpu"))
+    return judge_canary(
+        sent,
+        CanaryScore("7", np.asarray(found)),
+        canary_tolerance(WeightsArguments(canary_tolerance=given), bf16=bf16, device="cpu"),
+    )
 
 
 def vocabulary_logprobs(logits: np.ndarray) -> np.ndarray:
@@ -197,14 +202,21 @@ def test_rounding_passes_over_a_real_vocabulary_and_wrong_weights_fail(sigma: fl
 
 
 def test_fp32_products_on_a_gpu_may_be_less_exact_than_on_a_cpu() -> None:
-    assert canary_tolerance(None, bf16=False, device="cpu") < canary_tolerance(None, bf16=False, device="cuda") < 0.05
-    assert canary_tolerance(None, bf16=True, device="cuda") == canary_tolerance(None, bf16=True, device="cpu")
+    assert (
+        canary_tolerance(WeightsArguments(), bf16=False, device="cpu")
+        < canary_tolerance(WeightsArguments(), bf16=False, device="cuda")
+        < 0.05
+    )
+    assert canary_tolerance(WeightsArguments(), bf16=True, device="cuda") == canary_tolerance(
+        WeightsArguments(), bf16=True, device="cpu"
+    )
 
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_engines_that_round_weights_may_differ_by_more(bf16: bool) -> None:
-    assert canary_tolerance(None, bf16=bf16, device="cuda", quantization="fp8") == 0.75
-    assert canary_tolerance(0.1, bf16=bf16, device="cuda", quantization="fp8") == 0.1
+    assert canary_tolerance(WeightsArguments(rollout_quantization="fp8"), bf16=bf16, device="cuda") == 0.75
+    given = WeightsArguments(rollout_quantization="fp8", canary_tolerance=0.1)
+    assert canary_tolerance(given, bf16=bf16, device="cuda") == 0.1
 
 
 def test_a_few_tokens_may_differ_by_anything() -> None:

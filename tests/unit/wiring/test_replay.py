@@ -167,7 +167,7 @@ def test_an_array_that_the_batch_no_longer_has_is_shown(run: RecordedRun, capsys
 
 
 def difference(run_dir: Path, arguments: Arguments, other: Arguments) -> str:
-    """What a replay with the ``other`` flags says of a run."""
+    """Return what a replay reports if its flags are ``other`` than those of the recorded run."""
     run = RecordedRun(run_dir, arguments, random.Random(3))
     run.live(200)
     run.end()

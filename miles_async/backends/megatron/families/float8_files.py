@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from miles_async.arguments.model_files import Shape, language_fields, read_header
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.float8 import dequantized
 from miles_async.types import JsonObject
 
 if TYPE_CHECKING:
@@ -86,11 +87,3 @@ def read_as_floats(source: SafeTensorsStateSource, quantization: JsonObject, dty
     plain = {name: file for name, file in files.items() if not name.endswith(SCALES)}
     source._key_to_filename_map_cache, source._keys_cache = plain, None
     source.load_tensors = load_tensors  # type: ignore[method-assign]
-
-
-def dequantized(values: Tensor, scales: Tensor, block: list[int]) -> Tensor:
-    """fp32 [..., M, N] of float8 [..., M, N] and a scale per block of ``block`` rows and columns."""
-    scales = scales.float()
-    for dimension, size in zip((-2, -1), block, strict=True):
-        scales = scales.repeat_interleave(size, dimension).narrow(dimension, 0, values.shape[dimension])
-    return values.float() * scales

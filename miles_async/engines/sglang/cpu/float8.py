@@ -6,7 +6,6 @@ stay as they were loaded and are multiplied as floats; activations keep their dt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from miles_async.engines.sglang.hooks import hook
+from miles_async.runtime.float8 import dequantized
 
 _FP8 = "sglang.srt.layers.quantization.fp8"
 
@@ -37,7 +37,7 @@ def _leave(*_: object) -> None: ...
 
 def linear(method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """[..., M] for ``x`` [..., N]."""
-    return F.linear(x, dequantized(layer, "weight", method.weight_block_size).to(x.dtype), bias)
+    return F.linear(x, _floats(method, layer, "weight", x.dtype), bias)
 
 
 def mixture(method: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -46,14 +46,11 @@ def mixture(method: Any, layer: Any, dispatch_output: Any) -> Any:
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     x = dispatch_output.hidden_states
-    weights = {name: dequantized(layer, name, method.weight_block_size) for name in ("w13_weight", "w2_weight")}
-    experts = SimpleNamespace(num_experts=len(layer.w13_weight), **{n: w.to(x.dtype) for n, w in weights.items()})
+    weights = {name: _floats(method, layer, name, x.dtype) for name in ("w13_weight", "w2_weight")}
+    experts = SimpleNamespace(num_experts=len(layer.w13_weight), **weights)
     return StandardCombineInput(moe_forward_native(experts, x, dispatch_output.topk_output, method.moe_runner_config))
 
 
-def dequantized(layer: Any, name: str, block: Sequence[int]) -> Tensor:
-    """fp32 [..., M, N] of the layer's matrix, or stack of matrices, called ``name``."""
+def _floats(method: Any, layer: Any, name: str, dtype: torch.dtype) -> Tensor:
     values, scales = getattr(layer, name), getattr(layer, f"{name}_scale_inv")
-    for dimension, size in zip((-2, -1), block, strict=True):
-        scales = scales.repeat_interleave(size, dimension).narrow(dimension, 0, values.shape[dimension])
-    return values.float() * scales
+    return dequantized(values, scales, method.weight_block_size).to(dtype)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from miles_async.backends.megatron.families.float8_files import check_files, dequantized
+from miles_async.backends.megatron.families.float8_files import check_files
 from miles_async.errors import ConfigurationError
+from miles_async.runtime.float8 import dequantized
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 SCALES = f"{NAME}_scale_inv"
